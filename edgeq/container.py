@@ -1,0 +1,225 @@
+"""The bytes of an .edgeq file, and its reader.
+
+    0        header, 64 bytes, little endian:
+               magic 8 | version u32 | header length u32 | data offset u64 | data length u64 | metadata offset u64
+               | metadata length u64 | BLAKE2b-128 of the metadata
+    64       zeros
+    16384    data: segments in execution order, each 64-byte aligned, contiguous, zeros between them
+    ...      metadata: a FlatBuffer (model.fbs), to the end of the file
+
+Rules, each a decision about hostile files: the header must describe the file to the byte (a truncated or extended file is
+refused); segments must cover the data area in order without holes or overlap, and each belongs to exactly one array or blob (no
+hidden payload); every size is checked against the file before anything is allocated or mapped from it.  The digest of the
+metadata, which holds the digests of all segments, is the identity of the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgeq import layout
+from edgeq.errors import FormatError, InputError, UnsupportedError
+from edgeq.linear import DTYPES, ArrayRef, Metadata
+from edgeq.metadata import DIGEST_BYTES, Segment, decode
+
+MAGIC = b"edgeq\r\n\x1a"
+VERSION = 1
+ALIGNMENT = 64
+# The largest page size of a supported board (Raspberry Pi 5): data can be mapped and protected apart from the header.
+DATA_OFFSET = 16384
+MAX_METADATA = 64 << 20
+_HEADER = struct.Struct("<8sIIQQQQ16s")
+
+
+def digest(data: Any) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Header:
+    data_length: int
+    metadata_length: int
+    metadata_digest: bytes
+
+    @property
+    def metadata_offset(self) -> int:
+        return DATA_OFFSET + self.data_length
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(
+            MAGIC,
+            VERSION,
+            _HEADER.size,
+            DATA_OFFSET,
+            self.data_length,
+            self.metadata_offset,
+            self.metadata_length,
+            self.metadata_digest,
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, file_size: int) -> Header:
+        """The header of a file of `file_size` bytes; FormatError unless it describes exactly that file."""
+        if len(data) < _HEADER.size or data[:8] != MAGIC:
+            raise FormatError("not an .edgeq file; make one with: edgeq convert SRC -o OUT.edgeq")
+        fields = _HEADER.unpack(data[: _HEADER.size])
+        _, version, length, data_offset, data_length, offset, metadata_length, metadata_digest = fields
+        if version > VERSION:
+            raise UnsupportedError(f"the file has format version {version}; this edgeq reads up to {VERSION}: upgrade edgeq")
+        header = cls(data_length, metadata_length, metadata_digest)
+        sound = (version, length, data_offset) == (VERSION, _HEADER.size, DATA_OFFSET)
+        if not sound or data_length % ALIGNMENT or offset != header.metadata_offset:
+            raise FormatError("the header is damaged; copy or convert the file again")
+        if metadata_length > MAX_METADATA:
+            raise FormatError(f"the header claims {metadata_length} bytes of metadata; at most {MAX_METADATA} are possible")
+        if offset + metadata_length != file_size:
+            raise FormatError(
+                f"the file has {file_size} bytes, its header says {offset + metadata_length}: "
+                "truncated or damaged; copy it again"
+            )
+        return header
+
+
+class ModelFile:
+    """An open, checked, memory-mapped .edgeq file.  Arrays are views of the map: nothing is copied."""
+
+    def __init__(self, path: Path, header: Header, metadata: Metadata, segments: list[Segment], mapped: mmap.mmap) -> None:
+        self.path = path
+        self.header = header
+        self.metadata = metadata
+        self.segments = segments
+        self._map = mapped
+        self._bytes = np.frombuffer(mapped, np.uint8)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> ModelFile:
+        """Map and check everything but the data's digests (see `verify`).
+
+        InputError: no such file.  FormatError: damaged.  UnsupportedError: newer version, codec or part.
+        """
+        path = Path(path)
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                header = Header.decode(file.read(_HEADER.size), size)
+                if any(file.read(DATA_OFFSET - _HEADER.size)):
+                    raise FormatError("the bytes behind the header are not zero: damaged; copy or convert the file again")
+                file.seek(header.metadata_offset)
+                data = file.read(header.metadata_length)
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{path}: {error}") from None
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file") from None
+        except OSError as error:
+            raise InputError(f"{path}: cannot read it: {error.strerror}") from None
+        try:
+            if digest(data) != header.metadata_digest:
+                raise FormatError("the metadata does not fit its digest: damaged; copy or convert the file again")
+            metadata, segments = decode(data)
+            _check_segments(segments, header)
+            layout.check(metadata)
+            _check_arrays(metadata, segments)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{path}: {error}") from None
+        return cls(path, header, metadata, segments, mapped)
+
+    @property
+    def size(self) -> int:
+        return self.header.metadata_offset + self.header.metadata_length
+
+    @property
+    def identity(self) -> str:
+        """Digest of the metadata, hence of all contents, as hex."""
+        return self.header.metadata_digest.hex()
+
+    def segment(self, index: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of a segment as a read-only view of the map."""
+        s = self.segments[index]
+        return self._bytes[s.offset : s.offset + s.length]
+
+    def array(self, ref: ArrayRef) -> np.ndarray[Any, Any]:
+        """An array as a read-only view of the map; bf16 as uint16 bits."""
+        return self.segment(ref.segment).view(DTYPES[ref.dtype]).reshape(ref.shape)
+
+    def blob(self, name: str) -> bytes | None:
+        index = self.metadata.blobs.get(name)
+        return None if index is None else self.segment(index).tobytes()
+
+    def verify(self) -> Iterator[tuple[int, int]]:
+        """Check every segment's digest and the padding between segments; yields (bytes done, bytes in all).
+
+        FormatError names the layer whose bytes are damaged.
+        """
+        done = 0
+        for index, s in enumerate(self.segments):
+            if digest(self.segment(index)) != s.digest:
+                damaged = f"{self.owner(index)} is damaged (segment {index})"
+                raise FormatError(f"{self.path}: {damaged}; copy or convert the file again")
+            if self._bytes[s.offset + s.length : aligned(s.offset + s.length)].any():
+                damaged = f"the padding behind segment {index} is not zero"
+                raise FormatError(f"{self.path}: {damaged}; copy or convert the file again")
+            done += s.length
+            yield done, self.header.data_length
+
+    def owner(self, index: int) -> str:
+        """What segment `index` holds, in words."""
+        return next(name for name, segment in _uses(self.metadata) if segment == index)
+
+
+def _uses(metadata: Metadata) -> Iterator[tuple[str, int]]:
+    """(owner, segment) of everything that lies in the data area."""
+    for name, linear in metadata.linears.items():
+        for weight in linear.weights:
+            for part in ("q", "scale", "zero"):
+                ref = getattr(weight, part)
+                if ref is not None:
+                    yield f"{name} {part}", ref.segment
+        if linear.bias is not None:
+            yield f"{name} bias", linear.bias.segment
+    for name, array in metadata.arrays.items():
+        yield name, array.segment
+    yield from metadata.blobs.items()
+
+
+def _check_segments(segments: list[Segment], header: Header) -> None:
+    at = DATA_OFFSET
+    for index, s in enumerate(segments):
+        if s.offset != at or not 0 < s.length <= header.metadata_offset - at:
+            raise FormatError(f"segment {index} does not follow the one before it, or leaves the file: damaged or hostile")
+        at = aligned(s.offset + s.length)
+    if at != header.metadata_offset:
+        raise FormatError("segments do not cover the data area: damaged or hostile")
+
+
+def _check_arrays(metadata: Metadata, segments: list[Segment]) -> None:
+    owners: dict[int, str] = {}
+    for owner, index in _uses(metadata):
+        if index >= len(segments):
+            raise FormatError(f"{owner} lies in segment {index}; the file has {len(segments)}")
+        if index in owners:
+            raise FormatError(f"{owner} and {owners[index]} share segment {index}")
+        owners[index] = owner
+    if len(owners) != len(segments):
+        raise FormatError(f"{len(segments) - len(owners)} segments belong to nothing: damaged or hostile")
+    refs = [r for x in metadata.linears.values() for w in x.weights for r in (w.q, w.scale, w.zero, x.bias) if r]
+    for ref in [*refs, *metadata.arrays.values()]:
+        if ref.nbytes != segments[ref.segment].length:
+            raise FormatError(f"{owners[ref.segment]} has {segments[ref.segment].length} bytes; its shape says {ref.nbytes}")

@@ -1,0 +1,27 @@
+"""The errors a user can meet.  Each message says what was found, what is supported and what to do."""
+
+from __future__ import annotations
+
+
+class EdgeqError(Exception):
+    """Base of all errors whose message is meant for the user: shown as one line, exit code 1."""
+
+
+class FormatError(EdgeqError):
+    """A file that is not a sound `.edgeq` file: wrong magic, truncated, flipped bits, counts out of bounds."""
+
+
+class UnsupportedError(EdgeqError):
+    """A sound input that asks for something this version does not have: architecture, codec, part, option."""
+
+
+class CheckpointError(EdgeqError):
+    """A source checkpoint that cannot be converted as it is: missing file, truncated shard, NaN in a weight."""
+
+
+class ResourceError(EdgeqError):
+    """Not enough disk or memory for what was asked; the message names the largest that fits."""
+
+
+class InputError(EdgeqError):
+    """An argument or a prompt that cannot be used: too long, out of range, not readable."""

@@ -1,0 +1,117 @@
+"""Writes an .edgeq file: segments are appended as they are made, the metadata last, the name given only to a finished file.
+
+While it grows the file is `OUT.edgeq.partial`.  A killed conversion goes on from the segments that `sync` returned last; what
+lies behind them is cut off.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgeq.container import DATA_OFFSET, Header, ModelFile, aligned, digest
+from edgeq.errors import InputError, ResourceError
+from edgeq.linear import DTYPES, ArrayRef, Metadata
+from edgeq.metadata import DIGEST_BYTES, Segment, encode
+
+
+def partial_path(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+class Writer:
+    """Appends segments to `path`.partial; `finish` writes metadata and header, syncs and renames."""
+
+    def __init__(self, path: Path, segments: list[Segment] | None = None) -> None:
+        """A new partial file, or with `segments` the one of a killed run, cut behind the last of them."""
+        self.path = path
+        self.partial = partial_path(path)
+        self.segments = list(segments or ())
+        last = self.segments[-1] if self.segments else None
+        self._at = aligned(last.offset + last.length) if last else DATA_OFFSET
+        try:
+            self._file = open(self.partial, "r+b" if segments else "wb")  # noqa: SIM115
+            self._file.truncate(self._at)
+            self._file.seek(self._at)
+        except OSError as error:
+            raise InputError(f"{self.partial}: cannot write it: {error.strerror}") from None
+
+    def append(self, chunks: Iterable[Any]) -> int:
+        """Write the bytes of `chunks` (arrays or bytes) as one segment; returns its index.
+
+        ResourceError: the disk is full; nothing lies under the final name, and a later run can go on.
+        """
+        hasher, length = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+        try:
+            for chunk in chunks:
+                data = chunk if isinstance(chunk, bytes) else np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
+                hasher.update(data)
+                self._file.write(data)
+                length += len(data)
+            end = self._at + length
+            self._file.write(bytes(aligned(end) - end))
+        except OSError as error:
+            raise self._failed(error) from None
+        self.segments.append(Segment(self._at, length, hasher.digest()))
+        self._at = aligned(end)
+        return len(self.segments) - 1
+
+    def array(self, a: np.ndarray[Any, Any], dtype: str) -> ArrayRef:
+        """Append a plain array stored as `dtype` ("bf16": its uint16 bits)."""
+        return self.stream([np.ascontiguousarray(a, DTYPES[dtype])], dtype, a.shape)
+
+    def stream(self, chunks: Iterable[Any], dtype: str, shape: tuple[int, ...]) -> ArrayRef:
+        """Append a plain array of which `chunks` are consecutive parts."""
+        ref = ArrayRef(dtype, tuple(int(n) for n in shape), self.append(chunks))
+        if ref.nbytes != self.segments[-1].length:
+            raise ValueError(f"{self.segments[-1].length} bytes written for {dtype} {shape}")
+        return ref
+
+    def sync(self) -> list[Segment]:
+        """Bring everything written to the disk; returns the segments a resumed run may rely on."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failed(error) from None
+        return list(self.segments)
+
+    def finish(self, metadata: Metadata) -> ModelFile:
+        """Metadata, header, fsync, rename; the finished file is opened and so checked before it gets its name."""
+        data = encode(metadata, self.segments)
+        header = Header(self._at - DATA_OFFSET, len(data), digest(data))
+        try:
+            self._file.write(data)
+            self.sync()
+            self._file.seek(0)
+            self._file.write(header.encode())
+            self.sync()
+            self._file.close()
+            ModelFile.open(self.partial)
+            os.replace(self.partial, self.path)
+            directory = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as error:
+            raise self._failed(error) from None
+        return ModelFile.open(self.path)
+
+    def close(self) -> None:
+        """Leave the partial file as it is."""
+        self._file.close()
+
+    def _failed(self, error: OSError) -> ResourceError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return ResourceError(
+                f"{self.path}: the disk is full after {self._at} bytes; "
+                "free some space and run the same command again: it goes on"
+            )
+        return ResourceError(f"{self.path}: writing failed: {error.strerror}")
