@@ -1,0 +1,104 @@
+"""Where a model runs.  A Target compiles a Graph into a Program; a Program runs rows."""
+
+if __name__ != "edgeq.targets":
+    raise ImportError("import edgeq.targets, not targets")
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.container import ModelFile
+from edgeq.errors import UnsupportedError
+from edgeq.linear import Mode
+from edgeq.targets.operations import Graph, Page, Rows
+
+TARGETS = ("cpu", "reference")
+"""In order of preference."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may force.  `threads` 0: the target chooses; `isa` None: the best this machine has.
+
+    max_rows    rows of one run: the prefill chunk
+    max_logits  rows whose logits one run can return
+    """
+
+    mode: Mode
+    threads: int = 0
+    isa: str | None = None
+    max_rows: int = 256
+    max_logits: int = 1
+
+
+class Program(Protocol):
+    """A compiled graph with its buffers.  One caller at a time."""
+
+    options: Options
+    threads: int
+
+    @property
+    def description(self) -> str:
+        """What runs where, for people: target, instruction set, threads, mode."""
+        ...
+
+    def new_page(self) -> Page:
+        """A cache page of `Graph.page_bytes` bytes."""
+        ...
+
+    def run(self, rows: Rows) -> NDArray[np.float32]:
+        """Logits float32 [len(rows.logits), vocab], valid until the next run.
+
+        The arithmetic of a row does not depend on which rows run with it.
+        """
+        ...
+
+
+class Target(Protocol):
+    name: str
+
+    def refusal(self) -> str | None:
+        """Why this target cannot be used on this machine, or None."""
+        ...
+
+    def compile(self, graph: Graph, file: ModelFile, options: Options) -> Program: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen target and why the ones before it were refused."""
+
+    target: Target
+    refused: Sequence[tuple[str, str]]
+
+
+def load(name: str) -> Target:
+    """The target of that name; importing it costs nothing before it is asked for."""
+    if name == "cpu":
+        from edgeq.targets.cpu import CpuTarget
+
+        return CpuTarget()
+    if name == "reference":
+        from edgeq.targets.reference import ReferenceTarget
+
+        return ReferenceTarget()
+    raise UnsupportedError(f"target {name!r} is not known; supported: {', '.join(TARGETS)}")
+
+
+def pick(name: str | None = None) -> Choice:
+    """The named target, or the first of TARGETS that this machine can use.
+
+    UnsupportedError: the named target is unknown or refused, with its reason.
+    """
+    refused: list[tuple[str, str]] = []
+    for candidate in (name,) if name else TARGETS:
+        target = load(candidate)
+        reason = target.refusal()
+        if reason is None:
+            return Choice(target, refused)
+        refused.append((candidate, reason))
+    reasons = "; ".join(f"{candidate}: {reason}" for candidate, reason in refused)
+    raise UnsupportedError(f"no target can run here: {reasons}")

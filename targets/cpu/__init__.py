@@ -1,0 +1,30 @@
+"""The processor itself: kernels compiled by Numba for x86 and, portably, for anything Numba knows."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING
+
+from edgeq.container import ModelFile
+from edgeq.targets import Options
+from edgeq.targets.operations import Graph
+
+if TYPE_CHECKING:
+    from edgeq.targets.cpu.program import CpuProgram
+
+
+class CpuTarget:
+    name = "cpu"
+
+    def refusal(self) -> str | None:
+        if sys.byteorder != "little" or sys.maxsize < 1 << 32:
+            return "it needs a 64-bit little-endian processor"
+        if importlib.util.find_spec("numba") is None:
+            return "numba is not installed; run: pip install numba"
+        return None
+
+    def compile(self, graph: Graph, file: ModelFile, options: Options) -> CpuProgram:
+        from edgeq.targets.cpu.program import CpuProgram
+
+        return CpuProgram(graph, file, options)

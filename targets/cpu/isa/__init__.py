@@ -1,0 +1,64 @@
+"""Instruction sets: how one of them multiplies packed integers.  The kernels are written once over this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from edgeq.errors import UnsupportedError
+from edgeq.targets import machine
+
+
+class Isa(Protocol):
+    """Emits LLVM IR for integer dot products over the file's order (edgeq/codec.py).
+
+    A *quad* is `lanes` rows x 4 channels of unsigned bytes in one vector.  An accumulator is <lanes x i32>, one lane a row.
+
+    lanes     rows of a block that one vector holds: 16, or 8 and a block takes two
+    tiles     tokens multiplied at once, largest first, ending in 1: what the registers hold
+    needs     processor features without which the code would not run
+    """
+
+    name: str
+    lanes: int
+    tiles: tuple[int, ...]
+    needs: frozenset[str]
+
+    def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        """accumulator + sum over quads of 4 products; tokens are <lanes x i32> splats of 4 int8 channels, -127 ... 127."""
+        ...
+
+    def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
+        """accumulator + two products per lane: `pairs` holds two unsigned bytes in 16 bits each, `token` two int16 channels."""
+        ...
+
+
+def all_isas() -> tuple[Isa, ...]:
+    """Best first."""
+    from edgeq.targets.cpu.isa.avx2 import Avx2
+    from edgeq.targets.cpu.isa.avx512 import Avx512Vnni
+    from edgeq.targets.cpu.isa.portable import Portable
+
+    return (Avx512Vnni(), Avx2(), Portable())
+
+
+def choose(name: str | None = None) -> tuple[Isa, str]:
+    """The instruction set to use and the reason, for people.
+
+    UnsupportedError: `name` is unknown, or this processor lacks what it needs.
+    """
+    isas, features = all_isas(), machine.cpu().features
+    if name is not None:
+        for isa in isas:
+            if isa.name == name:
+                if missing := sorted(isa.needs - features):
+                    raise UnsupportedError(f"isa {name} needs {', '.join(missing)}, which this processor does not have")
+                return isa, "asked for"
+        raise UnsupportedError(f"isa {name!r} is not known; supported: {', '.join(isa.name for isa in isas)}")
+    passed = []
+    for isa in isas:
+        missing = sorted(isa.needs - features)
+        if not missing:
+            return isa, "the best this processor has" if not passed else "; ".join(passed)
+        passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")
+    raise AssertionError("the portable set needs nothing")

@@ -1,0 +1,23 @@
+"""AVX-512 with VNNI: Ice Lake, Sapphire Rapids, Zen 4 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from edgeq.targets.cpu.vector import VI32, call
+
+
+class Avx512Vnni:
+    name = "avx512-vnni"
+    lanes = 16
+    tiles = (12, 4, 1)
+    needs = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
+
+    def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        for quad, token in zip(quads, tokens, strict=True):
+            accumulator = call(b, "llvm.x86.avx512.vpdpbusd.512", VI32, accumulator, b.bitcast(quad, VI32), token)
+        return accumulator
+
+    def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
+        return call(b, "llvm.x86.avx512.vpdpwssd.512", VI32, accumulator, b.bitcast(pairs, VI32), token)

@@ -1,0 +1,29 @@
+"""Plain LLVM vector arithmetic: any processor that Numba compiles for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from edgeq.targets.cpu.vector import VI32, constant
+
+
+class Portable:
+    name = "portable"
+    lanes = 16
+    tiles = (4, 1)
+    needs: frozenset[str] = frozenset()
+
+    def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        for quad, token in zip(quads, tokens, strict=True):
+            words = b.bitcast(quad, VI32)
+            for channel in range(4):
+                weight = b.and_(b.lshr(words, constant(VI32, 8 * channel)), constant(VI32, 255))
+                value = b.ashr(b.shl(token, constant(VI32, 24 - 8 * channel)), constant(VI32, 24))
+                accumulator = b.add(accumulator, b.mul(weight, value))
+        return accumulator
+
+    def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
+        words, sixteen = b.bitcast(pairs, VI32), constant(VI32, 16)
+        low = b.mul(b.and_(words, constant(VI32, 65535)), b.ashr(b.shl(token, sixteen), sixteen))
+        return b.add(b.add(accumulator, low), b.mul(b.lshr(words, sixteen), b.ashr(token, sixteen)))

@@ -1,0 +1,210 @@
+"""A few threads that walk a table of operations together.
+
+A run is one wake-up: every thread, the caller's included, goes through the whole table and meets the others at a barrier after
+each operation (0.4 to 0.8 us, where a parallel region per operation costs 1.5 to 50).  Between runs a thread spins for a moment,
+because the next token is near, then sleeps in the kernel: no processor time is used while nobody decodes.
+
+The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library or on Numba's threading
+layer, and other users of either are left alone.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from edgeq.targets.cpu.compiled import on_disk
+from edgeq.targets.cpu.vector import I32, I64, call, load
+
+# The number of the futex system call (linux/asm/unistd.h); elsewhere an idle thread sleeps and looks again.
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
+NAP_MICROSECONDS = 100
+
+# int64 words of the shared block, each on its own cache line.
+RUN, ARRIVED, PASSED, TABLE, LENGTH, SLEEPERS = 0, 8, 16, 24, 25, 32
+SHARED_WORDS = 40
+SPINS_BEFORE_YIELD = 2_000
+SPINS_BEFORE_SLEEP = 20_000
+"""Of `pause`, 10 to 50 ns each: longer than it takes to sample a token."""
+
+
+def _relax(b: Any) -> None:
+    """The processor's hint for a spinning thread."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        call(b, "llvm.x86.sse2.pause", ir.VoidType())
+    elif platform.machine() == "aarch64":
+        call(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(I32, 1))
+
+
+@intrinsic  # type: ignore[misc]
+def read(typing: Any, address: Any) -> Any:
+    """Atomic load of an int64 that orders what follows behind it."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.intp), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def publish(typing: Any, address: Any, value: Any) -> Any:
+    """Atomic store of an int64 behind everything before it."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def add(typing: Any, address: Any, value: Any) -> Any:
+    """Atomic fetch-and-add; returns the value before."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def relax(typing: Any, spins: Any) -> Any:
+    """Wait a little: `pause` at first, later let others run, who may be what is waited for."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        with b.if_else(b.icmp_signed(">", args[0], ir.Constant(I64, SPINS_BEFORE_YIELD))) as (long, short):
+            with long:
+                b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
+            with short:
+                _relax(b)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
+    """Sleep while the low 32 bits at `address` are `value` (WAIT), or wake up to `value` sleepers (WAKE)."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        address, operation, value = args
+        if FUTEX:
+            kind = ir.FunctionType(I64, [I64], var_arg=True)
+            function = cgutils.get_or_insert_function(b.module, kind, "syscall")
+            zero = ir.Constant(I64, 0)
+            b.call(function, [ir.Constant(I64, FUTEX), address, operation, value, zero, zero, zero])
+        else:
+            with b.if_then(b.icmp_signed("==", operation, ir.Constant(I64, WAIT_PRIVATE))):
+                call(b, "usleep", I32, ir.Constant(I32, NAP_MICROSECONDS))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def invoke(typing: Any, row: Any, thread: Any, threads: Any) -> Any:
+    """Call the kernel whose address is the first word of the table row."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+        b.call(b.inttoptr(load(b, args[0], I64, 8), kind.as_pointer()), args)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+def _walk(shared, table, length, row_bytes, thread, threads):  # type: ignore[no-untyped-def]
+    """All operations, with a barrier behind each: the last to arrive opens it."""
+    for i in range(length):
+        invoke(table + i * row_bytes, thread, threads)
+        if threads > 1:
+            passed = read(shared + 8 * PASSED)
+            if add(shared + 8 * ARRIVED, 1) == threads - 1:
+                publish(shared + 8 * ARRIVED, 0)
+                publish(shared + 8 * PASSED, passed + 1)
+            else:
+                spins = 0
+                while read(shared + 8 * PASSED) == passed:
+                    spins += 1
+                    relax(spins)
+
+
+walk = on_disk(_walk, types.void(*[types.intp] * 6))
+
+
+def _work(shared, row_bytes, thread, threads):  # type: ignore[no-untyped-def]
+    """A thread's life: wait for a run, walk, wait again; a run without operations ends it."""
+    seen = 0
+    while True:
+        spins = 0
+        while read(shared + 8 * RUN) == seen:
+            spins += 1
+            if spins < SPINS_BEFORE_SLEEP:
+                relax(0)
+            else:
+                add(shared + 8 * SLEEPERS, 1)
+                futex(shared + 8 * RUN, WAIT_PRIVATE, seen & 0xFFFFFFFF)
+                add(shared + 8 * SLEEPERS, -1)
+        seen = read(shared + 8 * RUN)
+        length = read(shared + 8 * LENGTH)
+        if length == 0:
+            return
+        walk(shared, read(shared + 8 * TABLE), length, row_bytes, thread, threads)
+
+
+work = on_disk(_work, types.void(*[types.intp] * 4))
+
+
+def _start(shared, table, length):  # type: ignore[no-untyped-def]
+    """Tell the other threads that there is a run."""
+    publish(shared + 8 * TABLE, table)
+    publish(shared + 8 * LENGTH, length)
+    add(shared + 8 * RUN, 1)
+    if read(shared + 8 * SLEEPERS) > 0:
+        futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
+
+
+start = on_disk(_start, types.void(*[types.intp] * 3))
+
+
+def _stop(shared: np.ndarray[Any, np.dtype[np.int64]], workers: list[threading.Thread]) -> None:
+    start(shared.ctypes.data, 0, 0)
+    for worker in workers:
+        worker.join()
+
+
+class Pool:
+    """`threads` threads, the caller being one of them.  One caller at a time."""
+
+    def __init__(self, threads: int, row_words: int) -> None:
+        self.threads = threads
+        self._row_bytes = 8 * row_words
+        self._shared = np.zeros(SHARED_WORDS, np.int64)
+        address = self._shared.ctypes.data
+        workers = [
+            threading.Thread(target=work, args=(address, self._row_bytes, i, threads), name=f"edgeq-{i}", daemon=True)
+            for i in range(1, threads)
+        ]
+        for worker in workers:
+            worker.start()
+        # The workers hold only the address: they must end before the shared block does.
+        self.close = weakref.finalize(self, _stop, self._shared, workers)
+
+    def run(self, table: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Walk the rows of `table`; returns when all threads are through."""
+        if not len(table):
+            return
+        shared = self._shared.ctypes.data
+        if self.threads > 1:
+            start(shared, table.ctypes.data, len(table))
+        walk(shared, table.ctypes.data, len(table), self._row_bytes, 0, self.threads)

@@ -1,0 +1,298 @@
+"""The inner product of one block of 16 output rows with a few tokens: the code that time is spent in.
+
+Two intrinsics, one for packed integers and one for floats.  Both read the weights of a block in file order, once, and keep one
+vector of 16 rows per token; both add in an order that depends neither on the number of tokens nor on the instruction set's
+vector width, so a token's result is the same bits alone and among others.
+
+Activations of a tile of T tokens, as `quantize.py` writes them:
+
+    a8      int8  [chunk][quad][T][4]                    one 32-bit broadcast per quad and token
+    a16     int16 [chunk][quad][T][4], channels 0 2 1 3  two broadcasts; even and odd bytes of a quad of weights are the pairs
+    float   f32   [column][T]
+    scale   f32   [activation block][T],  sum  int32 [activation block][T]: the sum of the block's stored integers
+
+An activation block is a weight group or, if that is longer or the row, 128 channels; integers of one block are summed exactly:
+8 bits x 15 bits x 128 channels stay below 2^31.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from edgeq.codec import CHUNK, LINE, PLANES, QUADS
+from edgeq.targets.cpu.isa import Isa, all_isas
+from edgeq.targets.cpu.vector import F16, F32, I8, I16, I32, I64, call, constant, load, splat, store
+
+VOID = types.void
+
+# Words of a product's table row (compiled.py has words 0 and 1).  Bytes where nothing else is said.
+X, X_ROW, X_SCALE, X_SUM, X_BLOCKS = 2, 3, 4, 5, 6
+"""Activations: data, bytes of a row, scales, sums, activation blocks of a row."""
+W, W_BLOCK, SCALE, SCALE_BLOCK, SCALE_STEP, ZERO, ZERO_BLOCK, ZERO_STEP = 7, 8, 9, 10, 11, 12, 13, 14
+"""Weights, scales, zero points: address, from one block of 16 rows to the next, from one activation block to the next."""
+CHUNKS, PER_BLOCK = 15, 16
+"""Integers: chunks of 32 channels in a row and in an activation block.  Floats: CHUNKS is the number of columns."""
+ROWS, GROUP, Y, Y_ROW, BIAS, ADD, SCRATCH = 17, 18, 19, 20, 21, 22, 23
+"""Output rows, blocks that stay in the cache while tokens pass, result, bytes of its rows, f32 bias or 0, 1: add to y, scratch."""
+WORDS = 24
+
+
+def _at(b: Any, base: Any, index: Any, step: int) -> Any:
+    return b.add(base, b.mul(index, ir.Constant(I64, step)))
+
+
+def _word(b: Any, row: Any, index: int) -> Any:
+    return load(b, _plus(b, row, 8 * index), I64, 8)
+
+
+def _plus(b: Any, address: Any, offset: int) -> Any:
+    return b.add(address, ir.Constant(I64, offset))
+
+
+def _unpack(b: Any, address: Any, bits: int, part: int, width: int) -> list[Any]:
+    """The eight quads of the chunk at `address`, for rows [part * lanes, (part + 1) * lanes): vectors of `width` bytes."""
+    vector = ir.VectorType(I8, width)
+    quads: list[Any] = [None] * QUADS
+    line, low = 0, 0
+    for plane in PLANES[bits]:
+        per_line = 8 // plane
+        for i in range(plane):
+            stored = load(b, _plus(b, address, (line + i) * LINE + part * width), vector, width)
+            for k in range(per_line):
+                value = b.lshr(stored, constant(vector, k * plane)) if k else stored
+                if k < per_line - 1:
+                    value = b.and_(value, constant(vector, (1 << plane) - 1))
+                if low:
+                    value = b.shl(value, constant(vector, low))
+                j = i * per_line + k
+                quads[j] = b.or_(quads[j], value) if low else value
+        line, low = line + plane, low + plane
+    return quads
+
+
+class _IntegerTile:
+    """Emits the product of one block with T tokens; see `integer_tile` for the arguments."""
+
+    def __init__(self, isa: Isa, bits: int, mode16: bool, zero: bool, half: bool, tokens: int) -> None:
+        self.isa, self.bits, self.mode16, self.zero, self.half, self.tokens = isa, bits, mode16, zero, half, tokens
+        self.parts = 16 // isa.lanes
+        self.width = 4 * isa.lanes
+        self.ints, self.floats = ir.VectorType(I32, isa.lanes), ir.VectorType(F32, isa.lanes)
+        # One token alone has no other to hide the latency of a dot product behind; integer sums may be split freely.
+        self.chains = 4 if tokens == 1 else 1
+        self.quad_bytes = tokens * (8 if mode16 else 4)
+
+    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
+        def of(word: int) -> Any:
+            return _word(b, row, word)
+
+        w = b.add(of(W), b.mul(n, of(W_BLOCK)))
+        scale, scale_step = b.add(of(SCALE), b.mul(n, of(SCALE_BLOCK))), of(SCALE_STEP)
+        zero, zero_step = b.add(of(ZERO), b.mul(n, of(ZERO_BLOCK))), of(ZERO_STEP)
+        x = b.add(of(X), b.mul(r, of(X_ROW)))
+        numbers = b.mul(b.mul(r, of(X_BLOCKS)), ir.Constant(I64, 4))
+        xscale, xsum = b.add(of(X_SCALE), numbers), b.add(of(X_SUM), numbers)
+        chunks, per_block = of(CHUNKS), of(PER_BLOCK)
+        floats = [
+            [cgutils.alloca_once_value(b, constant(self.floats, 0.0)) for _ in range(self.tokens)] for _ in range(self.parts)
+        ]
+        if self.half:
+            count = chunks
+        else:
+            count = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
+        numbers = (scale, scale_step, zero, zero_step, xscale, xsum)
+        with cgutils.for_range(b, count) as loop:
+            if self.half:
+                index = b.shl(loop.index, ir.Constant(I64, 1))
+                self._half(b, w, x, loop.index, 0, index, numbers, floats)
+                odd = b.or_(index, ir.Constant(I64, 1))
+                with b.if_then(b.icmp_unsigned("<", odd, of(X_BLOCKS))):
+                    self._half(b, w, x, loop.index, 4, odd, numbers, floats)
+            else:
+                sums = self._start(b, _at(b, xsum, loop.index, 4 * self.tokens))
+                first = b.mul(loop.index, per_block)
+                left = b.sub(chunks, first)
+                inside = b.select(b.icmp_unsigned("<", left, per_block), left, per_block)
+                with cgutils.for_range(b, inside) as inner:
+                    self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS))
+                self._finish(b, loop.index, numbers, sums, floats)
+        for t in range(self.tokens):
+            for part in range(self.parts):
+                store(b, b.load(floats[part][t]), _plus(b, out, 64 * t + 4 * self.isa.lanes * part), 4)
+
+    def _half(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
+        """An activation block of 16 channels: quads first ... first + 3 of a chunk."""
+        sums = self._start(b, _at(b, numbers[-1], index, 4 * self.tokens))
+        self._chunk(b, w, x, chunk, sums, range(first, first + 4))
+        self._finish(b, index, numbers, sums, floats)
+
+    def _start(self, b: Any, xsum: Any) -> list[list[list[Any]]]:
+        """Accumulators [part][token][chain]; the symmetric form subtracts its center here, exactly and for nothing."""
+        zero = constant(self.ints, 0)
+        sums = [
+            [[cgutils.alloca_once(b, self.ints) for _ in range(self.chains)] for _ in range(self.tokens)]
+            for _ in range(self.parts)
+        ]
+        for t in range(self.tokens):
+            first = zero
+            if not self.zero:
+                center = ir.Constant(I32, -(1 << (self.bits - 1)))
+                first = splat(b, b.mul(load(b, _plus(b, xsum, 4 * t), I32, 4), center), self.ints)
+            for part in range(self.parts):
+                for chain, slot in enumerate(sums[part][t]):
+                    b.store(zero if chain else first, slot)
+        return sums
+
+    def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
+        address = _at(b, w, chunk, self.bits * LINE)
+        tokens = _at(b, x, chunk, QUADS * self.quad_bytes)
+        for part in range(self.parts):
+            stored = _unpack(b, address, self.bits, part, self.width)
+            if self.mode16:
+                self._dot16(b, stored, tokens, sums[part], quads)
+            else:
+                self._dot8(b, stored, tokens, sums[part], quads)
+
+    def _dot8(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
+        for t in range(self.tokens):
+            values = {j: splat(b, load(b, _plus(b, tokens, j * self.quad_bytes + 4 * t), I32, 4), self.ints) for j in quads}
+            for chain in range(self.chains):
+                mine = [j for j in quads if (j - quads.start) * self.chains // len(quads) == chain]
+                slot = sums[t][chain]
+                picked = [stored[j] for j in mine]
+                b.store(self.isa.dot8(b, b.load(slot), picked, [values[j] for j in mine], self.bits), slot)
+
+    def _dot16(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
+        words = ir.VectorType(I16, self.width // 2)
+        for j in quads:
+            quad = b.bitcast(stored[j], words)
+            pairs = (b.and_(quad, constant(words, 255)), b.lshr(quad, constant(words, 8)))
+            for t in range(self.tokens):
+                slot = sums[t][j % self.chains]
+                total = b.load(slot)
+                for k in range(2):
+                    offset = j * self.quad_bytes + 8 * t + 4 * k
+                    value = splat(b, load(b, _plus(b, tokens, offset), I32, 4), self.ints)
+                    total = self.isa.dot16(b, total, pairs[k], value)
+                b.store(total, slot)
+
+    def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
+        """floats += scale * xscale * (sum - zero * xsum) for one activation block."""
+        scale, scale_step, zero, zero_step, xscale, xsum = addresses
+        lanes = self.isa.lanes
+        for part in range(self.parts):
+            at = b.add(b.add(scale, b.mul(index, scale_step)), ir.Constant(I64, 2 * lanes * part))
+            scales = b.fpext(load(b, at, ir.VectorType(F16, lanes), 2), self.floats)
+            if self.zero:
+                at = b.add(b.add(zero, b.mul(index, zero_step)), ir.Constant(I64, lanes * part))
+                zeros = b.uitofp(b.zext(load(b, at, ir.VectorType(I8, lanes)), self.ints), self.floats)
+                zeros = b.fneg(zeros)
+            for t in range(self.tokens):
+                chains = [b.load(slot) for slot in sums[part][t]]
+                total = chains[0]
+                for chain in chains[1:]:
+                    total = b.add(total, chain)
+                value = b.sitofp(total, self.floats)
+                place = 4 * t
+                if self.zero:
+                    block_sum = b.sitofp(load(b, _plus(b, _at(b, xsum, index, 4 * self.tokens), place), I32, 4), F32)
+                    value = self._fma(b, zeros, splat(b, block_sum, self.floats), value)
+                factor = load(b, _plus(b, _at(b, xscale, index, 4 * self.tokens), place), F32, 4)
+                factors = b.fmul(scales, splat(b, factor, self.floats))
+                b.store(self._fma(b, value, factors, b.load(floats[part][t])), floats[part][t])
+
+    def _fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+        return call(b, f"llvm.fmuladd.v{self.isa.lanes}f32", self.floats, x, y, z)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[misc]
+def integer_tile(
+    typing: Any, isa: Any, bits: Any, mode16: Any, zero: Any, half: Any, tokens: Any, row: Any, n: Any, r: Any, out: Any
+) -> Any:
+    """out f32 [tokens][16] = block n of packed integers times the tile of `tokens` rows from row r; the rest is in the table row.
+
+    Literals: isa (index into all_isas()), bits, mode16 (1: a16, 0: a8), zero (1: stored zero points), half (1: activation blocks
+    of 16 channels), tokens.
+    """
+    literal = [v.literal_value for v in (bits, mode16, zero, half, tokens)]
+    emitter = _IntegerTile(all_isas()[isa.literal_value], *literal)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        emitter.emit(b, *args[6:])
+        return context.get_dummy_value()
+
+    return VOID(isa, bits, mode16, zero, half, tokens, *([types.intp] * 4)), codegen
+
+
+class _FloatTile:
+    """Emits the product of one block of floats with T tokens."""
+
+    def __init__(self, kind: int, tokens: int) -> None:
+        self.kind, self.tokens = kind, tokens
+        self.floats, self.lanes32 = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
+
+    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
+        w = b.add(_word(b, row, W), b.mul(n, _word(b, row, W_BLOCK)))
+        x = b.add(_word(b, row, X), b.mul(r, _word(b, row, X_ROW)))
+        columns, one = _word(b, row, CHUNKS), ir.Constant(I64, 1)
+        sums = [[cgutils.alloca_once(b, self.floats) for _ in range(2)] for _ in range(self.tokens)]
+        for slot in (slot for pair in sums for slot in pair):
+            b.store(constant(self.floats, 0.0), slot)
+        pairs = b.lshr(columns, one)
+        with cgutils.for_range(b, pairs) as loop:
+            column = b.shl(loop.index, one)
+            for odd, line in enumerate(self._pair(b, w, loop.index)):
+                self._add(b, line, b.add(x, b.mul(b.add(column, ir.Constant(I64, odd)), ir.Constant(I64, 4 * self.tokens))), sums, odd)
+        with b.if_then(b.trunc(columns, ir.IntType(1))):
+            # The stored order has no second line, or only padding, behind an odd last column.
+            line = self._last(b, w, pairs)
+            self._add(b, line, b.add(x, b.mul(b.shl(pairs, one), ir.Constant(I64, 4 * self.tokens))), sums, 0)
+        for t in range(self.tokens):
+            store(b, b.fadd(b.load(sums[t][0]), b.load(sums[t][1])), _plus(b, out, 64 * t), 4)
+
+    def _pair(self, b: Any, w: Any, index: Any) -> list[Any]:
+        """Columns 2 index and 2 index + 1 of the block as floats."""
+        if self.kind == F32_KIND:
+            return [load(b, _plus(b, _at(b, w, index, 128), 64 * odd), self.floats, 64) for odd in range(2)]
+        stored = load(b, _at(b, w, index, 64), self.lanes32, 64)
+        return [self._widen(b, stored, odd) for odd in range(2)]
+
+    def _last(self, b: Any, w: Any, index: Any) -> Any:
+        if self.kind == F32_KIND:
+            return load(b, _at(b, w, index, 128), self.floats, 64)
+        return self._widen(b, load(b, _at(b, w, index, 64), self.lanes32, 64), 0)
+
+    def _widen(self, b: Any, stored: Any, odd: int) -> Any:
+        if self.kind == BF16_KIND:
+            high = b.and_(stored, constant(self.lanes32, 0xFFFF0000)) if odd else b.shl(stored, constant(self.lanes32, 16))
+            return b.bitcast(high, self.floats)
+        low = b.lshr(stored, constant(self.lanes32, 16)) if odd else stored
+        return b.fpext(b.bitcast(b.trunc(low, ir.VectorType(I16, 16)), ir.VectorType(F16, 16)), self.floats)
+
+    def _add(self, b: Any, line: Any, x: Any, sums: Any, odd: int) -> None:
+        for t in range(self.tokens):
+            value = splat(b, load(b, _plus(b, x, 4 * t), F32, 4), self.floats)
+            b.store(call(b, "llvm.fmuladd.v16f32", self.floats, line, value, b.load(sums[t][odd])), sums[t][odd])
+
+
+F16_KIND, BF16_KIND, F32_KIND = 2, 3, 4
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[misc]
+def float_tile(typing: Any, kind: Any, tokens: Any, row: Any, n: Any, r: Any, out: Any) -> Any:
+    """out f32 [tokens][16] = block n of floats times the tile of `tokens` rows from row r.
+
+    Literals: kind, one of F32_KIND, F16_KIND, BF16_KIND; tokens.  Two partial sums per token, of even and of odd columns.
+    """
+    emitter = _FloatTile(kind.literal_value, tokens.literal_value)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        emitter.emit(b, *args[2:])
+        return context.get_dummy_value()
+
+    return VOID(kind, tokens, *([types.intp] * 4)), codegen

@@ -1,0 +1,290 @@
+"""Vectors of sixteen float32 as Numba values, and the scalar memory access that kernels need.
+
+Everything here is plain LLVM vector IR: LLVM makes one AVX-512 instruction of it, or two of AVX2, or four of NEON.  What an
+instruction set must do in its own way (integer dot products) lies in `isa/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models, register_default
+from numba.extending import intrinsic
+
+LANES = 16
+
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+VF32 = ir.VectorType(F32, LANES)
+VI32 = ir.VectorType(I32, LANES)
+VF16 = ir.VectorType(F16, LANES)
+
+
+class VectorType(types.Type):  # type: ignore[misc]
+    """Sixteen float32 in a register."""
+
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+f32x16 = VectorType()
+
+
+@register_default(VectorType)
+class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, VF32)
+
+
+def constant(vector: ir.VectorType, value: Any) -> ir.Constant:
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def load(b: Any, address: Any, kind: ir.Type, align: int = 1) -> Any:
+    value = b.load(b.inttoptr(address, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def store(b: Any, value: Any, address: Any, align: int = 1) -> None:
+    b.store(value, b.inttoptr(address, value.type.as_pointer())).align = align
+
+
+def splat(b: Any, scalar: Any, vector: ir.VectorType) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    one = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(one, undefined, constant(ir.VectorType(I32, vector.count), 0))
+
+
+def call(b: Any, name: str, result: ir.Type, *arguments: Any) -> Any:
+    """Call an LLVM intrinsic or a C function by name."""
+    signature = ir.FunctionType(result, [a.type for a in arguments])
+    return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
+
+
+def _primitive(result: Any, *arguments: Any) -> Callable[[Any], Any]:
+    """Make a Numba function of fixed types from a function that emits its IR: emit(builder, *values) -> value or None."""
+
+    def decorate(emit: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            value = emit(b, *values)
+            return context.get_dummy_value() if value is None else value
+
+        names = ", ".join(f"a{i}" for i in range(len(arguments)))
+        scope: dict[str, Any] = {"signature": result(*arguments), "codegen": codegen}
+        # Numba reads the number of arguments from the signature of the function it is given.
+        exec(f"def typing(context, {names}):\n    return signature, codegen", scope)
+        typing = scope["typing"]
+        typing.__name__, typing.__doc__, typing.__module__ = emit.__name__, emit.__doc__, emit.__module__
+        return intrinsic(typing)
+
+    return decorate
+
+
+ADDRESS = types.intp
+VOID = types.void
+
+
+@_primitive(types.int64, ADDRESS)
+def get_i64(b: Any, address: Any) -> Any:
+    return load(b, address, I64, 8)
+
+
+@_primitive(types.int32, ADDRESS)
+def get_i32(b: Any, address: Any) -> Any:
+    return load(b, address, I32, 4)
+
+
+@_primitive(types.float32, ADDRESS)
+def get_f32(b: Any, address: Any) -> Any:
+    return load(b, address, F32, 4)
+
+
+@_primitive(types.float64, ADDRESS)
+def get_f64(b: Any, address: Any) -> Any:
+    return load(b, address, ir.DoubleType(), 8)
+
+
+@_primitive(types.float32, ADDRESS)
+def get_f16(b: Any, address: Any) -> Any:
+    return b.fpext(load(b, address, F16, 2), F32)
+
+
+@_primitive(types.float32, ADDRESS)
+def get_bf16(b: Any, address: Any) -> Any:
+    bits = b.shl(b.zext(load(b, address, I16, 2), I32), ir.Constant(I32, 16))
+    return b.bitcast(bits, F32)
+
+
+@_primitive(types.int64, ADDRESS)
+def get_u8(b: Any, address: Any) -> Any:
+    return b.zext(load(b, address, I8), I64)
+
+
+@_primitive(VOID, ADDRESS, types.float32)
+def put_f32(b: Any, address: Any, value: Any) -> None:
+    store(b, value, address, 4)
+
+
+@_primitive(VOID, ADDRESS, types.int32)
+def put_i32(b: Any, address: Any, value: Any) -> None:
+    store(b, value, address, 4)
+
+
+@_primitive(VOID, ADDRESS, types.float32)
+def put_f16(b: Any, address: Any, value: Any) -> None:
+    store(b, b.fptrunc(value, F16), address, 2)
+
+
+@_primitive(f32x16, ADDRESS)
+def vload(b: Any, address: Any) -> Any:
+    return load(b, address, VF32, 4)
+
+
+@_primitive(f32x16, ADDRESS)
+def vload_f16(b: Any, address: Any) -> Any:
+    """Sixteen f16 widened."""
+    return b.fpext(load(b, address, VF16, 2), VF32)
+
+
+@_primitive(VOID, ADDRESS, f32x16)
+def vstore(b: Any, address: Any, value: Any) -> None:
+    store(b, value, address, 4)
+
+
+@_primitive(f32x16, types.float32)
+def vsplat(b: Any, value: Any) -> Any:
+    return splat(b, value, VF32)
+
+
+@_primitive(f32x16, f32x16, f32x16)
+def vadd(b: Any, x: Any, y: Any) -> Any:
+    return b.fadd(x, y)
+
+
+@_primitive(f32x16, f32x16, f32x16)
+def vsub(b: Any, x: Any, y: Any) -> Any:
+    return b.fsub(x, y)
+
+
+@_primitive(f32x16, f32x16, f32x16)
+def vmul(b: Any, x: Any, y: Any) -> Any:
+    return b.fmul(x, y)
+
+
+@_primitive(f32x16, f32x16, f32x16)
+def vdiv(b: Any, x: Any, y: Any) -> Any:
+    return b.fdiv(x, y)
+
+
+@_primitive(f32x16, f32x16, f32x16)
+def vmax(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@_primitive(f32x16, f32x16)
+def vabs(b: Any, x: Any) -> Any:
+    return call(b, "llvm.fabs.v16f32", VF32, x)
+
+
+@_primitive(f32x16, f32x16, f32x16, f32x16)
+def vfma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z, fused where the processor can."""
+    return call(b, "llvm.fmuladd.v16f32", VF32, x, y, z)
+
+
+def _halves(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """Fold the lanes pairwise in a fixed order: 16 -> 8 -> 4 -> 2 -> 1."""
+    count = LANES
+    while count > 1:
+        count //= 2
+        undefined = ir.Constant(x.type, ir.Undefined)
+        low, high = (
+            b.shuffle_vector(x, undefined, ir.Constant(ir.VectorType(I32, count), list(range(start, start + count))))
+            for start in (0, count)
+        )
+        x = join(low, high)
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+@_primitive(types.float32, f32x16)
+def vsum(b: Any, x: Any) -> Any:
+    return _halves(b, x, b.fadd)
+
+
+@_primitive(types.float32, f32x16)
+def vmaximum(b: Any, x: Any) -> Any:
+    return _halves(b, x, lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
+
+
+@_primitive(f32x16, f32x16, types.int64, types.int64)
+def vkeep(b: Any, x: Any, start: Any, stop: Any) -> Any:
+    """x in lanes start <= i < stop, elsewhere a number whose exponential is zero."""
+    lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
+    vector = ir.VectorType(I64, LANES)
+    inside = b.and_(b.icmp_signed(">=", lanes, splat(b, start, vector)), b.icmp_signed("<", lanes, splat(b, stop, vector)))
+    return b.select(inside, x, constant(VF32, -1e30))
+
+
+@_primitive(f32x16, f32x16)
+def vexp(b: Any, x: Any) -> Any:
+    """exp(x) to 2 ulp for x <= 88; 0 below -87.
+
+    Cody-Waite reduction by multiples of ln 2, then the Cephes polynomial of degree 6 (S. Moshier, expf.c).
+    """
+    low, high = constant(VF32, -87.33), constant(VF32, 88.0)
+    small = b.fcmp_ordered("<", x, low)
+    x = b.select(small, low, x)
+    x = b.select(b.fcmp_ordered(">", x, high), high, x)
+
+    def fma(p: Any, q: Any, r: Any) -> Any:
+        return call(b, "llvm.fmuladd.v16f32", VF32, p, q, r)
+
+    n = call(b, "llvm.rint.v16f32", VF32, b.fmul(x, constant(VF32, 1.44269504088896341)))
+    r = fma(n, constant(VF32, -0.693359375), x)
+    r = fma(n, constant(VF32, 2.12194440e-4), r)
+    p = constant(VF32, 1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = fma(p, r, constant(VF32, c))
+    p = fma(p, b.fmul(r, r), b.fadd(r, constant(VF32, 1.0)))
+    exponent = b.shl(b.add(b.fptosi(n, VI32), constant(VI32, 127)), constant(VI32, 23))
+    return b.select(small, constant(VF32, 0.0), b.fmul(p, b.bitcast(exponent, VF32)))
+
+
+@_primitive(f32x16, f32x16)
+def vrint(b: Any, x: Any) -> Any:
+    """Nearest integer, ties to even."""
+    return call(b, "llvm.rint.v16f32", VF32, x)
+
+
+@_primitive(VOID, f32x16, ADDRESS, types.intp)
+def put_quads_i8(b: Any, x: Any, address: Any, stride: Any) -> None:
+    """Sixteen whole numbers as int8: four quads of four channels, `stride` bytes apart."""
+    quads = b.bitcast(b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), ir.VectorType(I32, 4))
+    for i in range(4):
+        store(b, b.extract_element(quads, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 4)
+
+
+@_primitive(VOID, f32x16, ADDRESS, types.intp)
+def put_quads_i16(b: Any, x: Any, address: Any, stride: Any) -> None:
+    """Sixteen whole numbers as int16: four quads of channels in the order 0 2 1 3, `stride` bytes apart.
+
+    That order pairs with the even and odd bytes of a quad of weights.
+    """
+    words = b.trunc(b.fptosi(x, VI32), ir.VectorType(I16, LANES))
+    order = [4 * quad + channel for quad in range(4) for channel in (0, 2, 1, 3)]
+    words = b.shuffle_vector(words, ir.Constant(words.type, ir.Undefined), ir.Constant(ir.VectorType(I32, LANES), order))
+    quads = b.bitcast(words, ir.VectorType(I64, 4))
+    for i in range(4):
+        store(b, b.extract_element(quads, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 8)
+
+
+@_primitive(VOID, f32x16, ADDRESS, types.intp)
+def put_lanes(b: Any, x: Any, address: Any, stride: Any) -> None:
+    """Sixteen float32, `stride` bytes apart."""
+    for i in range(LANES):
+        store(b, b.extract_element(x, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 4)

@@ -1,0 +1,91 @@
+"""Small graphs run on two targets: one description of a case serves every kernel and instruction set."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
+from edgeq.linear import ArrayRef, LinearSpec, Weight
+from edgeq.targets import Options, load
+from edgeq.targets.operations import PAGE, Embed, Graph, Linear, Operation, Rows, Select
+
+
+class Arrays:
+    """Arrays in memory where a target expects a model file."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+
+    def add(self, a: np.ndarray, dtype: str) -> ArrayRef:
+        # The file gives every array an address that is a multiple of 64.
+        whole = np.zeros(a.nbytes + 64, np.uint8)
+        start = -whole.ctypes.data % 64
+        kept = whole[start : start + a.nbytes].view(a.dtype).reshape(a.shape)
+        kept[...] = a
+        self._arrays.append(kept)
+        return ArrayRef(dtype, a.shape, len(self._arrays) - 1)
+
+    def array(self, ref: ArrayRef) -> np.ndarray:
+        return self._arrays[ref.segment]
+
+
+def integers(rng: np.random.Generator, codec: Codec, rows: int, columns: int, values: str) -> tuple[np.ndarray, ...]:
+    """q, scale and zero [rows, ...] of the kind of values asked for: "random", "least" or "most"."""
+    top = (1 << codec.bits) - 1
+    q = rng.integers(0, top + 1, (rows, columns), dtype=np.uint8)
+    if values != "random":
+        q[:] = 0 if values == "least" else top
+    groups = codec.groups(columns)
+    scale = (rng.uniform(0.5, 2, (rows, groups)) * rng.choice([-1, 1], (rows, groups))).astype(np.float16)
+    zero = rng.choice(np.array([0, 1, top // 2, top], np.uint8), (rows, groups))
+    return q, scale, zero
+
+
+def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, columns: int, values: str = "random") -> Weight:
+    if codec.kind != "int":
+        w = rng.standard_normal((rows, columns)).astype(np.float32)
+        return Weight(codec, rows, columns, arrays.add(pack_floats(w, codec.kind), codec.kind))
+    q, scale, zero = integers(rng, codec, rows, columns, values)
+    return Weight(
+        codec, rows, columns,
+        arrays.add(pack_integers(q, codec.bits), "u8"),
+        arrays.add(pack_groups(scale), "f16"),
+        None if codec.symmetric else arrays.add(pack_groups(zero), "u8"),
+    )  # fmt: skip
+
+
+def matrix(arrays: Arrays, w: Weight) -> np.ndarray:
+    parts = [None if ref is None else arrays.array(ref) for ref in (w.q, w.scale, w.zero)]
+    return dequantize(w.codec, w.rows, w.columns, *parts)
+
+
+def product(arrays: Arrays, x: np.ndarray, w: Weight, bias: np.ndarray | None = None, extra: Sequence[Operation] = ()) -> Graph:
+    """Row r of the result is W x[token of row r] (+ bias)."""
+    table = arrays.add(x, "f32")
+    linear = LinearSpec("layer", (w,), None if bias is None else arrays.add(bias, "f32"))
+    operations = (Embed(-1, table, "x"), *extra, Select(-1, "x", "selected"), Linear(-1, "selected", linear, "y"))
+    return Graph({"x": w.columns, "selected": w.columns, "y": w.rows}, operations, "y", layers=1, kv_heads=1, head_dim=2)
+
+
+def rows_of(program, count: int, first: int = 0, pages=None) -> Rows:
+    """`count` rows of one session from position `first`, row r with token first + r, all logits wanted."""
+    places = np.arange(first, first + count, dtype=np.int32)
+    pages = pages if pages is not None else [program.new_page() for _ in range((first + count - 1) // PAGE + 1)]
+    return Rows(places, places, places, np.zeros(count, np.int32), [pages], np.arange(count, dtype=np.int32))
+
+
+def run(target: str, graph: Graph, arrays: Arrays, count: int, options: Options) -> np.ndarray:
+    options = replace(options, max_rows=max(options.max_rows, count), max_logits=max(options.max_logits, count))
+    program = load(target).compile(graph, arrays, options)
+    return program.run(rows_of(program, count)).copy()
+
+
+INTEGER_CODECS = [
+    Codec("int", bits, group, symmetric)
+    for bits, group, symmetric in itertools.product(range(2, 9), (16, 32, 64, 128, 0), (True, False))
+]
+FLOAT_CODECS = [Codec("f32"), Codec("f16"), Codec("bf16")]

@@ -1,0 +1,150 @@
+"""Every integer and float product of the cpu target against numpy: codec x instruction set x mode x shape."""
+
+import numpy as np
+import pytest
+
+from edgeq.codec import Codec
+from edgeq.targets import Options
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.machine import cpu
+from tests.targets.cases import FLOAT_CODECS, INTEGER_CODECS, Arrays, integers, matrix, product, run, weight
+
+HERE = [isa.name for isa in all_isas() if not isa.needs - cpu().features]
+
+
+def exact_input(rng, rows, columns, block):
+    """Activations that int8 and int16 hold exactly: each block has the value 127/128, all are multiples of 1/128."""
+    x = rng.integers(-127, 128, (rows, columns)).astype(np.float32)
+    x[:, ::block] = 127
+    return x / 128
+
+
+def shapes(codec):
+    """(rows, columns): odd numbers of rows, of groups, and columns that do not fill the last chunk of 32."""
+    group = codec.group_size
+    if group == 0:
+        return [(17, 20), (5, 300)]
+    return [(33, 3 * group), (16, group if group >= 32 else 80)]
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("codec", INTEGER_CODECS, ids=lambda c: c.name.replace(" ", "-"))
+def test_integer_product_equals_the_reference(codec, isa):
+    rng = np.random.default_rng(codec.bits * 1000 + codec.group_size)
+    for rows, columns in shapes(codec):
+        arrays = Arrays()
+        w = weight(arrays, rng, codec, rows, columns)
+        x = exact_input(rng, 18, columns, min(codec.group_size or 128, 128))
+        bias = rng.standard_normal(rows).astype(np.float32)
+        graph = product(arrays, x, w, bias)
+        expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64) + bias
+        size = np.abs(x) @ np.abs(matrix(arrays, w)).T + 1
+        for mode in ("a16", "a8"):
+            # 18 rows: tiles of 12 and 4 and 1 (or 4 and 1); 1 row: the matrix-vector kernel
+            many = run("cpu", graph, arrays, 18, Options(mode, 2, isa))
+            assert np.max(np.abs(many - expected) / size) < (2e-5 if mode == "a16" else 1e-6), (mode, rows, columns)
+            one = run("cpu", graph, arrays, 1, Options(mode, 1, isa))
+            assert np.array_equal(one[0], many[0]), "a row alone must give the same bits as among others"
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero"])
+def test_extreme_values_do_not_overflow(bits, symmetric, isa):
+    """All weights and activations at their limits with equal signs: sums in 16 and 32 bits are as large as they can be."""
+    rng = np.random.default_rng(bits)
+    for group, columns, sign, values in ((128, 256, 1, "most"), (0, 1024, -1, "most"), (0, 1024, 1, "least"), (16, 48, -1, "least")):
+        codec = Codec("int", bits, group, symmetric)
+        arrays = Arrays()
+        w = weight(arrays, rng, codec, 16, columns, values)
+        x = np.full((5, columns), sign, np.float32)
+        x[1] *= np.where(np.arange(columns) % 2, 1, -1)
+        expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64)
+        size = np.abs(x) @ np.abs(matrix(arrays, w)).T + np.abs(x).sum(1, keepdims=True) * (1 << bits)
+        for mode in ("a16", "a8"):
+            y = run("cpu", product(arrays, x, w), arrays, 5, Options(mode, 1, isa))
+            assert np.max(np.abs(y - expected) / size) < 1e-6, (mode, group)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_a16_is_as_exact_as_its_rounding_allows(isa):
+    """15-bit activations: the error is below half a step of the block's largest value, summed over the weights."""
+    rng, codec, arrays = np.random.default_rng(3), Codec("int", 4, 64, False), Arrays()
+    w = weight(arrays, rng, codec, 64, 512)
+    x = (rng.standard_normal((7, 512)) * np.exp(2 * rng.standard_normal((1, 512)))).astype(np.float32)
+    y = run("cpu", product(arrays, x, w), arrays, 7, Options("a16", 2, isa))
+    dense = matrix(arrays, w)
+    step = np.abs(x.reshape(7, 8, 64)).max(2) / 32767
+    bound = 0.51 * step @ np.abs(dense).reshape(64, 8, 64).sum(2).T + 1e-6 * (np.abs(x) @ np.abs(dense).T)
+    assert (np.abs(y - x.astype(np.float64) @ dense.T.astype(np.float64)) <= bound).all()
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_a8_quantizes_activations_as_the_reference_does(isa):
+    rng, codec, arrays = np.random.default_rng(4), Codec("int", 4, 32), Arrays()
+    w = weight(arrays, rng, codec, 48, 256)
+    x = rng.standard_normal((9, 256)).astype(np.float32)
+    x[3] = 0
+    graph = product(arrays, x, w)
+    y, oracle = (run(target, graph, arrays, 9, Options("a8", 1, isa if target == "cpu" else None)) for target in ("cpu", "reference"))
+    # An activation exactly between two integers may fall to either side: one step of one channel, rarely.
+    steps = np.abs(y - oracle) / (np.abs(x).max() / 127 * np.abs(matrix(arrays, w)).max())
+    assert steps.max() < 1.01 and np.mean(steps > 1e-3) < 0.05
+    assert np.array_equal(y[3], np.zeros(48)) and np.array_equal(oracle[3], np.zeros(48))
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("codec", FLOAT_CODECS, ids=lambda c: c.name)
+def test_float_product_equals_the_reference(codec, isa):
+    rng = np.random.default_rng(5)
+    for rows, columns in ((17, 33), (16, 64), (40, 1), (3, 2)):
+        arrays = Arrays()
+        w = weight(arrays, rng, codec, rows, columns)
+        x = rng.standard_normal((18, columns)).astype(np.float32)
+        graph = product(arrays, x, w)
+        expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64)
+        size = np.abs(x) @ np.abs(matrix(arrays, w)).T + 1e-6
+        many = run("cpu", graph, arrays, 18, Options("a8", 2, isa))
+        assert np.max(np.abs(many - expected) / size) < 1e-6
+        assert np.array_equal(run("cpu", graph, arrays, 1, Options("a8", 1, isa))[0], many[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_result_does_not_depend_on_the_number_of_threads(threads):
+    rng, arrays = np.random.default_rng(6), Arrays()
+    w = weight(arrays, rng, Codec("int", 4, 128), 70, 256)
+    x = rng.standard_normal((30, 256)).astype(np.float32)
+    graph = product(arrays, x, w)
+    assert np.array_equal(run("cpu", graph, arrays, 30, Options("a8", threads)), run("cpu", graph, arrays, 30, Options("a8", 1)))
+
+
+def test_tied_embedding_of_every_codec_equals_its_dequantized_rows():
+    from edgeq.linear import LinearSpec
+    from edgeq.targets.operations import Embed, Graph, Linear, Select
+
+    rng = np.random.default_rng(7)
+    for codec in (*INTEGER_CODECS, *FLOAT_CODECS):
+        columns, arrays = max(codec.group_size, 16) * 3, Arrays()
+        table = weight(arrays, rng, codec, 19, columns)
+        # An identity matrix behind the embedding shows it unchanged.
+        identity = Codec("f32")
+        eye = LinearSpec("eye", (_identity(arrays, identity, columns),))
+        operations = (Embed(-1, LinearSpec("head", (table,)), "x"), Select(-1, "x", "s"), Linear(-1, "s", eye, "y"))
+        graph = Graph({"x": columns, "s": columns, "y": columns}, operations, "y", 1, 1, 2)
+        y = run("cpu", graph, arrays, 19, Options("a16", 2))
+        assert np.array_equal(y, matrix(arrays, table)), codec.name
+
+
+def _identity(arrays, codec, size):
+    from edgeq.codec import pack_floats
+    from edgeq.linear import Weight
+
+    return Weight(codec, size, size, arrays.add(pack_floats(np.eye(size, dtype=np.float32), codec.kind), codec.kind))
+
+
+def test_extreme_integers_reach_both_ends():
+    """The generator of these tests does what its tests rely on."""
+    rng = np.random.default_rng(0)
+    for bits in range(2, 9):
+        q, _, zero = integers(rng, Codec("int", bits, 16, False), 64, 64, "random")
+        assert q.min() == 0 and q.max() == (1 << bits) - 1 and {0, (1 << bits) - 1} <= set(zero.ravel().tolist())

@@ -1,0 +1,90 @@
+"""The threads that walk a table together, and what is known of the machine."""
+
+import ctypes
+import json
+import time
+
+import numpy as np
+
+from edgeq.targets import machine
+from edgeq.targets.cpu.compiled import address
+from edgeq.targets.cpu.elementwise import select
+from edgeq.targets.cpu.pool import RUN, SLEEPERS, Pool
+
+SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_ssize_t, ctypes.c_ssize_t, ctypes.c_ssize_t)
+
+
+def chain(steps, width=64):
+    """A table whose operation i copies row i of a matrix to row i + 1; each needs the whole of the one before."""
+    data = np.zeros((steps + 1, width), np.float32)
+    data[0] = np.arange(width)
+    indices, count = np.zeros(width // 16, np.int32), np.array([width // 16], np.int64)
+    indices[:] = np.arange(width // 16)[::-1]
+    table = np.zeros((steps, 8), np.int64)
+    for i in range(steps):
+        source, target = (data[j].ctypes.data for j in (i, i + 1))
+        table[i] = [address(select), count.ctypes.data, source, 64, 16, target, 64, indices.ctypes.data]
+    return data, table, (indices, count)
+
+
+def test_threads_meet_behind_every_operation():
+    for threads in (1, 2, 4):
+        data, table, kept = chain(501)
+        pool = Pool(threads, 8)
+        for _ in range(20):
+            data[1:] = -1
+            pool.run(table)
+            # 501 reversals of the four blocks of sixteen
+            assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1])
+        pool.close()
+        assert kept
+
+
+def test_idle_threads_sleep_and_wake():
+    data, table, kept = chain(2)
+    pool = Pool(3, 8)
+    deadline = time.monotonic() + 20
+    while pool._shared[SLEEPERS] < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pool._shared[SLEEPERS] == 2
+    pool.run(table)
+    assert np.array_equal(data[2], data[0]) and pool._shared[RUN] == 1 and kept
+    pool.close()
+
+
+def test_closing_a_pool_ends_its_threads():
+    import threading
+
+    before = threading.active_count()
+    pool = Pool(4, 8)
+    assert threading.active_count() == before + 3
+    pool.close()
+    assert threading.active_count() == before
+
+
+def test_a_kernel_is_compiled_once():
+    assert address(select) == address(select)
+
+
+def test_processor_and_memory_are_found():
+    assert machine.cpu().cores >= 1 and machine.cpu().name
+    memory = machine.memory()
+    assert 0 < memory.available <= memory.total
+    grown = bytearray(50 << 20)
+    assert machine.process_memory()["VmHWM"] >= machine.process_memory()["VmRSS"] > len(grown) or not machine.process_memory()
+
+
+def test_bandwidth_is_measured_once_per_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert machine.known_bandwidth(1) is None
+    first = machine.read_bandwidth(1)
+    assert first > 1e8 and machine.read_bandwidth(1) == first == machine.known_bandwidth(1)
+    assert list(json.loads((tmp_path / "edgeq" / "machine.json").read_text())["read_bandwidth"].values()) == [first]
+
+
+def test_a_damaged_measurement_is_measured_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "edgeq").mkdir()
+    for text in ("{", "[]", '{"read_bandwidth": 3}', '{"read_bandwidth": {"x": "y"}}'):
+        (tmp_path / "edgeq" / "machine.json").write_text(text)
+        assert machine.known_bandwidth(1) is None
