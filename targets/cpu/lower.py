@@ -69,9 +69,8 @@ class Lowering:
         self.angles: dict[tuple[float, ...], tuple[int, int, int]] = {}
         self.head_norms: list[op.HeadNorm] = []
         self.rotations: list[op.RopeRotate] = []
-        self.scratch = memory.reserve(
-            self.threads * max(matmul.SCRATCH_BYTES, padded(attention.scratch_bytes(padded(graph.head_dim)), 64))
-        )
+        self.scratch = memory.reserve(self.threads * matmul.SCRATCH_BYTES)
+        self.states: dict[tuple[int, int], int] = {}
 
     def tables(self) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int64]], np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
         for operation in self.graph.operations:
@@ -212,11 +211,16 @@ class Lowering:
         return [*rows, self.arrays.slots, self.arrays.tables, offset]
 
     def attend(self, o: op.Attention) -> None:
+        size = (o.heads // o.kv_heads, padded(o.head_dim))
+        if size not in self.states:
+            self.states[size] = self.memory.reserve(self.threads * attention.scratch_bytes(*size))
         words = [
             *self._cached(o.x, o.heads, o.kv_heads, o.head_dim, o.layer),
-            4 * o.q_offset, self.buffers[o.out], self.row_bytes[o.out], o.window, float_bits(o.scale), self.scratch,
+            4 * o.q_offset, self.buffers[o.out], self.row_bytes[o.out], o.window, float_bits(o.scale), self.states[size],
         ]  # fmt: skip
-        self.emit(address(attention.attend), *words)
+        # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
+        tile = 4 if self.isa.lanes == 16 and self.isa.needs else 2
+        self.emit(address(attention.attend, tile, tile), *words)
         self.wrote(o.out)
 
     def swiglu(self, o: op.SwiGlu) -> None:

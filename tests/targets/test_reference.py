@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
 from edgeq.config import ModelConfig, Rope
 from edgeq.container import ModelFile
@@ -77,7 +78,9 @@ def rows_of(count: int, pages: list[reference.Page] | None = None) -> Rows:
     return Rows(index, index, index, np.zeros(count, np.int32), [pages or []], index)
 
 
-def program_of(file: ModelFile, operations: tuple[Operation, ...], buffers: dict[str, int], mode: str = "a16") -> ReferenceProgram:
+def program_of(
+    file: ModelFile, operations: tuple[Operation, ...], buffers: dict[str, int], mode: str = "a16"
+) -> ReferenceProgram:
     graph = Graph(buffers, operations, "out", 1, CONFIG.num_key_value_heads, CONFIG.head_dim)
     return ReferenceTarget().compile(graph, file, Options(mode, max_rows=8, max_logits=8))  # type: ignore[arg-type]
 
