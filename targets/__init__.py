@@ -21,10 +21,13 @@ TARGETS = ("cpu", "reference")
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may force.  `threads` 0: the target chooses; `isa` None: the best this machine has.
+    """What a user may force.
 
-    max_rows    rows of one run: the prefill chunk
-    max_logits  rows whose logits one run can return
+    threads           of a run of one row; 0: the target chooses
+    threads_prefill   of a run of several rows; 0: the target chooses
+    isa               instruction set; None: the best this machine has
+    max_rows          rows of one run: the prefill chunk
+    max_logits        rows whose logits one run can return
     """
 
     mode: Mode
@@ -32,6 +35,7 @@ class Options:
     isa: str | None = None
     max_rows: int = 256
     max_logits: int = 1
+    threads_prefill: int = 0
 
 
 class Program(Protocol):

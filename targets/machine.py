@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -73,37 +74,72 @@ def cache_folder() -> Path:
 
 def read_bandwidth(threads: int, refresh: bool = False) -> float:
     """Bytes per second that `threads` threads read from memory, measured once in about a second and kept per machine."""
-    path = cache_folder() / "machine.json"
-    key = f"{cpu().name}, {cpu().arch}, {threads} of {cpu().cores} cores"
-    known = _measurements(path)
-    if refresh or key not in known:
-        from edgeq.targets.cpu.bandwidth import measure
 
-        known[key] = measure(threads)
-        _keep(path, known)
-    return known[key]
+    def measure() -> float:
+        from edgeq.targets.cpu import measure
+
+        return measure.read_bandwidth(threads)
+
+    return _measured(_key("read_bandwidth", threads), measure, refresh)
 
 
 def known_bandwidth(threads: int) -> float | None:
     """What `read_bandwidth` measured on this machine before, if it did."""
-    return _measurements(cache_folder() / "machine.json").get(f"{cpu().name}, {cpu().arch}, {threads} of {cpu().cores} cores")
+    return _measurements().get(_key("read_bandwidth", threads))
 
 
-def _measurements(path: Path) -> dict[str, float]:
+def integer_peak(threads: int, refresh: bool = False) -> float:
+    """8-bit operations per second of `threads` threads from registers, measured once in half a second and kept per machine."""
+
+    def measure() -> float:
+        from edgeq.targets.cpu import measure
+
+        return measure.integer_peak(threads)
+
+    return _measured(_key("integer_peak", threads), measure, refresh)
+
+
+def decode_threads(refresh: bool = False) -> int:
+    """How many threads decode fastest, probed once in about half a second and kept per machine."""
+    most = cpu().cores
+
+    def measure() -> float:
+        from edgeq.targets.cpu import measure
+
+        return measure.best_decode_threads(most)
+
+    return int(_measured(_key("decode_threads", most), measure, refresh)) if most > 1 else 1
+
+
+def _key(what: str, threads: int) -> str:
+    """Of a measurement: other hardware, another number of cores to run on, or another kernel is another key."""
+    return f"{what}, {threads} of {cpu().cores} cores, {cpu().name}, {cpu().arch}"
+
+
+def _measured(key: str, measure: Callable[[], float], refresh: bool) -> float:
+    known = _measurements()
+    if refresh or key not in known:
+        known[key] = measure()
+        _keep(known)
+    return known[key]
+
+
+def _measurements() -> dict[str, float]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads((cache_folder() / "machine.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    values = data.get("read_bandwidth", {}) if isinstance(data, dict) else {}
-    return {str(k): float(v) for k, v in values.items() if isinstance(v, (int, float)) and v > 0} if isinstance(values, dict) else {}
+    entries = data.items() if isinstance(data, dict) else ()
+    return {key: float(value) for key, value in entries if type(value) in (int, float) and value > 0}
 
 
-def _keep(path: Path, measurements: dict[str, float]) -> None:
+def _keep(measurements: dict[str, float]) -> None:
     """Best effort: a machine whose cache folder cannot be written measures again."""
+    path = cache_folder() / "machine.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"read_bandwidth": measurements}, indent=1), encoding="utf-8")
+        temporary.write_text(json.dumps(measurements, indent=1), encoding="utf-8")
         os.replace(temporary, path)
     except OSError:
         pass

@@ -56,7 +56,7 @@ class Lowering:
         self.graph, self.file, self.options, self.isa, self.memory, self.arrays = graph, file, options, isa, memory, arrays
         self.isa_index = [i.name for i in all_isas()].index(isa.name)
         self.big = isa.tiles[0]
-        self.threads = options.threads
+        self.threads = max(options.threads, options.threads_prefill)
         self.count, self.most = arrays.rows, options.max_rows
         self.row_bytes = {name: 4 * padded(width) for name, width in graph.buffers.items()}
         self.buffers = {

@@ -31,7 +31,7 @@ WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
 NAP_MICROSECONDS = 100
 
 # int64 words of the shared block, each on its own cache line.
-RUN, ARRIVED, PASSED, TABLE, LENGTH, SLEEPERS = 0, 8, 16, 24, 25, 32
+RUN, ARRIVED, PASSED, TABLE, LENGTH, ACTIVE, SLEEPERS = 0, 8, 16, 24, 25, 26, 32
 SHARED_WORDS = 40
 SPINS_BEFORE_YIELD = 2_000
 SPINS_BEFORE_SLEEP = 20_000
@@ -142,31 +142,41 @@ def _walk(shared, table, length, row_bytes, thread, threads):  # type: ignore[no
 walk = on_disk(_walk, types.void(*[types.intp] * 6))
 
 
-def _work(shared, row_bytes, thread, threads):  # type: ignore[no-untyped-def]
-    """A thread's life: wait for a run, walk, wait again; a run without operations ends it."""
-    seen = 0
+def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
+    """A thread's life: wait for a run, walk if it takes part, wait again; a run without operations ends it.
+
+    RUN is odd while a run is being described.  A thread that took no part in a run may still be reading about it when the next
+    one comes; it believes what it read only if RUN is the same behind it as before.
+    """
+    seen, spins = 0, 0
     while True:
-        spins = 0
-        while read(shared + 8 * RUN) == seen:
+        current = read(shared + 8 * RUN)
+        if current == seen or current & 1:
             spins += 1
             if spins < SPINS_BEFORE_SLEEP:
                 relax(0)
             else:
                 add(shared + 8 * SLEEPERS, 1)
-                futex(shared + 8 * RUN, WAIT_PRIVATE, seen & 0xFFFFFFFF)
+                futex(shared + 8 * RUN, WAIT_PRIVATE, current & 0xFFFFFFFF)
                 add(shared + 8 * SLEEPERS, -1)
-        seen = read(shared + 8 * RUN)
-        length = read(shared + 8 * LENGTH)
+            continue
+        length, threads, table = read(shared + 8 * LENGTH), read(shared + 8 * ACTIVE), read(shared + 8 * TABLE)
+        if read(shared + 8 * RUN) != current:
+            continue
+        seen, spins = current, 0
         if length == 0:
             return
-        walk(shared, read(shared + 8 * TABLE), length, row_bytes, thread, threads)
+        if thread < threads:
+            walk(shared, table, length, row_bytes, thread, threads)
 
 
-work = on_disk(_work, types.void(*[types.intp] * 4))
+work = on_disk(_work, types.void(*[types.intp] * 3))
 
 
-def _start(shared, table, length):  # type: ignore[no-untyped-def]
-    """Tell the other threads that there is a run."""
+def _start(shared, table, length, threads):  # type: ignore[no-untyped-def]
+    """Tell the other threads that there is a run, for the first `threads` of them."""
+    add(shared + 8 * RUN, 1)
+    publish(shared + 8 * ACTIVE, threads)
     publish(shared + 8 * TABLE, table)
     publish(shared + 8 * LENGTH, length)
     add(shared + 8 * RUN, 1)
@@ -174,11 +184,11 @@ def _start(shared, table, length):  # type: ignore[no-untyped-def]
         futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
 
 
-start = on_disk(_start, types.void(*[types.intp] * 3))
+start = on_disk(_start, types.void(*[types.intp] * 4))
 
 
 def _stop(shared: np.ndarray[Any, np.dtype[np.int64]], workers: list[threading.Thread]) -> None:
-    start(shared.ctypes.data, 0, 0)
+    start(shared.ctypes.data, 0, 0, 0)
     for worker in workers:
         worker.join()
 
@@ -192,7 +202,7 @@ class Pool:
         self._shared = np.zeros(SHARED_WORDS, np.int64)
         address = self._shared.ctypes.data
         workers = [
-            threading.Thread(target=work, args=(address, self._row_bytes, i, threads), name=f"edgeq-{i}", daemon=True)
+            threading.Thread(target=work, args=(address, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for worker in workers:
@@ -200,11 +210,9 @@ class Pool:
         # The workers hold only the address: they must end before the shared block does.
         self.close = weakref.finalize(self, _stop, self._shared, workers)
 
-    def run(self, table: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Walk the rows of `table`; returns when all threads are through."""
-        if not len(table):
-            return
+    def run(self, table: np.ndarray[Any, np.dtype[np.int64]], threads: int) -> None:
+        """Walk the rows of `table` with the first `threads` threads; returns when all of them are through."""
         shared = self._shared.ctypes.data
-        if self.threads > 1:
-            start(shared, table.ctypes.data, len(table))
-        walk(shared, table.ctypes.data, len(table), self._row_bytes, 0, self.threads)
+        if threads > 1:
+            start(shared, table.ctypes.data, len(table), threads)
+        walk(shared, table.ctypes.data, len(table), self._row_bytes, 0, threads)

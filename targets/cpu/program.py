@@ -20,8 +20,10 @@ class CpuProgram:
     """Weights are read where the file is mapped; everything else a run needs is allocated here, once."""
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options) -> None:
-        self.threads = options.threads or machine.cpu().cores
-        self.options = replace(options, threads=self.threads)
+        cores = machine.cpu().cores
+        self.threads = options.threads or machine.decode_threads()
+        self.threads_prefill = options.threads_prefill or options.threads or cores
+        self.options = replace(options, threads=self.threads, threads_prefill=self.threads_prefill)
         self.graph = graph
         isa, self._reason = choose(options.isa)
         self.isa = isa.name
@@ -43,11 +45,13 @@ class CpuProgram:
         stride = lowering.row_bytes[graph.logits] // 4
         whole = self._memory.view(lowering.buffers[graph.logits]).view(np.float32)
         self._logits = whole[: logits * stride].reshape(logits, stride)[:, :width]
-        self._pool = Pool(self.threads, ROW_WORDS)
+        self._pool = Pool(max(self.threads, self.threads_prefill), ROW_WORDS)
 
     @property
     def description(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        if self.threads_prefill != self.threads:
+            threads += f" ({self.threads_prefill} for prefill)"
         return f"cpu, {self.isa} ({self._reason}), {threads}, {self.options.mode}"
 
     def new_page(self) -> Page:
@@ -68,5 +72,8 @@ class CpuProgram:
         self._slots[:count] = rows.slots
         self._tables[:count] = tables[rows.sessions]
         self._selection[:selected] = rows.logits
-        self._pool.run(self._one if count == 1 else self._many)
+        if count == 1:
+            self._pool.run(self._one, self.threads)
+        else:
+            self._pool.run(self._many, self.threads_prefill)
         return self._logits[:selected]

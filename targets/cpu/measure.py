@@ -1,0 +1,145 @@
+"""What threads of this machine can do: read memory, multiply integers, and how many of them decode fastest."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from edgeq.codec import CHUNK, ROWS, Codec
+from edgeq.targets.cpu import tile
+from edgeq.targets.cpu.compiled import COUNT, address, word
+from edgeq.targets.cpu.isa import all_isas, choose
+from edgeq.targets.cpu.matmul import SCRATCH_BYTES, integer_matvec
+from edgeq.targets.cpu.memory import zeros
+from edgeq.targets.cpu.pool import Pool
+from edgeq.targets.cpu.vector import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
+
+BYTES = 256 << 20
+"""Several times the largest cache of a machine this is for."""
+Kernel = Callable[[int, int, int], None]
+Table = NDArray[np.int64]
+
+
+def read_lines() -> Kernel:
+    """Row words: COUNT of 256-byte runs, 2 address, 3 results of the threads.  Sums, so that nothing can be left out."""
+
+    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+        count = get_i64(word(row, COUNT))
+        a, b, c, d = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
+        for i in range(count * thread // threads, count * (thread + 1) // threads):
+            x = word(row, 2) + 256 * i
+            a, b = vadd(a, vload(x)), vadd(b, vload(x + 64))
+            c, d = vadd(c, vload(x + 128)), vadd(d, vload(x + 192))
+        put_f32(word(row, 3) + 64 * thread, vsum(vadd(vadd(a, b), vadd(c, d))))
+
+    return kernel
+
+
+CHAINS = 12
+"""Independent sums: more than latency times units of any processor here, few enough for sixteen registers."""
+ROUNDS = 64
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[misc]
+def multiply_integers(typing: Any, isa: Any, repeat: Any, out: Any) -> Any:
+    """repeat x ROUNDS x CHAINS dot products of 16 lanes x 4 channels in registers; the sums go to `out`."""
+    chosen = all_isas()[isa.literal_value]
+    sums, quad = ir.VectorType(I32, chosen.lanes), ir.VectorType(I8, 4 * chosen.lanes)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        slots = [cgutils.alloca_once(b, sums) for _ in range(CHAINS)]
+        for i, slot in enumerate(slots):
+            b.store(constant(sums, i), slot)
+        with cgutils.for_range(b, b.mul(args[1], ir.Constant(ir.IntType(64), ROUNDS))) as loop:
+            # An operand that changes, or the whole loop would be computed by the compiler.
+            token = b.insert_element(constant(sums, 0x01020304), b.trunc(loop.index, I32), ir.Constant(I32, 0))
+            for slot in slots:
+                b.store(chosen.dot8(b, b.load(slot), [constant(quad, 3)], [token], 4), slot)
+        for slot in slots:
+            store(b, b.load(slot), args[2], 4)
+        return context.get_dummy_value()
+
+    return types.void(isa, types.intp, types.intp), codegen
+
+
+def multiply(isa: int) -> Kernel:
+    """Row words: COUNT of repetitions, 2 results of the threads."""
+
+    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+        multiply_integers(isa, get_i64(word(row, COUNT)), word(row, 2) + 64 * thread)
+
+    return kernel
+
+
+def _rates(table: Table, threads: int, work: float, seconds: float) -> list[float]:
+    """`work` per second of each pass, for at least three passes and `seconds`."""
+    pool = Pool(threads, table.shape[1])
+    pool.run(table, threads)
+    passes, end = list[float](), time.perf_counter() + seconds
+    while len(passes) < 3 or time.perf_counter() < end:
+        began = time.perf_counter()
+        pool.run(table, threads)
+        passes.append(work / (time.perf_counter() - began))
+    pool.close()
+    return passes
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes per second, the median of as many passes over 256 MiB as fit in a second."""
+    data = np.ones(BYTES // 4, np.float32)
+    results, count = np.zeros(16 * threads, np.float32), np.array([BYTES // 256], np.int64)
+    table = np.array([[address(read_lines), count.ctypes.data, data.ctypes.data, results.ctypes.data]], np.int64)
+    return statistics.median(_rates(table, threads, BYTES, 1.0))
+
+
+def integer_peak(threads: int) -> float:
+    """8-bit operations per second (a multiplication and an addition are two) of the chosen instruction set, from registers."""
+    isa = choose()[0]
+    index = [i.name for i in all_isas()].index(isa.name)
+    repeat = 20_000
+    results, count = zeros(64 * threads), np.array([repeat], np.int64)
+    table = np.array([[address(multiply, index), count.ctypes.data, results.ctypes.data]], np.int64)
+    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads
+    return statistics.median(_rates(table, threads, work, 0.5))
+
+
+def best_decode_threads(most: int) -> int:
+    """The number of threads, up to `most`, that multiplies a large 4-bit matrix with a token fastest.
+
+    More threads than it takes to fill the memory's bandwidth only disturb each other (two are best on a Raspberry Pi 5), so of
+    counts within 3 % of the best the smallest is taken.  Takes about half a second.
+    """
+    table, kept = _decode_table()
+    candidates = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < most} | {most})
+    rates = {n: statistics.median(_rates(table, n, 1.0, 0.5 / len(candidates))) for n in candidates}
+    del kept
+    return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values()))
+
+
+def _decode_table() -> tuple[Table, list[NDArray[Any]]]:
+    """One product of a 64 MiB matrix, larger than caches, with a token of mode a8; and the arrays it needs."""
+    codec, rows, columns = Codec("int", 4, 128), 64 << 10, 2 << 10
+    parts = codec.parts(rows, columns)
+    blocks, groups = rows // ROWS, codec.groups(columns)
+    weights, scales = zeros(parts["q"].nbytes), zeros(parts["scale"].nbytes)
+    weights[:] = 0x5A
+    token, numbers, y = zeros(columns), zeros(4 * groups), zeros(4 * rows)
+    scratch, count = zeros(64 * SCRATCH_BYTES), np.array([1], np.int64)
+    words = [0] * tile.WORDS
+    words[0] = address(integer_matvec, [i.name for i in all_isas()].index(choose()[0].name), 4, 0, 0, 0)
+    words[COUNT] = count.ctypes.data
+    words[tile.X : tile.X_BLOCKS + 1] = [token.ctypes.data, columns, numbers.ctypes.data, numbers.ctypes.data, groups]
+    words[tile.W], words[tile.W_BLOCK] = weights.ctypes.data, weights.nbytes // blocks
+    words[tile.SCALE : tile.SCALE_STEP + 1] = [scales.ctypes.data, 2 * ROWS * groups, 2 * ROWS]
+    words[tile.CHUNKS], words[tile.PER_BLOCK] = columns // CHUNK, codec.group_size // CHUNK
+    words[tile.ROWS], words[tile.GROUP], words[tile.Y], words[tile.SCRATCH] = rows, 1, y.ctypes.data, scratch.ctypes.data
+    return np.array([words], np.int64), [weights, scales, token, numbers, y, scratch, count]
