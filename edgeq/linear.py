@@ -15,6 +15,7 @@ from edgeq.config import ModelConfig
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "uint16", "u8": "uint8", "i8": "int8", "i32": "int32"}
 Mode = Literal["a16", "a8"]
+KvCodec = Literal["f16", "int8"]
 
 
 @dataclass(frozen=True)

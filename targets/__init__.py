@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
-from edgeq.linear import Mode
+from edgeq.linear import KvCodec, Mode
 from edgeq.targets.operations import Graph, Page, Rows
 
 TARGETS = ("cpu", "reference")
@@ -28,6 +28,7 @@ class Options:
     isa               instruction set; None: the best this machine has
     max_rows          rows of one run: the prefill chunk
     max_logits        rows whose logits one run can return
+    kv                how keys and values are cached; int8 has one scale per position and head
     """
 
     mode: Mode
@@ -36,6 +37,7 @@ class Options:
     max_rows: int = 256
     max_logits: int = 1
     threads_prefill: int = 0
+    kv: KvCodec = "f16"
 
 
 class Program(Protocol):
@@ -50,7 +52,7 @@ class Program(Protocol):
         ...
 
     def new_page(self) -> Page:
-        """A cache page of `Graph.page_bytes` bytes."""
+        """A cache page of `Graph.page_bytes(kv)` bytes."""
         ...
 
     def run(self, rows: Rows) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.linear import ArrayRef, LinearSpec
+from edgeq.linear import ArrayRef, KvCodec, LinearSpec
 
 PAGE = 64
 """Cache positions in a page."""
@@ -86,7 +86,7 @@ class RopeRotate(Operation):
 
 @dataclass(frozen=True)
 class CacheWrite(Operation):
-    """Keys x[:, k_offset:] and values x[:, v_offset:] of every row into its slot of the f16 cache of `layer`."""
+    """Keys x[:, k_offset:] and values x[:, v_offset:] of every row into its slot of the cache of `layer`."""
 
     x: str
     k_offset: int
@@ -140,10 +140,10 @@ class Graph:
     kv_heads: int
     head_dim: int
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of an f16 cache: keys and values of PAGE positions in all layers."""
-        return self.layers * 2 * self.kv_heads * PAGE * self.head_dim * 2
+    def page_bytes(self, kv: KvCodec) -> int:
+        """Bytes of one page of the cache: keys and values of PAGE positions in all layers."""
+        head = 2 * self.head_dim if kv == "f16" else self.head_dim + 4
+        return self.layers * 2 * self.kv_heads * PAGE * head
 
 
 @dataclass

@@ -17,7 +17,7 @@ from edgeq.codec import dequantize as dequantize_codec
 from edgeq.codec import dequantize_rows as dequantize_codec_rows
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
-from edgeq.linear import ArrayRef, LinearSpec, Weight
+from edgeq.linear import ArrayRef, KvCodec, LinearSpec, Weight
 from edgeq.targets import Options
 from edgeq.targets.operations import (
     PAGE,
@@ -47,10 +47,10 @@ F16_MAX = 65504.0
 
 
 class ReferencePage(Page):
-    """PAGE cache positions: float16 [layers, 2 (keys, values), kv_heads, PAGE, head_dim]."""
+    """PAGE cache positions: [layers, 2 (keys, values), kv_heads, PAGE, head_dim], numbers of the cache's codec held as float32."""
 
     def __init__(self, graph: Graph) -> None:
-        self.data = np.zeros((graph.layers, 2, graph.kv_heads, PAGE, graph.head_dim), np.float16)
+        self.data = np.zeros((graph.layers, 2, graph.kv_heads, PAGE, graph.head_dim), np.float32)
 
 
 class ReferenceTarget:
@@ -213,9 +213,17 @@ def rope_rotate(program: ReferenceProgram, op: RopeRotate, rows: Rows, state: St
 
 def cache_write(program: ReferenceProgram, op: CacheWrite, rows: Rows, state: State) -> None:
     for part, offset in enumerate((op.k_offset, op.v_offset)):
-        values = heads_of(state[op.x], offset, op.kv_heads, op.head_dim).clip(-F16_MAX, F16_MAX).astype(np.float16)
+        values = cached(heads_of(state[op.x], offset, op.kv_heads, op.head_dim), program.options.kv)
         for r, slot in enumerate(rows.slots):
             page_of(rows, r, int(slot) // PAGE).data[op.layer, part, :, slot % PAGE] = values[r]
+
+
+def cached(x: ArrayF32, kv: KvCodec) -> ArrayF32:
+    """x [rows, kv_heads, head_dim] as the cache gives it back: f16, or int8 with one scale max|x| / 127 per row and head."""
+    if kv == "f16":
+        return x.clip(-F16_MAX, F16_MAX).astype(np.float16).astype(np.float32)
+    scale = np.abs(x).max(axis=2, keepdims=True) / np.float32(127)
+    return np.rint(x / np.where(scale > 0, scale, np.float32(1))).clip(-127, 127) * scale
 
 
 def page_of(rows: Rows, row: int, index: int) -> ReferencePage:
@@ -232,8 +240,8 @@ def attention(program: ReferenceProgram, op: Attention, rows: Rows, state: State
         first = max(0, last + 1 - op.window) if op.window else 0
         pages = [page_of(rows, r, i).data[op.layer] for i in range(first // PAGE, last // PAGE + 1)]
         start = first - first // PAGE * PAGE
-        cached = np.concatenate(pages, axis=2)[:, :, start : start + last + 1 - first].astype(np.float32)
-        keys, values = cached  # [kv_heads, positions, head_dim]
+        seen = np.concatenate(pages, axis=2)[:, :, start : start + last + 1 - first]
+        keys, values = seen  # [kv_heads, positions, head_dim]
         q = queries[r].reshape(op.kv_heads, -1, op.head_dim)
         scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(op.scale)  # [kv_heads, heads / kv_heads, positions]
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))

@@ -1,9 +1,7 @@
-"""Rotary positions, the cache, and attention over it.
+"""Attention over the cache.
 
-A cache page holds 64 positions of all layers: for each layer and key/value head the keys as f16 [head_dim][64], so that a dot
-product with a query runs over positions in lanes and needs no horizontal sum, then the values as f16 [64][head_dim].  Head_dim is
-padded to 16.  A run first writes the keys and values of all its rows, then every row attends to the slots it sees, page by page
-with a running maximum (online softmax: Milakov and Gimelshein 2018), in an order that depends on the slots alone.
+A run first writes the keys and values of all its rows (rotary.py), then every row attends to the slots it sees, page by page with a
+running maximum (online softmax: Milakov and Gimelshein 2018), in an order that depends on the slots alone.
 """
 
 from __future__ import annotations
@@ -18,9 +16,25 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from edgeq.targets.cpu.compiled import COUNT, inline, word
+from edgeq.targets.cpu.pages import (
+    HEAD_DIM,
+    HEADS,
+    INT8_KV,
+    KV_HEADS,
+    PADDED,
+    POSITIONS,
+    SLOTS,
+    TABLES,
+    X_ROW,
+    X,
+    half_bytes,
+    keys_at,
+)
 from edgeq.targets.cpu.vector import (
     F32,
+    I8,
     I64,
+    LANES,
     VF16,
     VF32,
     call,
@@ -29,7 +43,6 @@ from edgeq.targets.cpu.vector import (
     get_i32,
     get_i64,
     load,
-    put_f16,
     put_f32,
     splat,
     store,
@@ -39,6 +52,7 @@ from edgeq.targets.cpu.vector import (
     vload,
     vmax,
     vmaximum,
+    vmul,
     vsplat,
     vstore,
     vsub,
@@ -47,20 +61,15 @@ from edgeq.targets.cpu.vector import (
 
 Kernel = Callable[[int, int, int], None]
 
-POSITIONS = 64
-# Words that both kernels have: rows of x, heads, the cache.
-X, X_ROW, HEADS, KV_HEADS, HEAD_DIM, PADDED, SLOTS, TABLES, LAYER_OFFSET = 2, 3, 4, 5, 6, 7, 8, 9, 10
-"""Address and row bytes of x; heads; head_dim and its padding to 16; slots i32; page tables (i64 addresses, one per row, each of
-an i64 array of page addresses); bytes from the start of a page to this layer."""
-Q_OFFSET, K_OFFSET, V_OFFSET, COSINES, SINES, ANGLE_ROW, Q_GAIN, K_GAIN, EPSILON = 11, 12, 13, 14, 15, 16, 17, 18, 19
-"""`rotate`: byte offsets in a row of x, angles, f32 gains of the head norms or 0, their epsilon (bits of an f32)."""
-OUT, OUT_ROW, WINDOW, SCALE, SCRATCH = 12, 13, 14, 15, 16
-"""`attend`: result and its row bytes, positions a row sees or 0, softmax scale (bits of an f32), scratch of all threads."""
-
+Q_OFFSET, OUT, OUT_ROW, WINDOW, SCALE, SCRATCH = 11, 12, 13, 14, 15, 16
+"""Table words: byte offset of the queries in a row of x, result and its row bytes, positions a row sees or 0, softmax scale (bits of
+an f32), scratch of all threads."""
 
 # What a query keeps while the pages pass: scores or weights of a page, three numbers, the query and its result.
 LARGEST, TOTAL, DECAY = 0, 4, 8
 NUMBERS = 64
+
+ROWS_TOGETHER = 4
 
 
 @inline
@@ -68,84 +77,36 @@ def state_bytes(padded):  # type: ignore[no-untyped-def]
     return 4 * POSITIONS + NUMBERS + 8 * padded
 
 
-ROWS_TOGETHER = 4
-
-
 def scratch_bytes(shared: int, padded: int) -> int:
     """Per thread, where `shared` query heads share a key head."""
     return ROWS_TOGETHER * shared * int(state_bytes.py_func(padded))
 
 
-@inline
-def page_of(row, r, slot, head):  # type: ignore[no-untyped-def]
-    """Address of the keys of `head` in the page of `slot`; the values follow them."""
-    page = get_i64(get_i64(word(row, TABLES) + 8 * r) + 8 * (slot // POSITIONS))
-    return page + word(row, LAYER_OFFSET) + head * (4 * POSITIONS) * word(row, PADDED)
-
-
-@inline
-def normalize(x, dim, gain, epsilon):  # type: ignore[no-untyped-def]
-    total = 0.0
-    for i in range(dim):
-        total += get_f32(x + 4 * i) * get_f32(x + 4 * i)
-    factor = 1.0 / math.sqrt(total / dim + epsilon)
-    for i in range(dim):
-        put_f32(x + 4 * i, get_f32(x + 4 * i) * factor * get_f32(gain + 4 * i))
-
-
-def rotate() -> Kernel:
-    """Head norms and rotary positions in place; keys and values into the cache.  A unit is one head of one row."""
-
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
-        heads, kv_heads, dim, padded = word(row, HEADS), word(row, KV_HEADS), word(row, HEAD_DIM), word(row, PADDED)
-        units = heads + kv_heads
-        epsilon, half = get_f32(row + 8 * EPSILON), dim // 2
-        for unit in range(thread, get_i64(word(row, COUNT)) * units, threads):
-            r, head = unit // units, unit % units
-            is_query = head < heads
-            source = word(row, X) + r * word(row, X_ROW)
-            if is_query:
-                x, gain = source + word(row, Q_OFFSET) + 4 * dim * head, word(row, Q_GAIN)
-            else:
-                head -= heads
-                x, gain = source + word(row, K_OFFSET) + 4 * dim * head, word(row, K_GAIN)
-            if gain != 0:
-                normalize(x, dim, gain, epsilon)
-            cosines, sines = (word(row, COSINES) + r * word(row, ANGLE_ROW), word(row, SINES) + r * word(row, ANGLE_ROW))
-            for i in range(half):
-                a, b = get_f32(x + 4 * i), get_f32(x + 4 * (half + i))
-                cosine, sine = get_f32(cosines + 4 * i), get_f32(sines + 4 * i)
-                put_f32(x + 4 * i, a * cosine - b * sine)
-                put_f32(x + 4 * (half + i), b * cosine + a * sine)
-            if not is_query:
-                slot = get_i32(word(row, SLOTS) + 4 * r)
-                keys, lane = page_of(row, r, slot, head), slot % POSITIONS
-                values = keys + 2 * POSITIONS * padded + 2 * padded * lane
-                v = source + word(row, V_OFFSET) + 4 * dim * head
-                for i in range(dim):
-                    put_f16(keys + 2 * (POSITIONS * i + lane), min(max(get_f32(x + 4 * i), -65504.0), 65504.0))
-                    put_f16(values + 2 * i, min(max(get_f32(v + 4 * i), -65504.0), 65504.0))
-
-    return kernel
+def widened(b: Any, address: Any, int8: bool) -> Any:
+    """Sixteen numbers of the cache as float32."""
+    if int8:
+        return b.sitofp(load(b, address, ir.VectorType(I8, LANES)), VF32)
+    return b.fpext(load(b, address, VF16, 2), VF32)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
-def score_tile(typing: Any, queries: Any, vectors: Any, keys: Any, query: Any, step: Any, dim: Any, scores: Any) -> Any:
-    """scores[q][16 p + lane] = query q . key of that position, for `queries` queries `step` bytes apart and `vectors` x 16 positions.
+def score_tile(typing: Any, code: Any, queries: Any, vectors: Any, keys: Any, query: Any, step: Any, dim: Any, scores: Any) -> Any:
+    """scores[q][16 p + lane] = query q . key of that position, for `queries` queries and `vectors` x 16 positions.
 
-    Scores of a query lie `step` bytes behind those of the one before, too.  Literals: queries, vectors.
+    Queries, and their scores, lie `step` bytes apart.  Literals: code of the cache, queries, vectors.
     """
-    count, width = queries.literal_value, vectors.literal_value
+    int8, count, width = code.literal_value == INT8_KV, queries.literal_value, vectors.literal_value
+    number = 1 if int8 else 2
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        keys, query, step, dim, scores = args[2:]
+        keys, query, step, dim, scores = args[3:]
         sums = [[cgutils.alloca_once(b, VF32) for _ in range(width)] for _ in range(count)]
         for slot in (slot for row in sums for slot in row):
             b.store(constant(VF32, 0.0), slot)
         offsets = [b.mul(step, ir.Constant(I64, q)) for q in range(count)]
         with cgutils.for_range(b, dim) as loop:
-            line = b.add(keys, b.mul(loop.index, ir.Constant(I64, 2 * POSITIONS)))
-            key = [b.fpext(load(b, b.add(line, ir.Constant(I64, 32 * p)), VF16, 2), VF32) for p in range(width)]
+            line = b.add(keys, b.mul(loop.index, ir.Constant(I64, number * POSITIONS)))
+            key = [widened(b, b.add(line, ir.Constant(I64, 16 * number * p)), int8) for p in range(width)]
             for q in range(count):
                 at = b.add(b.add(query, offsets[q]), b.mul(loop.index, ir.Constant(I64, 4)))
                 value = splat(b, load(b, at, F32, 4), VF32)
@@ -156,33 +117,36 @@ def score_tile(typing: Any, queries: Any, vectors: Any, keys: Any, query: Any, s
                 store(b, b.load(sums[q][p]), b.add(b.add(scores, offsets[q]), ir.Constant(I64, 64 * p)), 4)
         return context.get_dummy_value()
 
-    return types.void(queries, vectors, *[types.intp] * 5), codegen
+    return types.void(code, queries, vectors, *[types.intp] * 5), codegen
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
-def value_tile(typing: Any, queries: Any, values: Any, padded: Any, weights: Any, result: Any, decay: Any, step: Any) -> Any:
+def value_tile(
+    typing: Any, code: Any, queries: Any, values: Any, padded: Any, weights: Any, result: Any, decay: Any, step: Any
+) -> Any:
     """result[q] = result[q] * decay[q] + the page's values by weights[q]; two sums, of even and of odd positions.
 
-    weights, result and decay (an f32) of a query lie `step` bytes behind those of the one before.  Literal: queries.
+    weights, result and decay (an f32) of a query lie `step` bytes behind those of the one before.  Literals: code of the cache, queries.
     """
-    count = queries.literal_value
+    int8, count = code.literal_value == INT8_KV, queries.literal_value
+    number = 1 if int8 else 2
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        values, padded, weights, result, decay, step = args[1:]
+        values, padded, weights, result, decay, step = args[2:]
         sums = [[cgutils.alloca_once(b, VF32) for _ in range(2)] for _ in range(count)]
         offsets = [b.mul(step, ir.Constant(I64, q)) for q in range(count)]
-        row = b.mul(padded, ir.Constant(I64, 2))
+        row = b.mul(padded, ir.Constant(I64, number))
         with cgutils.for_range(b, b.lshr(padded, ir.Constant(I64, 4))) as columns:
             place = b.mul(columns.index, ir.Constant(I64, 64))
             for q in range(count):
                 factor = splat(b, load(b, b.add(decay, offsets[q]), F32, 4), VF32)
                 b.store(b.fmul(load(b, b.add(b.add(result, offsets[q]), place), VF32, 4), factor), sums[q][0])
                 b.store(constant(VF32, 0.0), sums[q][1])
-            first = b.add(values, b.mul(columns.index, ir.Constant(I64, 32)))
+            first = b.add(values, b.mul(columns.index, ir.Constant(I64, 16 * number)))
             with cgutils.for_range(b, ir.Constant(I64, POSITIONS // 2)) as pairs:
                 for odd in range(2):
                     position = b.add(b.mul(pairs.index, ir.Constant(I64, 2)), ir.Constant(I64, odd))
-                    value = b.fpext(load(b, b.add(first, b.mul(position, row)), VF16, 2), VF32)
+                    value = widened(b, b.add(first, b.mul(position, row)), int8)
                     for q in range(count):
                         at = b.add(b.add(weights, offsets[q]), b.mul(position, ir.Constant(I64, 4)))
                         weight, slot = splat(b, load(b, at, F32, 4), VF32), sums[q][odd]
@@ -192,14 +156,15 @@ def value_tile(typing: Any, queries: Any, values: Any, padded: Any, weights: Any
                 store(b, total, b.add(b.add(result, offsets[q]), place), 4)
         return context.get_dummy_value()
 
-    return types.void(queries, *[types.intp] * 6), codegen
+    return types.void(code, queries, *[types.intp] * 6), codegen
 
 
 @inline
-def weigh(state, padded, begin, end):  # type: ignore[no-untyped-def]
+def weigh(state, begin, end, key_scales, value_scales, code):  # type: ignore[no-untyped-def]
     """From the scores of a page to weights, for one query that sees its positions begin <= i < end.
 
-    Updates the query's largest score and sum of weights, and says by how much its result so far decays.
+    Updates the query's largest score and sum of weights, and says by how much its result so far decays.  Scales of an int8 cache
+    belong to positions, so keys' multiply scores and values' multiply weights.
     """
     scores, numbers = state, state + 4 * POSITIONS
     if end <= 0 or begin >= POSITIONS:
@@ -207,6 +172,9 @@ def weigh(state, padded, begin, end):  # type: ignore[no-untyped-def]
             vstore(scores + i, vsplat(0.0))
         put_f32(numbers + DECAY, 1.0)
         return
+    if code == INT8_KV:
+        for i in range(0, 4 * POSITIONS, 64):
+            vstore(scores + i, vmul(vload(scores + i), vload(key_scales + i)))
     if begin > 0 or end < POSITIONS:
         for i in range(4):
             vstore(scores + 64 * i, vkeep(vload(scores + 64 * i), begin - 16 * i, end - 16 * i))
@@ -216,7 +184,7 @@ def weigh(state, padded, begin, end):  # type: ignore[no-untyped-def]
     total, shift = vsplat(0.0), vsplat(largest)
     for i in range(0, 4 * POSITIONS, 64):
         e = vexp(vsub(vload(scores + i), shift))
-        vstore(scores + i, e)
+        vstore(scores + i, vmul(e, vload(value_scales + i)) if code == INT8_KV else e)
         total = vadd(total, e)
     decay = math.exp(before - largest)
     put_f32(numbers + DECAY, decay)
@@ -224,7 +192,7 @@ def weigh(state, padded, begin, end):  # type: ignore[no-untyped-def]
     put_f32(numbers + LARGEST, largest)
 
 
-def attend(tile: int, vectors: int) -> Kernel:
+def attend(code: int, tile: int, vectors: int) -> Kernel:
     """A unit is a few rows of one session with all query heads that share one key head: a page is read and widened once for them.
 
     Queries are taken `tile` at a time against `vectors` x 16 positions.  What one query computes depends on nothing else.
@@ -261,31 +229,34 @@ def attend(tile: int, vectors: int) -> Kernel:
                         vstore(state + result + 4 * c, vsplat(0.0))
                     put_f32(state + numbers + LARGEST, -1e30)
                     put_f32(state + numbers + TOTAL, 0.0)
-                begin = max(0, slot + 1 - window) if window > 0 else 0
-                for start in range(begin // POSITIONS * POSITIONS, slot + rows, POSITIONS):
-                    keys = page_of(row, r, start, head)
+                oldest = max(0, slot + 1 - window) if window > 0 else 0
+                for start in range(oldest // POSITIONS * POSITIONS, slot + rows, POSITIONS):
+                    keys = keys_at(row, r, start, head, code)
+                    values, number = keys + half_bytes(padded, code), 1 if code == INT8_KV else 2
                     q = 0
                     while queries - q >= tile:
                         for p in range(0, 4, vectors):
                             at = states + q * step
-                            score_tile(tile, vectors, keys + 32 * p, at + query, step, dim, at + 64 * p)
+                            score_tile(code, tile, vectors, keys + 16 * number * p, at + query, step, dim, at + 64 * p)
                         q += tile
                     while queries - q >= 1:
                         for p in range(0, 4, vectors):
                             at = states + q * step
-                            score_tile(1, vectors, keys + 32 * p, at + query, step, dim, at + 64 * p)
+                            score_tile(code, 1, vectors, keys + 16 * number * p, at + query, step, dim, at + 64 * p)
                         q += 1
                     for q in range(queries):
                         end = slot + q // shared + 1
-                        weigh(states + q * step, padded, max(0, end - window) - start if window > 0 else 0, end - start)
-                    values, q = keys + 2 * POSITIONS * padded, 0
+                        begin = max(0, end - window) - start if window > 0 else 0
+                        scales = POSITIONS * padded
+                        weigh(states + q * step, begin, end - start, keys + scales, values + scales, code)
+                    q = 0
                     while queries - q >= tile:
                         at = states + q * step
-                        value_tile(tile, values, padded, at, at + result, at + numbers + DECAY, step)
+                        value_tile(code, tile, values, padded, at, at + result, at + numbers + DECAY, step)
                         q += tile
                     while queries - q >= 1:
                         at = states + q * step
-                        value_tile(1, values, padded, at, at + result, at + numbers + DECAY, step)
+                        value_tile(code, 1, values, padded, at, at + result, at + numbers + DECAY, step)
                         q += 1
                 for q in range(queries):
                     state = states + q * step

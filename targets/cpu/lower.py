@@ -18,7 +18,7 @@ from edgeq.errors import UnsupportedError
 from edgeq.linear import ArrayRef, LinearSpec
 from edgeq.targets import Options
 from edgeq.targets import operations as op
-from edgeq.targets.cpu import attention, elementwise, matmul, quantize, tile
+from edgeq.targets.cpu import attention, elementwise, matmul, pages, quantize, rotary, tile
 from edgeq.targets.cpu.compiled import COUNT, FUNCTION, address
 from edgeq.targets.cpu.isa import Isa, all_isas
 from edgeq.targets.cpu.memory import Memory, padded
@@ -199,14 +199,14 @@ class Lowering:
             4 * query.offset, 4 * o.k_offset, 4 * o.v_offset, *self.angles[query.frequencies],
             gains.get(query.offset, 0), gains.get(o.k_offset, 0), float_bits(epsilon),
         ]  # fmt: skip
-        self.emit(address(attention.rotate), *words)
+        self.emit(address(rotary.rotate, pages.KV_CODES[self.options.kv]), *words)
         self.rotations, self.head_norms = [], []
         self.wrote(o.x)
 
     def _cached(self, x: str, heads: int, kv_heads: int, head_dim: int, layer: int) -> list[int]:
         """The words that `rotate` and `attend` share."""
         width = padded(head_dim)
-        offset = layer * kv_heads * 4 * op.PAGE * width
+        offset = layer * pages.layer_bytes(self.graph, self.options.kv)
         rows = (self.buffers[x], self.row_bytes[x], heads, kv_heads, head_dim, width)
         return [*rows, self.arrays.slots, self.arrays.tables, offset]
 
@@ -220,7 +220,7 @@ class Lowering:
         ]  # fmt: skip
         # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
         tile = 4 if self.isa.lanes == 16 and self.isa.needs else 2
-        self.emit(address(attention.attend, tile, tile), *words)
+        self.emit(address(attention.attend, pages.KV_CODES[self.options.kv], tile, tile), *words)
         self.wrote(o.out)
 
     def swiglu(self, o: op.SwiGlu) -> None:

@@ -11,9 +11,10 @@ from edgeq.container import ModelFile
 from edgeq.targets import Options, machine
 from edgeq.targets.cpu.isa import choose
 from edgeq.targets.cpu.lower import ROW_WORDS, Lowering, RowArrays
-from edgeq.targets.cpu.memory import CpuPage, Memory, padded
+from edgeq.targets.cpu.memory import CpuPage, Memory
+from edgeq.targets.cpu.pages import layer_bytes
 from edgeq.targets.cpu.pool import Pool
-from edgeq.targets.operations import PAGE, Graph, Page, Rows
+from edgeq.targets.operations import Graph, Page, Rows
 
 
 class CpuProgram:
@@ -40,7 +41,7 @@ class CpuProgram:
         arrays = RowArrays(counts, counts + 8, tokens, positions, slots, tables, selection)
         lowering = Lowering(graph, file, self.options, isa, self._memory, arrays)
         self._one, self._many = lowering.tables()
-        self._page_bytes = graph.layers * graph.kv_heads * 4 * PAGE * padded(graph.head_dim)
+        self._page_bytes = graph.layers * layer_bytes(graph, options.kv)
         width = graph.buffers[graph.logits]
         stride = lowering.row_bytes[graph.logits] // 4
         whole = self._memory.view(lowering.buffers[graph.logits]).view(np.float32)

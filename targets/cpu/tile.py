@@ -83,8 +83,13 @@ class _IntegerTile:
         self.parts = 16 // isa.lanes
         self.width = 4 * isa.lanes
         self.ints, self.floats = ir.VectorType(I32, isa.lanes), ir.VectorType(F32, isa.lanes)
-        # One token alone has no other to hide the latency of a dot product behind; integer sums may be split freely.
-        self.chains = 4 if tokens == 1 else 1
+        self.partials = isa.partials16 if mode16 else 1
+        self.sums = ir.VectorType(I32, self.partials * isa.lanes)
+        # What the stored integers still exceed the multiplied ones by: the center of the symmetric form, less the set's own offset.
+        self.center = (0 if zero else 1 << (bits - 1)) - (0 if mode16 else isa.offset(bits))
+        # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer sums
+        # may be split freely.
+        self.chains = 4 if tokens == 1 and self.parts < 4 else 1
         self.quad_bytes = tokens * (8 if mode16 else 4)
 
     def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
@@ -133,16 +138,18 @@ class _IntegerTile:
 
     def _start(self, b: Any, xsum: Any) -> list[list[list[Any]]]:
         """Accumulators [part][token][chain]; the symmetric form subtracts its center here, exactly and for nothing."""
-        zero = constant(self.ints, 0)
+        zero = constant(self.sums, 0)
         sums = [
-            [[cgutils.alloca_once(b, self.ints) for _ in range(self.chains)] for _ in range(self.tokens)]
+            [[cgutils.alloca_once(b, self.sums) for _ in range(self.chains)] for _ in range(self.tokens)]
             for _ in range(self.parts)
         ]
         for t in range(self.tokens):
             first = zero
-            if not self.zero:
-                center = ir.Constant(I32, -(1 << (self.bits - 1)))
-                first = splat(b, b.mul(load(b, _plus(b, xsum, 4 * t), I32, 4), center), self.ints)
+            if self.center:
+                center = ir.Constant(I32, -self.center)
+                first = splat(b, b.mul(load(b, _plus(b, xsum, 4 * t), I32, 4), center), self.sums)
+                if self.partials > 1:
+                    first = b.and_(first, ir.Constant(self.sums, [-(i % self.partials == 0) for i in range(self.sums.count)]))
             for part in range(self.parts):
                 for chain, slot in enumerate(sums[part][t]):
                     b.store(zero if chain else first, slot)
@@ -160,7 +167,7 @@ class _IntegerTile:
 
     def _dot8(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
         for t in range(self.tokens):
-            values = {j: splat(b, load(b, _plus(b, tokens, j * self.quad_bytes + 4 * t), I32, 4), self.ints) for j in quads}
+            values = {j: self._broadcast(b, tokens, j * self.tokens + t) for j in quads}
             for chain in range(self.chains):
                 mine = [j for j in quads if (j - quads.start) * self.chains // len(quads) == chain]
                 slot = sums[t][chain]
@@ -176,10 +183,16 @@ class _IntegerTile:
                 slot = sums[t][j % self.chains]
                 total = b.load(slot)
                 for k in range(2):
-                    offset = j * self.quad_bytes + 8 * t + 4 * k
-                    value = splat(b, load(b, _plus(b, tokens, offset), I32, 4), self.ints)
+                    value = self._broadcast(b, tokens, 2 * (j * self.tokens + t) + k)
                     total = self.isa.dot16(b, total, pairs[k], value)
                 b.store(total, slot)
+
+    def _broadcast(self, b: Any, tokens: Any, word: int) -> Any:
+        """Word `word` of the chunk's activations in all lanes.  A vector of four lanes is loaded whole, for `sdot` by lane."""
+        if self.isa.lanes != 4:
+            return splat(b, load(b, _plus(b, tokens, 4 * word), I32, 4), self.ints)
+        words = load(b, _plus(b, tokens, word // 4 * 16), self.ints, 16)
+        return b.shuffle_vector(words, ir.Constant(self.ints, ir.Undefined), constant(self.ints, word % 4))
 
     def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
         """floats += scale * xscale * (sum - zero * xsum) for one activation block."""
@@ -197,7 +210,7 @@ class _IntegerTile:
                 total = chains[0]
                 for chain in chains[1:]:
                     total = b.add(total, chain)
-                value = b.sitofp(total, self.floats)
+                value = b.sitofp(self.isa.joined16(b, total) if self.mode16 else total, self.floats)
                 place = 4 * t
                 if self.zero:
                     block_sum = b.sitofp(load(b, _plus(b, _at(b, xsum, index, 4 * self.tokens), place), I32, 4), F32)

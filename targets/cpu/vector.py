@@ -140,15 +140,14 @@ def put_f16(b: Any, address: Any, value: Any) -> None:
     store(b, b.fptrunc(value, F16), address, 2)
 
 
+@_primitive(VOID, ADDRESS, types.int64)
+def put_i8(b: Any, address: Any, value: Any) -> None:
+    store(b, b.trunc(value, I8), address)
+
+
 @_primitive(f32x16, ADDRESS)
 def vload(b: Any, address: Any) -> Any:
     return load(b, address, VF32, 4)
-
-
-@_primitive(f32x16, ADDRESS)
-def vload_f16(b: Any, address: Any) -> Any:
-    """Sixteen f16 widened."""
-    return b.fpext(load(b, address, VF16, 2), VF32)
 
 
 @_primitive(VOID, ADDRESS, f32x16)

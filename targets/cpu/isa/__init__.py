@@ -14,15 +14,21 @@ class Isa(Protocol):
 
     A *quad* is `lanes` rows x 4 channels of unsigned bytes in one vector.  An accumulator is <lanes x i32>, one lane a row.
 
-    lanes     rows of a block that one vector holds: 16, or 8 and a block takes two
-    tiles     tokens multiplied at once, largest first, ending in 1: what the registers hold
-    needs     processor features without which the code would not run
+    lanes       rows of a block that one vector holds: 16, or 8 or 4 and a block takes two or four
+    tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
+    needs       processor features without which the code would not run
+    partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>, row by row
     """
 
     name: str
     lanes: int
     tiles: tuple[int, ...]
     needs: frozenset[str]
+    partials16: int = 1
+
+    def offset(self, bits: int) -> int:
+        """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""
+        return 0
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
         """accumulator + sum over quads of 4 products; tokens are <lanes x i32> splats of 4 int8 channels, -127 ... 127."""
@@ -32,14 +38,19 @@ class Isa(Protocol):
         """accumulator + two products per lane: `pairs` holds two unsigned bytes in 16 bits each, `token` two int16 channels."""
         ...
 
+    def joined16(self, b: Any, accumulator: Any) -> Any:
+        """The accumulator of `dot16` as <lanes x i32>: the partial sums of a row added."""
+        return accumulator
+
 
 def all_isas() -> tuple[Isa, ...]:
     """Best first."""
     from edgeq.targets.cpu.isa.avx2 import Avx2
     from edgeq.targets.cpu.isa.avx512 import Avx512Vnni
+    from edgeq.targets.cpu.isa.neon import Neon, NeonDot
     from edgeq.targets.cpu.isa.portable import Portable
 
-    return (Avx512Vnni(), Avx2(), Portable())
+    return (Avx512Vnni(), Avx2(), NeonDot(), Neon(), Portable())
 
 
 def choose(name: str | None = None) -> tuple[Isa, str]:

@@ -7,12 +7,13 @@ from typing import Any
 
 from llvmlite import ir
 
+from edgeq.targets.cpu.isa import Isa
 from edgeq.targets.cpu.vector import I8, I16, I32, call, constant
 
 B32, W16, D8 = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 
 
-class Avx2:
+class Avx2(Isa):
     name = "avx2"
     lanes = 8
     tiles = (4, 1)

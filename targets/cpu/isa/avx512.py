@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from edgeq.targets.cpu.isa import Isa
 from edgeq.targets.cpu.vector import VI32, call
 
 
-class Avx512Vnni:
+class Avx512Vnni(Isa):
     name = "avx512-vnni"
     lanes = 16
     tiles = (12, 4, 1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from edgeq.targets.cpu.isa import Isa
 from edgeq.targets.cpu.vector import VI32, constant
 
 
-class Portable:
+class Portable(Isa):
     name = "portable"
     lanes = 16
     tiles = (4, 1)

@@ -1,0 +1,95 @@
+"""NEON: every 64-bit Arm processor, with and without the dot product of Armv8.2.
+
+A line of 64 bytes is four vectors, each of four rows: four consecutive bytes of a vector are one row's channels.
+
+With `sdot` (Cortex-A55, A76, A78AE and later) a quad is multiplied by a 32-bit lane of a register that one 16-byte load of
+activations fills: 8 `sdot` and 8 instructions that unpack for 64 bytes of 4-bit weights, no shuffle, no horizontal sum.
+
+Without it (Cortex-A53, A72) the products of a quad, `smull` and `smull2`, are added up in 16 bits as long as they cannot overflow
+(a whole chunk at 4 bits and below), then `addp` and `sadalp` bring them to 32 bits, one lane a row.  Instructions for 64 bytes of
+4-bit weights, 128 products: 16 smull/smlal + 8 unpack + 2 to widen + 4 loads + 2 dup = 32, half an instruction a byte.  The
+alternative, table lookup (`tbl`: T-MAC, Wei et al. 2024), costs per bit of weight and sixteen rows x four channels 1 tbl and 2
+additions that widen its 8-bit entries, for the same 64 bytes 8 tbl + 16 saddw + 8 unpack + 4 loads = 36, without counting the
+tables, which cost 16 entries per four channels and round the activations a second time.  It would win at 2 bits (18 against 25 for
+32 bytes of weights) where memory is the bound, and it needs another stored order; so multiplication it is at every width.
+
+16-bit activations take the same way on both: `smlal` and `smlal2` add products of even, then of odd channels into two sums a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from edgeq.targets.cpu.isa import Isa
+from edgeq.targets.cpu.vector import I8, I16, I32, call, constant
+
+B8, B16 = ir.VectorType(I8, 8), ir.VectorType(I8, 16)
+H4, H8 = ir.VectorType(I16, 4), ir.VectorType(I16, 8)
+S4, S8 = ir.VectorType(I32, 4), ir.VectorType(I32, 8)
+
+
+def _half(b: Any, value: Any, high: bool) -> Any:
+    """The low or high half of a vector; part of the instruction that uses it (smull2), or a register of a pair."""
+    count = value.type.count // 2
+    lanes = [count * high + i for i in range(count)]
+    return b.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), ir.Constant(ir.VectorType(I32, count), lanes))
+
+
+def _joined(b: Any, low: Any, high: Any) -> Any:
+    count = 2 * low.type.count
+    return b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, count), list(range(count))))
+
+
+class Neon(Isa):
+    name = "neon"
+    lanes = 4
+    tiles = (4, 1)
+    needs = frozenset({"asimd"})
+    partials16 = 2
+
+    def offset(self, bits: int) -> int:
+        """All widths below 8 are int8 as they are; a byte q becomes the int8 q - 128 by flipping its highest bit."""
+        return 128 if bits == 8 else 0
+
+    def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        # A lane of addp's result adds two bytes' products of every quad: as many quads as can never reach 2^15.
+        run = max(1, (1 << 15) // (2 * 127 * (128 if bits == 8 else (1 << bits) - 1)))
+        for start in range(0, len(quads), run):
+            sums: list[Any] = [None, None]
+            for quad, token in zip(quads[start : start + run], tokens[start : start + run], strict=True):
+                weights, channels = self._signed(b, quad, bits), b.bitcast(token, B16)
+                for high in range(2):
+                    pair = (_half(b, weights, bool(high)), _half(b, channels, bool(high)))
+                    product = call(b, "llvm.aarch64.neon.smull.v8i16", H8, *pair)
+                    sums[high] = product if sums[high] is None else b.add(sums[high], product)
+            total = call(b, "llvm.aarch64.neon.addp.v8i16", H8, *sums)
+            accumulator = b.add(accumulator, call(b, "llvm.aarch64.neon.saddlp.v4i32.v8i16", S4, total))
+        return accumulator
+
+    def _signed(self, b: Any, quad: Any, bits: int) -> Any:
+        return b.xor(quad, constant(B16, 128)) if bits == 8 else quad
+
+    def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
+        channels, halves = b.bitcast(token, H8), []
+        for high in (False, True):
+            pair = (_half(b, pairs, high), _half(b, channels, high))
+            product = call(b, "llvm.aarch64.neon.smull.v4i32", S4, *pair)
+            halves.append(b.add(_half(b, accumulator, high), product))
+        return _joined(b, *halves)
+
+    def joined16(self, b: Any, accumulator: Any) -> Any:
+        return call(b, "llvm.aarch64.neon.addp.v4i32", S4, _half(b, accumulator, False), _half(b, accumulator, True))
+
+
+class NeonDot(Neon):
+    name = "neon-dotprod"
+    needs = frozenset({"asimd", "dotprod"})
+
+    def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        for quad, token in zip(quads, tokens, strict=True):
+            pair = (self._signed(b, quad, bits), b.bitcast(token, B16))
+            accumulator = call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", S4, accumulator, *pair)
+        return accumulator
