@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -10,18 +11,24 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-# Names of processor features in /proc/cpuinfo that differ from ours.
-_ALIASES = {"avx512_vnni": "avx512_vnni", "asimddp": "dotprod", "asimdhp": "fp16", "atomics": "lse"}
+# Bits of getauxval(AT_HWCAP) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores can do, big and little.
+_AT_HWCAP = 16
+_HWCAP = {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """`features` as /proc/cpuinfo spells them on x86 ("avx2", "avx512_vnni"), on Arm "dotprod", "fp16", "lse"."""
+    """`features` as /proc/cpuinfo spells them on x86 ("avx2", "avx512_vnni"), on Arm "asimd", "dotprod", "fp16", "lse", "rdm"."""
 
     name: str
     arch: str
     features: frozenset[str]
     cores: int
+
+    @property
+    def big_cores(self) -> int:
+        """How many of the cores are of the fastest kind; all of them where there is one kind or nothing is known."""
+        return len(big_cores()) or self.cores
 
 
 @dataclass(frozen=True)
@@ -46,10 +53,48 @@ def _lines(path: str) -> list[tuple[str, str]]:
 def cpu() -> Cpu:
     """The processor this process may use; `cores` respects the affinity mask."""
     info = dict(reversed(_lines("/proc/cpuinfo")))
-    words = (info.get("flags") or info.get("Features") or "").split()
+    arm = platform.machine() in ("aarch64", "arm64")
+    features = _arm_features() if arm else frozenset(info.get("flags", "").split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    name = info.get("model name") or info.get("Hardware") or platform.processor() or platform.machine()
-    return Cpu(name, platform.machine(), frozenset(_ALIASES.get(word, word) for word in words), cores)
+    # On Arm the board's name; /proc/cpuinfo has numbers only.
+    name = _text("/proc/device-tree/model") or info.get("model name") or platform.processor() or platform.machine()
+    return Cpu(name, platform.machine(), features, cores)
+
+
+def _arm_features() -> frozenset[str]:
+    """From the kernel: it knows what every core of a big.LITTLE processor has, and what an emulator leaves out."""
+    if platform.system() == "Darwin":
+        # Apple M1 and all later ones.
+        return frozenset(_HWCAP.values())
+    try:
+        getauxval = ctypes.CDLL(None).getauxval
+    except (OSError, AttributeError):
+        return frozenset({"asimd"})
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    bits = getauxval(_AT_HWCAP)
+    return frozenset(name for bit, name in _HWCAP.items() if bits >> bit & 1)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip("\0\n ")
+    except OSError:
+        return ""
+
+
+def big_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """The processors of the fastest kind among those this process may use; [] where the kernel tells nothing.
+
+    The kernel's relative capacity (1024 for the fastest) or, without it, the highest clock; within 10 % is the same kind, as cores
+    of one kind may differ by a boost step.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        found = {core: _text(cpus / f"cpu{core}" / file) for core in allowed}
+        speeds = {core: int(text) for core, text in found.items() if text.isdecimal()}
+        if speeds:
+            return sorted(core for core, speed in speeds.items() if speed >= 0.9 * max(speeds.values()))
+    return []
 
 
 def memory() -> Memory:

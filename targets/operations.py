@@ -1,7 +1,7 @@
 """The network as data: a flat list of operations over named buffers, and the rows it is run over.
 
-`runtime/model.py` writes the list once per model; a target compiles it into a Program.  An operation names buffers and sizes and
-never holds numbers of its own, so the same list can be interpreted, walked by threads or captured into a graph.
+`runtime/model.py` writes the list once per model; a target compiles it into a Program.  An operation names buffers and sizes
+and never holds numbers of its own, so the same list can be interpreted, walked by threads or captured into a graph.
 
 A buffer is float32 [rows, width].  A *row* is one token of one session: decode is one row, a prefill chunk many, a batch of
 sessions one row each; so there is one loop and not five.
@@ -97,7 +97,8 @@ class CacheWrite(Operation):
 
 @dataclass(frozen=True)
 class Attention(Operation):
-    """out = softmax(q k^T * scale) v over the slots that the row sees: 0 ... its own slot, with `window` only the last that many.
+    """out = softmax(q k^T * scale) v over the slots that the row sees: 0 ... its own slot, with `window` only the last that
+    many.
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
     """

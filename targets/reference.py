@@ -47,7 +47,8 @@ F16_MAX = 65504.0
 
 
 class ReferencePage(Page):
-    """PAGE cache positions: [layers, 2 (keys, values), kv_heads, PAGE, head_dim], numbers of the cache's codec held as float32."""
+    """PAGE cache positions: [layers, 2 (keys, values), kv_heads, PAGE, head_dim], numbers of the cache's codec held as
+    float32."""
 
     def __init__(self, graph: Graph) -> None:
         self.data = np.zeros((graph.layers, 2, graph.kv_heads, PAGE, graph.head_dim), np.float32)
@@ -223,7 +224,8 @@ def cached(x: ArrayF32, kv: KvCodec) -> ArrayF32:
     if kv == "f16":
         return x.clip(-F16_MAX, F16_MAX).astype(np.float16).astype(np.float32)
     scale = np.abs(x).max(axis=2, keepdims=True) / np.float32(127)
-    return np.rint(x / np.where(scale > 0, scale, np.float32(1))).clip(-127, 127) * scale
+    restored: ArrayF32 = np.rint(x / np.where(scale > 0, scale, np.float32(1))).clip(-127, 127) * scale
+    return restored
 
 
 def page_of(rows: Rows, row: int, index: int) -> ReferencePage:

@@ -1,7 +1,7 @@
 """Attention over the cache.
 
-A run first writes the keys and values of all its rows (rotary.py), then every row attends to the slots it sees, page by page with a
-running maximum (online softmax: Milakov and Gimelshein 2018), in an order that depends on the slots alone.
+A run first writes the keys and values of all its rows (rotary.py), then every row attends to the slots it sees, page by page
+with a running maximum (online softmax: Milakov and Gimelshein 2018), in an order that depends on the slots alone.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from edgeq.targets.cpu.vector import (
 Kernel = Callable[[int, int, int], None]
 
 Q_OFFSET, OUT, OUT_ROW, WINDOW, SCALE, SCRATCH = 11, 12, 13, 14, 15, 16
-"""Table words: byte offset of the queries in a row of x, result and its row bytes, positions a row sees or 0, softmax scale (bits of
-an f32), scratch of all threads."""
+"""Table words: byte offset of the queries in a row of x, result and its row bytes, positions a row sees or 0, softmax scale
+(bits of an f32), scratch of all threads."""
 
 # What a query keeps while the pages pass: scores or weights of a page, three numbers, the query and its result.
 LARGEST, TOTAL, DECAY = 0, 4, 8
@@ -90,7 +90,9 @@ def widened(b: Any, address: Any, int8: bool) -> Any:
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
-def score_tile(typing: Any, code: Any, queries: Any, vectors: Any, keys: Any, query: Any, step: Any, dim: Any, scores: Any) -> Any:
+def score_tile(
+    typing: Any, code: Any, queries: Any, vectors: Any, keys: Any, query: Any, step: Any, dim: Any, scores: Any
+) -> Any:
     """scores[q][16 p + lane] = query q . key of that position, for `queries` queries and `vectors` x 16 positions.
 
     Queries, and their scores, lie `step` bytes apart.  Literals: code of the cache, queries, vectors.
@@ -126,7 +128,8 @@ def value_tile(
 ) -> Any:
     """result[q] = result[q] * decay[q] + the page's values by weights[q]; two sums, of even and of odd positions.
 
-    weights, result and decay (an f32) of a query lie `step` bytes behind those of the one before.  Literals: code of the cache, queries.
+    weights, result and decay (an f32) of a query lie `step` bytes behind those of the one before.  Literals: code of the
+    cache, queries.
     """
     int8, count = code.literal_value == INT8_KV, queries.literal_value
     number = 1 if int8 else 2
@@ -163,8 +166,8 @@ def value_tile(
 def weigh(state, begin, end, key_scales, value_scales, code):  # type: ignore[no-untyped-def]
     """From the scores of a page to weights, for one query that sees its positions begin <= i < end.
 
-    Updates the query's largest score and sum of weights, and says by how much its result so far decays.  Scales of an int8 cache
-    belong to positions, so keys' multiply scores and values' multiply weights.
+    Updates the query's largest score and sum of weights, and says by how much its result so far decays.  Scales of an int8
+    cache belong to positions, so keys' multiply scores and values' multiply weights.
     """
     scores, numbers = state, state + 4 * POSITIONS
     if end <= 0 or begin >= POSITIONS:
@@ -193,7 +196,8 @@ def weigh(state, begin, end, key_scales, value_scales, code):  # type: ignore[no
 
 
 def attend(code: int, tile: int, vectors: int) -> Kernel:
-    """A unit is a few rows of one session with all query heads that share one key head: a page is read and widened once for them.
+    """A unit is a few rows of one session with all query heads that share one key head: a page is read and widened once for
+    them.
 
     Queries are taken `tile` at a time against `vectors` x 16 positions.  What one query computes depends on nothing else.
     """

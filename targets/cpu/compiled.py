@@ -1,8 +1,8 @@
 """Kernels as machine code with one signature, compiled on first use and kept on disk.
 
-A kernel is `void (row address, thread, threads)`: it reads its arguments from an int64 row of the program's table, so a new model
-compiles nothing.  Numba's cache does not notice edits in imported files, therefore the cache folder is named by a digest of this
-package's sources, of the versions of Numba and LLVM and of the processor.
+A kernel is `void (row address, thread, threads)`: it reads its arguments from an int64 row of the program's table, so a new
+model compiles nothing.  Numba's cache does not notice edits in imported files, therefore the cache folder is named by a
+digest of this package's sources, of the versions of Numba and LLVM and of the processor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from numba import cfunc, njit, types
 
 from edgeq import codec
 from edgeq.targets import machine
+from edgeq.targets.cpu import arm
 from edgeq.targets.cpu.vector import get_i64
+
+# Before the first function is made: Numba fixes its processor then.
+arm.configure()
 
 SIGNATURE = types.void(types.intp, types.intp, types.intp)
 FUNCTION, COUNT = 0, 1

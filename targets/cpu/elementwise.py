@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from edgeq.targets.cpu.compiled import COUNT, inline, word
 from edgeq.targets.cpu.quantize import write_form
-from edgeq.targets.cpu.tile import BF16_KIND, F16_KIND, F32_KIND
+from edgeq.targets.cpu.tile import F16_KIND, F32_KIND
 from edgeq.targets.cpu.vector import (
     get_bf16,
     get_f16,
@@ -104,7 +104,8 @@ def embed_integer_tile(bits: int, zero: int) -> Kernel:
 
 
 def norm(big: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 gain f32, 6 epsilon (bits of an f32), 7 out, 8 bytes of its rows, 9... form.
+    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 gain f32, 6 epsilon (bits of an f32), 7 out, 8 bytes of its rows, 9...
+    form.
 
     Widths are padded to 16 with zeros in x, gain and out.
     """

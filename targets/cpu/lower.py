@@ -15,7 +15,7 @@ import numpy as np
 from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
-from edgeq.linear import ArrayRef, LinearSpec
+from edgeq.linear import ArrayRef
 from edgeq.targets import Options
 from edgeq.targets import operations as op
 from edgeq.targets.cpu import attention, elementwise, matmul, pages, quantize, rotary, tile
@@ -225,7 +225,7 @@ class Lowering:
 
     def swiglu(self, o: op.SwiGlu) -> None:
         if o.width % 16:
-            raise UnsupportedError(f"target cpu: intermediate_size {o.width} is not a multiple of 16; run with --target reference")
+            raise UnsupportedError(f"intermediate_size {o.width} is not a multiple of 16; run with --target reference")
         x, out = (self.buffers[o.x], self.row_bytes[o.x]), (self.buffers[o.out], self.row_bytes[o.out])
         row = self.emit(address(elementwise.swiglu, self.big), *x, o.width, *out, *ABSENT.words())
         self.wrote(o.out, (row, 7))

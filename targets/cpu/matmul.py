@@ -1,5 +1,5 @@
-"""y = W x over the rows of a run: threads share the output blocks; within a thread a group of blocks stays in the cache while the
-tokens pass by.
+"""y = W x over the rows of a run: threads share the output blocks; within a thread a group of blocks stays in the cache while
+the tokens pass by.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ def zeros(nbytes: int) -> NDArray[np.uint8]:
 
 
 class CpuPage(Page):
-    """A cache page.  It starts as zeros and holds finite numbers: what a row does not see is weighted by 0, and 0 x inf is not 0."""
+    """A cache page.  It starts as zeros and holds finite numbers: what a row does not see is weighted by 0, and 0 x inf is
+    not 0."""
 
     __slots__ = ("address", "data")
 

@@ -1,7 +1,8 @@
 """How keys and values lie in a page of the cache.
 
-A page holds 64 positions of all layers.  For each layer and key/value head first the keys, [head_dim][64], so that a dot product
-with a query runs over positions in lanes and needs no horizontal sum; then the values, [64][head_dim].  Head_dim is padded to 16.
+A page holds 64 positions of all layers.  For each layer and key/value head first the keys, [head_dim][64], so that a dot
+product with a query runs over positions in lanes and needs no horizontal sum; then the values, [64][head_dim].  Head_dim is
+padded to 16.
 
     f16     numbers as they are, limited to the largest f16
     int8    numbers / scale, with an f32 scale per position behind the keys, and one behind the values
@@ -21,8 +22,8 @@ KV_CODES: dict[KvCodec, int] = {"f16": F16_KV, "int8": INT8_KV}
 
 # Words of a table row that every kernel of the cache has.
 X, X_ROW, HEADS, KV_HEADS, HEAD_DIM, PADDED, SLOTS, TABLES, LAYER_OFFSET = 2, 3, 4, 5, 6, 7, 8, 9, 10
-"""Address and row bytes of x; heads; head_dim and its padding to 16; slots i32; page tables (i64 addresses, one per row, each of
-an i64 array of page addresses); bytes from the start of a page to this layer."""
+"""Address and row bytes of x; heads; head_dim and its padding to 16; slots i32; page tables (i64 addresses, one per row, each
+of an i64 array of page addresses); bytes from the start of a page to this layer."""
 
 
 @inline

@@ -1,8 +1,8 @@
 """A few threads that walk a table of operations together.
 
 A run is one wake-up: every thread, the caller's included, goes through the whole table and meets the others at a barrier after
-each operation (0.4 to 0.8 us, where a parallel region per operation costs 1.5 to 50).  Between runs a thread spins for a moment,
-because the next token is near, then sleeps in the kernel: no processor time is used while nobody decodes.
+each operation (0.4 to 0.8 us, where a parallel region per operation costs 1.5 to 50).  Between runs a thread spins for a
+moment, because the next token is near, then sleeps in the kernel: no processor time is used while nobody decodes.
 
 The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library or on Numba's threading
 layer, and other users of either are left alone.

@@ -24,7 +24,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from edgeq.codec import CHUNK, LINE, PLANES, QUADS
+from edgeq.codec import LINE, PLANES, QUADS
 from edgeq.targets.cpu.isa import Isa, all_isas
 from edgeq.targets.cpu.vector import F16, F32, I8, I16, I32, I64, call, constant, load, splat, store
 
@@ -38,7 +38,8 @@ W, W_BLOCK, SCALE, SCALE_BLOCK, SCALE_STEP, ZERO, ZERO_BLOCK, ZERO_STEP = 7, 8, 
 CHUNKS, PER_BLOCK = 15, 16
 """Integers: chunks of 32 channels in a row and in an activation block.  Floats: CHUNKS is the number of columns."""
 ROWS, GROUP, Y, Y_ROW, BIAS, ADD, SCRATCH = 17, 18, 19, 20, 21, 22, 23
-"""Output rows, blocks that stay in the cache while tokens pass, result, bytes of its rows, f32 bias or 0, 1: add to y, scratch."""
+"""Output rows, blocks that stay in the cache while tokens pass, result, bytes of its rows, f32 bias or 0, 1: add to y,
+scratch."""
 WORDS = 24
 
 
@@ -85,10 +86,11 @@ class _IntegerTile:
         self.ints, self.floats = ir.VectorType(I32, isa.lanes), ir.VectorType(F32, isa.lanes)
         self.partials = isa.partials16 if mode16 else 1
         self.sums = ir.VectorType(I32, self.partials * isa.lanes)
-        # What the stored integers still exceed the multiplied ones by: the center of the symmetric form, less the set's own offset.
+        # What the stored integers still exceed the multiplied ones by: the center of the symmetric form, less the set's offset.
         self.center = (0 if zero else 1 << (bits - 1)) - (0 if mode16 else isa.offset(bits))
-        # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer sums
-        # may be split freely.
+
+        # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer
+        # sums may be split freely.
         self.chains = 4 if tokens == 1 and self.parts < 4 else 1
         self.quad_bytes = tokens * (8 if mode16 else 4)
 
@@ -106,10 +108,8 @@ class _IntegerTile:
         floats = [
             [cgutils.alloca_once_value(b, constant(self.floats, 0.0)) for _ in range(self.tokens)] for _ in range(self.parts)
         ]
-        if self.half:
-            count = chunks
-        else:
-            count = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
+        whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
+        count = chunks if self.half else whole
         numbers = (scale, scale_step, zero, zero_step, xscale, xsum)
         with cgutils.for_range(b, count) as loop:
             if self.half:
@@ -227,10 +227,11 @@ class _IntegerTile:
 def integer_tile(
     typing: Any, isa: Any, bits: Any, mode16: Any, zero: Any, half: Any, tokens: Any, row: Any, n: Any, r: Any, out: Any
 ) -> Any:
-    """out f32 [tokens][16] = block n of packed integers times the tile of `tokens` rows from row r; the rest is in the table row.
+    """out f32 [tokens][16] = block n of packed integers times the tile of `tokens` rows from row r; the rest is in the table
+    row.
 
-    Literals: isa (index into all_isas()), bits, mode16 (1: a16, 0: a8), zero (1: stored zero points), half (1: activation blocks
-    of 16 channels), tokens.
+    Literals: isa (index into all_isas()), bits, mode16 (1: a16, 0: a8), zero (1: stored zero points), half (1: activation
+    blocks of 16 channels), tokens.
     """
     literal = [v.literal_value for v in (bits, mode16, zero, half, tokens)]
     emitter = _IntegerTile(all_isas()[isa.literal_value], *literal)
@@ -260,7 +261,8 @@ class _FloatTile:
         with cgutils.for_range(b, pairs) as loop:
             column = b.shl(loop.index, one)
             for odd, line in enumerate(self._pair(b, w, loop.index)):
-                self._add(b, line, b.add(x, b.mul(b.add(column, ir.Constant(I64, odd)), ir.Constant(I64, 4 * self.tokens))), sums, odd)
+                at = b.mul(b.add(column, ir.Constant(I64, odd)), ir.Constant(I64, 4 * self.tokens))
+                self._add(b, line, b.add(x, at), sums, odd)
         with b.if_then(b.trunc(columns, ir.IntType(1))):
             # The stored order has no second line, or only padding, behind an odd last column.
             line = self._last(b, w, pairs)

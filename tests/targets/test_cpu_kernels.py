@@ -34,15 +34,17 @@ def shown(arrays, x, operations, out, widths):
     """A graph that embeds x, runs `operations` and gives buffer `out` as its logits."""
     table = arrays.add(x.astype(np.float32), "f32")
     size = widths[out]
-    steps = (Embed(-1, table, "x"), *operations, Select(-1, out, "selected"), Linear(-1, "selected", identity(arrays, size), "y"))
-    return Graph({"x": x.shape[1], **widths, "selected": size, "y": size}, steps, "y", layers=2, kv_heads=2, head_dim=widths["_dim"])
+    last = (Select(-1, out, "selected"), Linear(-1, "selected", identity(arrays, size), "y"))
+    buffers = {"x": x.shape[1], **widths, "selected": size, "y": size}
+    return Graph(buffers, (Embed(-1, table, "x"), *operations, *last), "y", layers=2, kv_heads=2, head_dim=widths["_dim"])
 
 
 def both(graph, arrays, count, chunks=None, threads=2, kv="f16"):
     """The result on the reference in one run, and on the cpu in runs of `chunks` rows over one cache."""
     results = []
     for target, parts in (("reference", [count]), ("cpu", chunks or [count])):
-        program = load(target).compile(graph, arrays, Options("a16", threads if target == "cpu" else 0, None, count, count, 0, kv))
+        options = Options("a16", threads if target == "cpu" else 0, None, count, count, 0, kv)
+        program = load(target).compile(graph, arrays, options)
         pages, first, seen = [program.new_page() for _ in range((count - 1) // PAGE + 1)], 0, []
         for part in parts:
             rows = rows_of(program, part, first, pages)
@@ -135,7 +137,8 @@ def test_sessions_in_one_run_give_the_bits_they_give_alone():
     slots = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
     order = rng.permutation(90)
     sessions = np.repeat(np.arange(2, dtype=np.int32), lengths)
-    rows = Rows(np.arange(90, dtype=np.int32)[order], slots[order], slots[order], sessions[order], pages, np.arange(90, dtype=np.int32))
+    every = np.arange(90, dtype=np.int32)
+    rows = Rows(every[order], slots[order], slots[order], sessions[order], pages, every)
     together = program.run(rows)
     assert np.array_equal(together[np.argsort(order)], np.concatenate(alone))
 

@@ -16,6 +16,7 @@ class Isa(Protocol):
 
     lanes       rows of a block that one vector holds: 16, or 8 or 4 and a block takes two or four
     tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
+    machines    what `platform.machine()` says of the processors it is for; empty for all
     needs       processor features without which the code would not run
     partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>, row by row
     """
@@ -23,6 +24,7 @@ class Isa(Protocol):
     name: str
     lanes: int
     tiles: tuple[int, ...]
+    machines: frozenset[str]
     needs: frozenset[str]
     partials16: int = 1
 
@@ -68,6 +70,8 @@ def choose(name: str | None = None) -> tuple[Isa, str]:
         raise UnsupportedError(f"isa {name!r} is not known; supported: {', '.join(isa.name for isa in isas)}")
     passed = []
     for isa in isas:
+        if isa.machines and machine.cpu().arch not in isa.machines:
+            continue
         missing = sorted(isa.needs - features)
         if not missing:
             return isa, "the best this processor has" if not passed else "; ".join(passed)

@@ -13,6 +13,7 @@ class Avx512Vnni(Isa):
     name = "avx512-vnni"
     lanes = 16
     tiles = (12, 4, 1)
+    machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:

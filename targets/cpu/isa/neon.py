@@ -5,15 +5,17 @@ A line of 64 bytes is four vectors, each of four rows: four consecutive bytes of
 With `sdot` (Cortex-A55, A76, A78AE and later) a quad is multiplied by a 32-bit lane of a register that one 16-byte load of
 activations fills: 8 `sdot` and 8 instructions that unpack for 64 bytes of 4-bit weights, no shuffle, no horizontal sum.
 
-Without it (Cortex-A53, A72) the products of a quad, `smull` and `smull2`, are added up in 16 bits as long as they cannot overflow
-(a whole chunk at 4 bits and below), then `addp` and `sadalp` bring them to 32 bits, one lane a row.  Instructions for 64 bytes of
-4-bit weights, 128 products: 16 smull/smlal + 8 unpack + 2 to widen + 4 loads + 2 dup = 32, half an instruction a byte.  The
-alternative, table lookup (`tbl`: T-MAC, Wei et al. 2024), costs per bit of weight and sixteen rows x four channels 1 tbl and 2
-additions that widen its 8-bit entries, for the same 64 bytes 8 tbl + 16 saddw + 8 unpack + 4 loads = 36, without counting the
-tables, which cost 16 entries per four channels and round the activations a second time.  It would win at 2 bits (18 against 25 for
-32 bytes of weights) where memory is the bound, and it needs another stored order; so multiplication it is at every width.
+Without it (Cortex-A53, A72) the products of a quad, `smull` and `smull2`, are added up in 16 bits as long as they cannot
+overflow (a whole chunk at 4 bits and below), then `addp` and `sadalp` bring them to 32 bits, one lane a row.  Instructions
+for 64 bytes of 4-bit weights, 128 products: 16 smull/smlal + 8 unpack + 2 to widen + 4 loads + 2 dup = 32, half an
+instruction a byte.  The alternative, table lookup (`tbl`: T-MAC, Wei et al. 2024), costs per bit of weight and sixteen rows x
+four channels 1 tbl and 2 additions that widen its 8-bit entries, for the same 64 bytes 8 tbl + 16 saddw + 8 unpack + 4 loads
+= 36, without counting the tables, which cost 16 entries per four channels and round the activations a second time.  It would
+win at 2 bits (18 against 25 for 32 bytes of weights) where memory is the bound, and it needs another stored order; so
+multiplication it is at every width.
 
-16-bit activations take the same way on both: `smlal` and `smlal2` add products of even, then of odd channels into two sums a row.
+16-bit activations take the same way on both: `smlal` and `smlal2` add products of even, then of odd channels into two sums a
+row.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Neon(Isa):
     name = "neon"
     lanes = 4
     tiles = (4, 1)
+    machines = frozenset({"aarch64", "arm64"})
     needs = frozenset({"asimd"})
     partials16 = 2
 

@@ -13,6 +13,7 @@ class Portable(Isa):
     name = "portable"
     lanes = 16
     tiles = (4, 1)
+    machines: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:

@@ -1,0 +1,21 @@
+"""A model file and a target become tokens.
+
+    from edgeq.runtime import Model, Sampling
+
+    model = Model.load("tiny-llama.edgeq")
+    for text in model.generate("def main():", max_tokens=64, sampling=Sampling(temperature=0.7, seed=1)):
+        print(text, end="", flush=True)
+
+A `Generation` is an iterator over text, with `.tokens`, `.finish_reason` and `.measurement`.  `model.chat(messages)` goes
+through the chat template of the file, and `session=model.session()` keeps what two calls have in common in the cache.
+"""
+
+if __name__ != "edgeq.runtime":
+    raise ImportError("import edgeq.runtime, not runtime")
+
+from edgeq.runtime.generate import Generation, Model, Piece
+from edgeq.runtime.measure import Measurement
+from edgeq.runtime.sampling import Sampling
+from edgeq.runtime.session import Session
+
+__all__ = ["Generation", "Measurement", "Model", "Piece", "Sampling", "Session"]

@@ -1,0 +1,66 @@
+"""How long a context fits in this machine's memory; asked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from edgeq.errors import InputError, ResourceError
+from edgeq.linear import Metadata
+from edgeq.targets import Options
+from edgeq.targets.operations import PAGE, Graph, Select
+
+DEFAULT_CONTEXT = 4096
+MEMINFO = Path("/proc/meminfo")
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: MemAvailable of Linux; elsewhere the physical memory."""
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def buffer_bytes(graph: Graph, options: Options) -> int:
+    """Bytes of a program's float32 buffers: `max_rows` rows of each, `max_logits` of those behind the selection."""
+    rows, total, seen = options.max_rows, 0, set[str]()
+    for operation in graph.operations:
+        if isinstance(operation, Select):
+            rows = options.max_logits
+        name = getattr(operation, "out", None)
+        if name is not None and name not in seen:
+            seen.add(name)
+            total += graph.buffers[name] * rows * 4
+    return total
+
+
+def choose_context(graph: Graph, metadata: Metadata, options: Options, context: int | None) -> int:
+    """`context` if it can be had; without one min(max_position_embeddings, 4096, what fits).
+
+    The weights read for every token are mapped from the file; their pages count as available but must stay in memory.
+    InputError: out of the model's range.  ResourceError: it does not fit; the message names the largest that does.
+    """
+    limit = metadata.config.max_position_embeddings
+    if context is not None and not 1 <= context <= limit:
+        raise InputError(f"context {context} is out of range; this model takes 1 to {limit} positions: pass -c {limit} or less")
+    sizes = metadata.bytes_per_token()
+    available = available_bytes()
+    fixed = sizes["weights"] + sizes["head"] + buffer_bytes(graph, options)
+    fits = max(0, available - fixed) // graph.page_bytes(options.kv) * PAGE
+    wanted = min(limit, DEFAULT_CONTEXT, fits) if context is None else context
+    if wanted == 0 or wanted > fits:
+        need = fixed + -(-max(wanted, 1) // PAGE) * graph.page_bytes(options.kv)
+        cure = f"the largest context that fits is {min(fits, limit)}: pass -c {min(fits, limit)}"
+        if not fits:
+            cure = "no context fits: free some memory or take a file with fewer bits"
+        raise ResourceError(
+            f"a context of {max(wanted, 1)} positions needs {_size(need)}, weights included; "
+            f"{_size(available)} are available; {cure}"
+        )
+    return wanted
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 20):,.0f} MiB"

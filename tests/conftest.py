@@ -1,0 +1,91 @@
+"""Fixtures: tiny checkpoints of every family, with random weights and the tokenizer of the trained demo model.
+
+torch and transformers are imported when a checkpoint is first asked for, so that tests of the runtime alone stay without them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY_LLAMA = Path(__file__).parent.parent / "models" / "tiny-llama"
+
+# The sizes make every group size divide, and differ from each other so that a transposed matrix is noticed.
+COMMON: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_mha": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama_gqa": ("Llama", {"tie_word_embeddings": True}),
+    "llama3_rope": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("Mistral", {"tie_word_embeddings": False, "sliding_window": 24}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 64}),
+}
+
+Checkpoint = Callable[..., Path]
+
+
+def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str, overrides: dict[str, Any]) -> None:
+    """Save a random model of `family` and a tokenizer into `folder`; norms and biases are random too: a lost one shows."""
+    import torch
+    import transformers
+
+    # Matrices of this size gain nothing from a second thread, and lose much when it spins beside another process.
+    torch.set_num_threads(1)
+    name, settings = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+            elif parameter_name.endswith("bias"):
+                parameter.data = 0.3 * torch.randn_like(parameter)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_LLAMA / file, folder / file)
+    if name == "Qwen2":
+        # transformers puts its own pre-tokenizer into this family's tokenizer, as tokenizer.json of the real ones has it.
+        transformers.Qwen2Tokenizer.from_pretrained(folder, pad_token="<|end|>", unk_token=None).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """`checkpoint(family, dtype="bfloat16", max_shard_size="5GB", **config overrides)` -> folder, built once per session.
+
+    The folder is shared: a test that changes it copies it first.
+    """
+    built: dict[str, Path] = {}
+
+    def get(family: str, *, dtype: str = "bfloat16", max_shard_size: str = "5GB", **overrides: Any) -> Path:
+        key = repr((family, dtype, max_shard_size, sorted(overrides.items())))
+        if key not in built:
+            built[key] = tmp_path_factory.mktemp(family)
+            build_checkpoint(built[key], family, dtype, max_shard_size, overrides)
+        return built[key]
+
+    return get

@@ -1,0 +1,42 @@
+"""Converted files of the tiny checkpoints, and models loaded from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY_LLAMA = Path(__file__).parent.parent.parent / "models" / "tiny-llama"
+
+ModelPath = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def model_path(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
+    """`model_path(family, overrides={}, **ConvertOptions)` -> .edgeq file, made once per session.
+
+    "tiny-llama" is the trained model; overrides are of the configuration of the others.
+    """
+    from edgeq.converters.plan import convert
+    from edgeq.converters.preflight import ConvertOptions
+
+    folder = tmp_path_factory.mktemp("files")
+    made: dict[str, Path] = {}
+
+    def get(family: str, overrides: dict[str, Any] | None = None, **options: Any) -> Path:
+        key = repr((family, overrides, sorted(options.items())))
+        if key not in made:
+            source = TINY_LLAMA if family == "tiny-llama" else checkpoint(family, dtype="float32", **(overrides or {}))
+            made[key] = folder / f"{len(made)}.edgeq"
+            convert(str(source), made[key], ConvertOptions(**options), lambda *_: None)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_path(model_path: ModelPath) -> Path:
+    """The trained tiny Llama in float32."""
+    return model_path("tiny-llama", method="none", dtype="f32")

@@ -1,0 +1,114 @@
+"""Logits of a float32 file equal those of transformers, for every family, in every way of cutting the prompt.
+
+The cache holds f16, transformers' float32.  With weights of the size that training starts from, the difference is below the
+tolerance; with larger weights, which show every mistake, transformers' cache is rounded to f16 as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeq.runtime import Model
+
+FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
+HAVE_CPU = importlib.util.find_spec("edgeq.targets.cpu.program") is not None
+TARGETS = ("reference", pytest.param("cpu", marks=pytest.mark.skipif(not HAVE_CPU, reason="no edgeq.targets.cpu")))
+TOLERANCE = 1e-3
+LENGTH = 150  # more than two pages, more than twice the smallest context that rope and window were set for
+TOKENS = [int(t) for t in np.random.default_rng(3).integers(2, 2048, LENGTH)]
+PLAIN, ROUNDED = {"initializer_range": 0.02}, {"initializer_range": 0.05}
+
+Logits = NDArray[np.float32]
+Expected = Callable[[str, dict[str, Any]], Logits]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[..., Path]) -> Expected:
+    """transformers' logits [LENGTH, vocab] for TOKENS; with ROUNDED weights through a cache of f16."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    class RoundedCache(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **settings: Any) -> Any:
+            return super().update(key_states.half().float(), value_states.half().float(), *args, **settings)
+
+    known: dict[str, Logits] = {}
+
+    def get(family: str, weights: dict[str, Any]) -> Logits:
+        key = repr((family, weights))
+        if key not in known:
+            folder = checkpoint(family, dtype="float32", **weights)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            cache = RoundedCache(config=model.config) if weights is ROUNDED else None
+            with torch.no_grad():
+                known[key] = model(torch.tensor([TOKENS]), past_key_values=cache).logits[0].numpy()
+        return known[key]
+
+    return get
+
+
+def load(path: Path, target: str, max_rows: int = 256, mode: Any = "a16") -> Model:
+    return Model.load(path, target=target, mode=mode, max_rows=max_rows, max_logits=max_rows, context=192)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("weights", (PLAIN, ROUNDED), ids=("plain", "rounded"))
+@pytest.mark.parametrize("rows", (256, 37, 1), ids=("at_once", "chunked", "token_by_token"))
+def test_logits_equal_transformers(
+    family: str, target: str, weights: dict[str, Any], rows: int, model_path: Callable[..., Path], expected: Expected
+) -> None:
+    model = load(model_path(family, weights, method="none", dtype="f32"), target, rows)
+    logits = np.concatenate(list(model.session().all_logits(TOKENS)))
+    assert logits.shape == (LENGTH, 2048)
+    assert np.abs(logits - expected(family, weights)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_decode_after_a_chunked_prefill_equals_transformers(
+    target: str, model_path: Callable[..., Path], expected: Expected
+) -> None:
+    session = load(model_path("mistral", ROUNDED, method="none", dtype="f32"), target, 16).session()
+    wanted = expected("mistral", ROUNDED)
+    assert np.abs(session.prefill(TOKENS[:100]) - wanted[99]).max() < TOLERANCE
+    for i in range(100, LENGTH):
+        assert np.abs(session.decode(TOKENS[i]) - wanted[i]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_window_longer_than_the_prompt_gives_other_logits(
+    target: str, model_path: Callable[..., Path], expected: Expected
+) -> None:
+    """Else the tests above would pass without windows."""
+    model = load(model_path("mistral", {**ROUNDED, "sliding_window": LENGTH}, method="none", dtype="f32"), target)
+    assert set(model.config.sliding_windows) == {LENGTH}
+    logits = np.concatenate(list(model.session().all_logits(TOKENS)))
+    difference = np.abs(logits - expected("mistral", ROUNDED)).max(axis=1)
+    assert difference[:24].max() < TOLERANCE
+    assert difference[24:].min() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("mode", ("a16", "a8"))
+def test_a_row_is_bit_equal_whatever_runs_beside_it(target: str, mode: str, model_path: Callable[..., Path]) -> None:
+    path = model_path("qwen3", method="rtn", bits=4, group_size=32)
+    results = [np.concatenate(list(load(path, target, rows, mode).session().all_logits(TOKENS[:80]))) for rows in (256, 37, 1)]
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_int8_cache_is_near_and_not_equal(target: str, model_path: Callable[..., Path]) -> None:
+    path = model_path("qwen3", ROUNDED, method="none", dtype="f32")
+    f16, int8 = (
+        Model.load(path, target=target, mode="a16", max_logits=256, context=192, kv=kv).session() for kv in ("f16", "int8")
+    )
+    difference = np.abs(next(f16.all_logits(TOKENS)) - next(int8.all_logits(TOKENS)))
+    assert 1e-4 < difference.max() < 0.1
