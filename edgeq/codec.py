@@ -241,4 +241,5 @@ def dequantize_rows(
     rows = len(indices) * ROWS
     pick = [None if a is None else a[blocks] for a in (q, scale, zero)]
     assert pick[0] is not None
-    return dequantize(codec, rows, columns, pick[0], pick[1], pick[2])[take]
+    found: ArrayF32 = dequantize(codec, rows, columns, pick[0], pick[1], pick[2])[take]
+    return found

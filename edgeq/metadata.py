@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import flatbuffers  # type: ignore[import-untyped]
 
-from edgeq import model_generated as fb
+import edgeq.model_generated as fb
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.errors import FormatError, UnsupportedError

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from edgeq.errors import InputError, ResourceError
 from edgeq.linear import Metadata
+from edgeq.meminfo import available_bytes
 from edgeq.targets import Options
 from edgeq.targets.operations import PAGE, Graph, Select
 
 DEFAULT_CONTEXT = 4096
-MEMINFO = Path("/proc/meminfo")
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: MemAvailable of Linux; elsewhere the physical memory."""
-    if MEMINFO.exists():
-        for line in MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def buffer_bytes(graph: Graph, options: Options) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from edgeq.meminfo import total_and_available
+
 # Bits of getauxval(AT_HWCAP) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores can do, big and little.
 _AT_HWCAP = 16
 _HWCAP = {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}
@@ -98,11 +100,7 @@ def big_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
 
 
 def memory() -> Memory:
-    info = {key: int(value.split()[0]) * 1024 for key, value in _lines("/proc/meminfo") if value.endswith("kB")}
-    if "MemTotal" in info:
-        return Memory(info["MemTotal"], info.get("MemAvailable", info["MemTotal"]))
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Memory(total, total)
+    return Memory(*total_and_available())
 
 
 def process_memory() -> dict[str, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeq import meminfo
 from edgeq.errors import InputError, ResourceError
 from edgeq.runtime import Model, memory
 
@@ -16,7 +17,7 @@ MIB = 1 << 20
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A /proc/meminfo that a test writes."""
     path = tmp_path / "meminfo"
-    monkeypatch.setattr(memory, "MEMINFO", path)
+    monkeypatch.setattr(meminfo, "MEMINFO", path)
     return path
 
 
@@ -36,9 +37,9 @@ def model(tiny_path: Path) -> Model:
 
 def test_available_memory_is_read_in_bytes(machine: Path) -> None:
     has(machine, 3 * MIB)
-    assert memory.available_bytes() == 3 * MIB
+    assert meminfo.available_bytes() == 3 * MIB
     machine.unlink()
-    assert memory.available_bytes() > 64 * MIB
+    assert meminfo.available_bytes() > 64 * MIB
 
 
 def test_the_default_context_is_what_the_model_takes(model: Model) -> None:

@@ -1,0 +1,267 @@
+"""A Hugging Face checkpoint on disk or on the hub: its JSON files, its tensors by header, their rows one slab at a time.
+
+safetensors only.  The headers come from strangers: cap, check, then loop; no length is used before it has been compared with
+the size of the file.  Of the weights nothing is held but the slab asked for, and one shard is open at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.codec import from_bf16
+from edgeq.errors import CheckpointError
+
+MAX_HEADER = 100 << 20
+MAX_RANK = 8
+MAX_TENSORS = 1 << 20
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TEXT_FILES = ("*.json", "*.jinja")
+WEIGHT_FILES = ("model*.safetensors",)
+FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+SIZES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `offset` bytes from the start of the file `shard`; `dtype` as safetensors spells it."""
+
+    shard: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class HubAccess:
+    """How to reach the hub, as huggingface_hub has it: access token, branch or commit, cached files only."""
+
+    token: str | None = None
+    revision: str | None = None
+    offline: bool = False
+
+
+@dataclass
+class Checkpoint:
+    """An opened checkpoint.  `name` is the hub id, or the folder's own name: no path of this machine goes into a file.
+
+    `tensors` is empty until `open_weights` has fetched and checked the shards.
+    """
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    hub: HubAccess | None = None
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, source: str, access: HubAccess) -> Checkpoint:
+        """A folder, or a hub id of which only the small text files are fetched.
+
+        CheckpointError: no such folder or repository, no config.json, not JSON.
+        """
+        folder = Path(source)
+        if folder.is_dir():
+            return cls(folder, folder.resolve().name, read_json(folder / "config.json"))
+        if folder.exists():
+            raise CheckpointError(f"{source}: a file; give the folder of a Hugging Face checkpoint or a hub id")
+        if not _HUB_ID.fullmatch(source):
+            raise CheckpointError(
+                f"{source}: no such folder; give the folder of a Hugging Face checkpoint or a hub id (owner/name)"
+            )
+        folder = _download(source, access, TEXT_FILES)
+        return cls(folder, source, read_json(folder / "config.json"), access)
+
+    def open_weights(self) -> None:
+        """Fetch the shards if this is a hub id, then read and check all their headers.
+
+        CheckpointError: no safetensors, a shard missing, truncated or with a header that does not describe it.
+        """
+        if self.hub is not None:
+            self.folder = _download(self.name, self.hub, (*TEXT_FILES, *WEIGHT_FILES))
+        for shard, names in self._shards().items():
+            found = read_header(self.folder / shard)
+            missing = sorted(set(names or found) - set(found))
+            if missing:
+                raise CheckpointError(f"{self.folder / shard}: lacks {missing[0]}, which {INDEX} promises; download it again")
+            self.tensors.update({name: found[name] for name in names or found})
+
+    def _shards(self) -> dict[str, list[str] | None]:
+        """Shard file -> the tensors it must have; None: whatever it has."""
+        if (self.folder / SINGLE).exists():
+            return {SINGLE: None}
+        if not (self.folder / INDEX).exists():
+            pickled = sorted(path.name for path in self.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+            if pickled:
+                raise CheckpointError(
+                    f"{self.folder}: the weights are pickled ({pickled[0]}), which can run code when read; load the model with "
+                    "transformers, save it again with model.save_pretrained(folder) and convert that folder"
+                )
+            raise CheckpointError(f"{self.folder}: neither {SINGLE} nor {INDEX}; give the folder of a complete checkpoint")
+        weight_map = read_json(self.folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or len(weight_map) > MAX_TENSORS:
+            raise CheckpointError(f"{self.folder / INDEX}: no weight_map of at most {MAX_TENSORS} tensors; download it again")
+        shards: dict[str, list[str] | None] = {}
+        for name, shard in weight_map.items():
+            # A path here could name any file of this machine.
+            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{self.folder / INDEX}: {name} lies in {shard!r}, which is not a .safetensors file beside it"
+                )
+            names = shards.setdefault(shard, [])
+            assert names is not None
+            names.append(name)
+        for shard in shards:
+            if not (self.folder / shard).exists():
+                raise CheckpointError(f"{self.folder}: shard {shard} is missing ({INDEX} names it); download it again")
+        return shards
+
+    def dtype(self, name: str) -> str:
+        """How a weight is stored: "f32", "f16" or "bf16"."""
+        dtype = self.tensors[name].dtype
+        if dtype not in FLOATS:
+            raise CheckpointError(f"{name} is stored as {dtype}; supported: {', '.join(FLOATS)}")
+        return FLOATS[dtype]
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start...stop of a tensor as float32 [stop - start, ...]; a vector is a tensor of one-element rows.
+
+        CheckpointError: NaN or infinity in them, or the shard is no longer what its header said.
+        """
+        tensor, dtype = self.tensors[name], self.dtype(name)
+        row = math.prod(tensor.shape[1:])
+        stored = np.dtype({"f32": "<f4", "f16": "<f2", "bf16": "<u2"}[dtype])
+        path, count = self.folder / tensor.shard, (stop - start) * row
+        raw = np.fromfile(path, stored, count, offset=tensor.offset + start * row * stored.itemsize)
+        if len(raw) != count:
+            raise CheckpointError(f"{path}: ends inside {name}; it changed while it was read")
+        raw = raw.reshape(stop - start, *tensor.shape[1:])
+        values: NDArray[np.float32] = from_bf16(raw) if dtype == "bf16" else raw.astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{name} has NaN or infinite values; the checkpoint is damaged or its training diverged")
+        return values
+
+    def whole(self, name: str) -> NDArray[np.float32]:
+        """A whole tensor as float32: norm gains, biases, one layer of a calibration."""
+        return self.rows(name, 0, self.tensors[name].shape[0])
+
+    def files(self) -> list[Path]:
+        """The files whose change would change the result: shards and JSON files."""
+        shards = {tensor.shard for tensor in self.tensors.values()}
+        return sorted([*(self.folder / s for s in shards), *(p for pattern in TEXT_FILES for p in self.folder.glob(pattern))])
+
+    def digest(self) -> str:
+        """sha256 of the configuration and of every tensor's name, type and shape; no weight is read for it."""
+        headers = sorted((name, t.dtype, t.shape) for name, t in self.tensors.items())
+        return hashlib.sha256(json.dumps([self.config, headers], sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of at most 100 MB; CheckpointError otherwise."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_HEADER + 1)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: no {path.name}; give the folder of a Hugging Face checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from None
+    if len(data) > MAX_HEADER:
+        raise CheckpointError(f"{path}: more than {MAX_HEADER} bytes of JSON")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file: u64 length n, n bytes of JSON, then the data, to the byte.
+
+    CheckpointError: the header is too long, not of the format, or does not describe a file of this size.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise CheckpointError(f"{path}: truncated or not a safetensors file ({size} bytes); download it again")
+        data = file.read(length)
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its header is not JSON ({error}); download it again") from None
+    if not isinstance(header, dict) or len(header) > MAX_TENSORS:
+        raise CheckpointError(f"{path}: its header is not an object of at most {MAX_TENSORS} tensors")
+    header.pop("__metadata__", None)
+    tensors = {name: _tensor(path, name, entry) for name, entry in header.items()}
+    at = 0
+    for name, (begin, end, _) in sorted(tensors.items(), key=lambda item: item[1][:2]):
+        if begin != at:
+            raise CheckpointError(f"{path}: {name} starts at byte {begin} instead of {at}: the header is damaged or hostile")
+        at = end
+    if size != 8 + length + at:
+        raise CheckpointError(
+            f"{path}: truncated or damaged: {size} bytes, its header says {8 + length + at}; download it again"
+        )
+    return {
+        name: StoredTensor(path.name, dtype, shape, 8 + length + begin) for name, (begin, _, (dtype, shape)) in tensors.items()
+    }
+
+
+def _tensor(path: Path, name: str, entry: Any) -> tuple[int, int, tuple[str, tuple[int, ...]]]:
+    """(begin, end, (dtype, shape)) of one header entry, each checked."""
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(entry, Mapping) or not {"dtype", "shape", "data_offsets"} <= set(entry):
+        raise CheckpointError(f"{where} lacks dtype, shape or data_offsets; download it again")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise CheckpointError(f"{where} is stored as {dtype!r}, which is not known; supported weights: {', '.join(FLOATS)}")
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or any(type(n) is not int or not 0 <= n < 1 << 40 for n in shape):
+        raise CheckpointError(f"{where} has the shape {str(shape)[:80]}; expected at most {MAX_RANK} sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int or not 0 <= n < 1 << 60 for n in offsets):
+        raise CheckpointError(f"{where} has the data_offsets {str(offsets)[:80]}; expected two positions")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * SIZES[dtype]:
+        raise CheckpointError(f"{where} has {end - begin} bytes; {dtype} {shape} needs {math.prod(shape) * SIZES[dtype]}")
+    return begin, end, (dtype, tuple(shape))
+
+
+def _download(repository: str, access: HubAccess, patterns: tuple[str, ...]) -> Path:
+    """The local snapshot of a hub repository, restricted to `patterns`; what huggingface_hub raises becomes one clear error."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = snapshot_download(
+            repository,
+            revision=access.revision,
+            token=access.token,
+            local_files_only=access.offline,
+            allow_patterns=list(patterns),
+        )
+    except errors.GatedRepoError:
+        problem = "access is restricted: accept its licence on huggingface.co, then pass --token"
+    except errors.RevisionNotFoundError:
+        problem = f"it has no revision {access.revision!r}"
+    except errors.RepositoryNotFoundError:
+        problem = "no such folder here and no such repository on the hub; if it is private, pass --token"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        problem = "no such folder here and not in the local hub cache; run once with a network, or give a folder"
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        problem = f"the download failed: {str(error).splitlines()[0]}"
+    else:
+        return Path(folder)
+    raise CheckpointError(f"{repository}: {problem}")

@@ -1,0 +1,73 @@
+"""What a killed conversion leaves behind so that the next run goes on: `OUT.edgeq.partial.json` beside `OUT.edgeq.partial`.
+
+The journal holds the segments already safe on the disk and a fingerprint of everything the result depends on.  It is replaced
+atomically, after the segments it names have been synced; so at any moment the two files describe a state that can be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from edgeq.errors import InputError, ResourceError
+from edgeq.metadata import Segment
+from edgeq.writer import partial_path
+
+Fingerprint = dict[str, object]
+
+
+class Journal:
+    def __init__(self, output: Path, fingerprint: Fingerprint) -> None:
+        self.partial = partial_path(output)
+        self.path = self.partial.with_name(self.partial.name + ".json")
+        self.fingerprint = fingerprint
+
+    def resume(self, restart: bool) -> list[Segment]:
+        """The segments that the next run may rely on; empty to begin anew.
+
+        InputError: the journal is of another source, other options or another version; says what differs.
+        """
+        if restart or not self.partial.exists():
+            self.remove()
+        if not self.path.exists():
+            return []
+        try:
+            state = json.loads(self.path.read_text())
+            before: Fingerprint = state["fingerprint"]
+            segments = [Segment(offset, length, bytes.fromhex(digest)) for offset, length, digest in state["segments"]]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise InputError(f"{self.path}: not a journal of a conversion ({error}); run again with --restart") from None
+        changed = [key for key in sorted({*before, *self.fingerprint}) if before.get(key) != self.fingerprint.get(key)]
+        if changed:
+            key = changed[0]
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise InputError(
+                f"{self.partial}: a conversion was interrupted here with {key} {before.get(key)!r}, now it is "
+                f"{self.fingerprint.get(key)!r}{more}; pass --restart to begin anew, or the same source and options to go on"
+            )
+        # Shorter than promised: the disk lost what it had synced.
+        end = max((s.offset + s.length for s in segments), default=0)
+        if self.partial.stat().st_size < end:
+            self.remove()
+            return []
+        return segments
+
+    def record(self, segments: list[Segment]) -> None:
+        """Replace the journal; the segments are synced already."""
+        state = {"fingerprint": self.fingerprint, "segments": [[s.offset, s.length, s.digest.hex()] for s in segments]}
+        fresh = self.path.with_name(self.path.name + ".new")
+        try:
+            with open(fresh, "w") as file:
+                json.dump(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, self.path)
+        except OSError as error:
+            raise ResourceError(
+                f"{self.path}: cannot write it: {error.strerror}; free some space and run the same command again"
+            ) from None
+
+    def remove(self) -> None:
+        self.path.with_name(self.path.name + ".new").unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)

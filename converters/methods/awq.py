@@ -1,0 +1,137 @@
+"""AWQ: activation-aware weight quantization (Lin et al. 2023, arXiv 2306.00978).
+
+Input channels with large activations get their weights multiplied by s > 1 before rounding, so that their relative error
+shrinks; the operation before the layer divides by s, so that nothing is left to do at run time.  Then every group's range is
+clipped where that lowers the error of the layer's output.  The plain variant: s = mean|x|^alpha, alpha from a grid of 20.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from edgeq.codec import Codec
+from edgeq.converters.calibrate import Observed
+from edgeq.converters.families import LINEARS, NORMS, ScaleMapping
+from edgeq.converters.quantizer import fake
+
+GRID = 20
+CLIP_STEPS = 10
+CLIP_TOKENS = 512
+CLIP_ROWS = 256
+# Clipping queries or keys raises the error of their product.
+UNCLIPPED = ("q", "k")
+
+
+@torch.no_grad()
+def awq(layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, codec: Codec) -> None:
+    """Change `layer` in place so that rounding its weights with `codec` loses less of its output.
+
+    `observed` comes from the unchanged layer.  All scales are searched on that layer, then applied, then ranges clipped.
+    """
+    scales = {mapping: search_scale(layer, mapping, observed, codec) for mapping in mappings}
+    for mapping, scale in scales.items():
+        apply_scale(layer, mapping, scale)
+    divisors = {part: scale for mapping, scale in scales.items() for part in mapping.consumers}
+    for part in LINEARS:
+        if part not in UNCLIPPED:
+            x = _strided(observed.inputs[_observed_at(part)])
+            clip(_linear(layer, part), x / divisors[part] if part in divisors else x, codec)
+
+
+def inspected_modules() -> tuple[str, ...]:
+    """The modules of a decoder layer whose inputs and outputs `awq` needs."""
+    return tuple(dict.fromkeys(_observed_at(part) for part in LINEARS))
+
+
+def _observed_at(part: str) -> str:
+    """The module that receives the same input as this linear layer."""
+    return {"q": "self_attn", "k": "self_attn", "v": "self_attn", "gate": "mlp", "up": "mlp"}.get(part, LINEARS[part])
+
+
+def _linear(layer: nn.Module, part: str) -> nn.Linear:
+    module = layer.get_submodule(LINEARS[part])
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def search_scale(layer: nn.Module, mapping: ScaleMapping, observed: Observed, codec: Codec) -> Tensor:
+    """The s float32 [input channels] of the grid with the smallest mean squared error of the inspected module's output.
+
+    alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.
+    """
+    linears = [_linear(layer, part) for part in mapping.consumers]
+    original = [linear.weight.data for linear in linears]
+    inspected = layer.get_submodule(mapping.inspected)
+    magnitude = observed.inputs[mapping.inspected].abs().mean(dim=(0, 1))
+    best, best_loss = torch.ones_like(magnitude), float("inf")
+    for i in range(GRID):
+        s = magnitude.pow(i / GRID).clamp(min=1e-4)
+        s = s / (s.max() * s.min()).sqrt()
+        s = torch.where(torch.isfinite(s), s, 1.0)
+        for linear, weight in zip(linears, original, strict=True):
+            linear.weight.data = fake(weight * s, codec).div_(s)
+        loss = output_error(inspected, mapping.inspected, observed)
+        # False for NaN too: such a candidate is skipped.
+        if loss < best_loss:
+            best, best_loss = s, loss
+    for linear, weight in zip(linears, original, strict=True):
+        linear.weight.data = weight
+    return best
+
+
+def output_error(module: nn.Module, path: str, observed: Observed) -> float:
+    """Mean squared difference between the outputs of `module` now and those observed."""
+    total = sum(float((now - before).square().sum(dtype=torch.float64)) for now, before in observed.run(path, module))
+    return total / observed.outputs[path].numel()
+
+
+def apply_scale(layer: nn.Module, mapping: ScaleMapping, scale: Tensor) -> None:
+    """Consumers' input channels times s, the absorber's outputs divided by it: the function of the layer stays the same."""
+    for part in mapping.consumers:
+        linear = _linear(layer, part)
+        linear.weight.data = linear.weight * scale
+    if mapping.absorber in NORMS:
+        gain = layer.get_parameter(f"{NORMS[mapping.absorber]}.weight")
+        gain.data = gain / scale
+    else:
+        absorber = _linear(layer, mapping.absorber)
+        absorber.weight.data = absorber.weight / scale[:, None]
+        if absorber.bias is not None:
+            absorber.bias.data = absorber.bias / scale
+
+
+def _strided(x: Tensor) -> Tensor:
+    """Every n-th token: 512 to 1023 of them, or all if fewer."""
+    x = x.reshape(-1, x.shape[-1])
+    return x[:: max(1, len(x) // CLIP_TOKENS)]
+
+
+def clip(linear: nn.Linear, x: Tensor, codec: Codec) -> None:
+    """Clamp each group of each row to the range, of 1.00 ... 0.55 of its largest weight, that least changes the group's share
+    of the output over the tokens x [tokens, input channels].
+
+    The mean square of x d over the tokens is d (x^T x / tokens) d^T: the small matrix of a group serves all its rows.
+    """
+    rows, columns = linear.weight.shape
+    groups = codec.groups(columns)
+    size = columns // groups
+    per_group = x.reshape(len(x), groups, size).transpose(0, 1)  # [groups, tokens, size]
+    moments = per_group.transpose(1, 2) @ per_group / len(x)  # [groups, size, size]
+    clipped = [_clip_rows(weight, moments, codec) for weight in torch.split(linear.weight.data, CLIP_ROWS)]
+    linear.weight.data = torch.cat(clipped)
+
+
+def _clip_rows(weight: Tensor, moments: Tensor, codec: Codec) -> Tensor:
+    """Some rows of a weight, each group clamped to its best range."""
+    groups = weight.reshape(len(weight), len(moments), -1).transpose(0, 1)  # [groups, rows, size]
+    largest = groups.abs().amax(-1, keepdim=True)
+    best, best_error = largest, torch.full_like(largest, float("inf"))
+    for i in range(CLIP_STEPS):
+        limit = largest * (1 - i / (2 * CLIP_STEPS))
+        clamped = groups.clamp(-limit, limit).transpose(0, 1).reshape(weight.shape)
+        difference = (fake(clamped, codec) - weight).reshape(len(weight), len(moments), -1).transpose(0, 1)
+        error = ((difference @ moments) * difference).sum(-1, keepdim=True)
+        better = error < best_error
+        best, best_error = torch.where(better, limit, best), torch.where(better, error, best_error)
+    return groups.clamp(-best, best).transpose(0, 1).reshape(weight.shape)

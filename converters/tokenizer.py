@@ -1,0 +1,129 @@
+"""The tokenizer, chat template and generation defaults of a checkpoint, checked before any weight is read.
+
+The runtime has only the `tokenizers` library; transformers may add to what tokenizer.json says.  Both encode a sample here: a
+beginning-of-sequence token that only transformers adds is recorded, any other difference is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from edgeq.converters.checkpoint import Checkpoint, read_json
+from edgeq.errors import CheckpointError, UnsupportedError
+
+SAMPLE = "Def f(x):\n    return 'naïve' + 2 * x  # 日本 🙂\n"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+MAX_TEMPLATE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the file carries of the tokenizer: blobs by name, and Metadata.generation."""
+
+    blobs: dict[str, bytes]
+    generation: dict[str, object]
+
+
+def read_text(checkpoint: Checkpoint, vocab_size: int) -> Text:
+    """Everything about text in the checkpoint.
+
+    UnsupportedError: a tokenizer that `tokenizers` cannot load or that transformers runs differently; its class is named.
+    CheckpointError: more tokens than the embedding has rows, or token ids that are not integers.
+    """
+    folder = checkpoint.folder
+    settings = _optional_json(folder / "tokenizer_config.json")
+    tokenizer, data = _load(folder, str(settings.get("tokenizer_class", "unknown")))
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens, the model {vocab_size}: "
+            "they do not belong together; take both from the same checkpoint"
+        )
+    transformers_tokenizer, add_bos = _compare(folder, tokenizer, str(settings.get("tokenizer_class", "unknown")))
+    defaults = _optional_json(folder / "generation_config.json")
+    generation: dict[str, object] = {
+        "bos_token_id": _single_id(_first("bos_token_id", defaults, checkpoint.config)),
+        "eos_token_ids": _ids(_first("eos_token_id", defaults, checkpoint.config)),
+        "add_bos": add_bos,
+        "special_tokens": {name: getattr(transformers_tokenizer, name, None) for name in SPECIAL},
+    }
+    generation.update({key: defaults[key] for key in SAMPLING if type(defaults.get(key)) in (int, float)})
+    template = _chat_template(folder, settings)
+    blobs = {"tokenizer.json": data}
+    if template:
+        blobs["chat_template"] = template.encode()
+    return Text(blobs, generation)
+
+
+def _load(folder: Path, kind: str) -> tuple[Tokenizer, bytes]:
+    """The fast tokenizer and its bytes."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise UnsupportedError(
+            f"{folder}: no tokenizer.json (tokenizer class {kind}); supported: tokenizers in the format of the tokenizers "
+            "library.  Load it with transformers.AutoTokenizer and save_pretrained it into the folder"
+        )
+    data = path.read_bytes()
+    try:
+        return Tokenizer.from_str(data.decode()), data
+    # The library raises a bare Exception whatever is wrong.
+    except Exception as error:
+        raise UnsupportedError(f"{path}: the tokenizers library cannot load it (tokenizer class {kind}): {error}") from None
+
+
+def _compare(folder: Path, tokenizer: Tokenizer, kind: str) -> tuple[Any, bool]:
+    """transformers' tokenizer of the folder, and whether it adds a beginning-of-sequence token that tokenizer.json does not."""
+    from transformers import AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        wanted = list(theirs(SAMPLE)["input_ids"])
+    # Whatever a foreign tokenizer class raises, the answer is the same.
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnsupportedError(f"{folder}: transformers cannot load tokenizer class {kind}: {reason}") from None
+    ours = list(tokenizer.encode(SAMPLE).ids)
+    if wanted == ours:
+        return theirs, False
+    if theirs.bos_token_id is not None and wanted == [theirs.bos_token_id, *ours]:
+        return theirs, True
+    raise UnsupportedError(
+        f"{folder}: tokenizer class {type(theirs).__name__} gives {wanted[:8]}..., tokenizer.json alone gives {ours[:8]}...; "
+        "supported: tokenizers whose tokenizer.json is complete, a beginning-of-sequence token apart"
+    )
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja, or the template of tokenizer_config.json; of several the one named default."""
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE):
+        raise CheckpointError(f"{folder}: the chat template is not text of at most {MAX_TEMPLATE} characters")
+    return template
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _first(key: str, *sources: dict[str, Any]) -> Any:
+    return next((source[key] for source in sources if source.get(key) is not None), None)
+
+
+def _ids(value: Any) -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(i) is not int for i in ids):
+        raise CheckpointError(f"token ids {str(value)[:80]} in generation_config.json or config.json are not integers")
+    return ids
+
+
+def _single_id(value: Any) -> int | None:
+    ids = _ids(value)
+    return ids[0] if ids else None

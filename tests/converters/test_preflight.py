@@ -1,0 +1,354 @@
+"""Everything that is refused before a weight is read, each by what is wrong, and what is found in sound checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from edgeq.config import Rope
+from edgeq.converters import preflight as preflight_module
+from edgeq.converters.checkpoint import MAX_HEADER, read_header
+from edgeq.converters.families import recognise
+from edgeq.converters.plan import ConvertOptions, convert, preflight
+from edgeq.errors import CheckpointError, EdgeqError, InputError, ResourceError, UnsupportedError
+
+RTN = ConvertOptions(group_size=32)
+
+
+@pytest.fixture
+def llama(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A sharded Llama checkpoint of one's own."""
+    folder = tmp_path / "llama"
+    shutil.copytree(checkpoint("llama_gqa", max_shard_size="200KB"), folder)
+    return folder
+
+
+def edit(path: Path, **changes: Any) -> None:
+    data = json.loads(path.read_text())
+    data.update(changes)
+    path.write_text(json.dumps({key: value for key, value in data.items() if value != "remove"}))
+
+
+# key, value, what the message must say
+REFUSED_KEYS = [
+    ({"architectures": ["MambaForCausalLM"]}, "architectures.*MambaForCausalLM.*supported: LlamaForCausalLM"),
+    ({"architectures": "remove"}, "architectures"),
+    ({"architectures": [["x"]]}, "architectures"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*supported: silu"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope kind 'yarn'.*supported: default, linear, llama3"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope kind 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks high_freq_factor"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"mlp_bias": True}, "mlp_bias"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"logits_scaling": 8.0}, "logits_scaling"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"num_local_experts": 8}, "num_local_experts"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "already quantized.*gptq"),
+    ({"hidden_size": "remove"}, "hidden_size"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ({"num_key_value_heads": 3}, "key/value heads"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"hidden_size": 64, "head_dim": 32}, "has the shape"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED_KEYS, ids=lambda x: str(x)[:40])
+def test_a_config_key_that_is_not_supported_is_refused_by_name(llama: Path, changes: dict[str, Any], says: str) -> None:
+    edit(llama / "config.json", **changes)
+    with pytest.raises((UnsupportedError, CheckpointError), match=says):
+        preflight(str(llama), RTN)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("mistral", {"sliding_window": -3}, "sliding_window is -3"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention.*supported: full_attention"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types is not a list of 2"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_family_keys_are_checked(checkpoint: Callable[..., Path], family: str, changes: dict[str, Any], says: str) -> None:
+    config = json.loads((checkpoint(family) / "config.json").read_text()) | changes
+    with pytest.raises((UnsupportedError, CheckpointError), match=says):
+        recognise(config)
+
+
+def test_both_spellings_of_rope_are_the_same(checkpoint: Callable[..., Path]) -> None:
+    config = json.loads((checkpoint("llama3_rope") / "config.json").read_text())
+    rope = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 64)
+    assert recognise(config)[1].rope == rope
+    settings = config.pop("rope_parameters")
+    assert recognise({**config, "rope_theta": settings.pop("rope_theta"), "rope_scaling": settings})[1].rope == rope
+
+
+def test_windows_follow_each_familys_rules(checkpoint: Callable[..., Path]) -> None:
+    mistral = json.loads((checkpoint("mistral") / "config.json").read_text())
+    assert recognise(mistral)[1].sliding_windows == (24, 24)
+    assert recognise({**mistral, "sliding_window": None})[1].sliding_windows == ()
+    qwen = json.loads((checkpoint("qwen2") / "config.json").read_text()) | {"sliding_window": 16, "layer_types": None}
+    assert recognise({**qwen, "use_sliding_window": True, "max_window_layers": 1})[1].sliding_windows == (0, 16)
+    assert recognise({**qwen, "use_sliding_window": False, "max_window_layers": 1})[1].sliding_windows == ()
+
+
+def test_a_tokenizer_without_tokenizer_json_is_refused_with_its_class(llama: Path) -> None:
+    (llama / "tokenizer.json").unlink()
+    edit(llama / "tokenizer_config.json", tokenizer_class="LegacySentencePieceTokenizer")
+    with pytest.raises(UnsupportedError, match="LegacySentencePieceTokenizer"):
+        preflight(str(llama), RTN)
+
+
+def test_a_damaged_tokenizer_is_refused(llama: Path) -> None:
+    (llama / "tokenizer.json").write_text('{"model": {"type": "Unigrammatic"}}')
+    with pytest.raises(UnsupportedError, match="tokenizers library cannot load"):
+        preflight(str(llama), RTN)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(llama: Path) -> None:
+    edit(llama / "config.json", vocab_size=2000)
+    with pytest.raises(CheckpointError, match="2048 tokens, the model 2000"):
+        preflight(str(llama), RTN)
+
+
+def test_text_settings_come_from_the_checkpoint(llama: Path) -> None:
+    edit(
+        llama / "tokenizer_config.json",
+        chat_template=[{"name": "tool", "template": "x"}, {"name": "default", "template": "{{ a }}"}],
+    )
+    edit(llama / "generation_config.json", eos_token_id=[1, 7], temperature=0.6, top_k=20)
+    text = preflight(str(llama), RTN).text
+    assert text.blobs == {"tokenizer.json": (llama / "tokenizer.json").read_bytes(), "chat_template": b"{{ a }}"}
+    assert text.generation["eos_token_ids"] == [1, 7] and text.generation["bos_token_id"] == 0
+    assert text.generation["temperature"] == 0.6 and text.generation["top_k"] == 20 and "top_p" not in text.generation
+    assert text.generation["add_bos"] is False
+    assert text.generation["special_tokens"] == {
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "unk_token": None,
+        "pad_token": None,
+    }
+    (llama / "chat_template.jinja").write_text("{{ b }}")
+    assert preflight(str(llama), RTN).text.blobs["chat_template"] == b"{{ b }}"
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        preflight(str(tmp_path), RTN)
+
+
+def test_a_path_that_is_neither_folder_nor_hub_id_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        preflight(str(tmp_path / "nothing"), RTN)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="a file"):
+        preflight(str(tmp_path / "file"), RTN)
+
+
+def test_a_hub_id_that_is_not_cached_is_refused_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no-one/nothing: .*not in the local hub cache"):
+        preflight("no-one/nothing", ConvertOptions(offline=True))
+
+
+def test_a_missing_shard_is_named(llama: Path) -> None:
+    shard = sorted(llama.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"shard {shard.name} is missing"):
+        preflight(str(llama), RTN)
+
+
+def test_a_truncated_shard_is_named(llama: Path) -> None:
+    shard = sorted(llama.glob("model-*.safetensors"))[1]
+    os.truncate(shard, shard.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=f"{shard.name}: truncated"):
+        preflight(str(llama), RTN)
+
+
+def test_an_index_cannot_name_files_elsewhere(llama: Path) -> None:
+    index = llama / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"]["model.norm.weight"] = "../../secret.safetensors"
+    index.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match="not a .safetensors file beside it"):
+        preflight(str(llama), RTN)
+
+
+def test_pickled_weights_are_refused_with_what_to_do(llama: Path) -> None:
+    for path in llama.glob("model*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        preflight(str(llama), RTN)
+    (llama / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"pickled \(pytorch_model.bin\).*save_pretrained"):
+        preflight(str(llama), RTN)
+
+
+def test_a_missing_or_extra_tensor_is_named(checkpoint: Callable[..., Path], llama: Path) -> None:
+    edit(llama / "config.json", tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        preflight(str(llama), RTN)
+    edit(llama / "config.json", tie_word_embeddings=True, num_hidden_layers=1)
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.1\.\S+ has no place"):
+        preflight(str(llama), RTN)
+
+
+def safetensors(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    return path
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+HOSTILE_HEADERS: list[tuple[Any, bytes, int | None, str]] = [
+    (b"", b"", None, "truncated or not"),
+    (b"{}", b"", MAX_HEADER + 1, "truncated or not"),
+    (b"{}", b"", 2**63, "truncated or not"),
+    (b"[" * 100000, b"", None, "not JSON"),
+    (b"{1}", b"", None, "not JSON"),
+    (b"[1]", b"", None, "not an object"),
+    ({"w": 3}, b"", None, "lacks dtype"),
+    ({"w": entry(dtype="F12")}, bytes(8), None, "F12"),
+    ({"w": entry(dtype=["F32"])}, bytes(8), None, "is not known"),
+    ({"w": entry(shape=[-2])}, bytes(8), None, "shape"),
+    ({"w": entry(shape=[1] * 9)}, bytes(8), None, "shape"),
+    ({"w": entry(shape=[2**39, 2**39])}, bytes(8), None, "needs"),
+    ({"w": entry(offsets=[0, 2**61])}, bytes(8), None, "data_offsets"),
+    ({"w": entry(offsets=[8, 0])}, bytes(8), None, "bytes"),
+    ({"w": entry(offsets=[4, 12])}, bytes(12), None, "starts at byte 4"),
+    ({"v": entry(), "w": entry()}, bytes(8), None, "starts at byte 0 instead of 8"),
+    ({"w": entry()}, bytes(7), None, "truncated"),
+    ({"w": entry()}, bytes(9), None, "truncated or damaged"),
+]
+
+
+@pytest.mark.parametrize(("header", "data", "length", "says"), HOSTILE_HEADERS)
+def test_a_hostile_safetensors_header_is_refused(
+    tmp_path: Path, header: Any, data: bytes, length: int | None, says: str
+) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        read_header(safetensors(tmp_path / "x.safetensors", header, data, length))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"bits": 9}, "9 bits"),
+        ({"bits": 1}, "1 bits"),
+        ({"group_size": 48}, "group size 48"),
+        ({"method": "gptq"}, "supported: none, rtn, awq"),
+        ({"head": 5}, "head of 5 bits"),
+        ({"dtype": "f16"}, "--method none"),
+        ({"method": "none", "head": 8}, "--head"),
+        ({"method": "rtn", "calibration": Path("x")}, "--calibration"),
+    ],
+)
+def test_options_out_of_range_or_without_effect_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        ConvertOptions(**options)
+
+
+def test_a_group_size_that_does_not_divide_names_the_layer_and_what_fits(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama_gqa", intermediate_size=288)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.down: group size 64 does not divide 288.*choose 16, 32, row"):
+        preflight(str(folder), ConvertOptions(group_size=64))
+
+
+def test_calibration_text_that_cannot_be_read_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="missing.txt"):
+        preflight(str(llama), ConvertOptions(method="awq", group_size=32, calibration=tmp_path / "missing.txt"))
+
+
+def test_too_short_calibration_text_is_refused(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("few words")
+    options = ConvertOptions(method="awq", group_size=32, calibration=tmp_path / "short.txt")
+    with pytest.raises(InputError, match="at least 512 are needed"):
+        preflight(str(llama), options)
+
+
+def test_too_little_disk_is_refused_before_writing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 100_000))
+    with pytest.raises(ResourceError, match="MB free"):
+        convert(str(llama), tmp_path / "out.edgeq", RTN, lambda *_: None)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_too_little_memory_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_module, "available_bytes", lambda: 10**8)
+    with pytest.raises(ResourceError, match="GB of memory"):
+        preflight(str(llama), RTN)
+
+
+def test_an_output_folder_that_does_not_exist_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        convert(str(llama), tmp_path / "nowhere" / "out.edgeq", RTN, lambda *_: None)
+
+
+def test_the_predicted_size_is_the_size(llama: Path, tmp_path: Path) -> None:
+    file = convert(str(llama), tmp_path / "out.edgeq", RTN, lambda *_: None)
+    plan = preflight(str(llama), RTN)
+    assert file.header.data_length == plan.contents.nbytes
+    assert file.size <= plan.output_bytes
+
+
+def test_every_refusal_is_a_one_line_error_of_edgeq(llama: Path) -> None:
+    edit(llama / "config.json", hidden_act="relu\n2")
+    with pytest.raises(EdgeqError) as caught:
+        preflight(str(llama), RTN)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_beginning_token_that_only_transformers_adds_is_recorded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = AutoTokenizer.from_pretrained(llama)
+
+    class AddsBos:
+        bos_token_id, bos_token = 0, "<|begin|>"
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [0, *real(text)["input_ids"]]}
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: AddsBos())
+    assert preflight(str(llama), RTN).text.generation["add_bos"] is True
+
+
+def test_a_tokenizer_that_transformers_runs_differently_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "qwen"
+    shutil.copytree(checkpoint("qwen2"), folder)
+    # The pre-tokenizer of another family: transformers replaces it by its own.
+    shutil.copy(Path(__file__).parents[2] / "models/tiny-llama/tokenizer.json", folder / "tokenizer.json")
+    with pytest.raises(UnsupportedError, match="tokenizer class Qwen2Tokenizer gives"):
+        preflight(str(folder), RTN)
+
+
+def test_a_hub_id_is_checked_before_its_weights_are_fetched(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[dict[str, Any]] = []
+
+    def download(repository: str, **arguments: Any) -> str:
+        fetched.append({"repository": repository, **arguments})
+        return str(llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    options = ConvertOptions(group_size=32, token="hf_x", revision="main", offline=True)
+    assert preflight("owner/model", options).checkpoint.name == "owner/model"
+    assert [f["allow_patterns"] for f in fetched] == [["*.json", "*.jinja"], ["*.json", "*.jinja", "model*.safetensors"]]
+    assert all((f["token"], f["revision"], f["local_files_only"]) == ("hf_x", "main", True) for f in fetched)
+    edit(llama / "config.json", hidden_act="gelu")
+    with pytest.raises(UnsupportedError, match="hidden_act"):
+        preflight("owner/model", options)
+    assert len(fetched) == 3

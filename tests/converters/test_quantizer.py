@@ -1,0 +1,83 @@
+"""The quantizer gives exactly what the codec stores and reads back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edgeq.codec import BITS, Codec, dequantize, pack_groups, pack_integers
+from edgeq.converters.methods.rtn import rtn
+from edgeq.converters.quantizer import fake, quantize
+from edgeq.errors import CheckpointError
+
+CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, 16, 64) for symmetric in (True, False)]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+def test_fake_quantization_is_bit_for_bit_what_the_packed_arrays_dequantize_to(codec: Codec) -> None:
+    generator = torch.Generator().manual_seed(codec.bits)
+    weight = torch.randn(37, 192, generator=generator) * torch.logspace(-6, 3, 37)[:, None]
+    weight[3] = 0
+    stored = quantize(weight, codec, "w")
+    zero = None if stored.zero is None else pack_groups(stored.zero.numpy())
+    packed = pack_integers(stored.q.numpy(), codec.bits)
+    read = dequantize(codec, 37, 192, packed, pack_groups(stored.scale.numpy()), zero)
+    assert np.array_equal(read.view(np.uint32), fake(weight, codec).numpy().view(np.uint32))
+
+
+def test_rounding_is_half_to_even() -> None:
+    # Range -4 ... 3.5 in 15 steps of 0.5: the weights between the steps lie exactly half way.
+    weight = torch.tensor([[-4.0, 3.5, 0.25, 0.75, 1.25, -0.25, -0.75, 0.0, *[0.0] * 8]])
+    stored = quantize(weight, Codec("int", 4, 16, symmetric=False), "w")
+    assert stored.scale.item() == 0.5
+    assert stored.zero is not None and stored.zero.item() == 8
+    assert stored.q[0, :8].tolist() == [0, 15, 8, 10, 10, 8, 6, 8]
+
+
+def test_the_scale_is_rounded_to_f16_before_the_integers_are_computed() -> None:
+    weight = torch.linspace(-1, 1, 16)[None] * 0.7
+    codec = Codec("int", 8, 16, symmetric=False)
+    stored = quantize(weight, codec, "w")
+    scale = stored.scale.float()
+    assert scale.item() != np.float32(1.4 / 255)
+    assert stored.zero is not None
+    expected = (torch.round(weight / scale) + stored.zero).clamp(0, 255)
+    assert torch.equal(stored.q.float(), expected)
+
+
+def test_an_all_positive_group_gets_zero_point_0_and_clips_its_top() -> None:
+    weight = torch.linspace(5, 8, 16)[None]
+    codec = Codec("int", 4, 16, symmetric=False)
+    stored = quantize(weight, codec, "w")
+    assert stored.zero is not None and stored.zero.item() == 0
+    assert stored.q.unique().tolist() == [15]
+    assert fake(weight, codec).max() < 3.1
+
+
+def test_symmetric_range_uses_the_most_negative_integer_only_when_reached() -> None:
+    codec = Codec("int", 4, 16, symmetric=True)
+    weight = torch.tensor([[-7.0, 7.0, 3.5, -3.5, *[0.0] * 12]])
+    stored = quantize(weight, codec, "w")
+    assert stored.scale.item() == 1.0 and stored.zero is None
+    assert stored.q[0, :5].tolist() == [1, 15, 12, 4, 8]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+def test_no_scale_is_zero_even_for_zero_weights(codec: Codec) -> None:
+    weight = torch.zeros(1, 64)
+    assert (quantize(weight, codec, "w").scale > 0).all()
+    assert torch.equal(fake(weight, codec), weight)
+
+
+def test_a_scale_beyond_f16_is_refused_by_tensor_name() -> None:
+    weight = torch.full((1, 16), 1e6)
+    with pytest.raises(CheckpointError, match="layers.7.mlp"):
+        quantize(weight, Codec("int", 2, 16, symmetric=True), "layers.7.mlp")
+
+
+def test_slabs_of_rows_quantize_like_the_whole_matrix() -> None:
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
+    codec = Codec("int", 3, 32, symmetric=False)
+    parts = list(rtn(torch.split(weight, 16), codec, "w"))
+    assert torch.equal(torch.cat([p.q for p in parts]), quantize(weight, codec, "w").q)

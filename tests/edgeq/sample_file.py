@@ -1,0 +1,66 @@
+"""A small sound file, and the means to make it unsound and seal it again with a right digest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgeq.codec import Codec, pack_floats, pack_groups, pack_integers
+from edgeq.config import ModelConfig, Rope
+from edgeq.container import DATA_OFFSET, Header, digest
+from edgeq.layout import array_shapes, fused_shapes
+from edgeq.linear import LinearSpec, Metadata, Weight
+from edgeq.writer import Writer
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=20,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope=Rope(10000.0),
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+)
+
+
+def write_weight(writer: Writer, name: str, codec: Codec, rows: int, columns: int) -> LinearSpec:
+    """One layer of random numbers."""
+    rng = np.random.default_rng(len(writer.segments))
+    if codec.kind != "int":
+        floats = pack_floats(rng.standard_normal((rows, columns)).astype(np.float32), codec.kind)
+        return LinearSpec(name, (Weight(codec, rows, columns, writer.array(floats, codec.kind)),))
+    groups = codec.groups(columns)
+    q = writer.array(pack_integers(rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8), codec.bits), "u8")
+    scale = writer.array(pack_groups(rng.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)), "f16")
+    zero = None
+    if not codec.symmetric:
+        zero = writer.array(pack_groups(rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8)), "u8")
+    return LinearSpec(name, (Weight(codec, rows, columns, q, scale, zero),))
+
+
+def write_body(writer: Writer) -> Metadata:
+    """All segments of the sample; the same bytes every time."""
+    linears, codecs = {}, [Codec("int", 4, 16, False), Codec("int", 3, 16), Codec("f16"), Codec("int", 8, 0)]
+    for layer in range(CONFIG.num_hidden_layers):
+        for (name, parts), codec in zip(fused_shapes(CONFIG, layer), codecs, strict=True):
+            rows = sum(rows for rows, _ in parts.values())
+            linears[name] = write_weight(writer, name, codec, rows, next(iter(parts.values()))[1])
+    linears["head"] = write_weight(writer, "head", Codec("int", 8, 0), CONFIG.vocab_size, CONFIG.hidden_size)
+    arrays = {name: writer.array(np.ones(shape, np.float32), "f32") for name, shape in array_shapes(CONFIG).items()}
+    blobs = {"tokenizer.json": writer.append([b'{"version":"1.0"}'])}
+    return Metadata(CONFIG, {"eos_token_ids": [1]}, {"method": "rtn"}, "a16", linears, arrays, blobs)
+
+
+def seal(data: bytes, metadata: bytes) -> bytes:
+    """A file of this data area and this metadata whose header and digest are right."""
+    return Header(len(data), len(metadata), digest(metadata)).encode().ljust(DATA_OFFSET, b"\0") + data + metadata
+
+
+def split(file: bytes) -> tuple[bytes, bytes]:
+    """(data area, metadata) of a file."""
+    header = Header.decode(file[:64], len(file))
+    return file[DATA_OFFSET : header.metadata_offset], file[header.metadata_offset :]

@@ -1,0 +1,234 @@
+"""The bytes of every codec: against the pictures in edgeq/codec.py, worked out by hand or by the naive loop below."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgeq.codec import (
+    BITS,
+    GROUP_SIZES,
+    PLANES,
+    Codec,
+    dequantize,
+    dequantize_rows,
+    from_bf16,
+    pack_floats,
+    pack_groups,
+    pack_integers,
+    to_bf16,
+    unpack_floats,
+    unpack_groups,
+    unpack_integers,
+)
+from edgeq.errors import UnsupportedError
+from edgeq.linear import ArrayRef, LinearSpec, Weight
+
+# Rows below, at and above a block of 16; columns below, at and above a chunk of 32; odd group counts of every group size.
+SHAPES = [(1, 16), (16, 32), (17, 48), (15, 80), (33, 96), (5, 128), (31, 384), (3, 640)]
+CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, *GROUP_SIZES) for symmetric in (True, False)]
+FILLS = ["random", "min", "max", "ends"]
+
+
+def stored(packed: np.ndarray, bits: int, row: int, column: int) -> int:
+    """q[row, column] read bit by bit from the picture: quad j = 4 channels, planes of 4, 2 and 1 bits, low bits first."""
+    lines = packed[row // 16, column // 32]
+    quad, byte = column % 32 // 4, 4 * (row % 16) + column % 4
+    value = low = line = 0
+    for plane in PLANES[bits]:
+        per_line = 8 // plane
+        value |= (int(lines[line + quad // per_line, byte]) >> plane * (quad % per_line) & (1 << plane) - 1) << low
+        line, low = line + plane, low + plane
+    return value
+
+
+def fill(kind: str, bits: int, shape: tuple[int, int]) -> np.ndarray:
+    top = (1 << bits) - 1
+    if kind == "random":
+        return np.random.default_rng(bits).integers(0, top + 1, shape).astype(np.uint8)
+    if kind == "ends":
+        return (np.indices(shape).sum(0) % 2 * top).astype(np.uint8)
+    return np.full(shape, 0 if kind == "min" else top, np.uint8)
+
+
+@pytest.mark.parametrize("kind", FILLS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_unpack_inverts_pack_and_no_bit_is_wasted(bits: int, shape: tuple[int, int], kind: str) -> None:
+    q = fill(kind, bits, shape)
+    packed = pack_integers(q, bits)
+    rows, columns = shape
+    assert packed.shape == (-(-rows // 16), -(-columns // 32), bits, 64) and packed.dtype == np.uint8
+    assert packed.nbytes == Codec("int", bits, 0).parts(rows, columns)["q"].nbytes
+    np.testing.assert_array_equal(unpack_integers(packed, rows, columns), q)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_value_lies_where_the_picture_says(bits: int) -> None:
+    q = fill("random", bits, (19, 72))
+    packed = pack_integers(q, bits)
+    for row, column in np.ndindex(*q.shape):
+        assert stored(packed, bits, row, column) == q[row, column], (row, column)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_padding_rows_and_columns_are_zero(bits: int) -> None:
+    packed = pack_integers(fill("max", bits, (3, 16)), bits)
+    full = unpack_integers(packed, 16, 32)
+    assert (full[:3, :16] == (1 << bits) - 1).all()
+    assert not full[3:].any() and not full[:, 16:].any()
+
+
+def test_four_bits_by_hand() -> None:
+    q = np.zeros((16, 32), np.uint8)
+    q[0, 0], q[0, 4] = 0x1, 0x2  # quads 0 and 1: line 0, byte 0, low and high nibble
+    q[15, 3], q[15, 7] = 0xF, 0xE  # row 15, channel 3 of a quad: byte 63
+    q[2, 9], q[2, 13] = 0x3, 0x4  # quads 2 and 3: line 1, byte 4 * 2 + 1
+    q[1, 31] = 0x9  # quad 7: line 3, high nibble, byte 4 + 3
+    packed = pack_integers(q, 4)[0, 0]
+    expected = np.zeros((4, 64), np.uint8)
+    expected[0, 0], expected[0, 63], expected[1, 9], expected[3, 7] = 0x21, 0xEF, 0x43, 0x90
+    np.testing.assert_array_equal(packed, expected)
+
+
+def test_three_bits_by_hand() -> None:
+    q = np.zeros((16, 32), np.uint8)
+    q[0, [0, 4, 8, 12]] = 0b101, 0b110, 0b011, 0b111  # quads 0 to 3 of row 0, channel 0
+    q[0, 28] = 0b100  # quad 7
+    packed = pack_integers(q, 3)[0, 0]
+    expected = np.zeros((3, 64), np.uint8)
+    expected[0, 0] = 0b11_11_10_01  # plane of 2 bits, line 0: quads 3 2 1 0
+    expected[2, 0] = 0b1000_1011  # plane of 1 bit: quads 7 ... 0
+    np.testing.assert_array_equal(packed, expected)
+
+
+def test_five_bits_by_hand() -> None:
+    q = np.zeros((16, 32), np.uint8)
+    q[3, 2], q[3, 6] = 0b1_0101, 0b0_1010  # quads 0 and 1, byte 4 * 3 + 2
+    q[3, 30] = 0b1_1111  # quad 7: line 3, high nibble
+    packed = pack_integers(q, 5)[0, 0]
+    expected = np.zeros((5, 64), np.uint8)
+    expected[0, 14], expected[3, 14], expected[4, 14] = 0xA5, 0xF0, 0b1000_0001
+    np.testing.assert_array_equal(packed, expected)
+
+
+def test_eight_bits_by_hand() -> None:
+    q = np.arange(16 * 32, dtype=np.uint16).reshape(16, 32).astype(np.uint8)
+    packed = pack_integers(q, 8)[0, 0]
+    assert packed[0, :8].tolist() == [0, 1, 2, 3, 32, 33, 34, 35]  # quad 0: channels 0-3 of row 0, then of row 1
+    assert packed[7, :4].tolist() == [28, 29, 30, 31]  # quad 7: channels 28-31 of row 0
+    assert packed[7, 60:].tolist() == q[15, 28:].tolist()
+
+
+def test_a_value_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit 3 bits"):
+        pack_integers(np.full((1, 16), 8, np.uint8), 3)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 3), (17, 5), (35, 1)])
+def test_groups_are_stored_by_block_group_row(shape: tuple[int, int]) -> None:
+    a = np.arange(shape[0] * shape[1], dtype=np.float16).reshape(shape)
+    packed = pack_groups(a)
+    assert packed.shape == (-(-shape[0] // 16), shape[1], 16)
+    assert all(packed[r // 16, g, r % 16] == a[r, g] for r, g in np.ndindex(*shape))
+    np.testing.assert_array_equal(unpack_groups(packed, shape[0]), a)
+
+
+@pytest.mark.parametrize("kind", FILLS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+def test_dequantize_equals_the_formula(codec: Codec, shape: tuple[int, int], kind: str) -> None:
+    rows, columns = shape
+    if codec.group_size and columns % codec.group_size:
+        with pytest.raises(UnsupportedError, match=f"group size {codec.group_size} does not divide {columns}.*row"):
+            codec.parts(rows, columns)
+        return
+    groups, rng = codec.groups(columns), np.random.default_rng(3)
+    q = fill(kind, codec.bits, shape)
+    scale = rng.uniform(-2, 2, (rows, groups)).astype(np.float16)
+    scale.flat[0], scale.flat[-1] = 6.0e-8, 65504  # the smallest and the largest f16
+    zero = rng.choice(np.array([0, 1, (1 << codec.bits) - 1], np.uint8), (rows, groups))
+    arrays = {"q": pack_integers(q, codec.bits), "scale": pack_groups(scale)}
+    if not codec.symmetric:
+        arrays["zero"] = pack_groups(zero)
+    parts = codec.parts(rows, columns)
+    assert {n: (a.dtype.name, a.shape) for n, a in arrays.items()} == {n: (p.dtype, p.shape) for n, p in parts.items()}
+    assert codec.nbytes(rows, columns) == sum(a.nbytes for a in arrays.values())
+    group = np.arange(columns) // (columns // groups)
+    zeros = np.float64(1 << (codec.bits - 1)) if codec.symmetric else zero.astype(np.float64)[:, group]
+    expected = scale.astype(np.float64)[:, group] * (q - zeros)
+    result = dequantize(codec, rows, columns, arrays["q"], arrays["scale"], arrays.get("zero"))
+    assert result.dtype == np.float32
+    np.testing.assert_array_equal(result, expected)
+    indices = np.array([rows - 1, 0, rows // 2, 0])
+    looked_up = dequantize_rows(codec, columns, indices, arrays["q"], arrays["scale"], arrays.get("zero"))
+    np.testing.assert_array_equal(looked_up, expected[indices])
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1), (17, 33)])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+def test_float_codecs_keep_what_their_type_can_hold(kind: str, shape: tuple[int, int]) -> None:
+    codec = Codec(kind)  # type: ignore[arg-type]
+    w = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    w = from_bf16(to_bf16(w)) if kind == "bf16" else w.astype(np.float16).astype(np.float32) if kind == "f16" else w
+    packed = pack_floats(w, codec.kind)
+    part = codec.parts(*shape)["q"]
+    assert (packed.dtype.name, packed.shape) == (part.dtype, part.shape)
+    np.testing.assert_array_equal(unpack_floats(packed, codec.kind, *shape), w)
+    np.testing.assert_array_equal(dequantize(codec, *shape, packed), w)
+
+
+def test_a_16_bit_line_holds_two_channels_of_sixteen_rows() -> None:
+    w = np.arange(32, dtype=np.float32).reshape(16, 2)
+    assert pack_floats(w, "f16").view(np.float16).reshape(-1).tolist() == list(range(32))
+    assert pack_floats(w, "f32").reshape(-1).tolist() == [*range(0, 32, 2), *range(1, 32, 2)]
+
+
+def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0xFF800000, 0x80000000], np.uint32)
+    assert to_bf16(bits.view(np.float32)).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFF80, 0x8000]
+    # A NaN whose payload lies in the bits that are cut off would turn into infinity.
+    nans = np.array([0x7F800001, 0xFFFFFFFF, 0x7FC00000], np.uint32).view(np.float32)
+    assert np.isnan(from_bf16(to_bf16(nans))).all()
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits"),
+    [
+        (Codec("int", 4, 128), 4 + 16 / 128),
+        (Codec("int", 4, 128, False), 4 + 24 / 128),
+        (Codec("int", 3, 32, False), 3 + 24 / 32),
+        (Codec("int", 5, 16), 6),
+        (Codec("int", 8, 0), 8 + 16 / 256),
+        (Codec("bf16"), 16),
+        (Codec("f32"), 32),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_effective_bits_count_scales_and_zero_points(codec: Codec, bits: float) -> None:
+    dtypes = {"float32": "f32", "float16": "f16", "uint16": codec.kind, "uint8": "u8"}
+    arrays = {name: ArrayRef(dtypes[p.dtype], p.shape, 0) for name, p in codec.parts(32, 256).items()}
+    assert LinearSpec("x", (Weight(codec, 32, 256, **arrays),)).bits_per_weight == bits
+
+
+def test_padding_of_an_odd_row_counts_too() -> None:
+    codec = Codec("int", 4, 0)
+    arrays = {n: ArrayRef({"uint8": "u8", "float16": "f16"}[p.dtype], p.shape, 0) for n, p in codec.parts(1, 32).items()}
+    assert LinearSpec("x", (Weight(codec, 1, 32, **arrays),)).bits_per_weight == 8 * (4 * 64 + 16 * 2) / 32
+
+
+@pytest.mark.parametrize("bits", [0, 1, 9, 16])
+def test_bits_out_of_range_are_refused(bits: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"{bits} bits are not supported; choose 2"):
+        Codec("int", bits, 32)
+
+
+@pytest.mark.parametrize("group_size", [1, 8, 48, 256])
+def test_unknown_group_sizes_are_refused(group_size: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"group size {group_size} is not supported; choose 16"):
+        Codec("int", 4, group_size)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="unknown codec 'q4_k'"):
+        Codec("q4_k")  # type: ignore[arg-type]

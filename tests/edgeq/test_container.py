@@ -1,0 +1,355 @@
+"""Every way in which a file can be wrong, with its bytes; none may end in anything but one clear error, or allocate first."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flatbuffers
+import numpy as np
+import pytest
+from sample_file import CONFIG, seal, split
+
+from edgeq import model_generated as fb
+from edgeq.codec import dequantize
+from edgeq.container import DATA_OFFSET, MAGIC, ModelFile
+from edgeq.errors import EdgeqError, FormatError, InputError, UnsupportedError
+from edgeq.metadata import decode, encode
+
+Forge = Callable[..., Path]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[bytes], Path]:
+    def to_disk(data: bytes) -> Path:
+        path = tmp_path / "bad.edgeq"
+        path.write_bytes(data)
+        return path
+
+    return to_disk
+
+
+Write = Callable[[bytes], Path]
+
+
+def refused(path: Path, kind: type[EdgeqError], match: str) -> None:
+    """Opening is refused with one line that names the file, before anything larger than the metadata is allocated."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(kind, match=match) as caught:
+            ModelFile.open(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MIB
+    finally:
+        tracemalloc.stop()
+    assert path.name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_was_written_is_read_back(write: Write, sample: bytes) -> None:
+    file = ModelFile.open(write(sample))
+    assert file.metadata.config == CONFIG
+    assert file.blob("tokenizer.json") == b'{"version":"1.0"}' and file.blob("chat_template") is None
+    done = list(file.verify())
+    assert len(done) == len(file.segments)
+    weight = file.metadata.linears["layers.0.qkv"].weights[0]
+    assert weight.scale and weight.zero
+    w = dequantize(weight.codec, 64, 32, file.array(weight.q), file.array(weight.scale), file.array(weight.zero))
+    assert w.shape == (64, 32) and np.isfinite(w).all() and w.any()
+    assert not file.array(weight.q).flags.writeable
+    decoded, segments = decode(split(sample)[1])
+    assert encode(decoded, segments) == split(sample)[1]
+
+
+def test_segments_are_aligned_contiguous_and_in_execution_order(write: Write, sample: bytes) -> None:
+    file = ModelFile.open(write(sample))
+    assert file.segments[0].offset == DATA_OFFSET and all(s.offset % 64 == 0 for s in file.segments)
+    assert file.owner(0) == "layers.0.qkv q" and file.owner(len(file.segments) - 1) == "tokenizer.json"
+
+
+def test_bytes_per_token_are_in_the_metadata(sample: bytes) -> None:
+    model = fb.Model.GetRootAs(split(sample)[1], 0)
+    stored = model.BytesPerToken()
+    sizes = decode(split(sample)[1])[0].bytes_per_token()
+    assert (stored.Weights(), stored.Head()) == (sizes["weights"], sizes["head"])
+    assert stored.KvPerPosition() == sizes["kv_per_position"] == 2 * 2 * 16 * 2
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    refused(tmp_path / "none.edgeq", InputError, "no such file")
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    refused(tmp_path, InputError, "cannot read it")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"e", MAGIC, MAGIC + bytes(55), b"GGUF\x03".ljust(64, b"\0"), b"PK\x03\x04" * 20, b"<!DOCTYPE>" * 9, bytes(40000)],
+    ids=["empty", "one byte", "magic alone", "63 bytes", "gguf", "zip", "html", "zeros"],
+)
+def test_not_an_edgeq_file(write: Write, data: bytes) -> None:
+    refused(write(data), FormatError, "not an .edgeq file; make one with: edgeq convert")
+
+
+@pytest.mark.parametrize("lost", [1, 8, 64, 4096, -64, -65, -DATA_OFFSET, -DATA_OFFSET - 1])
+def test_truncated(write: Write, sample: bytes, lost: int) -> None:
+    """Cut at the end, behind the header, and at the start of the data."""
+    refused(write(sample[: -lost if lost > 0 else -lost]), FormatError, "its header says .* truncated or damaged")
+
+
+@pytest.mark.parametrize("extra", [b"\0", b"\0" * 64, b"PK\x05\x06" + bytes(18)])
+def test_extended(write: Write, sample: bytes, extra: bytes) -> None:
+    refused(write(sample + extra), FormatError, "truncated or damaged")
+
+
+@pytest.mark.parametrize("byte", range(64))
+def test_one_bit_flipped_in_the_header(write: Write, sample: bytes, byte: int) -> None:
+    for bit in range(8):
+        data = bytearray(sample)
+        data[byte] ^= 1 << bit
+        with pytest.raises(EdgeqError):
+            ModelFile.open(write(bytes(data)))
+
+
+@pytest.mark.parametrize("at", [64, 4095, DATA_OFFSET - 1])
+def test_bytes_hidden_behind_the_header(write: Write, sample: bytes, at: int) -> None:
+    data = bytearray(sample)
+    data[at] = 1
+    refused(write(bytes(data)), FormatError, "behind the header are not zero")
+
+
+def test_one_bit_flipped_in_the_metadata(write: Write, sample: bytes) -> None:
+    start, rng = len(sample) - len(split(sample)[1]), random.Random(5)
+    for _ in range(400):
+        data = bytearray(sample)
+        data[rng.randrange(start, len(sample))] ^= 1 << rng.randrange(8)
+        with pytest.raises(FormatError, match="metadata does not fit its digest"):
+            ModelFile.open(write(bytes(data)))
+
+
+def test_one_bit_flipped_in_the_data_is_found_by_verify_which_names_the_layer(write: Write, sample: bytes) -> None:
+    segments = decode(split(sample)[1])[1]
+    for segment in segments:
+        data = bytearray(sample)
+        data[segment.offset + segment.length // 2] ^= 0x10
+        file = ModelFile.open(write(bytes(data)))
+        owner = file.owner(segments.index(segment))
+        with pytest.raises(FormatError, match=f"{owner} is damaged .segment {segments.index(segment)}."):
+            list(file.verify())
+
+
+def test_bytes_hidden_in_the_padding_are_found_by_verify(write: Write, sample: bytes) -> None:
+    data = bytearray(sample)
+    last = decode(split(sample)[1])[1][-1]
+    data[last.offset + last.length] = 1
+    with pytest.raises(FormatError, match="padding behind segment"):
+        list(ModelFile.open(write(bytes(data))).verify())
+
+
+def test_a_newer_version_says_to_upgrade(write: Write, sample: bytes) -> None:
+    data = bytearray(sample)
+    data[8:12] = (2).to_bytes(4, "little")
+    refused(write(bytes(data)), UnsupportedError, "format version 2; this edgeq reads up to 1: upgrade edgeq")
+
+
+@pytest.mark.parametrize("field", range(16, 48, 8))
+@pytest.mark.parametrize("value", [0, 1, 2**31, 2**63 - 64, 2**64 - 64, 2**64 - 1])
+def test_absurd_lengths_in_the_header(write: Write, sample: bytes, field: int, value: int) -> None:
+    data = bytearray(sample)
+    data[field : field + 8] = value.to_bytes(8, "little")
+    refused(write(bytes(data)), FormatError, "damaged|at most")
+
+
+def test_metadata_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, sample: bytes) -> None:
+    path, length = tmp_path / "sparse.edgeq", 1 << 40
+    data = bytearray(sample[:DATA_OFFSET])
+    data[24:32], data[32:40] = (0).to_bytes(8, "little"), DATA_OFFSET.to_bytes(8, "little")
+    data[40:48] = length.to_bytes(8, "little")
+    with open(path, "wb") as file:
+        file.write(data)
+        file.truncate(DATA_OFFSET + length)
+    refused(path, FormatError, "claims 1099511627776 bytes of metadata; at most")
+
+
+def config(**changes: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        values = json.loads(CONFIG.to_json())
+        rope = changes.pop("rope", {})
+        values["rope"].update(rope)
+        model.config = json.dumps({**values, **changes})
+
+    return change
+
+
+def setting(path: str, value: Any) -> Callable[[Any], None]:
+    """`segments.0.offset`: set an attribute deep in the model."""
+
+    def change(model: Any) -> None:
+        *way, last = path.split(".")
+        for name in way:
+            model = model[int(name)] if name.isdigit() else getattr(model, name)
+        setattr(model, last, value(getattr(model, last)) if callable(value) else value)
+
+    return change
+
+
+def duplicate(vector: str) -> Callable[[Any], None]:
+    return lambda model: getattr(model, vector).append(getattr(model, vector)[0])
+
+
+def array(**values: Any) -> Any:
+    return fb.ArrayT(**{"dtype": 2, "shape": [32], "segment": 0, **values})
+
+
+HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
+    # segments
+    "segment before the data": (setting("segments.0.offset", 0), FormatError, "segment 0 does not follow"),
+    "segments overlap": (setting("segments.1.offset", lambda n: n - 64), FormatError, "segment 1 does not follow"),
+    "hole between segments": (setting("segments.1.offset", lambda n: n + 64), FormatError, "segment 1 does not follow"),
+    "segment leaves the file": (setting("segments.3.length", 2**62), FormatError, "segment 3 .*leaves the file"),
+    "segment length overflows": (setting("segments.3.length", 2**64 - 64), FormatError, "segment 3 .*leaves the file"),
+    "empty segment": (setting("segments.2.length", 0), FormatError, "segment 2"),
+    "last segment short": (setting("segments.0.length", lambda n: n - 64), FormatError, "segment 1 does not follow"),
+    "no segments": (lambda m: m.segments.clear(), FormatError, "do not cover the data area"),
+    "last segment missing": (lambda m: m.segments.pop(), FormatError, "do not cover"),
+    "digest too short": (setting("segments.0.digest", [1, 2, 3]), FormatError, "digest has 3 bytes; expected 16"),
+    # arrays and segments
+    "two arrays share a segment": (setting("linears.0.weights.0.scale.segment", 0), FormatError, "share segment 0"),
+    "segment index beyond the list": (setting("arrays.0.array.segment", 4 * 10**9), FormatError, "lies in segment 4000000000"),
+    "blob takes a layer's segment": (setting("blobs.0.segment", 0), FormatError, "share segment 0"),
+    "segment of nothing": (lambda m: m.blobs.clear(), FormatError, "1 segments belong to nothing"),
+    # shapes
+    "huge shape": (setting("arrays.0.array.shape", [2**63]), FormatError, "out of range"),
+    "shape whose product overflows": (setting("arrays.0.array.shape", [2**40] * 4), FormatError, "attention_norm"),
+    "rank of a thousand": (setting("arrays.0.array.shape", [1] * 1000), FormatError, "1000 dimensions .* at most 4"),
+    "wrong shape": (setting("arrays.0.array.shape", [31]), FormatError, "layers.0.attention_norm is f32 .31,."),
+    "huge rows": (setting("linears.0.weights.0.rows", 2**32 - 1), FormatError, "layers.0.qkv is 4294967295 x 32"),
+    "no columns": (setting("linears.0.weights.0.columns", 0), FormatError, "layers.0.qkv is 64 x 0"),
+    "transposed": (setting("linears.0.weights.0.q.shape", lambda s: s[::-1]), FormatError, "layers.0.qkv: q is u8"),
+    "q of another type": (setting("linears.0.weights.0.q.dtype", 4), FormatError, "q is i8"),
+    "unknown array type": (setting("arrays.0.array.dtype", 9), UnsupportedError, "array type 9"),
+    "weight without q": (setting("linears.0.weights.0.q", None), FormatError, "weight without data"),
+    "weight without scale": (setting("linears.0.weights.0.scale", None), FormatError, "'scale' do not agree"),
+    "weight without zero points": (setting("linears.0.weights.0.zero", None), FormatError, "'zero' do not agree"),
+    "scale of a float codec": (setting("linears.2.weights.0.scale", array()), FormatError, "'scale' do not agree"),
+    "array without data": (setting("arrays.0.array", None), FormatError, "attention_norm.* has no data"),
+    "bias of wrong shape": (setting("linears.0.bias", array(shape=[63])), FormatError, "bias is bf16 .63,."),
+    "bias of integers": (setting("linears.0.bias", array(dtype=5, shape=[64])), FormatError, "bias is i32"),
+    # codecs
+    "weight without codec": (setting("linears.0.weights.0.codec", None), FormatError, "layers.0.qkv|damaged"),
+    "unknown codec kind": (setting("linears.0.weights.0.codec.kind", 77), UnsupportedError, "codec kind 77"),
+    "nine bits": (setting("linears.0.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
+    "bits of a float codec": (setting("linears.2.weights.0.codec.bits", 9), FormatError, "layers.0.gate_up"),
+    "group size 48": (setting("linears.0.weights.0.codec.groupSize", 48), UnsupportedError, "group size 48 is not supported"),
+    "group size too large": (setting("linears.0.weights.0.codec.groupSize", 64), UnsupportedError, "does not divide 32"),
+    "zero kind offset": (setting("linears.0.weights.0.codec.zero", 2), UnsupportedError, "zero kind 2"),
+    # parts this version cannot run, by name
+    "part input_scale": (setting("linears.0.inputScale", array()), UnsupportedError, "part 'input_scale'"),
+    "part input_order": (setting("linears.0.inputOrder", array(dtype=5)), UnsupportedError, "part 'input_order'"),
+    "part transform": (setting("linears.0.transform", fb.TransformT()), UnsupportedError, "part 'transform'"),
+    "part activation": (setting("linears.0.activation", fb.ActivationT()), UnsupportedError, "part 'activation'"),
+    "part low_rank b": (setting("linears.0.lowRankB", array()), UnsupportedError, "part 'low_rank'"),
+    "part low_rank a": (setting("linears.0.lowRankA", array()), UnsupportedError, "part 'low_rank'"),
+    "part split_row": (setting("linears.0.splitRow", fb.SplitRowT()), UnsupportedError, "part 'split_row'"),
+    "part master": (setting("linears.0.master", fb.WeightT()), UnsupportedError, "part 'master'"),
+    "two weight blocks": (lambda m: m.linears[0].weights.append(m.linears[0].weights[0]), UnsupportedError, "2 weight blocks"),
+    "no weight block": (lambda m: m.linears[0].weights.clear(), UnsupportedError, "0 weight blocks"),
+    "kernels": (setting("kernels", [fb.KernelsT(target="sm_87", segment=0)]), UnsupportedError, "embedded kernels"),
+    # names
+    "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),
+    "array twice": (duplicate("arrays"), FormatError, "array 'layers.0.attention_norm' twice"),
+    "blob twice": (duplicate("blobs"), FormatError, "blob 'tokenizer.json' twice"),
+    "layer missing": (lambda m: m.linears.pop(3), FormatError, "missing .'layers.0.down'"),
+    "layer unexpected": (setting("linears.3.name", "layers.9.down"), FormatError, "unexpected .'layers.9.down'"),
+    "array missing": (lambda m: m.arrays.pop(), FormatError, "missing .'norm'"),
+    "name of a megabyte": (setting("linears.0.name", "x" * MIB), FormatError, "layer name has 1048576 bytes"),
+    "unknown mode": (setting("defaultMode", "a2"), UnsupportedError, "default_mode 'a2'"),
+    # configuration
+    "absurd vocabulary": (config(vocab_size=2**60), FormatError, "vocab_size is 1152921504606846976; expected"),
+    "absurd layer count": (config(num_hidden_layers=10**9), FormatError, "num_hidden_layers"),
+    "a size that is a boolean": (config(hidden_size=True), FormatError, "hidden_size is True"),
+    "a size that is text": (config(hidden_size="32"), FormatError, "hidden_size is '32'"),
+    "a negative size": (config(head_dim=-16), FormatError, "head_dim is -16"),
+    "a name that is a list": (config(model_type=["llama"]), FormatError, "model_type"),
+    "other sizes than the layers'": (config(intermediate_size=64), FormatError, "gate_up is 96 x 32; .* says 128 x 32"),
+    "heads that do not divide": (config(num_attention_heads=3, num_key_value_heads=2), FormatError, "multiple of"),
+    "an unknown key": (config(experts=8), UnsupportedError, "unknown keys experts"),
+    "an unknown rope key": (config(rope={"beta": 1}), UnsupportedError, "unknown keys beta"),
+    "an unknown rope kind": (config(rope={"kind": "yarn"}), UnsupportedError, "rope kind 'yarn'"),
+    "an infinite theta": (config(rope={"theta": float("inf")}), FormatError, "theta is inf"),
+    "an unknown activation": (config(hidden_act="gelu"), UnsupportedError, "hidden_act 'gelu'"),
+    "windows for other layers": (config(sliding_windows=[4]), FormatError, "1 sliding windows for 2 layers"),
+    "an absurd window": (config(sliding_windows=[2**70, 0]), FormatError, "sliding_windows"),
+    "a million windows": (config(sliding_windows=[0] * 100_000), FormatError, "sliding_windows"),
+    "config that is not JSON": (setting("config", "{"), FormatError, "config is not JSON"),
+    "config that is a list": (setting("config", "[]"), FormatError, "not a JSON object"),
+    "config nested deeply": (setting("config", "[" * 100_000), FormatError, "config is not JSON"),
+    "config beyond its limit": (setting("config", " " * (MIB + 1)), FormatError, "config has 1048577 bytes"),
+    "provenance nested deeply": (setting("provenance", "[" * 100_000), FormatError, "provenance is nested too deeply"),
+    "generation that is a list": (setting("generation", "[]"), FormatError, "generation is not a JSON object"),
+    "provenance that is no JSON": (setting("provenance", "{'a': 1}"), FormatError, "provenance|damaged"),
+    "a number that JSON does not have": (setting("generation", '{"temperature": NaN}'), FormatError, "the number NaN"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_metadata_with_a_right_digest(forge: Forge, name: str) -> None:
+    change, kind, match = HOSTILE[name]
+    refused(forge(change), kind, match)
+
+
+def test_an_absurd_segment_count_is_refused_before_the_loop(sample: bytes, write: Write) -> None:
+    data, metadata = split(sample)
+    model = fb.Model.GetRootAs(metadata, 0)
+    vector = model._tab.Vector(model._tab.Offset(12)) - 4
+    assert int.from_bytes(metadata[vector : vector + 4], "little") == model.SegmentsLength()
+    for count in (2**18 + 1, 2**31, 2**32 - 1):
+        forged = bytearray(metadata)
+        forged[vector : vector + 4] = count.to_bytes(4, "little")
+        refused(write(seal(data, bytes(forged))), FormatError, f"claims {count} segments; at most")
+
+
+@pytest.mark.parametrize("metadata", [b"", b"EDGQ", bytes(8), b"\xff\xff\xff\xffEDGQ", b"\x08\0\0\0EDGQ" + b"\xff" * 64])
+def test_metadata_that_is_no_flatbuffer(write: Write, sample: bytes, metadata: bytes) -> None:
+    refused(write(seal(split(sample)[0], metadata)), FormatError, "metadata")
+
+
+def test_a_required_text_that_is_missing(write: Write, sample: bytes) -> None:
+    builder = flatbuffers.Builder(64)
+    fb.ModelStart(builder)
+    builder.Finish(fb.ModelEnd(builder), file_identifier=b"EDGQ")
+    refused(write(seal(split(sample)[0], bytes(builder.Output()))), FormatError, "metadata lacks default_mode")
+
+
+def test_two_thousand_mutations_never_end_in_anything_but_one_error(sample: bytes, write: Write) -> None:
+    """Bytes set, bits flipped, words replaced by extremes, runs copied, cut or put in; header and digest always right."""
+    data, metadata = split(sample)
+    rng, opened = random.Random(11), 0
+    extremes = [0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, len(metadata), len(metadata) - 4]
+    for _ in range(2000):
+        forged = bytearray(metadata)
+        for _ in range(rng.choice([1, 1, 1, 2, 4, 16])):
+            at = rng.randrange(len(forged) - 4)
+            match rng.randrange(5):
+                case 0:
+                    forged[at] ^= 1 << rng.randrange(8)
+                case 1:
+                    forged[at] = rng.randrange(256)
+                case 2:
+                    forged[at : at + 4] = rng.choice(extremes).to_bytes(4, "little")
+                case 3:
+                    start = rng.randrange(len(forged) - 4)
+                    forged[at : at + 4] = forged[start : start + 4]
+                case 4:
+                    forged[at:at] = rng.randbytes(rng.randrange(1, 9))
+        try:
+            ModelFile.open(write(seal(data, bytes(forged))))
+            opened += 1
+        except EdgeqError as error:
+            assert len(str(error)) < 4000
+    # Padding, digests of segments, provenance text: some changes are not visible in the structure.
+    assert 0 < opened < 1000

@@ -1,0 +1,135 @@
+"""Writing: resuming gives the same bytes, and only a finished, checked file gets its name."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_file import write_body
+
+from edgeq.container import ModelFile
+from edgeq.errors import FormatError, InputError, ResourceError
+from edgeq.writer import Writer, partial_path
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path: Path, sample: bytes) -> None:
+    writer = Writer(tmp_path / "a.edgeq")
+    file = writer.finish(write_body(writer))
+    assert (tmp_path / "a.edgeq").read_bytes() == sample and file.size == len(sample)
+    assert not partial_path(file.path).exists()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 20])
+@pytest.mark.parametrize("tail", [b"", b"half a segment that was never recorded" * 50])
+def test_a_killed_run_goes_on_behind_the_last_recorded_segment(tmp_path: Path, sample: bytes, kept: int, tail: bytes) -> None:
+    path = tmp_path / "a.edgeq"
+    first = Writer(path)
+    write_body(first)
+    recorded = first.sync()[:kept]
+    first.close()
+    with open(partial_path(path), "ab") as file:
+        file.write(tail)
+    again = Writer(path, recorded)
+    assert again.segments == recorded
+    full = Writer(tmp_path / "b.edgeq")
+    metadata = write_body(full)
+    for s in full.segments[kept:]:
+        again.append([sample[s.offset : s.offset + s.length]])
+    again.finish(metadata)
+    assert path.read_bytes() == sample
+
+
+def test_nothing_has_the_final_name_before_the_end(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a.edgeq")
+    metadata = write_body(writer)
+    writer.sync()
+    assert not (tmp_path / "a.edgeq").exists() and partial_path(tmp_path / "a.edgeq").exists()
+    writer.finish(metadata)
+    assert (tmp_path / "a.edgeq").exists()
+
+
+def test_an_existing_file_stays_as_it_is_until_the_new_one_is_finished(tmp_path: Path, sample: bytes) -> None:
+    path = tmp_path / "a.edgeq"
+    path.write_bytes(sample)
+    before = ModelFile.open(path)
+    writer = Writer(path)
+    metadata = write_body(writer)
+    assert path.read_bytes() == sample
+    writer.finish(metadata)
+    list(before.verify())  # a map opened before the replacement still holds the old bytes
+
+
+def test_a_file_that_does_not_fit_its_metadata_is_not_given_the_name(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a.edgeq")
+    metadata = write_body(writer)
+    writer.append([b"a segment that nothing owns"])
+    with pytest.raises(FormatError, match="belong to nothing"):
+        writer.finish(metadata)
+    assert not (tmp_path / "a.edgeq").exists()
+
+
+def test_streamed_parts_must_fill_the_shape(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a.edgeq")
+    halves = [np.zeros(8, np.float32), np.ones(8, np.float32)]
+    assert writer.stream(halves, "f32", (4, 4)).nbytes == 64
+    with pytest.raises(ValueError, match="64 bytes written for f32"):
+        writer.stream(halves, "f32", (4, 5))
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path / "a.edgeq")
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer, "_file", Full())
+    with pytest.raises(ResourceError, match="a.edgeq: the disk is full after .* bytes; free some space and run the same"):
+        writer.append([b"x"])
+    assert not (tmp_path / "a.edgeq").exists()
+
+
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from sample_file import write_body
+from edgeq.errors import ResourceError
+from edgeq.writer import Writer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+try:
+    writer = Writer(Path(sys.argv[2]))
+    writer.finish(write_body(writer))
+except ResourceError as error:
+    print(error)
+else:
+    print("finished")
+"""
+
+
+def sizes(length: int) -> Iterator[int]:
+    yield from (16384, 20000, length - 4000, length - 1)
+
+
+def test_a_limit_met_anywhere_in_the_file_leaves_nothing_under_the_name(tmp_path: Path, sample: bytes) -> None:
+    """A real limit of the system, met in the first segment, in the middle, and in the metadata."""
+    path = tmp_path / "a.edgeq"
+    for limit in sizes(len(sample)):
+        command = [sys.executable, "-c", LIMITED, str(Path(__file__).parent), str(path), str(limit)]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "the disk is full" in result.stdout, result.stdout
+        assert not path.exists()
+    command = [sys.executable, "-c", LIMITED, str(Path(__file__).parent), str(path), str(len(sample))]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "finished\n"
+    assert path.read_bytes() == sample
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot write it: No such file or directory"):
+        Writer(tmp_path / "none" / "a.edgeq")
