@@ -1,0 +1,58 @@
+# Two commands: `make demo` and `make test`.  Both set up .venv first; a second run starts at once.
+#
+# On Linux the package index's torch brings CUDA along.  Without a GPU this is much smaller:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+PY ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EDGEQ := $(BIN)/edgeq
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCE := models/tiny-llama
+DEMO := build/demo/tiny-llama.edgeq
+
+.PHONY: demo test lint schema clean
+
+demo: $(DEMO)
+	@echo; echo "== what is in the file"
+	$(EDGEQ) inspect $(DEMO) --verify
+	@echo; echo "== generate"
+	$(EDGEQ) run $(DEMO) -p "def read_file(path):" -n 96 --temp 0.7 --top-p 0.9 --seed 3
+	@echo; echo "== before and after, on Python modules that the model was not trained with"
+	$(EDGEQ) compare $(DEMO) --against $(SOURCE) --text code --limit 16384
+	@echo; echo "== speed"
+	$(EDGEQ) bench $(DEMO) -p 128 -n 64 -d 0,512 -r 3
+
+$(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert
+	@mkdir -p $(dir $(DEMO))
+	@echo "== convert: AWQ, 4 bits, a scale per 128 weights"
+	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --method awq --bits 4 --group-size 128
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-test
+	$(BIN)/python -m pytest tests/test_project.py tests/test_layering.py
+
+schema: $(VENV)/installed-test
+	cd edgeq && ../$(BIN)/flatc --python --gen-object-api --gen-onefile --python-typing model.fbs
+
+clean:
+	rm -rf build .venv .mypy_cache .pytest_cache .ruff_cache *.egg-info
+
+$(BIN)/python:
+	$(PY) -m venv $(VENV)
+
+$(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing edgeq[$*] into $(VENV)"
+	$(INSTALL) --editable ".[$*]"
+	@touch $@
+
+# Arm without a board: an aarch64 Python and qemu under build/arm64, from Debian and the package index; no root needed.
+.PHONY: setup-arm64 test-arm64
+
+setup-arm64: $(BIN)/python
+	PYTHON=$(BIN)/python tests/arm/setup.sh
+
+test-arm64: $(VENV)/installed-test
+	$(BIN)/python -m pytest tests/arm -v

@@ -1,0 +1,231 @@
+"""The command line: options only.  A command imports what it runs inside its function, so that `edgeq --help` is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from edgeq import __version__
+from edgeq.errors import EdgeqError, InputError
+
+F = TypeVar("F", bound=Callable[..., Any])
+LONGEST_MESSAGE = 1000
+
+
+class Failure(click.ClickException):
+    """One line on stderr, exit code 1."""
+
+    def show(self, file: Any = None) -> None:
+        # Names in a message can come from a stranger's file: no line breaks, no terminal escapes, not a megabyte of them.
+        line = "".join(c if c.isprintable() else " " for c in " ".join(self.message.split()))
+        line = line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + " ..."
+        click.echo(f"error: {line}", err=True)
+
+
+class Commands(click.Group):
+    """Turns every error meant for the user into one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EdgeqError as error:
+            raise Failure(str(error)) from None
+        except MemoryError:
+            raise Failure("out of memory; close other programs, or choose a shorter context or fewer bits") from None
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            raise click.exceptions.Exit(130) from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which a newcomer needs them."""
+        return list(self.commands)
+
+
+class Threads(click.ParamType):  # type: ignore[type-arg]
+    """`auto` (0: the target chooses) or a number of threads."""
+
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value == "auto":
+            return 0
+        if str(value).isdecimal() and 1 <= int(value) <= 1024:
+            return int(value)
+        raise InputError(f"threads {value!r}: expected auto or a number from 1 to 1024")
+
+
+class GroupSize(click.ParamType):  # type: ignore[type-arg]
+    """A number of channels, or `row` (0: one group per row)."""
+
+    name = "N|row"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value == "row":
+            return 0
+        if str(value).isdecimal() and int(value):
+            return int(value)
+        raise InputError(f"group size {value!r}: expected 16, 32, 64, 128 or row")
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """A comma-separated list of numbers of at least `least`."""
+
+    name = "N,N"
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        parts = str(value).split(",")
+        if all(part.isdecimal() and self.least <= int(part) <= 1 << 24 for part in parts):
+            return tuple(int(part) for part in parts)
+        name = param.opts[-1] if param else "list"
+        raise InputError(f"{name} {value!r}: expected numbers from {self.least}, such as 128,512")
+
+
+def decorated(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order given."""
+
+    def apply(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return apply
+
+
+MODEL = click.argument("model", metavar="FILE", type=click.Path(path_type=Path))
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+TARGET_OPTIONS = decorated(
+    click.option("--target", metavar="reference|cpu", help="Where to run; by default the best that this machine has."),
+    click.option("--isa", metavar="NAME", help="Instruction set of the CPU target, such as avx2 or portable."),
+    click.option("--mode", metavar="a16|a8", help="16-bit or 8-bit activations; by default what the file says."),
+)
+THREADS = click.option("-t", "--threads", type=Threads(), default="auto", show_default=True)
+GENERATION_OPTIONS = decorated(
+    click.option("-n", "--tokens", type=int, default=256, show_default=True, help="Most tokens to generate."),
+    click.option("--temp", type=float, help="Temperature; 0: always the most probable token."),
+    click.option("--top-k", type=int, help="Keep the K most probable tokens; 0: all."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens with this mass."),
+    click.option("--min-p", type=float, help="Keep tokens at least this share as probable as the best."),
+    click.option("--repeat-penalty", type=float, help="Penalty of tokens already seen; 1: none."),
+    click.option("--seed", type=int, help="Same seed, same text.  [default: 0]"),
+    click.option("--stop", multiple=True, help="Stop before this text; may be given again."),
+    click.option("-c", "--context", type=int, help="Positions of the cache; by default what fits, at most 4096."),
+    THREADS,
+    TARGET_OPTIONS,
+)
+
+
+@click.group("edgeq", cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="edgeq")
+def main() -> None:
+    """Quantize a language model into one packed low-bit file and run it on the device in front of you."""
+
+
+@main.command()
+@click.argument("source", metavar="SRC")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@click.option("--method", metavar="none|rtn|awq", default="rtn", show_default=True, help="How weights are quantized.")
+@click.option("--bits", type=int, default=4, show_default=True, help="Bits per weight, 2 to 8.")
+@click.option("--group-size", type=GroupSize(), default="128", show_default=True, help="Channels per scale: 16, 32, 64, 128.")
+@click.option("--sym/--asym", "symmetric", default=False, show_default=True, help="Without or with zero points.")
+@click.option("--head", type=int, help="Bits of the output head: 4, 6, 8 or 16.  [default: 8]")
+@click.option("--dtype", metavar="f32|f16|bf16", help="Type of the weights with --method none; by default as stored.")
+@click.option("--for", "device", metavar="DEVICE", help="Say whether it fits this device; `edgeq devices` lists them.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Text for --method awq; by default Python's own library.")
+@click.option("--restart", is_flag=True, help="Start over instead of going on with an interrupted conversion.")
+@click.option("--token", help="Access token of the Hugging Face hub.")
+@click.option("--revision", help="Branch, tag or commit on the hub.")
+@click.option("--offline", is_flag=True, help="Use only what was downloaded before.")
+def convert(source: str, output: Path, **options: Any) -> None:
+    """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
+
+    Run again after an interruption, it goes on where it was.
+    """
+    from edgeq.tools.convert import convert as command
+
+    command(source, output, options)
+
+
+@main.command()
+@MODEL
+@click.option("-p", "--prompt", help="The text to continue.")
+@click.option("-f", "--file", type=click.Path(path_type=Path), help="A file with the text to continue.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the model's chat template.")
+@click.option("--system", help="System message, with --chat.")
+@click.option("--chat-template", type=click.Path(path_type=Path), help="A jinja file to use, with --chat.")
+@GENERATION_OPTIONS
+@JSON
+def run(**options: Any) -> None:
+    """Continue a prompt, from -p, -f or standard input; ends with the speed on standard error."""
+    from edgeq.tools.run import run as command
+
+    command(**options)
+
+
+@main.command()
+@MODEL
+@click.option("--system", help="System message.")
+@click.option("--chat-template", type=click.Path(path_type=Path), help="A jinja file to use instead of the model's own.")
+@GENERATION_OPTIONS
+def chat(**options: Any) -> None:
+    """Talk with a model; what was said stays in its cache.  /help lists the commands."""
+    from edgeq.tools.chat import chat as command
+
+    command(**options)
+
+
+@main.command()
+@MODEL
+@click.option("-p", "--prompt", "prompts", type=Numbers(0), default="512", show_default=True, help="Tokens prefilled; 0: skip.")
+@click.option("-n", "--tokens", type=Numbers(0), default="128", show_default=True, help="Tokens decoded; 0: skip.")
+@click.option("-d", "--depth", "depths", type=Numbers(0), default="0", show_default=True, help="Tokens in the cache before.")
+@click.option("-t", "--threads", metavar="N,N", default="auto", show_default=True, help="Numbers of threads.")
+@click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
+@TARGET_OPTIONS
+def bench(threads: str, **options: Any) -> None:
+    """Measure prefill (pp512) and decode (tg128, tg128 @ d512); every number may be a list."""
+    from edgeq.tools.bench import bench as command
+
+    command(threads=tuple(Threads().convert(part, None, None) for part in threads.split(",")), **options)
+
+
+@main.command()
+@MODEL
+@click.option("--verify", is_flag=True, help="Check the digest of every byte.")
+@JSON
+def inspect(**options: Any) -> None:
+    """Show what is in a file: layers, codecs, effective bits per weight, sizes, where it came from."""
+    from edgeq.tools.inspect import inspect as command
+
+    command(**options)
+
+
+@main.command()
+@click.argument("models", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--against", metavar="SRC", required=True, help="Hugging Face folder, hub id or .edgeq file to compare with.")
+@click.option("--text", default="code", show_default=True, help="A text file, or code or docs: held-out text of Python itself.")
+@click.option("--window", type=click.IntRange(2), help="Tokens per window.  [default: 512 or the model's limit]")
+@click.option("--limit", type=click.IntRange(2), default=32768, show_default=True, help="Most tokens of the text to use.")
+@THREADS
+@TARGET_OPTIONS
+@JSON
+def compare(**options: Any) -> None:
+    """Measure what a file lost: perplexity of both, KL divergence, top-1 agreement, with intervals."""
+    from edgeq.tools.compare import compare as command
+
+    command(**options)
+
+
+@main.command()
+@JSON
+def devices(as_json: bool) -> None:
+    """Show what this machine has, what will be used and why, and the devices that --for knows."""
+    from edgeq.tools.devices import devices as command
+
+    command(as_json)

@@ -1,0 +1,70 @@
+"""Devices by name, as data: what `convert --for` checks a file against.
+
+Peak memory bandwidths are the makers'; `read_bandwidth` is what a processor was measured to read, where someone published it.
+Decode reads every weight once per token, so bandwidth over bytes per token bounds its speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgeq.errors import InputError
+
+GB = 10**9
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """`isa`: instruction set or CUDA architecture; `memory` in bytes; bandwidths in bytes per second (0: not published)."""
+
+    name: str
+    isa: str
+    cores: int
+    memory: int
+    bandwidth: float
+    read_bandwidth: float = 0.0
+
+    @property
+    def usable_bandwidth(self) -> float:
+        return self.read_bandwidth or self.bandwidth
+
+    @property
+    def usable_memory(self) -> int:
+        """Memory less an eighth, and at least half a GiB, for the system."""
+        return self.memory - max(self.memory // 8, GIB // 2)
+
+    def ceiling(self, bytes_per_token: int) -> float:
+        """Tokens per second that bandwidth allows."""
+        return self.usable_bandwidth / bytes_per_token
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        # LPDDR4-3200 on 32 bits; STREAM 4.8 to 5.6 GB/s.  Armv8.0: no dot product.
+        Device("raspberry-pi-4", "neon", 4, 8 * GIB, 12.8 * GB, 5.2 * GB),
+        # LPDDR4X-4267 on 32 bits; 13.8 GB/s measured, llama.cpp discussion 30069.
+        Device("raspberry-pi-5", "neon-dotprod", 4, 8 * GIB, 17.1 * GB, 13.8 * GB),
+        # 25 W mode; 68.3 GB/s in the 15 W mode of the first boards.
+        Device("jetson-orin-nano-8gb", "sm_87", 6, 8 * GIB, 102.4 * GB),
+        Device("jetson-orin-nx-16gb", "sm_87", 8, 16 * GIB, 102.4 * GB),
+        Device("jetson-agx-orin-64gb", "sm_87", 12, 64 * GIB, 204.8 * GB),
+        # Two channels of DDR4-3200.
+        Device("x86-avx2", "avx2", 8, 16 * GIB, 51.2 * GB),
+        # Two channels of DDR5-5600.
+        Device("x86-avx512-vnni", "avx512-vnni", 8, 32 * GIB, 89.6 * GB),
+        Device("rtx-4060-laptop", "sm_89", 24, 8 * GIB, 256 * GB),
+        Device("rtx-4070-laptop", "sm_89", 36, 8 * GIB, 256 * GB),
+        Device("rtx-4070-ti", "sm_89", 60, 12 * GIB, 504 * GB),
+        Device("rtx-4090", "sm_89", 128, 24 * GIB, 1008 * GB),
+        Device("h200", "sm_90", 132, 141 * GB, 4800 * GB),
+    )
+}
+
+
+def device(name: str) -> Device:
+    """InputError: no such device; the message lists them."""
+    if name not in DEVICES:
+        raise InputError(f"device {name!r} is not known; choose one of {', '.join(DEVICES)}")
+    return DEVICES[name]

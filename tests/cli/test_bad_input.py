@@ -1,0 +1,295 @@
+"""Everything that can be wrong, as the user meets it: one line, what to do, exit code 1, no traceback, no half-written file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+Run = Callable[..., Result]
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+REFERENCE = ("--target", "reference")
+
+
+def refused(result: Result | subprocess.CompletedProcess[str], *words: str) -> None:
+    """One line on standard error that holds all of `words`; nothing on standard output."""
+    code = result.exit_code if isinstance(result, Result) else result.returncode
+    assert code == 1, (code, result.stderr)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    assert not result.stdout
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+@pytest.fixture
+def copy(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(tiny_llama, folder)
+    return folder
+
+
+@pytest.fixture
+def convert(edgeq: Run, tmp_path: Path) -> Callable[..., Result]:
+    """Convert into a name that must not exist afterwards."""
+
+    def run(source: object, *options: object) -> Result:
+        out = tmp_path / "out.edgeq"
+        result = edgeq("convert", source, "-o", out, *options)
+        assert not out.exists()
+        return result
+
+    return run
+
+
+Convert = Callable[..., Result]
+
+
+def change(folder: Path, file: str, **values: object) -> None:
+    path = folder / file
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, **values}))
+
+
+def test_the_shell_sees_one_line_and_a_failing_exit_code(shell: Shell, tmp_path: Path) -> None:
+    refused(shell("run", tmp_path / "none.edgeq", "-p", "x"), "none.edgeq: no such file")
+    refused(shell("convert", tmp_path / "none", "-o", tmp_path / "out.edgeq", "--offline"), "none")
+
+
+def test_a_usage_error_is_no_traceback(edgeq: Run) -> None:
+    for arguments in (["nonsense"], ["run"], ["convert", "x"], ["bench", "x", "-r", "0"], ["run", "x", "-n", "many"]):
+        result = edgeq(*arguments)
+        assert result.exit_code == 2 and "Traceback" not in result.stderr and not result.stdout
+
+
+# What the source can have wrong.
+
+
+def test_a_folder_without_config(convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(convert(tmp_path / "empty"), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, ["MambaForCausalLM", "Llama"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}, ["yarn"]),
+        ({"vocab_size": 4096}, ["embed_tokens", "4096"]),
+    ],
+    ids=["architecture", "activation", "rope", "vocabulary"],
+)
+def test_a_configuration_that_is_not_supported_is_named(
+    convert: Convert, copy: Path, values: dict[str, object], words: list[str]
+) -> None:
+    change(copy, "config.json", **values)
+    refused(convert(copy), *words)
+
+
+def test_a_checkpoint_without_tokenizer_names_its_class(convert: Convert, copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    change(copy, "tokenizer_config.json", tokenizer_class="MysteryTokenizer")
+    refused(convert(copy), "tokenizer.json", "MysteryTokenizer")
+
+
+def test_a_missing_shard(convert: Convert, copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00002.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(convert(copy), "model-00002-of-00002.safetensors")
+
+
+def test_no_weights_at_all_and_pickled_weights(convert: Convert, copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    refused(convert(copy), "safetensors")
+    (copy / "pytorch_model.bin").write_bytes(b"x")
+    refused(convert(copy), ".bin")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 5000, 1_000_000, 10_498_463])
+def test_a_truncated_shard(convert: Convert, copy: Path, kept: int) -> None:
+    shard = copy / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:kept])
+    refused(convert(copy), "model.safetensors")
+
+
+def test_a_nan_in_a_weight_names_the_tensor(convert: Convert, copy: Path) -> None:
+    shard = copy / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    name = "model.layers.4.mlp.up_proj.weight"
+    start = 8 + length + json.loads(data[8 : 8 + length])[name]["data_offsets"][0]
+    data[start + 2000 : start + 2002] = np.array([0x7FC0], np.uint16).tobytes()
+    shard.write_bytes(data)
+    refused(convert(copy), name)
+
+
+# What the options can have wrong.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--bits", 1], ["1 bits", "2 to 8"]),
+        (["--bits", 9], ["9 bits", "2 to 8"]),
+        (["--group-size", 48], ["group size 48", "16, 32, 64, 128"]),
+        (["--group-size", "many"], ["'many'", "row"]),
+        (["--method", "magic"], ["'magic'", "none, rtn, awq"]),
+        (["--head", 5], ["5 bits", "4, 6, 8, 16"]),
+        (["--method", "none", "--dtype", "f8"], ["'f8'", "bf16"]),
+        (["--for", "toaster"], ["'toaster'", "raspberry-pi-5"]),
+        (["--method", "awq", "--calibration", "/nonexistent/text"], ["/nonexistent/text"]),
+        (["--calibration", "/nonexistent/text"], ["awq"]),
+    ],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None,
+)
+def test_options_out_of_range(convert: Convert, tiny_llama: Path, options: list[object], words: list[str]) -> None:
+    refused(convert(tiny_llama, *options), *words)
+
+
+def test_a_group_size_that_does_not_divide(convert: Convert, checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama_gqa", hidden_size=96, intermediate_size=80, num_attention_heads=4, num_key_value_heads=2)
+    refused(convert(folder, "--group-size", 128), "128 does not divide 96", "choose 16, 32, row")
+
+
+def test_a_folder_that_does_not_exist_for_the_output(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    refused(edgeq("convert", tiny_llama, "-o", tmp_path / "none" / "out.edgeq"), "no such folder")
+
+
+FULL_DISK = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+from edgeq.cli import main
+main()
+"""
+
+
+def test_a_full_disk_leaves_nothing_under_the_name_and_the_next_run_goes_on(
+    edgeq: Run, tiny_llama: Path, tmp_path: Path, demo: Path
+) -> None:
+    out = tmp_path / "out.edgeq"
+    command = [sys.executable, "-c", FULL_DISK, "convert", str(tiny_llama), "-o", str(out)]
+    refused(subprocess.run(command, capture_output=True, text=True, timeout=120), "disk is full", "run the same command again")
+    assert not out.exists()
+    assert edgeq("convert", tiny_llama, "-o", out).exit_code == 0
+    assert out.read_bytes() == demo.read_bytes()
+
+
+def test_an_interrupted_conversion_with_other_options_is_not_mixed_up(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.edgeq"
+    command = [sys.executable, "-c", FULL_DISK, "convert", str(tiny_llama), "-o", str(out)]
+    subprocess.run(command, capture_output=True, timeout=120)
+    refused(edgeq("convert", tiny_llama, "-o", out, "--bits", 5), "bits", "--restart")
+    assert edgeq("convert", tiny_llama, "-o", out, "--bits", 5, "--restart").exit_code == 0
+
+
+# What a file can have wrong.
+
+
+def test_a_file_that_is_something_else(edgeq: Run, tiny_llama: Path) -> None:
+    for command in (["inspect"], ["run", "-p", "x"], ["bench"], ["chat"]):
+        refused(edgeq(command[0], tiny_llama / "config.json", *command[1:]), "not an .edgeq file; make one with: edgeq convert")
+
+
+def test_a_truncated_file(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "short.edgeq"
+    path.write_bytes(demo.read_bytes()[:100_000])
+    refused(edgeq("run", path, "-p", "x"), "short.edgeq", "100000 bytes", "copy it again")
+
+
+def test_flipped_bits(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    path, data = tmp_path / "flipped.edgeq", demo.read_bytes()
+    for at, words in ((20, "header"), (len(data) - 900, "metadata does not fit its digest")):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        refused(edgeq("inspect", path), words)
+    path.write_bytes(data[:1_000_000] + bytes([data[1_000_000] ^ 4]) + data[1_000_001:])
+    assert edgeq("inspect", path).exit_code == 0
+    refused(edgeq("inspect", path, "--verify"), "layers.", "is damaged", "copy or convert the file again")
+
+
+def test_a_newer_version(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    path, data = tmp_path / "new.edgeq", demo.read_bytes()
+    path.write_bytes(data[:8] + struct.pack("<I", 7) + data[12:])
+    refused(edgeq("run", path, "-p", "x"), "format version 7", "upgrade edgeq")
+
+
+def test_a_name_from_a_file_cannot_control_the_terminal(edgeq: Run, tmp_path: Path) -> None:
+    result = edgeq("inspect", tmp_path / "a\x1b[2Jb\nc.edgeq")
+    refused(result, "no such file")
+    assert "\x1b" not in result.stderr
+
+
+# What a run can have wrong.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-p", "x " * 400, "-c", 64], ["prompt has", "context 64", "-c"]),
+        (["-p", "x", "-c", 0], ["context 0"]),
+        (["-p", "x", "-c", 4096], ["context 4096", "1024"]),
+        (["-p", ""], ["prompt is empty"]),
+        (["-p", "x", "-f", "y"], ["both -p and -f"]),
+        (["-f", "/nonexistent/prompt"], ["/nonexistent/prompt"]),
+        (["-p", "x", "-n", 0], ["max_tokens is 0"]),
+        (["-p", "x", "--temp", -1], ["temperature is -1"]),
+        (["-p", "x", "--top-p", 2], ["top_p is 2"]),
+        (["-p", "x", "--seed", -5], ["seed is -5"]),
+        (["-p", "x", "--stop", ""], ["stop"]),
+        (["-p", "x", "--target", "abacus"], ["'abacus'", "cpu, reference"]),
+        (["-p", "x", "--mode", "a3"], ["'a3'", "a16, a8"]),
+        (["-p", "x", "--target", "cpu", "--isa", "mmx"], ["'mmx'", "portable"]),
+        (["-p", "x", "-t", "0"], ["'0'", "auto"]),
+        (["-p", "x", "-t", "all"], ["'all'", "auto"]),
+        (["-p", "x", "--chat"], ["no chat template", "--chat-template"]),
+        (["-p", "x", "--system", "y"], ["--chat"]),
+    ],
+    ids=lambda x: " ".join(map(str, x))[:30] if isinstance(x, list) else None,
+)
+def test_options_of_run(edgeq: Run, demo: Path, options: list[object], words: list[str]) -> None:
+    target = () if "--target" in options else REFERENCE
+    refused(edgeq("run", demo, *options, *target), *words)
+
+
+def test_a_prompt_that_is_not_text(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompt"
+    path.write_bytes(b"\xff\xfe\x00")
+    refused(edgeq("run", demo, "-f", path, *REFERENCE), "not UTF-8")
+
+
+def test_a_context_that_does_not_fit_in_memory_says_the_largest_that_does(
+    edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgeq.runtime import memory
+
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 << 20)
+    refused(edgeq("run", demo, "-p", "x", "-c", 1024, *REFERENCE), "context", "MiB", "pass -c")
+
+
+def test_a_chat_without_template_says_what_to_pass(edgeq: Run, demo: Path) -> None:
+    refused(edgeq("chat", demo, *REFERENCE, input="hello\n"), "no chat template", "--chat-template FILE")
+
+
+def test_bench_without_anything_to_measure_and_beyond_the_context(edgeq: Run, demo: Path) -> None:
+    refused(edgeq("bench", demo, "-p", 0, "-n", 0), "nothing to measure")
+    refused(edgeq("bench", demo, "-p", 512, "-n", 0, "-d", 768, *REFERENCE), "1280", "1024")
+    refused(edgeq("bench", demo, "-p", "5;6"), "'5;6'")
+
+
+def test_compare_with_another_model_or_without_enough_text(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("short")
+    refused(edgeq("compare", demo, "--against", demo, "--text", text, *REFERENCE), "too few for two windows")
+    refused(edgeq("compare", demo, "--against", demo, "--text", tmp_path / "none", *REFERENCE), "none")
+    refused(edgeq("compare", demo, "--against", tmp_path / "nowhere", *REFERENCE), "nowhere")

@@ -1,0 +1,226 @@
+"""Every command end to end on the demo model."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from edgeq import targets
+
+Run = Callable[..., Result]
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+PROMPT = "def read_file(path):"
+TARGETS = [name for name in targets.TARGETS if targets.load(name).refusal() is None]
+REFERENCE = ("--target", "reference")
+
+
+def objects(result: Result) -> dict:  # type: ignore[type-arg]
+    """The JSON that is all of standard output."""
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def test_help_lists_the_commands_in_the_order_of_use(edgeq: Run) -> None:
+    text = edgeq("--help").stdout
+    places = [text.index(f"  {name} ") for name in ("convert", "run", "chat", "bench", "inspect", "compare", "devices")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("command", ["convert", "run", "chat", "bench", "inspect", "compare", "devices"])
+def test_every_command_has_help(edgeq: Run, command: str) -> None:
+    result = edgeq(command, "--help")
+    assert result.exit_code == 0 and f"Usage: edgeq {command}" in result.stdout
+
+
+def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.edgeq"
+    result = edgeq("convert", tiny_llama, "-o", out, "--bits", 3, "--group-size", 32, "--sym", "--for", "raspberry-pi-5")
+    assert result.exit_code == 0 and result.stdout == ""
+    size, device = result.stderr.strip().splitlines()
+    assert "bits per weight" in size and size.startswith(str(out))
+    assert device.startswith("raspberry-pi-5: 0.01 GB with a context of 1024 fits in")
+    facts = objects(edgeq("inspect", out, "--json"))
+    assert facts["provenance"]["options"]["device"] == "raspberry-pi-5"
+    assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {"i3 g32"}
+
+
+def test_convert_takes_a_group_per_row_and_a_head(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.edgeq"
+    assert edgeq("convert", tiny_llama, "-o", out, "--bits", 8, "--group-size", "row", "--head", 4).exit_code == 0
+    layers = {g["part"]: g["codec"] for g in objects(edgeq("inspect", out, "--json"))["layers"]}
+    assert layers["o"] == "i8 row zero" and layers["head"].startswith("i4")
+
+
+def test_convert_without_quantizing(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.edgeq"
+    assert edgeq("convert", tiny_llama, "-o", out, "--method", "none", "--dtype", "f16").exit_code == 0
+    assert {g["codec"] for g in objects(edgeq("inspect", out, "--json"))["layers"]} == {"f16"}
+
+
+def test_inspect_shows_parts_codecs_bits_and_provenance(edgeq: Run, demo: Path) -> None:
+    result = edgeq("inspect", demo, "--verify")
+    assert result.exit_code == 0
+    for fact in ("every byte verified", "i4 g128 zero", "gate_up", "4.188", "decoder 4.188, head 8.125", '"method": "rtn"'):
+        assert fact in result.stdout, fact
+
+
+def test_inspect_json_adds_up(edgeq: Run, demo: Path) -> None:
+    facts = objects(edgeq("inspect", demo, "--json"))
+    assert facts["bytes"] == demo.stat().st_size and facts["verified"] is False
+    layers = sum(g["bytes"] for g in facts["layers"])
+    sizes = facts["bytes_per_token"]
+    assert sizes["weights"] + sizes["head"] == layers + facts["arrays"]["bytes"]
+    assert facts["bits_per_weight"]["decoder"] == pytest.approx(4 + 24 / 128)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_run_streams_text_and_ends_with_the_speed(edgeq: Run, demo: Path, target: str) -> None:
+    result = edgeq("run", demo, "-p", PROMPT, "-n", 12, "--target", target)
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout) > 10 and "tok/s" not in result.stdout
+    for word in ("model    tiny-llama, i4 g128 zero", "runs on", "TTFT", "prefill", "decode", "GB/s", "% of the"):
+        assert word in result.stderr, word
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_run_json_is_only_json(edgeq: Run, demo: Path, target: str) -> None:
+    result = edgeq("run", demo, "-p", PROMPT, "-n", 8, "--json", "--target", target)
+    facts = objects(result)
+    assert result.stderr == ""
+    assert facts["finish_reason"] == "length" and len(facts["tokens"]) == 8 and facts["text"]
+    assert facts["measurement"]["prompt_tokens"] > 1 and facts["read_bandwidth"] > 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(edgeq: Run, demo: Path, target: str) -> None:
+    def text(seed: int) -> str:
+        options = ("--temp", 1.2, "--seed", seed, "-n", 24, "-t", 1, "--target", target)
+        return str(objects(edgeq("run", demo, "-p", PROMPT, "--json", *options))["text"])
+
+    assert text(5) == text(5) != text(6)
+
+
+def test_a_prompt_from_a_file_and_from_a_pipe_is_the_same_prompt(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT + "\n")
+    options = ("-n", 6, "--json", *REFERENCE)
+    texts = [
+        objects(edgeq("run", demo, "-p", PROMPT, *options))["text"],
+        objects(edgeq("run", demo, "-f", file, *options))["text"],
+        objects(edgeq("run", demo, *options, input=PROMPT + "\n"))["text"],
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_stop_ends_the_text_before_the_string(edgeq: Run, demo: Path) -> None:
+    whole = objects(edgeq("run", demo, "-p", PROMPT, "-n", 24, "--json", *REFERENCE))["text"]
+    word = next(w for w in whole.split() if len(w) > 3)
+    cut = objects(edgeq("run", demo, "-p", PROMPT, "-n", 24, "--json", "--stop", word, *REFERENCE))
+    assert cut["finish_reason"] == "stop" and cut["text"] == whole[: whole.index(word)]
+
+
+def test_bench_prints_rows_as_llama_bench_names_them(edgeq: Run, demo: Path) -> None:
+    options = ("-p", "8,0", "-n", "4", "-d", "0,16", "-t", "1", "-r", 2, "--target", TARGETS[0])
+    rows = objects(edgeq("bench", demo, *options, "-o", "json"))
+    assert [row["test"] for row in rows] == ["pp8", "pp8 @ d16", "tg4", "tg4 @ d16"]
+    for row in rows:
+        assert row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"]
+        assert len(row["samples_s"]) == 2 and row["ms_per_token"] <= row["ms_per_token_p95"]
+        assert len(row["step_s"]) == (8 if row["kind"] == "tg" else 0)
+    assert rows[3]["bytes_per_s"] > 0 and rows[0]["bytes_per_s"] is None
+
+
+def test_bench_tables_have_one_line_per_row(edgeq: Run, demo: Path) -> None:
+    options = ("-p", 0, "-n", "2,3", "-t", 1, "-r", 1, *REFERENCE)
+    lines = edgeq("bench", demo, *options).stdout.strip().splitlines()
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1 and "tg3" in lines[3]
+    table = list(csv.DictReader(io.StringIO(edgeq("bench", demo, *options, "-o", "csv").stdout)))
+    assert [row["test"] for row in table] == ["tg2", "tg3"]
+
+
+def test_compare_with_itself_finds_no_difference(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_text(Path(__file__).read_text(encoding="utf-8"))
+    options = ("--text", text, "--window", 64, "--limit", 256, "--json", *REFERENCE)
+    facts = objects(edgeq("compare", demo, "--against", demo, *options))
+    (file,) = facts["files"]
+    assert file["kl_mean"] == 0 and file["top1_agreement"] == 1 and file["perplexity"] == facts["source"]["perplexity"]
+    assert file["perplexity_ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert facts["windows"] == 4 and facts["predicted_tokens"] == 4 * 63
+
+
+def test_compare_orders_files_by_their_bits(edgeq: Run, demo: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    two = tmp_path / "two.edgeq"
+    assert edgeq("convert", tiny_llama, "-o", two, "--bits", 2, "--group-size", 32).exit_code == 0
+    facts = objects(edgeq("compare", demo, two, "--against", tiny_llama, "--window", 128, "--limit", 1024, "--json"))
+    four_bits, two_bits = facts["files"]
+    assert 0 < four_bits["kl_mean"] < two_bits["kl_mean"] and four_bits["top1_agreement"] > two_bits["top1_agreement"]
+    assert facts["source"]["perplexity"] < two_bits["perplexity"]
+    (pair,) = facts["pairs"]
+    assert pair["perplexity_ratio"]["low"] > 1
+    table = edgeq("compare", demo, "--against", tiny_llama, "--window", 128, "--limit", 512)
+    assert table.exit_code == 0 and "against source" in table.stdout and "4 windows of 128 tokens of code" in table.stdout
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return path
+
+
+def test_chat_answers_every_line_and_keeps_the_conversation(edgeq: Run, demo: Path, template: Path) -> None:
+    talk = "import os\n/help\n\nimport sys\n/nonsense\n/clear\n/exit\nnever read\n"
+    result = edgeq("chat", demo, "--chat-template", template, "-n", 4, *REFERENCE, input=talk)
+    assert result.exit_code == 0, result.stderr
+    assert "unknown command /nonsense" in result.stderr and result.stderr.count("/clear forgets") == 3
+    assert result.stdout.count("\n") >= 2
+
+
+def test_chat_says_which_turns_leave_a_full_context(edgeq: Run, demo: Path, template: Path) -> None:
+    talk = "".join(f"question {i} with some words in it to fill the context\n" for i in range(5))
+    options = ("--chat-template", template, "-n", 8, "-c", 96, "--system", "Be brief.", *REFERENCE)
+    result = edgeq("chat", demo, *options, input=talk)
+    assert result.exit_code == 0, result.stderr
+    assert "the context of 96 is full: the oldest turn leaves ('question 0" in result.stderr
+
+
+def test_chat_goes_on_after_a_message_that_is_too_long(edgeq: Run, demo: Path, template: Path) -> None:
+    talk = "word " * 200 + "\nshort\n"
+    result = edgeq("chat", demo, "--chat-template", template, "-n", 4, "-c", 64, *REFERENCE, input=talk)
+    assert result.exit_code == 0 and "shorten it or start with a larger -c" in result.stderr and result.stdout
+
+
+def test_devices_say_what_will_be_used(edgeq: Run) -> None:
+    facts = objects(edgeq("devices", "--json"))
+    assert facts["used"]["target"] == TARGETS[0] and facts["memory"]["total"] > 0
+    assert "raspberry-pi-5" in {profile["name"] for profile in facts["profiles"]}
+    text = edgeq("devices").stdout
+    assert f"will be used: {TARGETS[0]}" in text and "jetson-orin-nano-8gb" in text
+
+
+def test_an_interrupt_is_no_error_worth_a_traceback(edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("edgeq.tools.inspect.collect", interrupted)
+    result = edgeq("inspect", demo)
+    assert result.exit_code == 130 and result.stderr.strip() == ""
+
+
+def test_a_reader_that_goes_away_is_no_error_worth_a_traceback(demo: Path) -> None:
+    command = [sys.executable, "-c", "import edgeq.cli; edgeq.cli.main()", "inspect", str(demo), "--json"]
+    result = subprocess.run(["bash", "-c", f"{shlex.join(command)} | head -c 10"], capture_output=True, text=True)
+    assert len(result.stdout) == 10 and "Traceback" not in result.stderr and "error" not in result.stderr

@@ -1,0 +1,123 @@
+"""The folders, what each may import, and what gets installed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("edgeq", "targets", "runtime", "converters", "tools")
+MAY_IMPORT = {
+    "edgeq": {"edgeq"},
+    "targets": {"edgeq", "targets"},
+    "runtime": {"edgeq", "targets", "runtime"},
+    "converters": {"edgeq", "converters"},
+    "tools": {"edgeq", "targets", "runtime", "converters", "tools"},
+}
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if path.name != "model_generated.py"]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import in a file, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: relative import"
+            # `from edgeq import targets` names a folder just as `import edgeq.targets` does.
+            yield from ((node.lineno, f"{node.module}.{name.name}") for name in node.names)
+
+
+def folder_of(module: str) -> str | None:
+    """The top-level folder that a dotted name lies in; None: not ours."""
+    first, _, rest = module.partition(".")
+    if first != "edgeq":
+        return None
+    second = rest.partition(".")[0]
+    return second if second in FOLDERS else "edgeq"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path: Path) -> None:
+    folder = path.relative_to(ROOT).parts[0]
+    for line, module in imports(path):
+        assert module.partition(".")[0] not in FOLDERS[1:], f"{path}:{line}: import edgeq.{module}, not {module}"
+        if path == ROOT / "edgeq" / "cli.py":
+            continue
+        target = folder_of(module)
+        assert target is None or target in MAY_IMPORT[folder], f"{path}:{line}: {folder} must not import {target}"
+
+
+def test_only_converters_and_tools_know_torch() -> None:
+    heavy = {"torch", "transformers", "safetensors", "huggingface_hub"}
+    for path in SOURCES:
+        if path.relative_to(ROOT).parts[0] in ("edgeq", "targets", "runtime"):
+            assert not [m for _, m in imports(path) if m.partition(".")[0] in heavy], path
+
+
+def test_every_file_stays_readable() -> None:
+    long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text(encoding="utf-8").splitlines())) > 400}
+    assert not long
+
+
+def loaded(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize("module", ["edgeq.runtime", "edgeq.targets", "edgeq.container", "edgeq.cli"])
+def test_the_runtime_loads_neither_torch_nor_transformers(module: str) -> None:
+    assert not loaded(f"import {module}") & {"torch", "transformers", "safetensors", "tvm", "numba", "llvmlite"}
+
+
+def test_the_command_line_starts_without_numpy() -> None:
+    assert not loaded("import edgeq.cli") & {"numpy", "flatbuffers", "rich", "jinja2", "tokenizers"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS[1:])
+def test_a_folder_is_not_importable_by_its_bare_name(folder: str) -> None:
+    result = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
+    assert f"import edgeq.{folder}, not {folder}" in result.stderr
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def test_the_package_list_is_the_folders_with_an_init() -> None:
+    """A folder missing from the list still works in a checkout and is silently missing from the wheel."""
+    found = {path.parent.relative_to(ROOT).parts for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")}
+    names = {".".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in found}
+    setuptools = project()["tool"]["setuptools"]  # type: ignore[index]
+    assert set(setuptools["packages"]) == names
+    assert {p.parent.relative_to(ROOT).parts for p in SOURCES} == found, "a folder with Python files lacks __init__.py"
+
+
+def test_the_wheel_holds_every_module_and_nothing_outside_edgeq(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    # Built from a copy: setuptools leaves build/ and an egg-info beside what it builds.
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
+        (copy / name).symlink_to(ROOT / name)
+    subprocess.run(command, cwd=copy, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("edgeq-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"edgeq"}
+    ours = {path.relative_to(ROOT).parts for path in SOURCES}
+    ours |= {("edgeq", name) for name in ("model.fbs", "py.typed", "model_generated.py")}
+    expected = {"/".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in ours}
+    assert expected <= set(names), sorted(expected - set(names))

@@ -1,0 +1,216 @@
+"""`edgeq bench`: prefill (pp) and decode (tg) at any depth, as rows that name what was measured.
+
+pp512 is 512 tokens prefilled, tg128 is 128 tokens decoded one by one; `@ d512` is behind 512 tokens already in the cache, which
+are run before the clock starts.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import click
+import numpy as np
+
+from edgeq.errors import InputError
+from edgeq.runtime import Model
+from edgeq.targets import machine
+from edgeq.tools.report import codec_label, model_name, read_bandwidth, step_bytes
+from edgeq.tools.statistics import percentile
+from edgeq.tools.terminal import Report, progress
+
+SEED = 0
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Test:
+    """`count` tokens prefilled ("pp") or decoded ("tg") behind `depth` others."""
+
+    kind: Literal["pp", "tg"]
+    count: int
+    depth: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.count}" + (f" @ d{self.depth}" if self.depth else "")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    samples_s      seconds of each repetition
+    step_s         tg: seconds of every token of all repetitions
+    tokens_per_s   median, smallest and largest over the repetitions
+    ms_per_token   median and 95th percentile: over the tokens for tg, over the repetitions for pp
+    bytes_per_s    tg: weights, head and cache read, at the median speed; bandwidth_share: of what the machine was measured to
+                   read from memory, above 1 where the model fits a cache of the processor
+    peak_rss       bytes of memory of the process at its peak so far, the mapped file included
+    """
+
+    model: str
+    codec: str
+    file_bytes: int
+    identity: str
+    runs_on: str
+    mode: str
+    threads: int
+    test: str
+    kind: str
+    tokens: int
+    depth: int
+    tokens_per_s: float
+    tokens_per_s_min: float
+    tokens_per_s_max: float
+    ms_per_token: float
+    ms_per_token_p95: float
+    bytes_per_s: float | None
+    read_bandwidth: float | None
+    bandwidth_share: float | None
+    peak_rss: int | None
+    samples_s: list[float]
+    step_s: list[float]
+
+
+def bench(
+    *,
+    model: Path,
+    prompts: tuple[int, ...],
+    tokens: tuple[int, ...],
+    depths: tuple[int, ...],
+    threads: tuple[int, ...],
+    repetitions: int,
+    output: str,
+    **options: Any,
+) -> None:
+    """The cross product of all lists; the table alone goes to standard output.
+
+    InputError: nothing to measure, or more positions than the model takes.
+    """
+    tests = [Test("pp", n, d) for d in depths for n in prompts if n] + [Test("tg", n, d) for d in depths for n in tokens if n]
+    if not tests:
+        raise InputError("nothing to measure: give -p or -n a number above 0")
+    context = max(test.count + test.depth for test in tests)
+    rows: list[Row] = []
+    with progress() as report:
+        for i, count in enumerate(threads):
+            loaded = Model.load(model, threads=count, context=context, **options)
+            for j, test in enumerate(tests):
+                rows.append(measure(loaded, test, repetitions, _part(report, i * len(tests) + j, len(threads) * len(tests))))
+    write = {"md": markdown, "json": as_json, "csv": as_csv}[output]
+    click.echo(write(rows))
+
+
+def _part(report: Report, index: int, total: int) -> Callable[[float, str], None]:
+    """Progress of one test as a part of all of them."""
+    return lambda share, name: report(index + share, total, name)
+
+
+def measure(model: Model, test: Test, repetitions: int, report: Callable[[float, str], None]) -> Row:
+    """A warm-up, then `repetitions` timed runs."""
+    samples: list[float] = []
+    steps: list[float] = []
+    for i in range(repetitions + 1):
+        report(i / (repetitions + 1), test.name)
+        warm_up = i == 0
+        times = list(run(model, test, min(test.count, WARM_UP_TOKENS) if warm_up and test.kind == "tg" else test.count))
+        if not warm_up:
+            samples.append(sum(times))
+            steps += times if test.kind == "tg" else []
+    return row(model, test, samples, steps)
+
+
+def run(model: Model, test: Test, count: int) -> Iterator[float]:
+    """Seconds of each timed run: the whole prompt, or every token."""
+    random = np.random.default_rng(SEED).integers(0, model.config.vocab_size, test.depth + count).tolist()
+    session = model.session()
+    if test.depth:
+        session.prefill(random[: test.depth])
+    for part in [random[test.depth :]] if test.kind == "pp" else [[token] for token in random[test.depth :]]:
+        started = perf_counter()
+        session.prefill(part)
+        yield perf_counter() - started
+
+
+def row(model: Model, test: Test, samples: list[float], steps: list[float]) -> Row:
+    """What the timings say."""
+    metadata = model.file.metadata
+    each = steps if test.kind == "tg" else [sample / test.count for sample in samples]
+    rates = [test.count / sample for sample in samples]
+    rate = statistics.median(rates)
+    bandwidth = read_bandwidth(model) if test.kind == "tg" else None
+    # The cache grows by one position a token: its middle length stands for all.
+    read = step_bytes(metadata, test.depth + (test.count + 1) // 2) * rate if test.kind == "tg" else None
+    return Row(
+        model=model_name(metadata),
+        codec=codec_label(metadata),
+        file_bytes=model.file.size,
+        identity=model.file.identity,
+        runs_on=model.description,
+        mode=model.program.options.mode,
+        threads=model.program.threads,
+        test=test.name,
+        kind=test.kind,
+        tokens=test.count,
+        depth=test.depth,
+        tokens_per_s=rate,
+        tokens_per_s_min=min(rates),
+        tokens_per_s_max=max(rates),
+        ms_per_token=1000 * percentile(each, 50),
+        ms_per_token_p95=1000 * percentile(each, 95),
+        bytes_per_s=read,
+        read_bandwidth=bandwidth,
+        bandwidth_share=read / bandwidth if read and bandwidth else None,
+        peak_rss=machine.process_memory().get("VmHWM"),
+        samples_s=samples,
+        step_s=steps,
+    )
+
+
+COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("model", lambda r: r.model),
+    ("codec", lambda r: r.codec),
+    ("size", lambda r: f"{r.file_bytes / 1e6:,.1f} MB"),
+    ("runs on", lambda r: re.sub(r" \(.*?\)|;.*", "", r.runs_on)),
+    ("t", lambda r: str(r.threads)),
+    ("test", lambda r: r.test),
+    ("tok/s", lambda r: f"{r.tokens_per_s:,.2f}"),
+    ("min – max", lambda r: f"{r.tokens_per_s_min:,.1f} – {r.tokens_per_s_max:,.1f}"),
+    ("ms/token", lambda r: f"{r.ms_per_token:.2f}"),
+    ("p95", lambda r: f"{r.ms_per_token_p95:.2f}"),
+    ("GB/s", lambda r: f"{r.bytes_per_s / 1e9:.2f}" if r.bytes_per_s else ""),
+    ("% of read", lambda r: f"{100 * r.bandwidth_share:.0f} %" if r.bandwidth_share else ""),
+    ("peak RSS", lambda r: f"{r.peak_rss / 1e6:,.0f} MB" if r.peak_rss else ""),
+)
+
+
+def markdown(rows: list[Row]) -> str:
+    """A table, its numbers aligned."""
+    cells = [[name for name, _ in COLUMNS]] + [[show(row) for _, show in COLUMNS] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def as_json(rows: list[Row]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=1)
+
+
+def as_csv(rows: list[Row]) -> str:
+    """Every field but the raw samples."""
+    out = io.StringIO()
+    lines = [{key: value for key, value in asdict(row).items() if key not in ("samples_s", "step_s")} for row in rows]
+    writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue().removesuffix("\n")

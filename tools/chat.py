@@ -1,0 +1,135 @@
+"""`edgeq chat`: a conversation whose cache is kept between turns."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edgeq.errors import InputError, UnsupportedError
+from edgeq.runtime import Generation, Model, Sampling
+from edgeq.tools.report import describe
+from edgeq.tools.run import load, sampling_of
+from edgeq.tools.terminal import note, write
+
+HELP = "/clear forgets the conversation, /exit ends it, /help shows this; Ctrl-C stops an answer"
+Message = dict[str, str]
+
+
+def chat(
+    *,
+    model: Path,
+    system: str | None,
+    chat_template: Path | None,
+    tokens: int,
+    stop: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Lines from standard input are messages, answers go to standard output, everything else to standard error.
+
+    UnsupportedError: the model has no chat template and none is passed.
+    """
+    loaded = load(model, chat_template, options)
+    if loaded.template is None:
+        raise UnsupportedError(f"{model}: no chat template in the file; pass one with --chat-template FILE, or use edgeq run")
+    conversation = Conversation(loaded, system, sampling_of(loaded, options), tokens, stop)
+    note(f"{describe(loaded.file)}; {loaded.description}; context {loaded.context}")
+    note(HELP)
+    for line in lines():
+        if line == "/exit":
+            return
+        if line == "/help":
+            note(HELP)
+        elif line == "/clear":
+            conversation.clear()
+        elif line.startswith("/"):
+            note(f"unknown command {line.split()[0]}; {HELP}")
+        elif line:
+            answer(conversation, line)
+
+
+def lines() -> Iterator[str]:
+    """What the user types, stripped, until the end of the input."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin)
+        return
+    # Gives input() its line editing, where it exists.
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            note("")
+            return
+
+
+def answer(conversation: Conversation, question: str) -> None:
+    """Stream one answer; Ctrl-C ends it and keeps what was said."""
+    try:
+        generation = conversation.ask(question)
+    except InputError as error:
+        note(f"{error}")
+        return
+    said: list[str] = []
+    try:
+        for piece in generation:
+            said.append(piece)
+            write(piece)
+    except KeyboardInterrupt:
+        note(" (stopped)")
+    write("\n")
+    conversation.answered("".join(said))
+    if generation.finish_reason == "context":
+        note("the context is full: the answer ends here; the oldest turns leave before the next one")
+
+
+class Conversation:
+    """Messages and the session that holds their keys and values."""
+
+    def __init__(self, model: Model, system: str | None, sampling: Sampling, tokens: int, stop: tuple[str, ...]) -> None:
+        self._model = model
+        self._system = [{"role": "system", "content": system}] if system is not None else []
+        self._sampling = sampling
+        self._tokens = tokens
+        self._stop = stop
+        self.clear()
+
+    def clear(self) -> None:
+        self.turns: list[Message] = []
+        self._session = self._model.session()
+
+    def ask(self, question: str) -> Generation:
+        """Start the answer.  InputError: the question alone is too long for the context; the conversation stays as it was."""
+        turns = self._fitting([*self.turns, {"role": "user", "content": question}])
+        generation = self._model.chat(
+            [*self._system, *turns],
+            max_tokens=self._tokens,
+            sampling=self._sampling,
+            stop=self._stop,
+            session=self._session,
+        )
+        self.turns = turns
+        return generation
+
+    def answered(self, text: str) -> None:
+        self.turns.append({"role": "assistant", "content": text})
+
+    def _fitting(self, turns: list[Message]) -> list[Message]:
+        """`turns` without the oldest questions and answers, so that a quarter of the context is left for the answer."""
+        assert self._model.template is not None
+        room = self._model.context - min(self._tokens, self._model.context // 4)
+        while True:
+            length = len(self._model.template.encode([*self._system, *turns]))
+            if length <= room:
+                return turns
+            if len(turns) == 1:
+                raise InputError(
+                    f"the message has {length} tokens with what the template adds; {room} fit in the context of "
+                    f"{self._model.context}: shorten it or start with a larger -c"
+                )
+            left = " ".join(turns[0]["content"].split())
+            note(f"the context of {self._model.context} is full: the oldest turn leaves ({left[:60]!r})")
+            turns = turns[2:]

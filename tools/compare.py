@@ -1,0 +1,253 @@
+"""`edgeq compare`: what a file lost against its source, over windows of the same text.
+
+Each window starts empty; the first token of a window is only context.  Of the source one window of log-probabilities is held at
+a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+import numpy as np
+
+from edgeq.errors import InputError
+from edgeq.linear import Mode
+from edgeq.runtime import Model
+from edgeq.tools import corpus
+from edgeq.tools.convert import quiet_libraries
+from edgeq.tools.statistics import Array, kl_divergence, log_softmax, paired_difference, percentile
+from edgeq.tools.terminal import progress
+
+WINDOW = 512
+ROWS = 64
+"""Positions whose logits are in memory at a time, except those of the source: a whole window."""
+
+
+class Scorer(Protocol):
+    """Something that gives logits."""
+
+    name: str
+    vocab_size: int
+    longest: int
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
+        """float32 [n, vocab] behind consecutive tokens, from an empty cache."""
+        ...
+
+
+class FileScorer:
+    """An .edgeq file."""
+
+    def __init__(
+        self, path: Path, window: int | None, target: str | None, isa: str | None, mode: Mode | None, threads: int
+    ) -> None:
+        self.model = Model.load(path, context=window, max_logits=ROWS, target=target, isa=isa, mode=mode, threads=threads)
+        self.name = path.name
+        self.vocab_size = self.model.config.vocab_size
+        self.longest = self.model.context
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
+        return self.model.session().all_logits(tokens)
+
+
+class SourceScorer:
+    """A Hugging Face checkpoint through transformers, in float32."""
+
+    def __init__(self, source: str) -> None:
+        quiet_libraries()
+        try:
+            import torch
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+        except ModuleNotFoundError as error:
+            raise InputError(f'{source}: needs {error.name} to run it: pip install "edgeq[convert]"') from None
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            self._model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        except (OSError, ValueError) as error:
+            reason = f"transformers cannot load it: {str(error).splitlines()[0]}"
+            raise InputError(f"{source}: {reason}; pass a folder, a hub id or an .edgeq file") from None
+        self._torch = torch
+        self.name = Path(source).name
+        self.vocab_size = int(self._model.config.vocab_size)
+        self.longest = int(self._model.config.max_position_embeddings)
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
+        with self._torch.no_grad():
+            yield self._model(self._torch.tensor([tokens])).logits[0].numpy()
+
+
+@dataclass
+class Scores:
+    """Of one model, per window: sums over its predicted tokens; divergences from the source per token."""
+
+    name: str
+    nll: list[float] = field(default_factory=list)
+    kl: list[Array] = field(default_factory=list)
+    agree: int = 0
+
+    def mean_nll(self, tokens: int) -> float:
+        return sum(self.nll) / tokens
+
+
+def compare(
+    *,
+    models: tuple[Path, ...],
+    against: str,
+    text: str,
+    window: int | None,
+    limit: int,
+    threads: int,
+    target: str | None,
+    isa: str | None,
+    mode: Mode | None,
+    as_json: bool,
+) -> None:
+    """Perplexity, KL divergence and top-1 agreement of every file against the source, to standard output.
+
+    InputError: a text that cannot be read or is too short, or models that do not share a vocabulary.
+    """
+
+    def open_file(path: Path) -> FileScorer:
+        return FileScorer(path, window, target, isa, mode, threads)
+
+    files = [open_file(path) for path in models]
+    source: Scorer = open_file(Path(against)) if against.endswith(".edgeq") else SourceScorer(against)
+    for scorer in files:
+        if scorer.vocab_size != source.vocab_size:
+            raise InputError(
+                f"{scorer.name} has {scorer.vocab_size} tokens, {source.name} {source.vocab_size}: not the same model; "
+                "compare a file with the checkpoint it was made from"
+            )
+    size = min(window or WINDOW, source.longest, *(scorer.longest for scorer in files))
+    documents = read_documents(text)
+    encoded = [files[0].model.text.encode(document) for document in documents]
+    tokens = [token for ids in encoded for token in ids][:limit]
+    others: list[Scorer] = [*files[1:], source]
+    for other in others:
+        if isinstance(other, FileScorer) and other.model.text.encode(documents[0]) != encoded[0]:
+            raise InputError(f"{other.name} and {files[0].name} have different tokenizers; compare files of the same model")
+    windows = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
+    if len(windows) < 2:
+        raise InputError(
+            f"the text has {len(tokens)} tokens, too few for two windows of {size}: pass more text or a smaller --window"
+        )
+    reference, scores = score(source, files, windows)
+    result = summarize(reference, scores, windows) | {"text": text, "text_sha256": corpus.digest(documents), "window": size}
+    click.echo(json.dumps(result, indent=1) if as_json else table(result))
+
+
+def read_documents(text: str) -> list[str]:
+    """A file, or by name held-out text of Python itself."""
+    if text == "code":
+        return corpus.evaluation_code()
+    if text == "docs":
+        return corpus.evaluation_docs()
+    try:
+        return [Path(text).read_text(encoding="utf-8")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{text}: cannot read it as UTF-8 text: {error}; pass a file, code or docs") from None
+
+
+def score(source: Scorer, files: Sequence[FileScorer], windows: Sequence[Sequence[int]]) -> tuple[Scores, list[Scores]]:
+    """All models over all windows, one window of source log-probabilities at a time."""
+    reference, scores = Scores(source.name), [Scores(scorer.name) for scorer in files]
+    with progress() as report:
+        for i, window in enumerate(windows):
+            report(i, len(windows), "windows")
+            next_tokens = np.asarray(window[1:])
+            theirs = np.concatenate(list(source.logits(window)))[:-1]
+            reference.nll.append(sum(float(part.sum()) for part in _nll(theirs, next_tokens)))
+            for scorer, result in zip(files, scores, strict=True):
+                add_window(result, theirs, scorer.logits(window), next_tokens)
+    return reference, scores
+
+
+def _nll(logits: np.ndarray[Any, Any], next_tokens: np.ndarray[Any, Any]) -> Iterator[Array]:
+    for start in range(0, len(next_tokens), ROWS):
+        wanted = next_tokens[start : start + ROWS]
+        yield -log_softmax(logits[start : start + len(wanted)])[np.arange(len(wanted)), wanted]
+
+
+def add_window(
+    result: Scores,
+    theirs: np.ndarray[Any, Any],
+    parts: Iterator[np.ndarray[Any, Any]],
+    next_tokens: np.ndarray[Any, Any],
+) -> None:
+    """Count one window of a file; `theirs` are the source's logits float32 [predictions, vocab]."""
+    at, total = 0, 0.0
+    for part in parts:
+        wanted = next_tokens[at : at + len(part)]
+        # Behind the last token of the window nothing is predicted.
+        q, p = log_softmax(part[: len(wanted)]), log_softmax(theirs[at : at + len(wanted)])
+        total -= float(q[np.arange(len(wanted)), wanted].sum())
+        result.kl.append(kl_divergence(p, q))
+        result.agree += int((p.argmax(-1) == q.argmax(-1)).sum())
+        at += len(part)
+    result.nll.append(total)
+
+
+def summarize(reference: Scores, scores: Sequence[Scores], windows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Everything that is reported, as plain values."""
+    counts = [len(window) - 1 for window in windows]
+    tokens = sum(counts)
+    files = []
+    for s in scores:
+        kl = np.concatenate(s.kl)
+        difference = paired_difference(s.nll, reference.nll, counts)
+        files.append(
+            {
+                "file": s.name,
+                "perplexity": float(np.exp(s.mean_nll(tokens))),
+                "kl_mean": float(kl.mean()),
+                "kl_p99": percentile(kl.tolist(), 99),
+                "top1_agreement": s.agree / tokens,
+                "nll_difference": vars(difference),
+                "perplexity_ratio": vars(difference.exp()),
+            }
+        )
+    pairs = [
+        {"file": b.name, "against": a.name, "perplexity_ratio": vars(paired_difference(b.nll, a.nll, counts).exp())}
+        for a, b in combinations(scores, 2)
+    ]
+    return {
+        "source": {"name": reference.name, "perplexity": float(np.exp(reference.mean_nll(tokens)))},
+        "files": files,
+        "pairs": pairs,
+        "windows": len(windows),
+        "predicted_tokens": tokens,
+    }
+
+
+def percent(ratio: dict[str, float]) -> str:
+    """`+1.30 % (+1.10 to +1.50)`: how much higher the perplexity is, with its 95 % interval."""
+    value, low, high = (100 * (ratio[key] - 1) for key in ("value", "low", "high"))
+    return f"{value:+.2f} % ({low:+.2f} to {high:+.2f})"
+
+
+def table(result: dict[str, Any]) -> str:
+    """For people: one line per model."""
+    source = result["source"]
+    head = ("model", "perplexity", "against source", "KL mean", "KL p99", "top-1")
+    rows = [head, (source["name"], f"{source['perplexity']:.3f}", "", "", "", "")]
+    for f in result["files"]:
+        ratio = percent(f["perplexity_ratio"])
+        agreement = f"{100 * f['top1_agreement']:.1f} %"
+        rows.append((f["file"], f"{f['perplexity']:.3f}", ratio, f"{f['kl_mean']:.4f}", f"{f['kl_p99']:.3f}", agreement))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for pair in result["pairs"]:
+        lines.append(f"{pair['file']} against {pair['against']}: perplexity {percent(pair['perplexity_ratio'])}")
+    lines.append(
+        f"{result['windows']} windows of {result['window']} tokens of {result['text']} "
+        f"(sha256 {result['text_sha256'][:16]}); KL in nats; intervals: 95 %, paired bootstrap over windows"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""`edgeq convert`: the conversion with its progress, and what the result means for a device."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+from edgeq.container import ModelFile
+from edgeq.devices import Device, device
+from edgeq.errors import InputError
+from edgeq.linear import Metadata
+from edgeq.runtime.memory import DEFAULT_CONTEXT
+from edgeq.tools.terminal import note, progress
+
+CONVERT_EXTRA = {"torch", "transformers", "safetensors", "huggingface_hub"}
+
+
+def quiet_libraries() -> None:
+    """torch and transformers talk on standard error; what a user must know comes as an error of ours."""
+    for name in ("transformers", "torch", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)")
+
+
+def convert(source: str, output: Path, options: dict[str, Any]) -> None:
+    """Convert `source` into `output`; a line about the result goes to standard error.
+
+    InputError: an unknown device, or torch and transformers are not installed.  Otherwise as edgeq.converters.plan.convert.
+    """
+    profile = device(options["device"]) if options["device"] else None
+    quiet_libraries()
+    try:
+        from edgeq.converters.plan import ConvertOptions
+        from edgeq.converters.plan import convert as carry_out
+    except ModuleNotFoundError as error:
+        if error.name not in CONVERT_EXTRA:
+            raise
+        raise InputError(f'converting needs {error.name}, which is not installed: pip install "edgeq[convert]"') from None
+    with progress() as report:
+
+        def heard(step: int, steps: int, label: str, done: int, size: int) -> None:
+            report(step + done / size, steps + 1, label)
+
+        file = carry_out(source, output, ConvertOptions(**options), heard)
+    note(f"{output}: {summary(file)}")
+    if profile:
+        note(verdict(profile, file.metadata, file.size))
+
+
+def summary(file: ModelFile) -> str:
+    """Size and effective bits in one line."""
+    linears = file.metadata.linears.values()
+    bits = 8 * sum(x.nbytes for x in linears) / sum(x.rows * x.columns for x in linears)
+    return f"{file.size / 1e6:,.1f} MB, {bits:.2f} bits per weight, identity {file.identity[:16]}"
+
+
+def verdict(profile: Device, metadata: Metadata, size: int) -> str:
+    """Whether the file with the default context fits a device, and the speed that its bandwidth allows."""
+    sizes = metadata.bytes_per_token()
+    context = min(DEFAULT_CONTEXT, metadata.config.max_position_embeddings)
+    need, room = size + context * sizes["kv_per_position"], profile.usable_memory
+    fits = "fits" if need <= room else "does not fit"
+    ceiling = profile.ceiling(sizes["weights"] + sizes["head"])
+    return (
+        f"{profile.name}: {need / 1e9:.2f} GB with a context of {context} {fits} in {room / 1e9:.1f} GB; "
+        f"at {profile.usable_bandwidth / 1e9:.1f} GB/s at most {ceiling:,.0f} tokens per second"
+    )

@@ -1,0 +1,82 @@
+"""`edgeq devices`: what this machine has, what will be used and why, and the devices that `convert --for` knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from edgeq.devices import DEVICES
+from edgeq.errors import EdgeqError
+from edgeq.targets import TARGETS, load, machine
+
+
+def devices(as_json: bool) -> None:
+    """Tables, or one JSON object, to standard output."""
+    facts = collect()
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+    else:
+        show(facts)
+
+
+def collect() -> dict[str, Any]:
+    """Everything that is shown, as plain values; memory in bytes, bandwidth in bytes per second."""
+    cpu, memory = machine.cpu(), machine.memory()
+    refusals = {name: load(name).refusal() for name in TARGETS}
+    chosen = next(name for name in TARGETS if refusals[name] is None)
+    isas, isa, reason = instruction_sets() if refusals["cpu"] is None else ([], None, None)
+    bandwidth = {str(n): machine.read_bandwidth(n) for n in sorted({1, cpu.cores})} if refusals["cpu"] is None else {}
+    return {
+        "machine": {"cpu": cpu.name, "arch": cpu.arch, "cores": cpu.cores, "features": sorted(cpu.features)},
+        "memory": {"total": memory.total, "available": memory.available},
+        "read_bandwidth": bandwidth,
+        "targets": [{"name": name, "refused": refusals[name]} for name in TARGETS],
+        "isas": isas,
+        "used": {"target": chosen, "isa": isa if chosen == "cpu" else None, "reason": reason if chosen == "cpu" else None},
+        "profiles": [asdict(device) for device in DEVICES.values()],
+    }
+
+
+def instruction_sets() -> tuple[list[dict[str, str | None]], str, str]:
+    """Every instruction set with the reason why it cannot be used, the one that will be, and why."""
+    from edgeq.targets.cpu.isa import all_isas, choose
+
+    found: list[dict[str, str | None]] = []
+    for isa in all_isas():
+        refused = None
+        try:
+            choose(isa.name)
+        except EdgeqError as error:
+            refused = str(error)
+        found.append({"name": isa.name, "refused": refused})
+    chosen, reason = choose()
+    return found, chosen.name, reason
+
+
+def show(facts: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    cpu, memory, used = facts["machine"], facts["memory"], facts["used"]
+    console.print(f"{escape(cpu['cpu'])}, {cpu['arch']}, {cpu['cores']} cores")
+    console.print(f"memory {memory['total'] / 1e9:.1f} GB, {memory['available'] / 1e9:.1f} GB available")
+    for threads, bandwidth in facts["read_bandwidth"].items():
+        console.print(f"reads {bandwidth / 1e9:.1f} GB/s with {threads} thread{'s' if threads != '1' else ''} (measured)")
+    for kind in ("targets", "isas"):
+        for item in facts[kind]:
+            state = "can be used" if item["refused"] is None else item["refused"]
+            console.print(f"{'target' if kind == 'targets' else 'isa'} {item['name']}: {escape(state)}")
+    isa = f" with {used['isa']}: {used['reason']}" if used["isa"] else ""
+    console.print(f"will be used: {used['target']}{escape(isa)}")
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for name in ("--for", "isa", "cores", "memory GB", "GB/s", "read GB/s"):
+        table.add_column(name, justify="left" if name in ("--for", "isa") else "right")
+    for d in facts["profiles"]:
+        read = f"{d['read_bandwidth'] / 1e9:.1f}" if d["read_bandwidth"] else ""
+        table.add_row(d["name"], d["isa"], str(d["cores"]), f"{d['memory'] / 1e9:.1f}", f"{d['bandwidth'] / 1e9:.1f}", read)
+    console.print(table)

@@ -1,0 +1,59 @@
+"""Words and numbers that several commands print about a file and its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgeq import targets
+from edgeq.container import ModelFile
+from edgeq.linear import Metadata
+from edgeq.runtime import Model
+from edgeq.targets import machine
+
+
+def model_name(metadata: Metadata) -> str:
+    """The source's name, as the converter recorded it; a stranger's file may say anything, so it is quoted unless plain."""
+    name = metadata.provenance.get("source")
+    return name if isinstance(name, str) and name.isprintable() and len(name) <= 200 else repr(name)[:200]
+
+
+def codec_label(metadata: Metadata) -> str:
+    """The codec of most decoder weights and that of the head: `i4 g128 zero, head i8 g128`."""
+    sizes: dict[str, int] = {}
+    for name, linear in metadata.linears.items():
+        if name != "head":
+            codec = linear.weights[0].codec.name
+            sizes[codec] = sizes.get(codec, 0) + linear.nbytes
+    head = metadata.linears["head"].weights[0].codec.name
+    return f"{max(sizes, key=sizes.__getitem__)}, head {head}"
+
+
+def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:
+    """Effective bits of the layers whose name is wanted; scales, zero points, padding and bias count."""
+    layers = [x for name, x in metadata.linears.items() if wanted(name)]
+    return 8 * sum(x.nbytes for x in layers) / sum(x.rows * x.columns for x in layers)
+
+
+def describe(file: ModelFile) -> str:
+    """Name, codec and size in one line."""
+    return f"{model_name(file.metadata)}, {codec_label(file.metadata)}, {file.size / 1e6:,.1f} MB"
+
+
+def positions_read(metadata: Metadata, length: int) -> float:
+    """Cache positions that a row at position `length` - 1 reads, mean over the layers: a sliding window reads fewer."""
+    windows = metadata.config.sliding_windows
+    return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
+
+
+def step_bytes(metadata: Metadata, length: int) -> float:
+    """Bytes read to decode the token at position `length` - 1."""
+    sizes = metadata.bytes_per_token()
+    return sizes["weights"] + sizes["head"] + sizes["kv_per_position"] * positions_read(metadata, length)
+
+
+def read_bandwidth(model: Model) -> float | None:
+    """Bytes per second that this machine reads with the threads of the model; measured in about a second if not known yet.
+
+    None where the CPU target, which measures it, cannot run.
+    """
+    return machine.read_bandwidth(model.program.threads) if targets.load("cpu").refusal() is None else None

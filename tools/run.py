@@ -1,0 +1,154 @@
+"""`edgeq run`: continue a prompt, streaming; the speed at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgeq.errors import FormatError, InputError
+from edgeq.runtime import Generation, Model, Sampling
+from edgeq.tools.report import describe, read_bandwidth
+from edgeq.tools.terminal import note, progress, write
+
+LOAD = ("target", "isa", "mode", "threads", "context")
+# Field of Sampling: (option of the command line, key in the file, as Hugging Face's generation_config.json has it).
+SAMPLING = {
+    "temperature": ("temp", "temperature"),
+    "top_k": ("top_k", "top_k"),
+    "top_p": ("top_p", "top_p"),
+    "min_p": ("min_p", "min_p"),
+    "repeat_penalty": ("repeat_penalty", "repetition_penalty"),
+    "seed": ("seed", "seed"),
+}
+
+
+def run(
+    *,
+    model: Path,
+    prompt: str | None,
+    file: Path | None,
+    chat: bool,
+    system: str | None,
+    chat_template: Path | None,
+    as_json: bool,
+    tokens: int,
+    stop: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Text goes to standard output as it is generated, then a summary to standard error; or one JSON object and nothing else.
+
+    InputError: no prompt, a file that cannot be read, an option out of range.
+    """
+    if not chat and (system is not None or chat_template is not None):
+        raise InputError("--system and --chat-template go with --chat")
+    text = prompt_text(prompt, file)
+    loaded = load(model, chat_template, options)
+    sampling = sampling_of(loaded, options)
+    with progress() as report:
+
+        def prefilled(done: int, total: int) -> None:
+            report(done, total, "prompt")
+
+        if chat:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            messages.append({"role": "user", "content": text})
+            generation = loaded.chat(messages, max_tokens=tokens, sampling=sampling, stop=stop, progress=prefilled)
+        else:
+            generation = loaded.generate(text, max_tokens=tokens, sampling=sampling, stop=stop, progress=prefilled)
+        # The bar has to be gone before text is written.
+        first = next(generation, "")
+    if as_json:
+        click.echo(json.dumps(as_object(loaded, generation, first + "".join(generation))))
+        return
+    write(first)
+    for piece in generation:
+        write(piece)
+    write("\n")
+    for line in summary(loaded, generation):
+        note(line)
+
+
+def prompt_text(prompt: str | None, file: Path | None) -> str:
+    """The prompt from -p, -f or a pipe; of a file or a pipe one line end at the end is dropped."""
+    if prompt is not None and file is not None:
+        raise InputError("both -p and -f are given; pass one of them")
+    if prompt is not None:
+        return prompt
+    if file is None and sys.stdin.isatty():
+        raise InputError("no prompt: pass -p TEXT or -f FILE, or pipe it in")
+    data = sys.stdin.buffer.read() if file is None else read_bytes(file)
+    return utf8(data, str(file or "standard input")).removesuffix("\n").removesuffix("\r")
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot read it: {error.strerror}") from None
+
+
+def utf8(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{name}: not UTF-8 text; convert it to UTF-8") from None
+
+
+def load(model: Path, chat_template: Path | None, options: dict[str, Any]) -> Model:
+    template = None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
+    return Model.load(model, chat_template=template, **{name: options[name] for name in LOAD})
+
+
+def sampling_of(model: Model, options: dict[str, Any]) -> Sampling:
+    """What the user asked for; else what the model's makers recommend, if they do; else greedy, seed 0."""
+    recommended = model.file.metadata.generation
+    chosen: dict[str, Any] = {}
+    for name, (option, key) in SAMPLING.items():
+        value = options[option] if options[option] is not None else recommended.get(key)
+        if value is not None:
+            chosen[name] = value
+    try:
+        return Sampling(**chosen)
+    except TypeError:
+        raise FormatError(f"{model.file.path}: its sampling defaults are not numbers; pass --temp, --top-k and so on") from None
+
+
+def as_object(model: Model, generation: Generation, text: str) -> dict[str, Any]:
+    bandwidth, measurement = read_bandwidth(model), generation.measurement
+    return {
+        "text": text,
+        "tokens": generation.tokens,
+        "finish_reason": generation.finish_reason,
+        "model": describe(model.file),
+        "identity": model.file.identity,
+        "runs_on": model.description,
+        "threads": model.program.threads,
+        "mode": model.program.options.mode,
+        "context": model.context,
+        "measurement": measurement.as_dict(),
+        "read_bandwidth": bandwidth,
+        "bandwidth_share": measurement.decode_bytes_per_s / bandwidth if bandwidth else None,
+    }
+
+
+def summary(model: Model, generation: Generation) -> list[str]:
+    """The speed, for people."""
+    m = generation.measurement
+    lines = [
+        "",
+        f"model    {describe(model.file)}",
+        f"runs on  {model.description}",
+        f"prefill  {m.prefill_rate:,.1f} tok/s ({m.prompt_tokens - m.cached_tokens} tokens), TTFT {1000 * m.ttft_s:,.0f} ms",
+    ]
+    if m.decode_steps:
+        decode = f"decode   {m.decode_rate:,.1f} tok/s ({m.generated_tokens} tokens, ended by {generation.finish_reason})"
+        share, bandwidth = "", read_bandwidth(model)
+        if bandwidth:
+            percent = 100 * m.decode_bytes_per_s / bandwidth
+            share = f", {percent:.0f} % of the {bandwidth / 1e9:.1f} GB/s that this machine reads"
+        lines.append(f"{decode}, {m.decode_bytes_per_s / 1e9:.2f} GB/s{share}")
+    return lines

@@ -1,0 +1,56 @@
+"""What measurements mean: percentiles, divergences, and how sure a difference is.  Pure functions of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and the bounds of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def exp(self) -> Interval:
+        """Of a difference of log-likelihoods: the ratio of perplexities."""
+        return Interval(*(float(np.exp(x)) for x in (self.value, self.low, self.high)))
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """The p-th percentile, linear between neighbours."""
+    return float(np.percentile(np.asarray(values, np.float64), p))
+
+
+def log_softmax(logits: ArrayLike) -> Array:
+    """Natural log of the probabilities, float64 [rows, vocab]."""
+    x = np.asarray(logits, np.float64)
+    x = x - x.max(axis=-1, keepdims=True)
+    return np.asarray(x - np.log(np.exp(x).sum(axis=-1, keepdims=True)))
+
+
+def kl_divergence(p: Array, q: Array) -> Array:
+    """KL(p || q) in nats per row, of log-probabilities [rows, vocab]; a probability of zero in p adds nothing."""
+    mass = np.exp(p)
+    return np.asarray(np.multiply(mass, p - q, out=np.zeros_like(mass), where=mass > 0).sum(axis=-1))
+
+
+def paired_difference(a: ArrayLike, b: ArrayLike, counts: ArrayLike, seed: int = 0) -> Interval:
+    """Mean of a per token less that of b, with its paired bootstrap interval over windows (Efron and Tibshirani 1993, ch. 13).
+
+    a, b     sums over the tokens of each window, [windows]: of the same windows, so what a hard window adds to both cancels
+    counts   tokens of each window
+    """
+    difference, tokens = np.asarray(a, np.float64) - np.asarray(b, np.float64), np.asarray(counts, np.float64)
+    picks = np.random.default_rng(seed).integers(0, len(tokens), (RESAMPLES, len(tokens)))
+    means = difference[picks].sum(1) / tokens[picks].sum(1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Interval(float(difference.sum() / tokens.sum()), float(low), float(high))

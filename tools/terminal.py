@@ -1,0 +1,42 @@
+"""What commands have in common on standard error: progress with ETA, only when a person is watching."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Report = Callable[[float, float, str], None]
+"""(done, in all, what is being done)"""
+
+
+def note(line: str) -> None:
+    """One line on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def write(text: str) -> None:
+    """Text to standard output at once; what its encoding lacks becomes a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """A bar with ETA on standard error when that is a terminal; otherwise nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total, what: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(done: float, total: float, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield report
