@@ -10,13 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.config import ModelConfig
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, Family
 
+WholeReader = Callable[[str], NDArray[np.float32]]
+"""Tensor name -> the whole tensor in float32."""
 BATCH_ROWS = 4
 """Calibration rows in one forward: bounds what a layer holds inside."""
 
@@ -42,10 +46,14 @@ class Observed:
 class BlockForward:
     """Holds the hidden states that enter the next decoder layer: float32 [rows, tokens, hidden]."""
 
-    def __init__(self, checkpoint: Checkpoint, family: Family, config: ModelConfig, tokens: Tensor) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, family: Family, config: ModelConfig, tokens: Tensor, weights: WholeReader | None = None
+    ) -> None:
+        """`weights`: where those of the layers come from; None: the checkpoint."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._checkpoint, self._family, self._config = checkpoint, family, config
+        self._weights = weights or checkpoint.whole
         settings = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
         settings._attn_implementation = "sdpa"
         auto: Any = AutoModelForCausalLM
@@ -74,7 +82,7 @@ class BlockForward:
         layer: nn.Module = self._model.model.layers[index]
         names = self._family.layer_tensors(index)
         prefix = f"model.layers.{index}."
-        state = {name.removeprefix(prefix): torch.from_numpy(self._checkpoint.whole(name)) for name in names.values()}
+        state = {name.removeprefix(prefix): torch.from_numpy(self._weights(name)) for name in names.values()}
         layer.load_state_dict(state, strict=True, assign=True)
         return layer.requires_grad_(False)
 

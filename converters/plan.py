@@ -11,10 +11,12 @@ from torch import nn
 
 from edgeq.container import ModelFile
 from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.gate import Verdict, decide
 from edgeq.converters.journal import Journal
 from edgeq.converters.methods.awq import awq, inspected_modules
 from edgeq.converters.preflight import ConvertOptions, Plan, Step, preflight
 from edgeq.converters.storage import RowReader, write
+from edgeq.converters.stored import stored_tensors
 from edgeq.errors import InputError
 from edgeq.writer import Writer
 
@@ -42,7 +44,7 @@ def convert(source: str, output: Path, options: ConvertOptions, progress: Progre
     plan.check_disk(output, segments[-1].offset + segments[-1].length if segments else 0)
     writer = Writer(output, segments)
     try:
-        _run(plan, writer, journal, progress)
+        plan = _run(plan, writer, journal, progress)
         file = writer.finish(plan.metadata())
     finally:
         writer.close()
@@ -52,8 +54,8 @@ def convert(source: str, output: Path, options: ConvertOptions, progress: Progre
     return file
 
 
-def _run(plan: Plan, writer: Writer, journal: Journal, progress: Progress) -> None:
-    """Write what the journal does not have yet."""
+def _run(plan: Plan, writer: Writer, journal: Journal, progress: Progress) -> Plan:
+    """Write what the journal does not have yet; returns the plan with what was measured on the way."""
     steps, size = plan.steps, plan.contents.nbytes
     done = sum(segment.length for segment in writer.segments)
     skip, left = 0, len(writer.segments)
@@ -72,27 +74,45 @@ def _run(plan: Plan, writer: Writer, journal: Journal, progress: Progress) -> No
             write(writer, item, read, written)
         journal.record(writer.sync())
 
-    if plan.calibration is None:
-        for index in range(skip, len(steps)):
+    last = len(steps) - 1
+    if plan.options.method == "awq" and skip < last:
+        _run_awq(plan, skip, run)
+    else:
+        for index in range(skip, last):
             run(index, steps[index], plan.checkpoint.rows)
-        return
+    if plan.calibration is not None:
+        progress(last, len(steps) + 1, "measure", done, size)
+        plan = plan.decided(_measure(plan, writer))
+    if skip <= last:
+        run(last, plan.steps[last], plan.checkpoint.rows)
+    return plan
+
+
+def _run_awq(plan: Plan, skip: int, run: Callable[[int, Step, RowReader], None]) -> None:
+    """All steps but the last.  Layers written by an earlier run are only run: their outputs are the inputs of the next."""
+    assert plan.calibration is not None
     blocks: BlockForward | None = None
-    last_layer = max(index for index, step in enumerate(steps) if step.layer is not None)
-    for index, step in enumerate(steps):
-        if step.layer is None or skip > last_layer:
+    for index, step in enumerate(plan.steps[:-1]):
+        if step.layer is None:
             if index >= skip:
                 run(index, step, plan.checkpoint.rows)
             continue
         blocks = blocks or BlockForward(plan.checkpoint, plan.family, plan.config, plan.calibration.rows)
-        progress(index, len(steps) + 1, step.label, done, size)
         layer = blocks.load(step.layer)
         if index < skip:
-            # Written by an earlier run: only its outputs are needed.
             blocks.advance(step.layer, layer)
         else:
             _prepare(plan, blocks, step.layer, layer)
             run(index, step, _layer_reader(plan, step.layer, layer))
         blocks.unload(layer)
+
+
+def _measure(plan: Plan, writer: Writer) -> Verdict:
+    """What the head and the mode should be, from the layers already written."""
+    assert plan.calibration is not None
+    items = [item for step in plan.steps for item in step.items]
+    stored = stored_tensors(writer.partial, writer.segments, items)
+    return decide(plan.checkpoint, plan.family, plan.config, plan.calibration.rows, stored, plan.codec, plan.heads())
 
 
 def _prepare(plan: Plan, blocks: BlockForward, index: int, layer: nn.Module) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,7 @@ from edgeq.config import ModelConfig
 from edgeq.container import DATA_OFFSET
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
 from edgeq.converters.families import DERIVED_SUFFIX, EMBEDDING, HEAD, NORM, Family, recognise
+from edgeq.converters.gate import HeadBits, Verdict
 from edgeq.converters.methods import METHODS
 from edgeq.converters.quantizer import preset
 from edgeq.converters.storage import SLAB_BYTES, ArrayItem, BlobItem, Contents, Item, LinearItem
@@ -35,7 +36,7 @@ from edgeq.meminfo import available_bytes
 Method = Literal["none", "rtn", "awq"]
 BASELINE = 500 << 20
 """Anonymous memory of Python, torch and transformers with their thread pools."""
-HEADS = (4, 6, 8, 16)
+HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class ConvertOptions:
     bits          2 to 8
     group_size    16, 32, 64, 128, or 0: one group per row
     dtype         of the weights with method `none`; None: as stored
-    head          bits of the head; None: 8 when quantizing; 16: as stored
-    calibration   a UTF-8 text file for `awq`; None: the built-in text
+    head          bits of the head; 16: as stored; None: measured where there is calibration text (gate.py), else 8
+    calibration   a UTF-8 text file; None: the built-in text for `awq`, none for `rtn`, which then measures nothing
     device        name of the device profile the file is meant for, recorded in its provenance
     restart       discard an interrupted conversion instead of going on with it
     token, revision, offline   for hub ids, as in huggingface_hub
@@ -57,7 +58,7 @@ class ConvertOptions:
     group_size: int = 128
     symmetric: bool = False
     dtype: Literal["f32", "f16", "bf16"] | None = None
-    head: Literal[4, 6, 8, 16] | None = None
+    head: HeadBits | None = None
     calibration: Path | None = None
     device: str | None = None
     restart: bool = False
@@ -86,8 +87,8 @@ class ConvertOptions:
             raise InputError(
                 "--dtype goes with --method none; a quantized file keeps the checkpoint's type for what stays floating"
             )
-        if self.method != "awq" and self.calibration is not None:
-            raise InputError(f"--calibration goes with --method awq; {self.method} needs no text")
+        if self.method == "none" and self.calibration is not None:
+            raise InputError("--calibration goes with a quantizing method; --method none needs no text")
 
     def lasting(self) -> dict[str, object]:
         """The options that decide what is in the file."""
@@ -113,6 +114,7 @@ class Plan:
     text: Text
     calibration: Calibration | None
     steps: tuple[Step, ...]
+    verdict: Verdict | None = None
 
     @cached_property
     def contents(self) -> Contents:
@@ -121,6 +123,17 @@ class Plan:
     @property
     def codec(self) -> Codec:
         return Codec("int", self.options.bits, self.options.group_size, self.options.symmetric)
+
+    def heads(self) -> dict[HeadBits, Codec | None]:
+        """The codecs among which the head's is chosen: one, where the options say it."""
+        candidates: tuple[HeadBits, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
+        return {bits: head_codec(bits, self.config.hidden_size) for bits in candidates}
+
+    def decided(self, verdict: Verdict) -> Plan:
+        """This plan with what was measured; only its last step can change."""
+        options = replace(self.options, head=verdict.head)
+        steps = _steps(self.checkpoint, self.family, self.config, self.text, options)
+        return replace(self, options=options, steps=steps, verdict=verdict)
 
     @property
     def output_bytes(self) -> int:
@@ -154,6 +167,7 @@ class Plan:
                 "tokens": self.calibration.rows.numel(),
             },
             "edgeq": edgeq.__version__,
+            "measured": self.verdict.measured if self.verdict else None,
             "quantizer": None if self.options.method == "none" else preset(self.codec),
         }
         contents = self.contents
@@ -161,7 +175,7 @@ class Plan:
             config=self.config,
             generation=self.text.generation,
             provenance=provenance,
-            default_mode="a16",
+            default_mode=self.verdict.mode if self.verdict else "a16",
             linears=contents.linears,
             arrays=contents.arrays,
             blobs=contents.blobs,
@@ -203,7 +217,8 @@ def preflight(source: str, options: ConvertOptions) -> Plan:
     family, config = recognise(checkpoint.config)
     text = read_text(checkpoint, config.vocab_size)
     length = min(ROW_TOKENS, config.max_position_embeddings)
-    rows = calibration(options.calibration, text, length) if options.method == "awq" else None
+    measured = options.method == "awq" or options.calibration is not None
+    rows = calibration(options.calibration, text, length) if measured else None
     checkpoint.open_weights()
     _check_tensors(checkpoint, family, config)
     plan = Plan(options, checkpoint, family, config, text, rows, _steps(checkpoint, family, config, text, options))
@@ -211,7 +226,7 @@ def preflight(source: str, options: ConvertOptions) -> Plan:
     if plan.memory_bytes > available:
         raise ResourceError(
             f"{source}: converting needs {plan.memory_bytes / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available; "
-            + ("--method rtn needs less" if rows else "close other programs or use a larger machine")
+            + ("--method rtn without --calibration needs less" if rows else "close other programs or use a larger machine")
         )
     return plan
 
@@ -287,7 +302,7 @@ def _steps(
     if not config.tie_word_embeddings:
         first.append(array("embedding", EMBEDDING))
     table = EMBEDDING if config.tie_word_embeddings else HEAD
-    head = linear("head", [table], _head_codec(options, config.hidden_size), [])
+    head = linear("head", [table], head_codec(options.head or 8, config.hidden_size) if quantized else None, [])
     return (
         Step("text and embedding", tuple(first)),
         *(decoder_layer(i) for i in range(config.num_hidden_layers)),
@@ -295,9 +310,9 @@ def _steps(
     )
 
 
-def _head_codec(options: ConvertOptions, columns: int) -> Codec | None:
-    """Symmetric integers in the largest groups that fit; None: floats like the other weights or as stored."""
-    if options.method == "none" or options.head == 16:
+def head_codec(bits: int, columns: int) -> Codec | None:
+    """Symmetric integers in the largest groups that fit; None for 16 bits: floats as stored."""
+    if bits == 16:
         return None
     group_size = next((g for g in reversed(GROUP_SIZES) if columns % g == 0), 0)
-    return Codec("int", options.head or 8, group_size, symmetric=True)
+    return Codec("int", bits, group_size, symmetric=True)

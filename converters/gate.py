@@ -1,0 +1,165 @@
+"""Decides by measurement what the options left open: the bits of the head, and the mode a file runs in by default.
+
+On a little of the calibration text the quantized layers, as they lie in the unfinished file, are run twice: with exact inputs
+(a16), and with the inputs of every quantized layer rounded to 8 bits as a target does (a8).  Behind the last layer
+
+    head    is the smallest of 4, 6 and 8 bits whose mean KL divergence from the unrounded head stays under MAX_HEAD_KL
+    mode    is a8 if it raises the perplexity by no more than MAX_A8_RISE
+
+Neither can be known without text that the model was trained for; then the head has 8 bits and the mode is a16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from edgeq.codec import Codec
+from edgeq.config import ModelConfig
+from edgeq.converters.calibrate import BlockForward, WholeReader
+from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, Family
+from edgeq.converters.quantizer import fake
+from edgeq.converters.storage import RowReader, slabs
+from edgeq.linear import Mode
+
+MAX_HEAD_KL = 0.005
+MAX_A8_RISE = 0.003
+ROWS = 4
+"""Calibration rows that are run, evenly spaced."""
+LARGEST_BLOCK = 128
+HeadBits = Literal[4, 6, 8, 16]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """bits of the head, mode, and what was measured for them: goes into the provenance."""
+
+    head: HeadBits
+    mode: Mode
+    measured: dict[str, object]
+
+
+@dataclass
+class Total:
+    """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens]."""
+
+    value: Tensor
+
+    @classmethod
+    def of(cls, tokens: int) -> Total:
+        return cls(torch.full((tokens,), -math.inf, dtype=torch.float64))
+
+    def add(self, logits: Tensor) -> Tensor:
+        """Logits float32 [tokens, slab]; returns the share of what was added so far, this slab included."""
+        part = logits.logsumexp(1).double()
+        self.value = torch.logaddexp(self.value, part)
+        return (part - self.value).exp()
+
+
+def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
+    """From now on the linear layers of `layer` see int8 activations: a scale per token and block of a group, at most 128."""
+    size = min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK)
+
+    def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (rounded_activations(args[0], size), *args[1:])
+
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(rounded)
+
+
+def rounded_activations(x: Tensor, size: int) -> Tensor:
+    """x [..., channels] rounded to int8, a scale max|x| / 127 per block of `size` channels, the last perhaps shorter."""
+    channels = x.shape[-1]
+    blocks = nn.functional.pad(x, (0, -channels % size)).unflatten(-1, (-1, size))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    blocks = (blocks / torch.where(scale > 0, scale, 1.0)).round().clamp(-127, 127) * scale
+    return blocks.flatten(-2)[..., :channels]
+
+
+@torch.no_grad()
+def decide(
+    checkpoint: Checkpoint,
+    family: Family,
+    config: ModelConfig,
+    tokens: Tensor,
+    stored: WholeReader,
+    layers: Codec,
+    heads: dict[HeadBits, Codec | None],
+) -> Verdict:
+    """Measure on a few rows of `tokens` [rows, length].
+
+    stored   tensors of decoder layers as the file has them;  layers: their codec
+    heads    candidates, smallest first: bits -> codec, None for an unrounded head
+    """
+    tokens = tokens[:: -(-len(tokens) // ROWS)]
+    exact = BlockForward(checkpoint, family, config, tokens, stored)
+    rounded = BlockForward(checkpoint, family, config, tokens, stored)
+    for index in range(config.num_hidden_layers):
+        layer = exact.load(index)
+        exact.advance(index, layer)
+        exact.unload(layer)
+        layer = rounded.load(index)
+        quantize_inputs(layer, layers)
+        rounded.advance(index, layer)
+        rounded.unload(layer)
+    gain = torch.from_numpy(checkpoint.whole(NORM))
+    inputs = [_normalized(forward.hidden, gain, config.rms_norm_eps) for forward in (exact, rounded)]
+    kl, rise = _measure(_head_slabs(checkpoint.rows, config), inputs, tokens[:, 1:].reshape(-1), heads)
+    head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
+    measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}, "a8_nll_rise": rise[head]}
+    return Verdict(head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured)
+
+
+def _normalized(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Inputs of the head at every position that has a next token: [tokens, hidden]."""
+    x = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+
+
+def _head_slabs(read: RowReader, config: ModelConfig) -> Iterator[NDArray[np.float32]]:
+    name = EMBEDDING if config.tie_word_embeddings else HEAD
+    return slabs(((name, config.vocab_size),), config.hidden_size, read)
+
+
+def _measure(
+    head: Iterator[NDArray[np.float32]], inputs: list[Tensor], targets: Tensor, heads: dict[HeadBits, Codec | None]
+) -> tuple[dict[HeadBits, float], dict[HeadBits, float]]:
+    """Per candidate: mean KL from the unrounded head, and mean rise of the negative log-likelihood from a16 to a8.
+
+    KL(p || q) = sum p (l - m) - log sum exp l + log sum exp m for logits l and m, summed slab by slab of the vocabulary.
+    """
+    exact, rounded = inputs
+    count, first = len(targets), 0
+    everything = Total.of(count)
+    totals = {bits: (Total.of(count), Total.of(count)) for bits in heads}
+    gaps = {bits: torch.zeros(count, dtype=torch.float64) for bits in heads}
+    wanted = {bits: torch.zeros(2, count, dtype=torch.float64) for bits in heads}
+    for rows in head:
+        weight = torch.from_numpy(rows)
+        here = ((targets >= first) & (targets < first + len(weight))).nonzero()[:, 0]
+        logits = exact @ weight.T
+        share, inside = everything.add(logits), logits.softmax(1)
+        for bits, codec in heads.items():
+            candidate = weight if codec is None else fake(weight, codec)
+            size = min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK) if codec else 0
+            views = (exact, rounded_activations(rounded, size) if codec else rounded)
+            for i, x in enumerate(views):
+                approximate = x @ candidate.T
+                totals[bits][i].add(approximate)
+                wanted[bits][i, here] = approximate[here, targets[here] - first].double()
+                if i == 0:
+                    gap = (inside * (logits - approximate)).sum(1).double()
+                    gaps[bits] += share * (gap - gaps[bits])
+        first += len(weight)
+    kl = {bits: float((gaps[bits] - everything.value + totals[bits][0].value).mean()) for bits in heads}
+    nll = {bits: [totals[bits][i].value - wanted[bits][i] for i in range(2)] for bits in heads}
+    return kl, {bits: float((nll[bits][1] - nll[bits][0]).mean()) for bits in heads}
