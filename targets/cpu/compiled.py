@@ -67,7 +67,8 @@ def address(factory: Callable[..., Callable[[int, int, int], None]], *literals: 
     with _cache_in(cache_folder()):
         compiled = cfunc(SIGNATURE, cache=True, boundscheck=False, error_model="numpy")(factory(*literals))
     _kept.append(compiled)
-    return int(compiled.address)
+    assert compiled.address is not None
+    return compiled.address
 
 
 # Machine code lives as long as the object that made it.

@@ -129,7 +129,8 @@ class Lowering:
         words[tile.X : tile.X_BLOCKS + 1] = [form.data, form.row_bytes, form.scale, form.total, form.blocks]
         words[tile.W], words[tile.W_BLOCK] = self.memory.stored(weight.q), weight.q.nbytes // blocks
         literals: tuple[int, ...]
-        one: tuple[Callable[..., matmul.Kernel], tuple[int, ...]] | None = None
+        factory: Callable[..., matmul.Kernel]
+        one: Callable[..., matmul.Kernel] | None = None
         if codec.kind == "int":
             groups, grouped = codec.groups(weight.columns), int(codec.group_size > 0)
             scale = [self.memory.stored(weight.scale), 2 * ROWS * groups, 2 * ROWS * grouped]
@@ -138,7 +139,7 @@ class Lowering:
             words[tile.CHUNKS], words[tile.PER_BLOCK] = -(-weight.columns // CHUNK), max(1, block // CHUNK)
             mode16 = int(self.options.mode == "a16")
             literals = (self.isa_index, codec.bits, mode16, int(not codec.symmetric), int(block < CHUNK))
-            one, factory = (matmul.integer_matvec, literals), matmul.integer_matmul
+            one, factory = matmul.integer_matvec, matmul.integer_matmul
         else:
             words[tile.CHUNKS] = weight.columns
             literals, factory = (FLOAT_KINDS[codec.kind],), matmul.float_matmul
@@ -148,7 +149,7 @@ class Lowering:
         words[tile.ADD], words[tile.SCRATCH] = int(o.add), self.scratch
         row = self.emit(address(factory, *literals, self.big), *words[COUNT + 1 :])
         if one:
-            self.decode_functions[row] = address(one[0], *one[1])
+            self.decode_functions[row] = address(one, *literals)
         self.wrote(o.out)
 
     def kind(self, codec: Codec) -> int:

@@ -150,7 +150,7 @@ def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
     """
     seen, spins = 0, 0
     while True:
-        current = read(shared + 8 * RUN)
+        current: int = read(shared + 8 * RUN)
         if current == seen or current & 1:
             spins += 1
             if spins < SPINS_BEFORE_SLEEP:

@@ -14,16 +14,20 @@ from edgeq.targets.cpu.lower import ROW_WORDS, Lowering, RowArrays
 from edgeq.targets.cpu.memory import CpuPage, Memory
 from edgeq.targets.cpu.pages import layer_bytes
 from edgeq.targets.cpu.pool import Pool
-from edgeq.targets.operations import Graph, Page, Rows
+from edgeq.targets.operations import Graph, Linear, Page, Rows
+
+LEAST_BYTES = 4 << 20
+"""Of weights, for each thread.  With less its part of an operation takes no longer than meeting the others, and where another
+process holds a core, meeting can take milliseconds."""
 
 
 class CpuProgram:
     """Weights are read where the file is mapped; everything else a run needs is allocated here, once."""
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options) -> None:
-        cores = machine.cpu().cores
-        self.threads = options.threads or machine.decode_threads()
-        self.threads_prefill = options.threads_prefill or options.threads or cores
+        most = max(1, sum(o.linear.nbytes for o in graph.operations if isinstance(o, Linear)) // LEAST_BYTES)
+        self.threads = options.threads or min(most, machine.decode_threads() if most > 1 else 1)
+        self.threads_prefill = options.threads_prefill or options.threads or min(most, machine.cpu().cores)
         self.options = replace(options, threads=self.threads, threads_prefill=self.threads_prefill)
         self.graph = graph
         isa, self._reason = choose(options.isa)

@@ -76,7 +76,7 @@ def _unpack(b: Any, address: Any, bits: int, part: int, width: int) -> list[Any]
     return quads
 
 
-class _IntegerTile:
+class IntegerTile:
     """Emits the product of one block with T tokens; see `integer_tile` for the arguments."""
 
     def __init__(self, isa: Isa, bits: int, mode16: bool, zero: bool, half: bool, tokens: int) -> None:
@@ -147,9 +147,8 @@ class _IntegerTile:
             first = zero
             if self.center:
                 center = ir.Constant(I32, -self.center)
-                first = splat(b, b.mul(load(b, _plus(b, xsum, 4 * t), I32, 4), center), self.sums)
-                if self.partials > 1:
-                    first = b.and_(first, ir.Constant(self.sums, [-(i % self.partials == 0) for i in range(self.sums.count)]))
+                first = splat(b, b.mul(load(b, _plus(b, xsum, 4 * t), I32, 4), center), self.ints)
+                first = self.isa.start16(b, first, self.bits) if self.mode16 else first
             for part in range(self.parts):
                 for chain, slot in enumerate(sums[part][t]):
                     b.store(zero if chain else first, slot)
@@ -176,6 +175,9 @@ class _IntegerTile:
 
     def _dot16(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
         words = ir.VectorType(I16, self.width // 2)
+        if self.isa.takes_bytes(self.bits):
+            self._dot_bytes(b, stored, tokens, sums, quads)
+            return
         for j in quads:
             quad = b.bitcast(stored[j], words)
             pairs = (b.and_(quad, constant(words, 255)), b.lshr(quad, constant(words, 8)))
@@ -187,12 +189,29 @@ class _IntegerTile:
                     total = self.isa.dot16(b, total, pairs[k], value)
                 b.store(total, slot)
 
+    def _dot_bytes(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
+        """Four neighbours (token, then quad) of 8 bytes, channels 0 2 1 3, become one vector of low and one of high bytes."""
+        vector = ir.VectorType(I8, 16)
+        for j in quads:
+            for t in range(self.tokens):
+                unit = j * self.tokens + t
+                pair = [load(b, _plus(b, tokens, unit // 4 * 32 + 16 * k), vector, 16) for k in range(2)]
+                parts = []
+                for high in range(2):
+                    order = [8 * i + channel + high for i in range(4) for channel in (0, 4, 2, 6)]
+                    parts.append(b.bitcast(b.shuffle_vector(*pair, ir.Constant(ir.VectorType(I32, 16), order)), self.ints))
+                low, high = (self._lane(b, part, unit % 4) for part in parts)
+                slot = sums[t][j % self.chains]
+                b.store(self.isa.dot_bytes(b, b.load(slot), stored[j], low, high), slot)
+
+    def _lane(self, b: Any, vector: Any, lane: int) -> Any:
+        return b.shuffle_vector(vector, ir.Constant(self.ints, ir.Undefined), constant(self.ints, lane))
+
     def _broadcast(self, b: Any, tokens: Any, word: int) -> Any:
         """Word `word` of the chunk's activations in all lanes.  A vector of four lanes is loaded whole, for `sdot` by lane."""
         if self.isa.lanes != 4:
             return splat(b, load(b, _plus(b, tokens, 4 * word), I32, 4), self.ints)
-        words = load(b, _plus(b, tokens, word // 4 * 16), self.ints, 16)
-        return b.shuffle_vector(words, ir.Constant(self.ints, ir.Undefined), constant(self.ints, word % 4))
+        return self._lane(b, load(b, _plus(b, tokens, word // 4 * 16), self.ints, 16), word % 4)
 
     def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
         """floats += scale * xscale * (sum - zero * xsum) for one activation block."""
@@ -210,7 +229,7 @@ class _IntegerTile:
                 total = chains[0]
                 for chain in chains[1:]:
                     total = b.add(total, chain)
-                value = b.sitofp(self.isa.joined16(b, total) if self.mode16 else total, self.floats)
+                value = b.sitofp(self.isa.joined16(b, total, self.bits) if self.mode16 else total, self.floats)
                 place = 4 * t
                 if self.zero:
                     block_sum = b.sitofp(load(b, _plus(b, _at(b, xsum, index, 4 * self.tokens), place), I32, 4), F32)
@@ -234,7 +253,7 @@ def integer_tile(
     blocks of 16 channels), tokens.
     """
     literal = [v.literal_value for v in (bits, mode16, zero, half, tokens)]
-    emitter = _IntegerTile(all_isas()[isa.literal_value], *literal)
+    emitter = IntegerTile(all_isas()[isa.literal_value], *literal)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         emitter.emit(b, *args[6:])
@@ -243,7 +262,7 @@ def integer_tile(
     return VOID(isa, bits, mode16, zero, half, tokens, *([types.intp] * 4)), codegen
 
 
-class _FloatTile:
+class FloatTile:
     """Emits the product of one block of floats with T tokens."""
 
     def __init__(self, kind: int, tokens: int) -> None:
@@ -304,7 +323,7 @@ def float_tile(typing: Any, kind: Any, tokens: Any, row: Any, n: Any, r: Any, ou
 
     Literals: kind, one of F32_KIND, F16_KIND, BF16_KIND; tokens.  Two partial sums per token, of even and of odd columns.
     """
-    emitter = _FloatTile(kind.literal_value, tokens.literal_value)
+    emitter = FloatTile(kind.literal_value, tokens.literal_value)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         emitter.emit(b, *args[2:])

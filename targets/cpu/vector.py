@@ -27,11 +27,8 @@ VF16 = ir.VectorType(F16, LANES)
 class VectorType(types.Type):  # type: ignore[misc]
     """Sixteen float32 in a register."""
 
-    def __init__(self) -> None:
-        super().__init__(name="f32x16")
 
-
-f32x16 = VectorType()
+f32x16 = VectorType("f32x16")  # type: ignore[no-untyped-call]
 
 
 @register_default(VectorType)

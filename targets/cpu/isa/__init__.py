@@ -18,7 +18,7 @@ class Isa(Protocol):
     tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
     machines    what `platform.machine()` says of the processors it is for; empty for all
     needs       processor features without which the code would not run
-    partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>, row by row
+    partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>
     """
 
     name: str
@@ -40,8 +40,20 @@ class Isa(Protocol):
         """accumulator + two products per lane: `pairs` holds two unsigned bytes in 16 bits each, `token` two int16 channels."""
         ...
 
-    def joined16(self, b: Any, accumulator: Any) -> Any:
-        """The accumulator of `dot16` as <lanes x i32>: the partial sums of a row added."""
+    def takes_bytes(self, bits: int) -> bool:
+        """Whether 16-bit activations go to `dot_bytes`, for weights of so many bits, instead of `dot16`."""
+        return False
+
+    def dot_bytes(self, b: Any, accumulator: Any, quad: Any, low: Any, high: Any) -> Any:
+        """accumulator + 4 products; `low` and `high` are <lanes x i32> splats of the low and the high bytes of 4 int16 channels."""
+        raise NotImplementedError
+
+    def start16(self, b: Any, first: Any, bits: int) -> Any:
+        """The accumulator of 16-bit activations whose sums are `first`, <lanes x i32>."""
+        return first
+
+    def joined16(self, b: Any, accumulator: Any, bits: int) -> Any:
+        """The sums, <lanes x i32>, of an accumulator of 16-bit activations."""
         return accumulator
 
 

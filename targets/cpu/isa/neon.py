@@ -7,15 +7,15 @@ activations fills: 8 `sdot` and 8 instructions that unpack for 64 bytes of 4-bit
 
 Without it (Cortex-A53, A72) the products of a quad, `smull` and `smull2`, are added up in 16 bits as long as they cannot
 overflow (a whole chunk at 4 bits and below), then `addp` and `sadalp` bring them to 32 bits, one lane a row.  Instructions
-for 64 bytes of 4-bit weights, 128 products: 16 smull/smlal + 8 unpack + 2 to widen + 4 loads + 2 dup = 32, half an
-instruction a byte.  The alternative, table lookup (`tbl`: T-MAC, Wei et al. 2024), costs per bit of weight and sixteen rows x
-four channels 1 tbl and 2 additions that widen its 8-bit entries, for the same 64 bytes 8 tbl + 16 saddw + 8 unpack + 4 loads
-= 36, without counting the tables, which cost 16 entries per four channels and round the activations a second time.  It would
-win at 2 bits (18 against 25 for 32 bytes of weights) where memory is the bound, and it needs another stored order; so
-multiplication it is at every width.
+for 64 bytes of 4-bit weights: 16 smull/smlal + 8 unpack + 2 widen + 2 dup + 3.5 load and loop = 31.5, half an instruction a
+byte.  The alternative, table lookup (T-MAC, Wei et al. 2024, arXiv 2407.00088), takes for 64 bytes of any width 8 tbl + 16
+saddw of the 8-bit entries + 8 unpack + 2 loads = 34, without counting the tables, sixteen entries for every four channels,
+which round the activations a second time.  It would win at 2 bits (34 against 69), where memory is already the bound of four
+cores, and it needs bits of four channels side by side, another stored order.  So multiplication it is at every width.
 
-16-bit activations take the same way on both: `smlal` and `smlal2` add products of even, then of odd channels into two sums a
-row.
+16-bit activations: without the dot product `smlal` and `smlal2` add products of even, then of odd channels into two sums a
+row, 32 for 64 bytes of 4-bit weights.  With it x = 256 * high + low, so two sums, one of `sdot` with the high bytes and one of
+`udot` with the low ones, are exact with 16; weights of 8 bits would not fit `sdot` unsigned and take the former way.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ class Neon(Isa):
             halves.append(b.add(_half(b, accumulator, high), product))
         return _joined(b, *halves)
 
-    def joined16(self, b: Any, accumulator: Any) -> Any:
+    def start16(self, b: Any, first: Any, bits: int) -> Any:
+        order = [i // 2 if i % 2 == 0 else 4 for i in range(8)]
+        return b.shuffle_vector(first, constant(S4, 0), ir.Constant(ir.VectorType(I32, 8), order))
+
+    def joined16(self, b: Any, accumulator: Any, bits: int) -> Any:
         return call(b, "llvm.aarch64.neon.addp.v4i32", S4, _half(b, accumulator, False), _half(b, accumulator, True))
 
 
@@ -96,3 +100,20 @@ class NeonDot(Neon):
             pair = (self._signed(b, quad, bits), b.bitcast(token, B16))
             accumulator = call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", S4, accumulator, *pair)
         return accumulator
+
+    def takes_bytes(self, bits: int) -> bool:
+        return bits < 8
+
+    def dot_bytes(self, b: Any, accumulator: Any, quad: Any, low: Any, high: Any) -> Any:
+        sums = [_half(b, accumulator, False), _half(b, accumulator, True)]
+        for i, (sign, token) in enumerate((("u", low), ("s", high))):
+            sums[i] = call(b, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", S4, sums[i], quad, b.bitcast(token, B16))
+        return _joined(b, *sums)
+
+    def start16(self, b: Any, first: Any, bits: int) -> Any:
+        return _joined(b, first, constant(S4, 0)) if self.takes_bytes(bits) else super().start16(b, first, bits)
+
+    def joined16(self, b: Any, accumulator: Any, bits: int) -> Any:
+        if not self.takes_bytes(bits):
+            return super().joined16(b, accumulator, bits)
+        return b.add(_half(b, accumulator, False), b.shl(_half(b, accumulator, True), constant(S4, 8)))
