@@ -82,7 +82,8 @@ def rounded_activations(x: Tensor, size: int) -> Tensor:
     blocks = nn.functional.pad(x, (0, -channels % size)).unflatten(-1, (-1, size))
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     blocks = (blocks / torch.where(scale > 0, scale, 1.0)).round().clamp(-127, 127) * scale
-    return blocks.flatten(-2)[..., :channels]
+    rounded: Tensor = blocks.flatten(-2)[..., :channels]
+    return rounded
 
 
 @torch.no_grad()

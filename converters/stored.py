@@ -48,7 +48,7 @@ def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -
         if spec.bias is not None and any(name == bias for bias, _ in item.biases):
             return np.array(array(spec.bias)[rows], np.float32)
         weight = spec.weights[0]
-        parts = [None if ref is None else array(ref) for ref in (weight.q, weight.scale, weight.zero)]
-        return dequantize(weight.codec, weight.rows, weight.columns, *parts)[rows]
+        scale, zero = (None if ref is None else array(ref) for ref in (weight.scale, weight.zero))
+        return dequantize(weight.codec, weight.rows, weight.columns, array(weight.q), scale, zero)[rows]
 
     return read

@@ -103,6 +103,8 @@ TARGET_OPTIONS = decorated(
     click.option("--target", metavar="reference|cpu", help="Where to run; by default the best that this machine has."),
     click.option("--isa", metavar="NAME", help="Instruction set of the CPU target, such as avx2 or portable."),
     click.option("--mode", metavar="a16|a8", help="16-bit or 8-bit activations; by default what the file says."),
+    click.option("--kv", metavar="f16|int8", default="f16", show_default=True, help="How keys and values are cached."),
+    click.option("--threads-prefill", type=Threads(), default="auto", show_default=True, help="Threads while a prompt is run."),
 )
 THREADS = click.option("-t", "--threads", type=Threads(), default="auto", show_default=True)
 GENERATION_OPTIONS = decorated(
@@ -133,10 +135,10 @@ def main() -> None:
 @click.option("--bits", type=int, default=4, show_default=True, help="Bits per weight, 2 to 8.")
 @click.option("--group-size", type=GroupSize(), default="128", show_default=True, help="Channels per scale: 16, 32, 64, 128.")
 @click.option("--sym/--asym", "symmetric", default=False, show_default=True, help="Without or with zero points.")
-@click.option("--head", type=int, help="Bits of the output head: 4, 6, 8 or 16.  [default: 8]")
+@click.option("--head", type=int, help="Bits of the head: 4, 6, 8 or 16; by default measured with calibration text, else 8.")
 @click.option("--dtype", metavar="f32|f16|bf16", help="Type of the weights with --method none; by default as stored.")
 @click.option("--for", "device", metavar="DEVICE", help="Say whether it fits this device; `edgeq devices` lists them.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Text for --method awq; by default Python's own library.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Text to calibrate and measure with; awq has its own.")
 @click.option("--restart", is_flag=True, help="Start over instead of going on with an interrupted conversion.")
 @click.option("--token", help="Access token of the Hugging Face hub.")
 @click.option("--revision", help="Branch, tag or commit on the hub.")

@@ -112,6 +112,11 @@ class ModelConfig:
         """Positions a row of this layer sees, itself included; 0: all."""
         return self.sliding_windows[layer] if self.sliding_windows else 0
 
+    def positions_read(self, length: int) -> float:
+        """Cache positions that a row at position `length` - 1 reads, mean over the layers: a sliding window reads fewer."""
+        windows = self.sliding_windows
+        return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
+
     def kv_bytes_per_position(self) -> int:
         """Bytes of an f16 cache for one position over all layers."""
         return 2 * 2 * self.kv_size * self.num_hidden_layers

@@ -9,7 +9,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def total_and_available() -> tuple[int, int]:
-    """Bytes of physical memory, and of what can be taken without swapping; the total twice where nobody estimates the latter."""
+    """Bytes of physical memory, and of what can be taken without swapping; twice the total where nobody estimates that."""
     try:
         lines = (line.split() for line in MEMINFO.read_text(encoding="ascii", errors="replace").splitlines())
         found = {line[0]: int(line[1]) * 1024 for line in lines if len(line) == 3 and line[2] == "kB"}

@@ -157,6 +157,17 @@ class Model:
         model.load_s = perf_counter() - started
         return model
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights and head that a run of one row reads."""
+        sizes = self.file.metadata.bytes_per_token()
+        return sizes["weights"] + sizes["head"]
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the cache for one position, all layers."""
+        return self.graph.page_bytes(self.program.options.kv) // PAGE
+
     def session(self) -> Session:
         """An empty session; its cache grows as it is filled."""
         return Session(self.program, self.config.vocab_size, self.context, self._turn)
@@ -225,9 +236,7 @@ class Model:
                 f"the prompt has {len(prompt)} tokens, the context {self.context} positions; "
                 "shorten the prompt or pass a larger context with -c"
             )
-        sizes = self.file.metadata.bytes_per_token()
-        position = self.graph.page_bytes(self.program.options.kv) // PAGE
-        measurement = Measurement(self.load_s, sizes["weights"] + sizes["head"], position, len(prompt))
+        measurement = Measurement(self.load_s, self.weight_bytes, self.position_bytes, len(prompt))
         stops, sampler = StopStrings(stop), Sampler(sampling)
 
         def run(generation: Generation) -> Iterator[Piece]:
@@ -270,7 +279,7 @@ class Model:
             token = sampler.draw(logits, history)
             m.decode_s += perf_counter() - before
             m.decode_steps += 1
-            m.context_positions += self._positions_read(len(session.tokens))
+            m.context_positions += self.config.positions_read(len(session.tokens))
 
     @staticmethod
     def _reason(stopped: bool, long_enough: bool, session: Session) -> FinishReason | None:
@@ -279,8 +288,3 @@ class Model:
         if long_enough:
             return "length"
         return None if session.left else "context"
-
-    def _positions_read(self, length: int) -> float:
-        """Cache positions that the last of `length` rows reads, mean over the layers."""
-        windows = self.config.sliding_windows
-        return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else length

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,12 @@ def process_memory() -> dict[str, int]:
     """Bytes of this process: VmRSS, VmHWM (its peak), RssAnon (without mapped files); empty without /proc."""
     wanted = ("VmRSS", "VmHWM", "RssAnon")
     return {key: int(value.split()[0]) * 1024 for key, value in _lines("/proc/self/status") if key in wanted}
+
+
+def forget_peak() -> None:
+    """Start VmHWM anew from what the process has now (Linux 4.0 on); elsewhere nothing happens."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def cache_folder() -> Path:

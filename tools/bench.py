@@ -104,8 +104,12 @@ def bench(
     with progress() as report:
         for i, count in enumerate(threads):
             loaded = Model.load(model, threads=count, context=context, **options)
+            # Of this minute: on a shared machine what was measured before may be far off.
+            bandwidth = read_bandwidth(loaded, refresh=True)
+            machine.forget_peak()
             for j, test in enumerate(tests):
-                rows.append(measure(loaded, test, repetitions, _part(report, i * len(tests) + j, len(threads) * len(tests))))
+                part = _part(report, i * len(tests) + j, len(threads) * len(tests))
+                rows.append(measure(loaded, test, repetitions, bandwidth, part))
     write = {"md": markdown, "json": as_json, "csv": as_csv}[output]
     click.echo(write(rows))
 
@@ -115,7 +119,9 @@ def _part(report: Report, index: int, total: int) -> Callable[[float, str], None
     return lambda share, name: report(index + share, total, name)
 
 
-def measure(model: Model, test: Test, repetitions: int, report: Callable[[float, str], None]) -> Row:
+def measure(
+    model: Model, test: Test, repetitions: int, bandwidth: float | None, report: Callable[[float, str], None]
+) -> Row:
     """A warm-up, then `repetitions` timed runs."""
     samples: list[float] = []
     steps: list[float] = []
@@ -126,7 +132,7 @@ def measure(model: Model, test: Test, repetitions: int, report: Callable[[float,
         if not warm_up:
             samples.append(sum(times))
             steps += times if test.kind == "tg" else []
-    return row(model, test, samples, steps)
+    return row(model, test, samples, steps, bandwidth)
 
 
 def run(model: Model, test: Test, count: int) -> Iterator[float]:
@@ -141,15 +147,14 @@ def run(model: Model, test: Test, count: int) -> Iterator[float]:
         yield perf_counter() - started
 
 
-def row(model: Model, test: Test, samples: list[float], steps: list[float]) -> Row:
+def row(model: Model, test: Test, samples: list[float], steps: list[float], bandwidth: float | None) -> Row:
     """What the timings say."""
     metadata = model.file.metadata
     each = steps if test.kind == "tg" else [sample / test.count for sample in samples]
     rates = [test.count / sample for sample in samples]
     rate = statistics.median(rates)
-    bandwidth = read_bandwidth(model) if test.kind == "tg" else None
     # The cache grows by one position a token: its middle length stands for all.
-    read = step_bytes(metadata, test.depth + (test.count + 1) // 2) * rate if test.kind == "tg" else None
+    read = step_bytes(model, test.depth + (test.count + 1) // 2) * rate if test.kind == "tg" else None
     return Row(
         model=model_name(metadata),
         codec=codec_label(metadata),
@@ -168,7 +173,7 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float]) -> R
         ms_per_token=1000 * percentile(each, 50),
         ms_per_token_p95=1000 * percentile(each, 95),
         bytes_per_s=read,
-        read_bandwidth=bandwidth,
+        read_bandwidth=bandwidth if test.kind == "tg" else None,
         bandwidth_share=read / bandwidth if read and bandwidth else None,
         peak_rss=machine.process_memory().get("VmHWM"),
         samples_s=samples,

@@ -17,7 +17,6 @@ import click
 import numpy as np
 
 from edgeq.errors import InputError
-from edgeq.linear import Mode
 from edgeq.runtime import Model
 from edgeq.tools import corpus
 from edgeq.tools.convert import quiet_libraries
@@ -44,10 +43,8 @@ class Scorer(Protocol):
 class FileScorer:
     """An .edgeq file."""
 
-    def __init__(
-        self, path: Path, window: int | None, target: str | None, isa: str | None, mode: Mode | None, threads: int
-    ) -> None:
-        self.model = Model.load(path, context=window, max_logits=ROWS, target=target, isa=isa, mode=mode, threads=threads)
+    def __init__(self, path: Path, window: int | None, options: dict[str, Any]) -> None:
+        self.model = Model.load(path, context=window, max_logits=ROWS, **options)
         self.name = path.name
         self.vocab_size = self.model.config.vocab_size
         self.longest = self.model.context
@@ -104,19 +101,18 @@ def compare(
     text: str,
     window: int | None,
     limit: int,
-    threads: int,
-    target: str | None,
-    isa: str | None,
-    mode: Mode | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of every file against the source, to standard output.
+
+    `options` go to Model.load.
 
     InputError: a text that cannot be read or is too short, or models that do not share a vocabulary.
     """
 
     def open_file(path: Path) -> FileScorer:
-        return FileScorer(path, window, target, isa, mode, threads)
+        return FileScorer(path, window, options)
 
     files = [open_file(path) for path in models]
     source: Scorer = open_file(Path(against)) if against.endswith(".edgeq") else SourceScorer(against)

@@ -39,21 +39,14 @@ def describe(file: ModelFile) -> str:
     return f"{model_name(file.metadata)}, {codec_label(file.metadata)}, {file.size / 1e6:,.1f} MB"
 
 
-def positions_read(metadata: Metadata, length: int) -> float:
-    """Cache positions that a row at position `length` - 1 reads, mean over the layers: a sliding window reads fewer."""
-    windows = metadata.config.sliding_windows
-    return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
-
-
-def step_bytes(metadata: Metadata, length: int) -> float:
+def step_bytes(model: Model, length: int) -> float:
     """Bytes read to decode the token at position `length` - 1."""
-    sizes = metadata.bytes_per_token()
-    return sizes["weights"] + sizes["head"] + sizes["kv_per_position"] * positions_read(metadata, length)
+    return model.weight_bytes + model.position_bytes * model.config.positions_read(length)
 
 
-def read_bandwidth(model: Model) -> float | None:
+def read_bandwidth(model: Model, refresh: bool = False) -> float | None:
     """Bytes per second that this machine reads with the threads of the model; measured in about a second if not known yet.
 
     None where the CPU target, which measures it, cannot run.
     """
-    return machine.read_bandwidth(model.program.threads) if targets.load("cpu").refusal() is None else None
+    return machine.read_bandwidth(model.program.threads, refresh) if targets.load("cpu").refusal() is None else None

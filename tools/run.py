@@ -14,7 +14,7 @@ from edgeq.runtime import Generation, Model, Sampling
 from edgeq.tools.report import describe, read_bandwidth
 from edgeq.tools.terminal import note, progress, write
 
-LOAD = ("target", "isa", "mode", "threads", "context")
+LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context")
 # Field of Sampling: (option of the command line, key in the file, as Hugging Face's generation_config.json has it).
 SAMPLING = {
     "temperature": ("temp", "temperature"),

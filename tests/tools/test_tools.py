@@ -11,7 +11,6 @@ from edgeq.devices import DEVICES, device
 from edgeq.errors import InputError
 from edgeq.tools import bench, corpus
 from edgeq.tools.make_checkpoint import SHAPES, make, tensors, tokenizer
-from edgeq.tools.report import positions_read, step_bytes
 
 
 def test_the_splits_of_the_corpus_do_not_overlap() -> None:
@@ -76,12 +75,9 @@ def test_every_device_is_plausible() -> None:
 
 def test_a_sliding_window_reads_fewer_positions() -> None:
     from edgeq.config import ModelConfig, Rope
-    from edgeq.linear import LinearSpec, Metadata
 
     config = ModelConfig("mistral", 64, 32, 48, 2, 2, 1, 16, 1e-5, Rope(1e4), 128, True, sliding_windows=(8, 0))
-    metadata = Metadata(config, {}, {}, "a16", {"head": LinearSpec("head", ())}, {})
-    assert positions_read(metadata, 4) == 4 and positions_read(metadata, 20) == (8 + 20) / 2
-    assert step_bytes(metadata, 20) == config.kv_bytes_per_position() * 14
+    assert config.positions_read(4) == 4 and config.positions_read(20) == (8 + 20) / 2
 
 
 def test_rows_of_the_benchmark_are_named_as_llama_bench_names_them() -> None:
