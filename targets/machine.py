@@ -21,7 +21,7 @@ _HWCAP = {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}
 
 @dataclass(frozen=True)
 class Cpu:
-    """`features` as /proc/cpuinfo spells them on x86 ("avx2", "avx512_vnni"), on Arm "asimd", "dotprod", "fp16", "lse", "rdm"."""
+    """`features` as /proc/cpuinfo spells them on x86 ("avx2", "avx512_vnni"); on Arm asimd, dotprod, fp16, lse, rdm."""
 
     name: str
     arch: str
@@ -88,8 +88,8 @@ def _text(path: str | Path) -> str:
 def big_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
     """The processors of the fastest kind among those this process may use; [] where the kernel tells nothing.
 
-    The kernel's relative capacity (1024 for the fastest) or, without it, the highest clock; within 10 % is the same kind, as cores
-    of one kind may differ by a boost step.
+    The kernel's relative capacity (1024 for the fastest) or, without it, the highest clock; within 10 % is the same kind, as
+    cores of one kind may differ by a boost step.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):

@@ -1,7 +1,7 @@
 """Tells Numba what an Arm processor can do.
 
-LLVM finds the name of an Arm core in /proc/cpuinfo.  In a container, a virtual machine or an emulator, or for a core it does not
-know, it says "generic", and then `sdot` does not exist for it: the compiler ends the process.  The kernel always knows.
+LLVM finds the name of an Arm core in /proc/cpuinfo.  In a container, a virtual machine or an emulator, or for a core it does
+not know, it says "generic", and then `sdot` does not exist for it: the compiler ends the process.  The kernel always knows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LLVM_FEATURES = {"asimd": "neon", "lse": "lse", "fp16": "fullfp16", "rdm": "rdm"
 def settings(features: frozenset[str], host: str) -> tuple[str, str]:
     """LLVM's processor name and feature string for an Arm core with `features`, of which LLVM says that it is `host`.
 
-    A generic core is scheduled as a Cortex-A76 if it has the dot product, else as a Cortex-A72.  Every feature is named, present or
-    not: a name alone implies features, and one of them that is missing here would end in an illegal instruction.
+    A generic core is scheduled as a Cortex-A76 if it has the dot product, else as a Cortex-A72.  Every feature is named,
+    present or not: a name alone implies features, and one of them that is missing here would end in an illegal instruction.
     """
     if host == "generic":
         host = "cortex-a76" if "dotprod" in features else "cortex-a72"

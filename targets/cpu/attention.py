@@ -59,7 +59,7 @@ from edgeq.targets.cpu.vector import (
     vsum,
 )
 
-Kernel = Callable[[int, int, int], None]
+Kernel = Callable[[int, int, int, int], None]
 
 Q_OFFSET, OUT, OUT_ROW, WINDOW, SCALE, SCRATCH = 11, 12, 13, 14, 15, 16
 """Table words: byte offset of the queries in a row of x, result and its row bytes, positions a row sees or 0, softmax scale
@@ -202,7 +202,7 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
     Queries are taken `tile` at a time against `vectors` x 16 positions.  What one query computes depends on nothing else.
     """
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         kv_heads, dim, padded = word(row, KV_HEADS), word(row, HEAD_DIM), word(row, PADDED)
         shared = word(row, HEADS) // kv_heads
         scale, window = get_f32(row + 8 * SCALE), word(row, WINDOW)
@@ -211,7 +211,7 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
         numbers, query, result = 4 * POSITIONS, 4 * POSITIONS + NUMBERS, 4 * POSITIONS + NUMBERS + 4 * padded
         count = get_i64(word(row, COUNT))
         blocks = (count + ROWS_TOGETHER - 1) // ROWS_TOGETHER
-        for unit in range(thread, blocks * kv_heads, threads):
+        for unit in range(part, blocks * kv_heads, parts):
             head, r = unit % kv_heads, unit // kv_heads * ROWS_TOGETHER
             stop = min(r + ROWS_TOGETHER, count)
             while r < stop:

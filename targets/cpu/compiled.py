@@ -1,6 +1,6 @@
 """Kernels as machine code with one signature, compiled on first use and kept on disk.
 
-A kernel is `void (row address, thread, threads)`: it reads its arguments from an int64 row of the program's table, so a new
+A kernel is `void (row address, part, parts, thread)`: it reads its arguments from an int64 row of the program's table, so a new
 model compiles nothing.  Numba's cache does not notice edits in imported files, therefore the cache folder is named by a
 digest of this package's sources, of the versions of Numba and LLVM and of the processor.
 """
@@ -26,7 +26,7 @@ from edgeq.targets.cpu.vector import get_i64
 # Before the first function is made: Numba fixes its processor then.
 arm.configure()
 
-SIGNATURE = types.void(types.intp, types.intp, types.intp)
+SIGNATURE = types.void(types.intp, types.intp, types.intp, types.intp)
 FUNCTION, COUNT = 0, 1
 """Words of every table row: the kernel's address, and the address of the number of rows it runs over."""
 
@@ -59,7 +59,7 @@ def on_disk(function: Callable[..., Any], *signatures: Any) -> Any:
 
 
 @cache
-def address(factory: Callable[..., Callable[[int, int, int], None]], *literals: int) -> int:
+def address(factory: Callable[..., Callable[[int, int, int, int], None]], *literals: int) -> int:
     """Address of the kernel that `factory(*literals)` defines.  Literals become constants of the machine code.
 
     A factory's closure may hold nothing but these numbers: Numba hashes it for its cache.

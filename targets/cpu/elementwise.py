@@ -29,7 +29,7 @@ from edgeq.targets.cpu.vector import (
     vsum,
 )
 
-Kernel = Callable[[int, int, int], None]
+Kernel = Callable[[int, int, int, int], None]
 
 
 @inline
@@ -45,9 +45,9 @@ def get_float(kind, address, index):  # type: ignore[no-untyped-def]
 def embed_plain(kind: int) -> Kernel:
     """Row words: 2 tokens i32, 3 table [vocab, width], 4 width, 5 out, 6 bytes of its rows."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         width = word(row, 4)
-        for r in range(thread, get_i64(word(row, COUNT)), threads):
+        for r in range(part, get_i64(word(row, COUNT)), parts):
             token = get_i32(word(row, 2) + 4 * r)
             out = word(row, 5) + r * word(row, 6)
             for c in range(width):
@@ -59,9 +59,9 @@ def embed_plain(kind: int) -> Kernel:
 def embed_float_tile(kind: int) -> Kernel:
     """As `embed_plain`, from a tied head of floats in the file's order; word 3 is its first block, 7 bytes of a block."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         per_lane = 1 if kind == F32_KIND else 2
-        for r in range(thread, get_i64(word(row, COUNT)), threads):
+        for r in range(part, get_i64(word(row, COUNT)), parts):
             token = get_i32(word(row, 2) + 4 * r)
             out, block = word(row, 5) + r * word(row, 6), word(row, 3) + token // 16 * word(row, 7)
             for c in range(word(row, 4)):
@@ -75,9 +75,9 @@ def embed_integer_tile(bits: int, zero: int) -> Kernel:
     wide, middle, low = (bits & 8) // 8, (bits & 4) // 4, bits % 4
     two, one = low // 2, low % 2
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         group = word(row, 12)
-        for r in range(thread, get_i64(word(row, COUNT)), threads):
+        for r in range(part, get_i64(word(row, COUNT)), parts):
             token = get_i32(word(row, 2) + 4 * r)
             lane = token % 16
             out, block = word(row, 5) + r * word(row, 6), word(row, 3) + token // 16 * word(row, 7)
@@ -110,9 +110,9 @@ def norm(big: int) -> Kernel:
     Widths are padded to 16 with zeros in x, gain and out.
     """
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        for r in range(thread, count, threads):
+        for r in range(part, count, parts):
             x, out = word(row, 2) + r * word(row, 3), word(row, 7) + r * word(row, 8)
             even, odd = vsplat(0.0), vsplat(0.0)
             for c in range(0, width, 32):
@@ -131,15 +131,15 @@ def norm(big: int) -> Kernel:
 def swiglu(big: int) -> Kernel:
     """Row words: 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7... form."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        # Few rows are shared among the threads by channels, in pieces of whole activation blocks.
-        parts = threads if count < threads else 1
+        # Few rows are shared by channels, in pieces of whole activation blocks.
+        cuts = parts if count < parts else 1
         pieces = (width + 127) // 128
-        for unit in range(thread, count * parts, threads):
-            r, part = unit // parts, unit % parts
+        for unit in range(part, count * cuts, parts):
+            r, cut = unit // cuts, unit % cuts
             x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
-            first, last = pieces * part // parts * 128, min(pieces * (part + 1) // parts * 128, width)
+            first, last = pieces * cut // cuts * 128, min(pieces * (cut + 1) // cuts * 128, width)
             for c in range(first, last, 16):
                 gate = vload(x + 4 * c)
                 sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(vsub(vsplat(0.0), gate))))
@@ -152,8 +152,8 @@ def swiglu(big: int) -> Kernel:
 def select() -> Kernel:
     """Row words: COUNT of the selected rows, 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7 indices i32."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
-        for r in range(thread, get_i64(word(row, COUNT)), threads):
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        for r in range(part, get_i64(word(row, COUNT)), parts):
             x = word(row, 2) + get_i32(word(row, 7) + 4 * r) * word(row, 3)
             for c in range(0, word(row, 4), 16):
                 vstore(word(row, 5) + r * word(row, 6) + 4 * c, vload(x + 4 * c))
@@ -167,8 +167,8 @@ def angles() -> Kernel:
     Row words: 2 positions i32, 3 frequencies f64, 4 how many, 5 cosines, 6 sines, 7 bytes of their rows.
     """
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
-        for r in range(thread, get_i64(word(row, COUNT)), threads):
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        for r in range(part, get_i64(word(row, COUNT)), parts):
             position = get_i32(word(row, 2) + 4 * r)
             for i in range(word(row, 4)):
                 angle = position * get_f64(word(row, 3) + 8 * i)

@@ -24,7 +24,13 @@ from edgeq.targets.cpu.isa import Isa, all_isas
 from edgeq.targets.cpu.memory import Memory, padded
 from edgeq.targets.cpu.quantize import ABSENT, Form
 
-ROW_WORDS = 24
+ROW_WORDS = 25
+PARTS = ROW_WORDS - 1
+"""The last word of a row: into how many parts the operation is cut."""
+PARTS_A_THREAD = 4
+"""Enough that a thread that is held up leaves little behind, few enough that taking them costs nothing."""
+LEAST_CHANNELS = 2048
+"""Of a row that are worth a part of their own."""
 LARGEST_BLOCK = 128
 """Channels of an activation block at most: what an int32 sum of 8-bit by 16-bit products holds."""
 GROUP_BYTES = 256 << 10
@@ -57,6 +63,7 @@ class Lowering:
         self.isa_index = [i.name for i in all_isas()].index(isa.name)
         self.big = isa.tiles[0]
         self.threads = max(options.threads, options.threads_prefill)
+        self.parts = PARTS_A_THREAD * options.threads if options.threads > 1 else 1
         self.count, self.most = arrays.rows, options.max_rows
         self.row_bytes = {name: 4 * padded(width) for name, width in graph.buffers.items()}
         self.buffers = {
@@ -64,6 +71,7 @@ class Lowering:
         }
         self.rows: list[list[int]] = []
         self.decode_functions: dict[int, int] = {}
+        self.decode_parts: dict[int, int] = {}
         self.forms: dict[str, Form] = {}
         self.open_slots: dict[str, tuple[int, int]] = {}
         self.angles: dict[tuple[float, ...], tuple[int, int, int]] = {}
@@ -81,9 +89,13 @@ class Lowering:
         one = many.copy()
         for i, function in self.decode_functions.items():
             one[i, FUNCTION] = function
+        one[:, PARTS] = [min(self.decode_parts[i], self.parts) for i in range(len(one))]
+        many[:, PARTS] = PARTS_A_THREAD * self.options.threads_prefill
         return one, many
 
-    def emit(self, function: int, *words: int) -> int:
+    def emit(self, function: int, *words: int, parts: int = 1) -> int:
+        """Append an operation; with one row there is work for at most `parts` parts."""
+        self.decode_parts[len(self.rows)] = parts
         self.rows.append([function, self.count, *words])
         return len(self.rows) - 1
 
@@ -147,7 +159,7 @@ class Lowering:
         words[tile.Y], words[tile.Y_ROW] = self.buffers[o.out] + 4 * o.offset, self.row_bytes[o.out]
         words[tile.BIAS] = self.memory.floats(o.linear.bias) if o.linear.bias else 0
         words[tile.ADD], words[tile.SCRATCH] = int(o.add), self.scratch
-        row = self.emit(address(factory, *literals, self.big), *words[COUNT + 1 :])
+        row = self.emit(address(factory, *literals, self.big), *words[COUNT + 1 :], parts=blocks)
         if one:
             self.decode_functions[row] = address(one, *literals)
         self.wrote(o.out)
@@ -172,7 +184,7 @@ class Lowering:
             self.rows[row][word : word + quantize.WORDS] = form.words()
         else:
             x = (self.buffers[buffer], self.row_bytes[buffer])
-            self.emit(address(quantize.quantize, self.big), *x, *form.words())
+            self.emit(address(quantize.quantize, self.big), *x, *form.words(), parts=-(-columns // LEAST_CHANNELS))
         self.forms[buffer] = form
         return form
 
@@ -200,7 +212,7 @@ class Lowering:
             4 * query.offset, 4 * o.k_offset, 4 * o.v_offset, *self.angles[query.frequencies],
             gains.get(query.offset, 0), gains.get(o.k_offset, 0), float_bits(epsilon),
         ]  # fmt: skip
-        self.emit(address(rotary.rotate, pages.KV_CODES[self.options.kv]), *words)
+        self.emit(address(rotary.rotate, pages.KV_CODES[self.options.kv]), *words, parts=self.options.threads)
         self.rotations, self.head_norms = [], []
         self.wrote(o.x)
 
@@ -221,14 +233,15 @@ class Lowering:
         ]  # fmt: skip
         # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
         tile = 4 if self.isa.lanes == 16 and self.isa.needs else 2
-        self.emit(address(attention.attend, pages.KV_CODES[self.options.kv], tile, tile), *words)
+        self.emit(address(attention.attend, pages.KV_CODES[self.options.kv], tile, tile), *words, parts=o.kv_heads)
         self.wrote(o.out)
 
     def swiglu(self, o: op.SwiGlu) -> None:
         if o.width % 16:
             raise UnsupportedError(f"intermediate_size {o.width} is not a multiple of 16; run with --target reference")
         x, out = (self.buffers[o.x], self.row_bytes[o.x]), (self.buffers[o.out], self.row_bytes[o.out])
-        row = self.emit(address(elementwise.swiglu, self.big), *x, o.width, *out, *ABSENT.words())
+        parts = -(-o.width // LEAST_CHANNELS)
+        row = self.emit(address(elementwise.swiglu, self.big), *x, o.width, *out, *ABSENT.words(), parts=parts)
         self.wrote(o.out, (row, 7))
 
     def select(self, o: op.Select) -> None:

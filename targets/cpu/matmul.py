@@ -1,5 +1,5 @@
-"""y = W x over the rows of a run: threads share the output blocks; within a thread a group of blocks stays in the cache while
-the tokens pass by.
+"""y = W x over the rows of a run: a part is some of the output blocks; within it a group of blocks stays in the cache while the
+tokens pass by.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from edgeq.targets.cpu.vector import get_f32, get_i64, put_f32, vadd, vload, vst
 SCRATCH_BYTES = 1 << 12
 """Per thread; a tile's result has at most 12 tokens x 64 bytes."""
 
-Kernel = Callable[[int, int, int], None]
+Kernel = Callable[[int, int, int, int], None]
 
 
 @inline
@@ -40,18 +40,19 @@ def finish(row, scratch, tokens, n, r):  # type: ignore[no-untyped-def]
 
 
 @inline
-def share(row, thread, threads):  # type: ignore[no-untyped-def]
-    """This thread's blocks [first, last) and its scratch."""
+def share(row, part, parts):  # type: ignore[no-untyped-def]
+    """The blocks [first, last) of a part."""
     blocks = (word(row, ROWS) + 15) // 16
-    return blocks * thread // threads, blocks * (thread + 1) // threads, word(row, SCRATCH) + thread * SCRATCH_BYTES
+    return blocks * part // parts, blocks * (part + 1) // parts
 
 
 def integer_matvec(isa: int, bits: int, mode16: int, zero: int, half: int) -> Kernel:
     """Packed integers times one token."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         if get_i64(word(row, COUNT)) == 1:
-            first, last, scratch = share(row, thread, threads)
+            first, last = share(row, part, parts)
+            scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
             for n in range(first, last):
                 integer_tile(isa, bits, mode16, zero, half, 1, row, n, 0, scratch)
                 finish(row, scratch, 1, n, 0)
@@ -62,9 +63,10 @@ def integer_matvec(isa: int, bits: int, mode16: int, zero: int, half: int) -> Ke
 def integer_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: int) -> Kernel:
     """Packed integers times any number of tokens, in tiles of `big`, 4 and 1."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, group = get_i64(word(row, COUNT)), word(row, GROUP)
-        first, last, scratch = share(row, thread, threads)
+        first, last = share(row, part, parts)
+        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)
             r = 0
@@ -90,9 +92,10 @@ def integer_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: 
 def float_matmul(kind: int, big: int) -> Kernel:
     """Floats times any number of tokens, in tiles of `big`, 4 and 1."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, group = get_i64(word(row, COUNT)), word(row, GROUP)
-        first, last, scratch = share(row, thread, threads)
+        first, last = share(row, part, parts)
+        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)
             r = 0

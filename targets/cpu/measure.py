@@ -25,21 +25,21 @@ from edgeq.targets.cpu.vector import I8, I32, constant, get_i64, put_f32, store,
 
 BYTES = 256 << 20
 """Several times the largest cache of a machine this is for."""
-Kernel = Callable[[int, int, int], None]
+Kernel = Callable[[int, int, int, int], None]
 Table = NDArray[np.int64]
 
 
 def read_lines() -> Kernel:
-    """Row words: COUNT of 256-byte runs, 2 address, 3 results of the threads.  Sums, so that nothing can be left out."""
+    """Row words: COUNT of 256-byte runs, 2 address, 3 results of the parts.  Sums, so that nothing can be left out."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count = get_i64(word(row, COUNT))
         a, b, c, d = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
-        for i in range(count * thread // threads, count * (thread + 1) // threads):
+        for i in range(count * part // parts, count * (part + 1) // parts):
             x = word(row, 2) + 256 * i
             a, b = vadd(a, vload(x)), vadd(b, vload(x + 64))
             c, d = vadd(c, vload(x + 128)), vadd(d, vload(x + 192))
-        put_f32(word(row, 3) + 64 * thread, vsum(vadd(vadd(a, b), vadd(c, d))))
+        put_f32(word(row, 3) + 64 * part, vsum(vadd(vadd(a, b), vadd(c, d))))
 
     return kernel
 
@@ -72,17 +72,17 @@ def multiply_integers(typing: Any, isa: Any, repeat: Any, out: Any) -> Any:
 
 
 def multiply(isa: int) -> Kernel:
-    """Row words: COUNT of repetitions, 2 results of the threads."""
+    """Row words: COUNT of repetitions, 2 results of the parts."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
-        multiply_integers(isa, get_i64(word(row, COUNT)), word(row, 2) + 64 * thread)
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        multiply_integers(isa, get_i64(word(row, COUNT)), word(row, 2) + 64 * part)
 
     return kernel
 
 
 def _rates(table: Table, threads: int, work: float, seconds: float) -> list[float]:
     """`work` per second of each pass, for at least three passes and `seconds`."""
-    pool = Pool(threads, table.shape[1])
+    pool = Pool(threads, 1, table.shape[1])
     pool.run(table, threads)
     passes, end = list[float](), time.perf_counter() + seconds
     while len(passes) < 3 or time.perf_counter() < end:
@@ -96,8 +96,9 @@ def _rates(table: Table, threads: int, work: float, seconds: float) -> list[floa
 def read_bandwidth(threads: int) -> float:
     """Bytes per second, the median of as many passes over 256 MiB as fit in a second."""
     data = np.ones(BYTES // 4, np.float32)
-    results, count = np.zeros(16 * threads, np.float32), np.array([BYTES // 256], np.int64)
-    table = np.array([[address(read_lines), count.ctypes.data, data.ctypes.data, results.ctypes.data]], np.int64)
+    parts = 4 * threads
+    results, count = np.zeros(16 * parts, np.float32), np.array([BYTES // 256], np.int64)
+    table = np.array([[address(read_lines), count.ctypes.data, data.ctypes.data, results.ctypes.data, parts]], np.int64)
     return statistics.median(_rates(table, threads, BYTES, 1.0))
 
 
@@ -107,7 +108,7 @@ def integer_peak(threads: int) -> float:
     index = [i.name for i in all_isas()].index(isa.name)
     repeat = 20_000
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
-    table = np.array([[address(multiply, index), count.ctypes.data, results.ctypes.data]], np.int64)
+    table = np.array([[address(multiply, index), count.ctypes.data, results.ctypes.data, threads]], np.int64)
     work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads
     return statistics.median(_rates(table, threads, work, 0.5))
 
@@ -120,7 +121,10 @@ def best_decode_threads(most: int) -> int:
     """
     table, kept = _decode_table()
     candidates = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < most} | {most})
-    rates = {n: statistics.median(_rates(table, n, 1.0, 0.5 / len(candidates))) for n in candidates}
+    rates = dict[int, float]()
+    for n in candidates:
+        table[0, -1] = 4 * n
+        rates[n] = statistics.median(_rates(table, n, 1.0, 0.5 / len(candidates)))
     del kept
     return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values()))
 
@@ -134,7 +138,7 @@ def _decode_table() -> tuple[Table, list[NDArray[Any]]]:
     weights[:] = 0x5A
     token, numbers, y = zeros(columns), zeros(4 * groups), zeros(4 * rows)
     scratch, count = zeros(64 * SCRATCH_BYTES), np.array([1], np.int64)
-    words = [0] * tile.WORDS
+    words = [0] * (tile.WORDS + 1)
     words[0] = address(integer_matvec, [i.name for i in all_isas()].index(choose()[0].name), 4, 0, 0, 0)
     words[COUNT] = count.ctypes.data
     words[tile.X : tile.X_BLOCKS + 1] = [token.ctypes.data, columns, numbers.ctypes.data, numbers.ctypes.data, groups]

@@ -1,11 +1,13 @@
 """A few threads that walk a table of operations together.
 
-A run is one wake-up: every thread, the caller's included, goes through the whole table and meets the others at a barrier after
-each operation (0.4 to 0.8 us, where a parallel region per operation costs 1.5 to 50).  Between runs a thread spins for a
-moment, because the next token is near, then sleeps in the kernel: no processor time is used while nobody decodes.
+A run is one wake-up.  An operation is cut into parts; every thread, the caller's included, takes the next part that nobody has
+until there are none, and goes on to the next operation when all parts of this one are done (well under a microsecond, where a
+parallel region per operation costs 1.5 to 50).  Nobody waits for a thread that has not come: one that the system has put aside,
+or a slow core, holds up the part that it is on and nothing else.  Results do not depend on who does which part.
 
-The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library or on Numba's threading
-layer, and other users of either are left alone.
+Between runs a thread spins for a moment, because the next token is near, then sleeps in the kernel: no processor time is used
+while nobody decodes.  The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library or
+on Numba's threading layer, and other users of either are left alone.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platfor
 WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
 NAP_MICROSECONDS = 100
 
-# int64 words of the shared block, each on its own cache line.
-RUN, ARRIVED, PASSED, TABLE, LENGTH, ACTIVE, SLEEPERS = 0, 8, 16, 24, 25, 26, 32
-SHARED_WORDS = 40
+# int64 words of the shared block: RUN and SLEEPERS on cache lines of their own, then what describes a run.
+RUN, SLEEPERS, TABLE, LENGTH, ACTIVE = 0, 8, 16, 17, 18
+# From here a line for each operation: the run's number with the next part to be taken, and how many parts are done.
+STEPS, LINE_BYTES = 24, 64
+TAG_BITS = 32
 SPINS_BEFORE_YIELD = 2_000
 SPINS_BEFORE_SLEEP = 20_000
 """Of `pause`, 10 to 50 ns each: longer than it takes to sample a token."""
@@ -78,6 +82,17 @@ def add(typing: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[misc]
+def exchange(typing: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Atomic compare-and-swap; whether `expected` was there."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        place = b.inttoptr(args[0], I64.as_pointer())
+        return b.extract_value(b.cmpxchg(place, args[1], args[2], "seq_cst", "seq_cst"), 1)
+
+    return types.boolean(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
 def relax(typing: Any, spins: Any) -> Any:
     """Wait a little: `pause` at first, later let others run, who may be what is waited for."""
 
@@ -112,41 +127,59 @@ def futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[misc]
-def invoke(typing: Any, row: Any, thread: Any, threads: Any) -> Any:
+def invoke(typing: Any, row: Any, part: Any, parts: Any, thread: Any) -> Any:
     """Call the kernel whose address is the first word of the table row."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 4)
         b.call(b.inttoptr(load(b, args[0], I64, 8), kind.as_pointer()), args)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp), codegen
+    return types.void(*[types.intp] * 4), codegen
 
 
-def _walk(shared, table, length, row_bytes, thread, threads):  # type: ignore[no-untyped-def]
-    """All operations, with a barrier behind each: the last to arrive opens it."""
+def _walk(shared, tag, table, length, row_bytes, thread):  # type: ignore[no-untyped-def]
+    """Take part in run `tag`.  The last word of a table row is its number of parts.
+
+    A thread that comes too late finds another run's number on the operation, and leaves.
+    """
     for i in range(length):
-        invoke(table + i * row_bytes, thread, threads)
-        if threads > 1:
-            passed = read(shared + 8 * PASSED)
-            if add(shared + 8 * ARRIVED, 1) == threads - 1:
-                publish(shared + 8 * ARRIVED, 0)
-                publish(shared + 8 * PASSED, passed + 1)
-            else:
-                spins = 0
-                while read(shared + 8 * PASSED) == passed:
-                    spins += 1
-                    relax(spins)
+        row, step = table + i * row_bytes, shared + 8 * STEPS + LINE_BYTES * i
+        parts = read(row + row_bytes - 8)
+        while True:
+            ticket = read(step)
+            if ticket >> TAG_BITS != tag:
+                return
+            part = ticket & ((1 << TAG_BITS) - 1)
+            if part >= parts:
+                break
+            if exchange(step, ticket, ticket + 1):
+                invoke(row, part, parts, thread)
+                add(step + 8, 1)
+        spins = 0
+        while read(step + 8) < parts:
+            if read(step) >> TAG_BITS != tag:
+                return
+            spins += 1
+            relax(spins)
 
 
 walk = on_disk(_walk, types.void(*[types.intp] * 6))
 
 
+def _walk_alone(table, length, row_bytes):  # type: ignore[no-untyped-def]
+    for i in range(length):
+        invoke(table + i * row_bytes, 0, 1, 0)
+
+
+walk_alone = on_disk(_walk_alone, types.void(*[types.intp] * 3))
+
+
 def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
     """A thread's life: wait for a run, walk if it takes part, wait again; a run without operations ends it.
 
-    RUN is odd while a run is being described.  A thread that took no part in a run may still be reading about it when the next
-    one comes; it believes what it read only if RUN is the same behind it as before.
+    RUN is odd while a run is being described.  A thread may still be reading about a run when the next one comes; it believes
+    what it read only if RUN is the same behind it as before.
     """
     seen, spins = 0, 0
     while True:
@@ -167,24 +200,30 @@ def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
         if length == 0:
             return
         if thread < threads:
-            walk(shared, table, length, row_bytes, thread, threads)
+            walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread)
 
 
 work = on_disk(_work, types.void(*[types.intp] * 3))
 
 
 def _start(shared, table, length, threads):  # type: ignore[no-untyped-def]
-    """Tell the other threads that there is a run, for the first `threads` of them."""
-    add(shared + 8 * RUN, 1)
+    """Tell the other threads that there is a run, for the first `threads` of them; returns its number."""
+    tag = (add(shared + 8 * RUN, 1) + 2) & 0x7FFFFFFF
+    for i in range(length):
+        step = shared + 8 * STEPS + LINE_BYTES * i
+        # First the ticket, so that a late thread of the last run cannot take what it finds done for its own.
+        publish(step, tag << TAG_BITS)
+        publish(step + 8, 0)
     publish(shared + 8 * ACTIVE, threads)
     publish(shared + 8 * TABLE, table)
     publish(shared + 8 * LENGTH, length)
     add(shared + 8 * RUN, 1)
     if read(shared + 8 * SLEEPERS) > 0:
         futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
+    return tag
 
 
-start = on_disk(_start, types.void(*[types.intp] * 4))
+start = on_disk(_start, types.intp(*[types.intp] * 4))
 
 
 def _stop(shared: np.ndarray[Any, np.dtype[np.int64]], workers: list[threading.Thread]) -> None:
@@ -194,12 +233,14 @@ def _stop(shared: np.ndarray[Any, np.dtype[np.int64]], workers: list[threading.T
 
 
 class Pool:
-    """`threads` threads, the caller being one of them.  One caller at a time."""
+    """`threads` threads, the caller being one of them, for tables of up to `operations` rows.  One caller at a time."""
 
-    def __init__(self, threads: int, row_words: int) -> None:
+    def __init__(self, threads: int, operations: int, row_words: int) -> None:
         self.threads = threads
         self._row_bytes = 8 * row_words
-        self._shared = np.zeros(SHARED_WORDS, np.int64)
+        # The memory of a whole number of cache lines more: the block starts on one.
+        self._memory = np.zeros(STEPS + (LINE_BYTES // 8) * (operations + 1), np.int64)
+        self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
         address = self._shared.ctypes.data
         workers = [
             threading.Thread(target=work, args=(address, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)
@@ -211,8 +252,12 @@ class Pool:
         self.close = weakref.finalize(self, _stop, self._shared, workers)
 
     def run(self, table: np.ndarray[Any, np.dtype[np.int64]], threads: int) -> None:
-        """Walk the rows of `table` with the first `threads` threads; returns when all of them are through."""
+        """Walk the rows of `table` with the first `threads` threads; returns when every operation is done."""
         shared = self._shared.ctypes.data
+        # A thread that comes late still reads the table.
+        self._table = table
         if threads > 1:
-            start(shared, table.ctypes.data, len(table), threads)
-        walk(shared, table.ctypes.data, len(table), self._row_bytes, 0, threads)
+            tag = start(shared, table.ctypes.data, len(table), threads)
+            walk(shared, tag, table.ctypes.data, len(table), self._row_bytes, 0)
+        else:
+            walk_alone(table.ctypes.data, len(table), self._row_bytes)

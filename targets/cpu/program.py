@@ -50,7 +50,7 @@ class CpuProgram:
         stride = lowering.row_bytes[graph.logits] // 4
         whole = self._memory.view(lowering.buffers[graph.logits]).view(np.float32)
         self._logits = whole[: logits * stride].reshape(logits, stride)[:, :width]
-        self._pool = Pool(max(self.threads, self.threads_prefill), ROW_WORDS)
+        self._pool = Pool(max(self.threads, self.threads_prefill), len(self._many), ROW_WORDS)
 
     @property
     def description(self) -> str:

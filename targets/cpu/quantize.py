@@ -115,18 +115,18 @@ def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyp
         put_i32(totals + place, int(vsum(total)))
 
 
-def quantize(big: int) -> Callable[[int, int, int], None]:
+def quantize(big: int) -> Callable[[int, int, int, int], None]:
     """Row words: COUNT, 2 address of x, 3 bytes between rows, 4... the form."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count = get_i64(word(row, COUNT))
         columns = word(row, 5)
-        if count >= threads:
-            for r in range(thread, count, threads):
+        if count >= parts:
+            for r in range(part, count, parts):
                 write_form(row, 4, word(row, 2) + r * word(row, 3), r, count, big, 0, columns)
         else:
             pieces = (columns + 127) // 128
-            first, last = pieces * thread // threads * 128, pieces * (thread + 1) // threads * 128
+            first, last = pieces * part // parts * 128, pieces * (part + 1) // parts * 128
             for r in range(count):
                 write_form(row, 4, word(row, 2) + r * word(row, 3), r, count, big, first, min(last, columns))
 

@@ -21,7 +21,7 @@ from edgeq.targets.cpu.pages import (
 )
 from edgeq.targets.cpu.vector import get_f32, get_i32, get_i64, put_f16, put_f32, put_i8
 
-Kernel = Callable[[int, int, int], None]
+Kernel = Callable[[int, int, int, int], None]
 
 Q_OFFSET, K_OFFSET, V_OFFSET, COSINES, SINES, ANGLE_ROW, Q_GAIN, K_GAIN, EPSILON = 11, 12, 13, 14, 15, 16, 17, 18, 19
 """Table words: byte offsets in a row of x, angles, f32 gains of the head norms or 0, their epsilon (bits of an f32)."""
@@ -56,11 +56,11 @@ def put_vector(x, dim, base, step, lane, scales, code):  # type: ignore[no-untyp
 def rotate(code: int) -> Kernel:
     """Head norms and rotary positions in place; keys and values into the cache.  A unit is one head of one row."""
 
-    def kernel(row, thread, threads):  # type: ignore[no-untyped-def]
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         heads, kv_heads, dim, padded = word(row, HEADS), word(row, KV_HEADS), word(row, HEAD_DIM), word(row, PADDED)
         units = heads + kv_heads
         epsilon, half = get_f32(row + 8 * EPSILON), dim // 2
-        for unit in range(thread, get_i64(word(row, COUNT)) * units, threads):
+        for unit in range(part, get_i64(word(row, COUNT)) * units, parts):
             r, head = unit // units, unit % units
             is_query = head < heads
             source = word(row, X) + r * word(row, X_ROW)

@@ -149,7 +149,7 @@ def test_a_nan_in_a_weight_names_the_tensor(convert: Convert, copy: Path) -> Non
         (["--method", "none", "--dtype", "f8"], ["'f8'", "bf16"]),
         (["--for", "toaster"], ["'toaster'", "raspberry-pi-5"]),
         (["--method", "awq", "--calibration", "/nonexistent/text"], ["/nonexistent/text"]),
-        (["--calibration", "/nonexistent/text"], ["awq"]),
+        (["--method", "none", "--calibration", "/nonexistent/text"], ["none"]),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None,
 )

@@ -1,6 +1,5 @@
 """The threads that walk a table together, and what is known of the machine."""
 
-import ctypes
 import json
 import time
 
@@ -11,26 +10,24 @@ from edgeq.targets.cpu.compiled import address
 from edgeq.targets.cpu.elementwise import select
 from edgeq.targets.cpu.pool import RUN, SLEEPERS, Pool
 
-SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_ssize_t, ctypes.c_ssize_t, ctypes.c_ssize_t)
 
-
-def chain(steps, width=64):
+def chain(steps, width=64, parts=3):
     """A table whose operation i copies row i of a matrix to row i + 1; each needs the whole of the one before."""
     data = np.zeros((steps + 1, width), np.float32)
     data[0] = np.arange(width)
     indices, count = np.zeros(width // 16, np.int32), np.array([width // 16], np.int64)
     indices[:] = np.arange(width // 16)[::-1]
-    table = np.zeros((steps, 8), np.int64)
+    table = np.zeros((steps, 9), np.int64)
     for i in range(steps):
         source, target = (data[j].ctypes.data for j in (i, i + 1))
-        table[i] = [address(select), count.ctypes.data, source, 64, 16, target, 64, indices.ctypes.data]
+        table[i] = [address(select), count.ctypes.data, source, 64, 16, target, 64, indices.ctypes.data, parts]
     return data, table, (indices, count)
 
 
 def test_threads_meet_behind_every_operation():
-    for threads in (1, 2, 4):
-        data, table, kept = chain(501)
-        pool = Pool(threads, 8)
+    for threads, parts in ((1, 1), (2, 1), (2, 4), (4, 3), (3, 16)):
+        data, table, kept = chain(501, parts=parts)
+        pool = Pool(threads, 501, 9)
         for _ in range(20):
             data[1:] = -1
             pool.run(table, threads)
@@ -42,7 +39,7 @@ def test_threads_meet_behind_every_operation():
 
 def test_runs_may_follow_each_other_with_other_numbers_of_threads():
     data, table, kept = chain(7)
-    pool = Pool(4, 8)
+    pool = Pool(4, 501, 9)
     for i in range(500):
         data[1:] = -1
         pool.run(table, 1 + i * 7 % 4)
@@ -53,7 +50,7 @@ def test_runs_may_follow_each_other_with_other_numbers_of_threads():
 
 def test_idle_threads_sleep_and_wake():
     data, table, kept = chain(2)
-    pool = Pool(3, 8)
+    pool = Pool(3, 501, 9)
     deadline = time.monotonic() + 20
     while pool._shared[SLEEPERS] < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -67,7 +64,7 @@ def test_closing_a_pool_ends_its_threads():
     import threading
 
     before = threading.active_count()
-    pool = Pool(4, 8)
+    pool = Pool(4, 501, 9)
     assert threading.active_count() == before + 3
     pool.close()
     assert threading.active_count() == before

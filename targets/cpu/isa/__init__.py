@@ -45,8 +45,8 @@ class Isa(Protocol):
         return False
 
     def dot_bytes(self, b: Any, accumulator: Any, quad: Any, low: Any, high: Any) -> Any:
-        """accumulator + 4 products; `low` and `high` are <lanes x i32> splats of the low and the high bytes of 4 int16 channels."""
-        raise NotImplementedError
+        """accumulator + 4 products; `low`, `high`: <lanes x i32> splats of the low and the high bytes of 4 int16 channels."""
+        raise AssertionError(f"{self.name} takes pairs of 16-bit activations")
 
     def start16(self, b: Any, first: Any, bits: int) -> Any:
         """The accumulator of 16-bit activations whose sums are `first`, <lanes x i32>."""
@@ -80,7 +80,7 @@ def choose(name: str | None = None) -> tuple[Isa, str]:
                     raise UnsupportedError(f"isa {name} needs {', '.join(missing)}, which this processor does not have")
                 return isa, "asked for"
         raise UnsupportedError(f"isa {name!r} is not known; supported: {', '.join(isa.name for isa in isas)}")
-    passed = []
+    passed: list[str] = []
     for isa in isas:
         if isa.machines and machine.cpu().arch not in isa.machines:
             continue
