@@ -225,6 +225,17 @@ def compare(**options: Any) -> None:
 
 
 @main.command()
+@MODEL
+@THREADS
+@TARGET_OPTIONS
+def warm(**options: Any) -> None:
+    """Compile what a model needs, ahead of its first run."""
+    from edgeq.tools.warm import warm as command
+
+    command(**options)
+
+
+@main.command()
 @JSON
 def devices(as_json: bool) -> None:
     """Show what this machine has, what will be used and why, and the devices that --for knows."""

@@ -75,6 +75,7 @@ class Model:
         *,
         context: int | None = None,
         chat_template: str | None = None,
+        report: targets.Report = targets.silent,
     ) -> None:
         started = perf_counter()
         self.file = file
@@ -83,7 +84,7 @@ class Model:
         self._chat_template = chat_template
         self.graph = decoder(file.metadata)
         self.context = choose_context(self.graph, file.metadata, options, context)
-        self.program = choice.target.compile(self.graph, file, options)
+        self.program = choice.target.compile(self.graph, file, options, report)
         refused = "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
         self.description = self.program.description + refused
         self._turn = Lock()
@@ -116,6 +117,7 @@ class Model:
         max_logits: int = 1,
         max_rows: int = 256,
         chat_template: str | None = None,
+        report: targets.Report = targets.silent,
     ) -> Model:
         """Open `path` and compile it.
 
@@ -128,6 +130,7 @@ class Model:
         max_logits   rows whose logits one run can give (Session.all_logits)
         max_rows     rows of one run: the prefill chunk
         chat_template   jinja2 text instead of the file's
+        report       hears how far the compilation of kernels is: the first time on a machine it takes seconds
 
         InputError: no such file, or an argument out of range.  FormatError: damaged.  UnsupportedError: something that the file
         needs or you ask for is not there.  ResourceError: the context does not fit in memory.
@@ -153,7 +156,7 @@ class Model:
             threads_prefill=threads_prefill,
             kv=kv,
         )
-        model = cls(file, choice, options, context=context, chat_template=chat_template)
+        model = cls(file, choice, options, context=context, chat_template=chat_template, report=report)
         model.load_s = perf_counter() - started
         return model
 

@@ -3,7 +3,7 @@
 if __name__ != "edgeq.targets":
     raise ImportError("import edgeq.targets, not targets")
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +40,14 @@ class Options:
     kv: KvCodec = "f16"
 
 
+Report = Callable[[int, int, str], None]
+"""Hears (steps done, steps in all, what comes next)."""
+
+
+def silent(done: int, total: int, what: str) -> None:
+    """For nobody."""
+
+
 class Program(Protocol):
     """A compiled graph with its buffers.  One caller at a time."""
 
@@ -70,7 +78,9 @@ class Target(Protocol):
         """Why this target cannot be used on this machine, or None."""
         ...
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options) -> Program: ...
+    def compile(self, graph: Graph, file: ModelFile, options: Options, report: Report = silent) -> Program:
+        """`report` hears how far the compilation is: the first time on a machine it can take many seconds."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def integer_peak(threads: int, refresh: bool = False) -> float:
 
 def decode_threads(refresh: bool = False) -> int:
     """How many threads decode fastest, probed once in about half a second and kept per machine."""
-    most = cpu().cores
+    most = cpu().big_cores
 
     def measure() -> float:
         from edgeq.targets.cpu import measure

@@ -18,7 +18,7 @@ from edgeq.codec import dequantize_rows as dequantize_codec_rows
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.linear import ArrayRef, KvCodec, LinearSpec, Weight
-from edgeq.targets import Options
+from edgeq.targets import Options, Report, silent
 from edgeq.targets.operations import (
     PAGE,
     Attention,
@@ -60,7 +60,7 @@ class ReferenceTarget:
     def refusal(self) -> str | None:
         return None
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options) -> ReferenceProgram:
+    def compile(self, graph: Graph, file: ModelFile, options: Options, report: Report = silent) -> ReferenceProgram:
         """UnsupportedError: an instruction set was asked for; numpy has its own."""
         if options.isa is not None:
             raise UnsupportedError(f"the reference target has no isa {options.isa!r}; leave it out or use the cpu target")

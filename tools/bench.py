@@ -103,7 +103,7 @@ def bench(
     rows: list[Row] = []
     with progress() as report:
         for i, count in enumerate(threads):
-            loaded = Model.load(model, threads=count, context=context, **options)
+            loaded = Model.load(model, threads=count, context=context, report=report, **options)
             # Of this minute: on a shared machine what was measured before may be far off.
             bandwidth = read_bandwidth(loaded, refresh=True)
             machine.forget_peak()

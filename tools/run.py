@@ -100,7 +100,8 @@ def utf8(data: bytes, name: str) -> str:
 
 def load(model: Path, chat_template: Path | None, options: dict[str, Any]) -> Model:
     template = None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
-    return Model.load(model, chat_template=template, **{name: options[name] for name in LOAD})
+    with progress() as report:
+        return Model.load(model, chat_template=template, report=report, **{name: options[name] for name in LOAD})
 
 
 def sampling_of(model: Model, options: dict[str, Any]) -> Sampling:

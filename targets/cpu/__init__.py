@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from edgeq.container import ModelFile
-from edgeq.targets import Options
+from edgeq.targets import Options, Report, silent
 from edgeq.targets.operations import Graph
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class CpuTarget:
             return "numba is not installed; run: pip install numba"
         return None
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options) -> CpuProgram:
+    def compile(self, graph: Graph, file: ModelFile, options: Options, report: Report = silent) -> CpuProgram:
         from edgeq.targets.cpu.program import CpuProgram
 
-        return CpuProgram(graph, file, options)
+        return CpuProgram(graph, file, options, report)

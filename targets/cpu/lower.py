@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.linear import ArrayRef
-from edgeq.targets import Options
+from edgeq.targets import Options, Report
 from edgeq.targets import operations as op
 from edgeq.targets.cpu import attention, elementwise, matmul, pages, quantize, rotary, tile
 from edgeq.targets.cpu.compiled import COUNT, FUNCTION, address
@@ -36,6 +37,15 @@ LARGEST_BLOCK = 128
 GROUP_BYTES = 256 << 10
 """Weights that stay in a core's second-level cache while the tokens of a chunk pass by."""
 FLOAT_KINDS = {"f32": tile.F32_KIND, "f16": tile.F16_KIND, "bf16": tile.BF16_KIND}
+
+
+Table = NDArray[np.int64]
+Kernel = tuple[Callable[..., matmul.Kernel], tuple[int, ...]]
+"""A factory of kernels and the numbers that become constants of its machine code."""
+
+
+def kernel(factory: Callable[..., matmul.Kernel], *literals: int) -> Kernel:
+    return factory, literals
 
 
 def float_bits(value: float) -> int:
@@ -70,7 +80,8 @@ class Lowering:
             name: memory.reserve(max(options.max_rows, options.max_logits) * self.row_bytes[name]) for name in graph.buffers
         }
         self.rows: list[list[int]] = []
-        self.decode_functions: dict[int, int] = {}
+        self.functions: list[Kernel] = []
+        self.decode_functions: dict[int, Kernel] = {}
         self.decode_parts: dict[int, int] = {}
         self.forms: dict[str, Form] = {}
         self.open_slots: dict[str, tuple[int, int]] = {}
@@ -80,23 +91,31 @@ class Lowering:
         self.scratch = memory.reserve(self.threads * matmul.SCRATCH_BYTES)
         self.states: dict[tuple[int, int], int] = {}
 
-    def tables(self) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int64]], np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
+    def tables(self, report: Report) -> tuple[Table, Table]:
+        """The tables, with their kernels compiled; `report` hears of each one before it is."""
         for operation in self.graph.operations:
             _LOWER[type(operation)](self, operation)
+        kernels = dict.fromkeys([*self.functions, *self.decode_functions.values()])
+        addresses = dict[Kernel, int]()
+        for factory, literals in kernels:
+            report(len(addresses), len(kernels), f"kernel {factory.__name__}")
+            addresses[factory, literals] = address(factory, *literals)
         many = np.zeros((len(self.rows), ROW_WORDS), np.int64)
         for i, row in enumerate(self.rows):
             many[i, : len(row)] = row
+        many[:, FUNCTION] = [addresses[function] for function in self.functions]
         one = many.copy()
         for i, function in self.decode_functions.items():
-            one[i, FUNCTION] = function
+            one[i, FUNCTION] = addresses[function]
         one[:, PARTS] = [min(self.decode_parts[i], self.parts) for i in range(len(one))]
         many[:, PARTS] = PARTS_A_THREAD * self.options.threads_prefill
         return one, many
 
-    def emit(self, function: int, *words: int, parts: int = 1) -> int:
+    def emit(self, function: Kernel, *words: int, parts: int = 1) -> int:
         """Append an operation; with one row there is work for at most `parts` parts."""
         self.decode_parts[len(self.rows)] = parts
-        self.rows.append([function, self.count, *words])
+        self.functions.append(function)
+        self.rows.append([0, self.count, *words])
         return len(self.rows) - 1
 
     def wrote(self, buffer: str, slot: tuple[int, int] | None = None) -> None:
@@ -111,7 +130,7 @@ class Lowering:
     def embed(self, o: op.Embed) -> None:
         out = (self.buffers[o.out], self.row_bytes[o.out])
         if isinstance(o.table, ArrayRef):
-            function = address(elementwise.embed_plain, FLOAT_KINDS[o.table.dtype])
+            function = kernel(elementwise.embed_plain, FLOAT_KINDS[o.table.dtype])
             self.emit(function, self.arrays.tokens, self.memory.stored(o.table), o.table.shape[1], *out)
         else:
             weight = o.table.weights[0]
@@ -120,9 +139,9 @@ class Lowering:
             if codec.kind == "int":
                 groups, zero = codec.groups(weight.columns), self.memory.stored(weight.zero)
                 words += [self.memory.stored(weight.scale), 2 * ROWS * groups, zero, ROWS * groups, weight.columns // groups]
-                function = address(elementwise.embed_integer_tile, codec.bits, int(not codec.symmetric))
+                function = kernel(elementwise.embed_integer_tile, codec.bits, int(not codec.symmetric))
             else:
-                function = address(elementwise.embed_float_tile, FLOAT_KINDS[codec.kind])
+                function = kernel(elementwise.embed_float_tile, FLOAT_KINDS[codec.kind])
             self.emit(function, *words)
         self.wrote(o.out)
 
@@ -130,7 +149,7 @@ class Lowering:
         x = (self.buffers[o.x], self.row_bytes[o.x], self.graph.buffers[o.x])
         out = (self.buffers[o.out], self.row_bytes[o.out])
         words = [*x, self.memory.floats(o.gain), float_bits(o.eps), *out, *ABSENT.words()]
-        self.wrote(o.out, (self.emit(address(elementwise.norm, self.big), *words), 9))
+        self.wrote(o.out, (self.emit(kernel(elementwise.norm, self.big), *words), 9))
 
     def linear(self, o: op.Linear) -> None:
         weight = o.linear.weights[0]
@@ -159,9 +178,9 @@ class Lowering:
         words[tile.Y], words[tile.Y_ROW] = self.buffers[o.out] + 4 * o.offset, self.row_bytes[o.out]
         words[tile.BIAS] = self.memory.floats(o.linear.bias) if o.linear.bias else 0
         words[tile.ADD], words[tile.SCRATCH] = int(o.add), self.scratch
-        row = self.emit(address(factory, *literals, self.big), *words[COUNT + 1 :], parts=blocks)
+        row = self.emit(kernel(factory, *literals, self.big), *words[COUNT + 1 :], parts=blocks)
         if one:
-            self.decode_functions[row] = address(one, *literals)
+            self.decode_functions[row] = kernel(one, *literals)
         self.wrote(o.out)
 
     def kind(self, codec: Codec) -> int:
@@ -184,7 +203,7 @@ class Lowering:
             self.rows[row][word : word + quantize.WORDS] = form.words()
         else:
             x = (self.buffers[buffer], self.row_bytes[buffer])
-            self.emit(address(quantize.quantize, self.big), *x, *form.words(), parts=-(-columns // LEAST_CHANNELS))
+            self.emit(kernel(quantize.quantize, self.big), *x, *form.words(), parts=-(-columns // LEAST_CHANNELS))
         self.forms[buffer] = form
         return form
 
@@ -198,7 +217,7 @@ class Lowering:
             values[:] = o.frequencies
             width = 4 * padded(count)
             cosines, sines = (self.memory.reserve(self.options.max_rows * width) for _ in range(2))
-            self.emit(address(elementwise.angles), self.arrays.positions, stored, count, cosines, sines, width)
+            self.emit(kernel(elementwise.angles), self.arrays.positions, stored, count, cosines, sines, width)
             self.angles[o.frequencies] = (cosines, sines, width)
         self.rotations.append(o)
 
@@ -212,7 +231,7 @@ class Lowering:
             4 * query.offset, 4 * o.k_offset, 4 * o.v_offset, *self.angles[query.frequencies],
             gains.get(query.offset, 0), gains.get(o.k_offset, 0), float_bits(epsilon),
         ]  # fmt: skip
-        self.emit(address(rotary.rotate, pages.KV_CODES[self.options.kv]), *words, parts=self.options.threads)
+        self.emit(kernel(rotary.rotate, pages.KV_CODES[self.options.kv]), *words, parts=self.options.threads)
         self.rotations, self.head_norms = [], []
         self.wrote(o.x)
 
@@ -233,7 +252,7 @@ class Lowering:
         ]  # fmt: skip
         # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
         tile = 4 if self.isa.lanes == 16 and self.isa.needs else 2
-        self.emit(address(attention.attend, pages.KV_CODES[self.options.kv], tile, tile), *words, parts=o.kv_heads)
+        self.emit(kernel(attention.attend, pages.KV_CODES[self.options.kv], tile, tile), *words, parts=o.kv_heads)
         self.wrote(o.out)
 
     def swiglu(self, o: op.SwiGlu) -> None:
@@ -241,13 +260,13 @@ class Lowering:
             raise UnsupportedError(f"intermediate_size {o.width} is not a multiple of 16; run with --target reference")
         x, out = (self.buffers[o.x], self.row_bytes[o.x]), (self.buffers[o.out], self.row_bytes[o.out])
         parts = -(-o.width // LEAST_CHANNELS)
-        row = self.emit(address(elementwise.swiglu, self.big), *x, o.width, *out, *ABSENT.words(), parts=parts)
+        row = self.emit(kernel(elementwise.swiglu, self.big), *x, o.width, *out, *ABSENT.words(), parts=parts)
         self.wrote(o.out, (row, 7))
 
     def select(self, o: op.Select) -> None:
         self.count, self.most = self.arrays.selected, self.options.max_logits
         x, out = (self.buffers[o.x], self.row_bytes[o.x]), (self.buffers[o.out], self.row_bytes[o.out])
-        self.emit(address(elementwise.select), *x, self.graph.buffers[o.x], *out, self.arrays.selection)
+        self.emit(kernel(elementwise.select), *x, self.graph.buffers[o.x], *out, self.arrays.selection)
         self.wrote(o.out)
 
 

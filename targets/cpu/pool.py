@@ -6,16 +6,19 @@ parallel region per operation costs 1.5 to 50).  Nobody waits for a thread that 
 or a slow core, holds up the part that it is on and nothing else.  Results do not depend on who does which part.
 
 Between runs a thread spins for a moment, because the next token is near, then sleeps in the kernel: no processor time is used
-while nobody decodes.  The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library or
-on Numba's threading layer, and other users of either are left alone.
+while nobody decodes.  The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library
+or on Numba's threading layer, and other users of either are left alone.  On a processor with cores of several kinds they keep
+to the fast ones.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from edgeq.targets import machine
 from edgeq.targets.cpu.compiled import on_disk
 from edgeq.targets.cpu.vector import I32, I64, call, load
 
@@ -145,7 +149,7 @@ def _walk(shared, tag, table, length, row_bytes, thread):  # type: ignore[no-unt
     """
     for i in range(length):
         row, step = table + i * row_bytes, shared + 8 * STEPS + LINE_BYTES * i
-        parts = read(row + row_bytes - 8)
+        parts: int = read(row + row_bytes - 8)
         while True:
             ticket = read(step)
             if ticket >> TAG_BITS != tag:
@@ -226,6 +230,15 @@ def _start(shared, table, length, threads):  # type: ignore[no-untyped-def]
 start = on_disk(_start, types.intp(*[types.intp] * 4))
 
 
+def _live(shared: int, row_bytes: int, thread: int) -> None:
+    cores = machine.big_cores()
+    if cores:
+        # 0 is the calling thread.  Without leave to choose, the system's choice of cores stays.
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
+    work(shared, row_bytes, thread)
+
+
 def _stop(shared: np.ndarray[Any, np.dtype[np.int64]], workers: list[threading.Thread]) -> None:
     start(shared.ctypes.data, 0, 0, 0)
     for worker in workers:
@@ -243,7 +256,7 @@ class Pool:
         self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
         address = self._shared.ctypes.data
         workers = [
-            threading.Thread(target=work, args=(address, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)
+            threading.Thread(target=_live, args=(address, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for worker in workers:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
-from edgeq.targets import Options, machine
+from edgeq.targets import Options, Report, machine
 from edgeq.targets.cpu.isa import choose
 from edgeq.targets.cpu.lower import ROW_WORDS, Lowering, RowArrays
 from edgeq.targets.cpu.memory import CpuPage, Memory
@@ -24,10 +24,10 @@ process holds a core, meeting can take milliseconds."""
 class CpuProgram:
     """Weights are read where the file is mapped; everything else a run needs is allocated here, once."""
 
-    def __init__(self, graph: Graph, file: ModelFile, options: Options) -> None:
+    def __init__(self, graph: Graph, file: ModelFile, options: Options, report: Report) -> None:
         most = max(1, sum(o.linear.nbytes for o in graph.operations if isinstance(o, Linear)) // LEAST_BYTES)
         self.threads = options.threads or min(most, machine.decode_threads() if most > 1 else 1)
-        self.threads_prefill = options.threads_prefill or options.threads or min(most, machine.cpu().cores)
+        self.threads_prefill = options.threads_prefill or options.threads or min(most, machine.cpu().big_cores)
         self.options = replace(options, threads=self.threads, threads_prefill=self.threads_prefill)
         self.graph = graph
         isa, self._reason = choose(options.isa)
@@ -44,7 +44,7 @@ class CpuProgram:
         self._selection, selection = self._memory.array(logits, np.int32)
         arrays = RowArrays(counts, counts + 8, tokens, positions, slots, tables, selection)
         lowering = Lowering(graph, file, self.options, isa, self._memory, arrays)
-        self._one, self._many = lowering.tables()
+        self._one, self._many = lowering.tables(report)
         self._page_bytes = graph.layers * layer_bytes(graph, options.kv)
         width = graph.buffers[graph.logits]
         stride = lowering.row_bytes[graph.logits] // 4

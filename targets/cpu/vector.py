@@ -34,7 +34,7 @@ f32x16 = VectorType("f32x16")  # type: ignore[no-untyped-call]
 @register_default(VectorType)
 class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, VF32)
+        super().__init__(manager, fe_type, VF32)  # type: ignore[no-untyped-call]
 
 
 def constant(vector: ir.VectorType, value: Any) -> ir.Constant:

@@ -203,6 +203,13 @@ def test_chat_goes_on_after_a_message_that_is_too_long(edgeq: Run, demo: Path, t
     assert result.exit_code == 0 and "shorten it or start with a larger -c" in result.stderr and result.stdout
 
 
+def test_warm_compiles_for_both_modes(edgeq: Run, demo: Path) -> None:
+    result = edgeq("warm", demo, *REFERENCE)
+    assert result.exit_code == 0 and result.stdout == ""
+    assert "mode a16: ready after" in result.stderr and "mode a8: ready after" in result.stderr
+    assert "mode a16" not in edgeq("warm", demo, "--mode", "a8", *REFERENCE).stderr
+
+
 def test_devices_say_what_will_be_used(edgeq: Run) -> None:
     facts = objects(edgeq("devices", "--json"))
     assert facts["used"]["target"] == TARGETS[0] and facts["memory"]["total"] > 0

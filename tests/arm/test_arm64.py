@@ -1,0 +1,57 @@
+"""The kernels and a whole model on Arm processors that qemu emulates: a Raspberry Pi 4's and a Raspberry Pi 5's."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeq.devices import DEVICES
+from edgeq.runtime import Model
+from tests.arm.tiles import write_objects
+
+ROOT = Path(__file__).parents[2]
+BUILT = ROOT / "build" / "arm64"
+PROMPT = "def read_file(path):"
+pytestmark = pytest.mark.skipif(not (BUILT / "stamp").exists(), reason="run make setup-arm64")
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from edgeq.converters.plan import convert
+    from edgeq.converters.preflight import ConvertOptions
+
+    path = tmp_path_factory.mktemp("arm") / "tiny-llama.edgeq"
+    # Head and layers share their kernels, which halves what the emulator compiles.
+    options = ConvertOptions(method="rtn", bits=4, group_size=32, head=4)
+    convert(str(ROOT / "models" / "tiny-llama"), path, options, lambda *_: None)
+    return path
+
+
+@pytest.mark.parametrize("board", ["raspberry-pi-4", "raspberry-pi-5"])
+def test_kernels_and_generation_on(board: str, model_file: Path, tmp_path: Path) -> None:
+    cpu = {"raspberry-pi-4": "cortex-a72", "raspberry-pi-5": "cortex-a76"}[board]
+    isa = DEVICES[board].isa
+    write_objects(tmp_path / "tiles", board, isa)
+    runs = []
+    settings: list[dict[str, Any]] = [{"mode": "a8", "kv": "f16"}, {"mode": "a16", "kv": "f16"}, {"mode": "a8", "kv": "int8"}]
+    for setting in settings:
+        generation = Model.load(model_file, context=256, threads=1, **setting).generate(PROMPT, max_tokens=24)
+        "".join(generation)
+        runs.append({**setting, "tokens": generation.tokens})
+    assert platform.machine() == "x86_64" and len(runs[0]["tokens"]) == 24
+    expect = {"isa": isa, "model": str(model_file), "prompt": PROMPT, "runs": runs}
+    (tmp_path / "expect.json").write_text(json.dumps(expect))
+    root = BUILT / "root"
+    command = [BUILT / "qemu-aarch64-static", "-L", root, "-cpu", cpu, root / "usr/bin/python3.11"]
+    # Machine code is kept: a second run compiles only what has changed.
+    environment = {**os.environ, "XDG_CACHE_HOME": str(BUILT / f"cache-{cpu}")}
+    script = [ROOT / "tests/arm/on_arm.py", tmp_path]
+    result = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr

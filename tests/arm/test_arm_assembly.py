@@ -1,0 +1,101 @@
+"""The machine code that LLVM makes of the Arm kernels, compiled on whatever runs the tests."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cache
+
+import pytest
+from click.testing import CliRunner
+
+from edgeq.targets.cpu import tile
+from edgeq.tools import arm_roofline
+from edgeq.tools.arm_roofline import CORES, assembly, compiled, loops
+
+PI4, PI5 = "raspberry-pi-4", "raspberry-pi-5"
+WIDENING = ("v.smull", "v.smull2", "v.smlal", "v.smlal2")
+PRODUCTS_PER_CHUNK = 16 * 32
+ALL = list(itertools.product(range(2, 9), (False, True), (1, 4)))
+
+
+@cache
+def code(board: str, bits: int, mode16: bool, tokens: int) -> str:
+    return assembly(board, bits, mode16, tokens=tokens)
+
+
+@pytest.mark.parametrize("bits, mode16, tokens", ALL)
+def test_dot_products_do_all_the_work_where_the_processor_has_them(bits: int, mode16: bool, tokens: int) -> None:
+    inner = loops(code(PI5, bits, mode16, tokens)).inner
+    dots = inner["v.sdot"] + inner["v.udot"]
+    if mode16 and bits == 8:
+        assert not dots and sum(inner[name] for name in WIDENING) * 4 == PRODUCTS_PER_CHUNK * tokens
+    else:
+        # Two bytes of a 16-bit activation are two products.
+        assert dots * 16 == PRODUCTS_PER_CHUNK * tokens * (2 if mode16 else 1)
+        assert not any(inner[name] for name in WIDENING)
+
+
+@pytest.mark.parametrize("bits, mode16, tokens", ALL)
+def test_widening_multiplications_do_all_the_work_without_dot_products(bits: int, mode16: bool, tokens: int) -> None:
+    text = code(PI4, bits, mode16, tokens)
+    inner = loops(text).inner
+    assert "sdot" not in text and "udot" not in text
+    assert sum(inner[name] for name in WIDENING) * (4 if mode16 else 8) == PRODUCTS_PER_CHUNK * tokens
+    # 8-bit activations are added up in 16 bits for as many quads as fit, then brought to 32.
+    assert inner["v.sadalp"] == (0 if mode16 else 4 * tokens * {2: 1, 3: 1, 4: 1, 5: 2, 6: 4, 7: 8, 8: 8}[bits])
+
+
+@pytest.mark.parametrize("board", [PI4, PI5])
+@pytest.mark.parametrize("bits, mode16, tokens", ALL)
+def test_no_scalar_arithmetic_and_no_call_in_a_tile(board: str, bits: int, mode16: bool, tokens: int) -> None:
+    found = loops(code(board, bits, mode16, tokens))
+    assert not found.calls
+    # What is left in scalar registers: addresses, the counter and its end.
+    scalar = {name: n for name, n in found.inner.items() if not name.startswith(("v.", "ld", "st"))}
+    assert not {"mul", "madd", "smull", "smaddl", "umov", "smov", "fmov"} & set(scalar), scalar
+    assert sum(scalar.values()) <= 8
+    # One token, the way of decode, has room in the registers; several planes and 16 bits put a few aside.
+    if tokens == 1:
+        most = sum(found.inner.values()) / 16 if mode16 and bits not in (2, 4, 8) else 0
+        assert found.inner["str"] + 2 * found.inner["stp"] <= most
+
+
+@pytest.mark.parametrize("kind", [tile.F16_KIND, tile.BF16_KIND, tile.F32_KIND])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_floats_are_converted_by_instructions_of_armv8_0(kind: int, tokens: int) -> None:
+    """No library function and no half-precision arithmetic, which a Cortex-A72 lacks."""
+    target, module = compiled(CORES[PI4], tile.FloatTile(kind, tokens).emit)
+    text = str(target.emit_assembly(module))
+    assert "\tbl\t" not in text and "__" not in text and "fmla\tv" in text
+    assert ("fcvtl" in text) == (kind == tile.F16_KIND)
+    assert not [line for line in text.splitlines() if "f" in line[:3] and ".8h" in line]
+
+
+def test_sdot_takes_activations_by_lane() -> None:
+    """One 16-byte load serves four quads: no broadcast of its own for each."""
+    inner = loops(code(PI5, 4, False, 1)).inner
+    assert not inner["v.dup"] and 2 * inner["ldp"] + inner["ldr"] == 16 + 2
+
+
+def test_instructions_for_a_line_are_as_documented() -> None:
+    """isa/neon.py decides for multiplication and against table lookup by this count."""
+    inner = loops(code(PI4, 4, False, 1)).inner
+    vector = {name: n / 4 for name, n in inner.items() if name.startswith("v.")}
+    assert sum(vector[name] for name in WIDENING if name in vector) == 16
+    assert vector["v.and"] + vector["v.ushr"] == 8 and vector["v.addp"] + vector["v.sadalp"] == 2 and vector["v.dup"] == 2
+    assert sum(inner.values()) / 256 < 0.5
+
+
+def test_the_table_is_in_the_documentation() -> None:
+    text = (arm_roofline.__spec__.origin or "").replace("tools/arm_roofline.py", "docs/arm.md")
+    with open(text, encoding="utf-8") as file:
+        assert arm_roofline.markdown(arm_roofline.table()) in file.read(), "run: python -m edgeq.tools.arm_roofline"
+
+
+def test_decode_is_bound_by_memory_and_json_says_so() -> None:
+    result = CliRunner().invoke(arm_roofline.main, ["--json"])
+    rows = json.loads(result.stdout)
+    assert {row["board"] for row in rows} == {PI4, PI5}
+    for row in rows:
+        assert row["compute"]["4"] > row["memory"] > row["memory_reached"]

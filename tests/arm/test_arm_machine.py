@@ -1,0 +1,78 @@
+"""What is known of an Arm processor, and what Numba is told of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba
+import pytest
+
+from edgeq.errors import UnsupportedError
+from edgeq.targets import machine
+from edgeq.targets.cpu import arm
+from edgeq.targets.cpu.isa import choose
+
+PI4 = frozenset({"asimd"})
+PI5 = frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"})
+
+
+def test_a_generic_processor_gets_a_name_by_its_features() -> None:
+    assert arm.settings(PI5, "generic") == ("cortex-a76", "+neon,+lse,+fullfp16,+rdm,+dotprod")
+    assert arm.settings(PI4, "generic") == ("cortex-a72", "+neon,-lse,-fullfp16,-rdm,-dotprod")
+
+
+def test_a_known_processor_keeps_its_name_but_not_features_that_the_kernel_denies() -> None:
+    assert arm.settings(PI5 - {"lse"}, "cortex-a78ae") == ("cortex-a78ae", "+neon,-lse,+fullfp16,+rdm,+dotprod")
+
+
+@pytest.mark.parametrize("features, name", [(PI4, "neon"), (PI5, "neon-dotprod")])
+def test_the_instruction_set_follows_the_features(features: frozenset[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("board", "aarch64", features, 4))
+    isa, reason = choose()
+    assert isa.name == name
+    best = name == "neon-dotprod"
+    assert reason == ("the best this processor has" if best else "no neon-dotprod: the processor lacks dotprod")
+
+
+def test_asking_a_cortex_a72_for_dot_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("board", "aarch64", PI4, 4))
+    with pytest.raises(UnsupportedError, match="neon-dotprod needs dotprod, which this processor does not have"):
+        choose("neon-dotprod")
+
+
+def test_what_the_user_told_numba_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a Numba that another package set up for something else is refused with the way out."""
+    from numba.core.registry import cpu_target
+
+    used = cpu_target.target_context.codegen().magic_tuple()[2]
+    monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("board", "aarch64", PI4, 4))
+    monkeypatch.setattr(numba.config, "CPU_NAME", "cortex-a53")
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", used)
+    arm.configure()
+    kept = (numba.config.CPU_NAME, numba.config.CPU_FEATURES)
+    assert kept == ("cortex-a53", used)
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", None)
+    with pytest.raises(UnsupportedError, match="import edgeq.runtime first, or set NUMBA_CPU_NAME="):
+        arm.configure()
+
+
+def _processors(folder: Path, file: str, values: dict[int, str]) -> Path:
+    for core, text in values.items():
+        path = folder / f"cpu{core}" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("file", ["cpu_capacity", "cpufreq/cpuinfo_max_freq"])
+def test_big_cores_are_those_of_the_fastest_kind(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2, 4, 5}, raising=False)
+    cpus = _processors(tmp_path, file, {0: "446\n", 1: "446\n", 2: "446\n", 3: "446\n", 4: "1024\n", 5: "1000\n", 6: "2048\n"})
+    # Processor 6 is faster, but not this process's.
+    assert machine.big_cores(cpus) == [4, 5]
+
+
+def test_without_word_from_the_kernel_all_cores_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.big_cores(_processors(tmp_path, "cpu_capacity", {0: "", 1: "?"})) == []
+    monkeypatch.setattr(machine, "big_cores", list)
+    assert machine.Cpu("board", "aarch64", PI4, 4).big_cores == 4
