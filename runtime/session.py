@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,11 @@ from edgeq.errors import InputError
 from edgeq.runtime.cache import KVCache
 from edgeq.targets import Program
 from edgeq.targets.operations import Rows
+
+CHUNK_SECONDS = 0.4
+FIRST_CHUNK = 48
+LEAST_CHUNK = 12
+"""Tokens; the tiles of the cpu target are of 12 and of 4."""
 
 Logits = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -39,18 +45,23 @@ class Session:
         return self.context - len(self.tokens)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits:
-        """Run `tokens` behind those already here, in chunks of `max_rows`; logits behind the last.
+        """Run `tokens` behind those already here, in chunks; logits behind the last.
 
+        A chunk has at most `max_rows` tokens and is meant to take CHUNK_SECONDS: only between chunks can a prompt be given up.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
         self._check(tokens)
-        step = self._program.options.max_rows
-        for start in range(0, len(tokens), step):
-            chunk = tokens[start : start + step]
-            last = start + step >= len(tokens)
-            logits = self._run(chunk, [len(chunk) - 1] if last else [])
+        most = self._program.options.max_rows
+        done, step = 0, min(FIRST_CHUNK, most)
+        while done < len(tokens):
+            chunk = tokens[done : done + step]
+            done += len(chunk)
+            before = perf_counter()
+            logits = self._run(chunk, [len(chunk) - 1] if done == len(tokens) else [])
+            rate = len(chunk) / (perf_counter() - before)
+            step = max(1, min(most, max(LEAST_CHUNK, int(rate * CHUNK_SECONDS) // LEAST_CHUNK * LEAST_CHUNK)))
             if progress is not None:
-                progress(start + len(chunk), len(tokens))
+                progress(done, len(tokens))
         self.logits = logits[0]
         return self.logits
 

@@ -1,0 +1,74 @@
+"""What the README promises of a run: threads and chunks do not change the text, 8-bit activations cost little."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeq.runtime import Model, Sampling
+from edgeq.tools.corpus import evaluation_code
+
+PROMPT = "class Reader:\n    def __init__(self, path):\n" * 6
+
+
+@pytest.mark.parametrize("mode", ["a16", "a8"])
+def test_one_to_eight_threads_give_the_same_text(tiny_path: Path, mode: str) -> None:
+    texts = set()
+    for threads in range(1, 9):
+        model = Model.load(tiny_path, target="cpu", mode=mode, threads=threads)  # type: ignore[arg-type]
+        texts.add("".join(model.generate(PROMPT, max_tokens=40, sampling=Sampling(temperature=0.8, seed=5))))
+    assert len(texts) == 1
+
+
+def test_instruction_sets_and_the_reference_agree_on_greedy_text(tiny_path: Path) -> None:
+    from edgeq.targets.cpu.isa import all_isas
+    from edgeq.targets.machine import cpu
+
+    here = [i.name for i in all_isas() if not i.needs - cpu().features and (not i.machines or cpu().arch in i.machines)]
+    texts = {"".join(Model.load(tiny_path, target="cpu", isa=isa).generate(PROMPT, max_tokens=32)) for isa in here}
+    texts.add("".join(Model.load(tiny_path, target="reference").generate(PROMPT, max_tokens=32)))
+    assert len(texts) == 1
+
+
+def test_chunks_of_any_size_give_the_same_logits(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgeq.runtime import session
+
+    model, seen = Model.load(tiny_path, target="cpu"), []
+    tokens = model.text.encode(PROMPT * 5)
+    for seconds in (0.0, 1e-3, 10.0):
+        monkeypatch.setattr(session, "CHUNK_SECONDS", seconds)
+        sizes: list[int] = []
+        seen.append(model.session().prefill(tokens, lambda done, total, sizes=sizes: sizes.append(done)))  # type: ignore[misc]
+        assert sizes[-1] == len(tokens) and sizes[0] == 48
+    assert np.array_equal(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
+
+
+def test_8_bit_activations_change_the_perplexity_by_less_than_0_3_percent(tiny_path: Path) -> None:
+    tokens = Model.load(tiny_path).text.encode("\n".join(evaluation_code()))[: 64 * 256]
+    nll = {}
+    for mode in ("a16", "a8"):
+        model, total = Model.load(tiny_path, target="cpu", mode=mode, max_logits=256, context=256), 0.0  # type: ignore[arg-type]
+        for start in range(0, len(tokens), 256):
+            window = tokens[start : start + 256]
+            logits = np.concatenate([part.astype(np.float64) for part in model.session().all_logits(window)])[:-1]
+            top = logits.max(1, keepdims=True)
+            total += float((np.log(np.exp(logits - top).sum(1)) + top[:, 0] - logits[np.arange(255), window[1:]]).sum())
+        nll[mode] = total / (64 * 255)
+    assert abs(np.expm1(nll["a8"] - nll["a16"])) < 0.003, nll
+
+
+def test_an_interrupt_ends_a_run_at_once(tiny_path: Path) -> None:
+    code = "from edgeq.cli import main; main()"
+    options = [str(tiny_path), "-p", "import", "-n", "100000", "-c", "1024", "--target", "reference"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "run", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.read(4)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"Traceback" not in errors
