@@ -66,7 +66,13 @@ def test_8_bit_activations_change_the_perplexity_by_less_than_0_3_percent(tiny_p
 def test_an_interrupt_ends_a_command_without_a_traceback(tiny_path: Path) -> None:
     code = "import edgeq.cli; print('ready', flush=True); edgeq.cli.main()"
     forever = ["bench", str(tiny_path), "-p", "900", "-n", "0", "-r", "1000", "--target", "reference"]
-    process = subprocess.Popen([sys.executable, "-c", code, *forever], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *forever],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell starts background jobs with interrupts ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     time.sleep(1)
     process.send_signal(signal.SIGINT)
