@@ -28,9 +28,7 @@ from llvmlite import ir
 from edgeq.targets.cpu.isa import Isa
 from edgeq.targets.cpu.vector import I8, I16, I32, call, constant
 
-B8, B16 = ir.VectorType(I8, 8), ir.VectorType(I8, 16)
-H4, H8 = ir.VectorType(I16, 4), ir.VectorType(I16, 8)
-S4, S8 = ir.VectorType(I32, 4), ir.VectorType(I32, 8)
+B16, H8, S4 = ir.VectorType(I8, 16), ir.VectorType(I16, 8), ir.VectorType(I32, 4)
 
 
 def _half(b: Any, value: Any, high: bool) -> Any:
