@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from edgeq import __version__
-from edgeq.errors import EdgeqError, InputError
+from edgeq.commands import Commands
+from edgeq.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
-LONGEST_MESSAGE = 1000
-
-
-class Failure(click.ClickException):
-    """One line on stderr, exit code 1."""
-
-    def show(self, file: Any = None) -> None:
-        # Names in a message can come from a stranger's file: no line breaks, no terminal escapes, not a megabyte of them.
-        line = "".join(c if c.isprintable() else " " for c in " ".join(self.message.split()))
-        line = line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + " ..."
-        click.echo(f"error: {line}", err=True)
-
-
-class Commands(click.Group):
-    """Turns every error meant for the user into one line."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except EdgeqError as error:
-            raise Failure(str(error)) from None
-        except MemoryError:
-            raise Failure("out of memory; close other programs, or choose a shorter context or fewer bits") from None
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            raise click.exceptions.Exit(130) from None
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order in which a newcomer needs them."""
-        return list(self.commands)
 
 
 class Threads(click.ParamType):  # type: ignore[type-arg]
@@ -57,6 +29,19 @@ class Threads(click.ParamType):  # type: ignore[type-arg]
         raise InputError(f"threads {value!r}: expected auto or a number from 1 to 1024")
 
 
+class Gamma(click.ParamType):  # type: ignore[type-arg]
+    """`auto` (None: what pays) or a number of tokens."""
+
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "auto" or value is None:
+            return None
+        if str(value).isdecimal():
+            return int(value)
+        raise InputError(f"gamma {value!r}: expected auto or a number from 1 to 7")
+
+
 class GroupSize(click.ParamType):  # type: ignore[type-arg]
     """A number of channels, or `row` (0: one group per row)."""
 
@@ -68,6 +53,18 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]
         if str(value).isdecimal() and int(value):
             return int(value)
         raise InputError(f"group size {value!r}: expected 16, 32, 64, 128 or row")
+
+
+class Bits(click.ParamType):  # type: ignore[type-arg]
+    """W, W/A or W/A/KV: bits of weights, of activations and of the cache."""
+
+    name = "W[/A[/KV]]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        parts = str(value).split("/")
+        if len(parts) <= 3 and all(part.isdecimal() and int(part) <= 64 for part in parts):
+            return dict(zip(("bits", "activation_bits", "kv_bits"), map(int, parts), strict=False))
+        raise InputError(f"bits {value!r}: expected those of weights, activations and cache, such as 4, 4/8 or 4/4/4")
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
@@ -97,16 +94,58 @@ def decorated(*options: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
+def requantization(command: F) -> F:
+    """The options --requantize... become `requantization`, as Model.load takes it: None if none was given."""
+
+    @wraps(command)
+    def apply(**options: Any) -> Any:
+        from edgeq.runtime.requantize import Requantization
+
+        knobs = ("alpha", "damping", "per_token", "min_tokens")
+        names = {"requantize": "when"} | {f"requantize_{name}": name for name in knobs}
+        given = {name: options.pop(option) for option, name in names.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        return command(requantization=Requantization(**given) if given else None, **options)
+
+    return cast(F, apply)
+
+
 MODEL = click.argument("model", metavar="FILE", type=click.Path(path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 TARGET_OPTIONS = decorated(
     click.option("--target", metavar="reference|cpu", help="Where to run; by default the best that this machine has."),
     click.option("--isa", metavar="NAME", help="Instruction set of the CPU target, such as avx2 or portable."),
     click.option("--mode", metavar="a16|a8", help="16-bit or 8-bit activations; by default what the file says."),
-    click.option("--kv", metavar="f16|int8", default="f16", show_default=True, help="How keys and values are cached."),
+    click.option(
+        "--kv",
+        metavar="file|f16|int8|int4",
+        default="file",
+        show_default=True,
+        help="How keys and values are cached; file: as the file was made for.",
+    ),
     click.option("--threads-prefill", type=Threads(), default="auto", show_default=True, help="Threads while a prompt is run."),
+    click.option(
+        "--requantize",
+        metavar="prompt|drift|never",
+        help="Files with masters: make weights anew behind every prompt, when its channels drift, or never.  [default: prompt]",
+    ),
+    click.option("--requantize-alpha", type=float, help="0: plain rounding, 1: finer as inputs are larger.  [default: 0.5]"),
+    click.option("--requantize-damping", type=float, help="Added to every channel's sum of squares.  [default: 0.4]"),
+    click.option("--requantize-per-token", is_flag=True, default=None, help="Mean squares instead of sums."),
+    click.option("--requantize-min-tokens", type=int, help="With fewer tokens the file's own weights stay.  [default: 16]"),
+    requantization,
 )
 THREADS = click.option("-t", "--threads", type=Threads(), default="auto", show_default=True)
+DRAFT_OPTIONS = decorated(
+    click.option(
+        "--draft",
+        metavar="auto|off|qspec|lookup|both",
+        default="off",
+        show_default=True,
+        help="Guess tokens and check several at once: in a cheaper mode of the same weights (qspec), from the text so far.",
+    ),
+    click.option("--gamma", type=Gamma(), default="auto", show_default=True, help="Tokens of a guess, 1 to 7; auto pays."),
+)
 GENERATION_OPTIONS = decorated(
     click.option("-n", "--tokens", type=int, default=256, show_default=True, help="Most tokens to generate."),
     click.option("--temp", type=float, help="Temperature; 0: always the most probable token."),
@@ -117,6 +156,7 @@ GENERATION_OPTIONS = decorated(
     click.option("--seed", type=int, help="Same seed, same text.  [default: 0]"),
     click.option("--stop", multiple=True, help="Stop before this text; may be given again."),
     click.option("-c", "--context", type=int, help="Positions of the cache; by default what fits, at most 4096."),
+    DRAFT_OPTIONS,
     THREADS,
     TARGET_OPTIONS,
 )
@@ -131,26 +171,40 @@ def main() -> None:
 @main.command()
 @click.argument("source", metavar="SRC")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write.")
-@click.option("--method", metavar="none|rtn|awq", default="rtn", show_default=True, help="How weights are quantized.")
-@click.option("--bits", type=int, default=4, show_default=True, help="Bits per weight, 2 to 8.")
-@click.option("--group-size", type=GroupSize(), default="128", show_default=True, help="Channels per scale: 16, 32, 64, 128.")
-@click.option("--sym/--asym", "symmetric", default=False, show_default=True, help="Without or with zero points.")
+@click.option(
+    "--method",
+    metavar="NAME",
+    default="rtn",
+    show_default=True,
+    help="How weights are quantized: none, rtn, awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, ttq, quarot or resq.",
+)
+@click.option("--bits", type=Bits(), help="Bits of weights, activations and cache, such as 4, 4/8 or 4/4/4.  [default: 4]")
+@click.option("--group-size", type=GroupSize(), help="Channels per scale: 16, 32, 64, 128 or row.  [default: the method's]")
+@click.option("--sym/--asym", "symmetric", default=None, help="Without or with zero points.  [default: the method's]")
+@click.option("--act-order/--no-act-order", "act_order", default=None, help="GPTQ: columns of large activations first.")
+@click.option("--gptq/--no-gptq", "gptq", default=None, help="Rotated methods: weights by GPTQ, or by rounding.")
+@click.option("--rank", type=int, help="ttq: rank of the 16-bit part.  [default: 16]")
+@click.option("--master", metavar="i8|bf16", help="ttq: how the weights are kept for the device.  [default: i8]")
+@click.option("--alpha", type=float, help="smoothquant: how much of the activations' range moves, 0 to 1.  [default: 0.5]")
+@click.option("--high-fraction", type=float, help="resq: share of the channels in 8 bits.  [default: 0.125]")
 @click.option("--head", type=int, help="Bits of the head: 4, 6, 8 or 16; by default measured with calibration text, else 8.")
 @click.option("--dtype", metavar="f32|f16|bf16", help="Type of the weights with --method none; by default as stored.")
 @click.option("--for", "device", metavar="DEVICE", help="Say whether it fits this device; `edgeq devices` lists them.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Text to calibrate and measure with; awq has its own.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Text to measure and calibrate with.  [default: built in]")
+@click.option("--calibration-rows", type=int, help="Most rows of the text to use.  [default: 64]")
+@click.option("--calibration-length", type=int, help="Tokens of a row.  [default: 512, or as many as the model takes]")
 @click.option("--restart", is_flag=True, help="Start over instead of going on with an interrupted conversion.")
 @click.option("--token", help="Access token of the Hugging Face hub.")
 @click.option("--revision", help="Branch, tag or commit on the hub.")
 @click.option("--offline", is_flag=True, help="Use only what was downloaded before.")
-def convert(source: str, output: Path, **options: Any) -> None:
+def convert(source: str, output: Path, bits: dict[str, int] | None, **options: Any) -> None:
     """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
 
     Run again after an interruption, it goes on where it was.
     """
     from edgeq.tools.convert import convert as command
 
-    command(source, output, options)
+    command(source, output, options | (bits or {}))
 
 
 @main.command()
@@ -188,6 +242,9 @@ def chat(**options: Any) -> None:
 @click.option("-d", "--depth", "depths", type=Numbers(0), default="0", show_default=True, help="Tokens in the cache before.")
 @click.option("-t", "--threads", metavar="N,N", default="auto", show_default=True, help="Numbers of threads.")
 @click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option("--batch", "batches", type=Numbers(1), default="1", show_default=True, help="Texts decoded at once.")
+@DRAFT_OPTIONS
+@click.option("--operations", is_flag=True, help="Show where the time goes: each kind of operation, waiting, Python.")
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
 @TARGET_OPTIONS
 def bench(threads: str, **options: Any) -> None:

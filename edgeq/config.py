@@ -24,8 +24,11 @@ LIMITS = {
     "head_dim": 1_024,
     "max_position_embeddings": 16_777_216,
 }
-ROPE_KINDS = ("default", "linear", "llama3")
-ACTIVATIONS = ("silu",)
+MAX_EXPERTS = 32_768
+"""Of all layers together."""
+ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned")
+GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu",)
+ACTIVATIONS = (*GATED, *PLAIN)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,12 @@ class Rope:
     """Rotary positions (Su et al. 2021, arXiv 2104.09864), halves rotated as in Llama.
 
     kind    "default"; "linear" (positions divided by factor); "llama3" (Llama 3.1: low frequencies divided by factor, a smooth
-            step between original_max_position_embeddings / high_freq_factor and / low_freq_factor)
+            step between original_max_position_embeddings / high_freq_factor and / low_freq_factor); "longrope" (Ding et al.
+            2024, arXiv 2402.13753: each frequency divided by its entry of long_factor where the context is longer than
+            original_max_position_embeddings, else of short_factor; cosines and sines times attention_factor); "learned" (none:
+            a row of a table is added to the embedding instead)
+
+    Of a head the first head_dim * partial_rotary_factor channels are rotated.
     """
 
     theta: float
@@ -42,15 +50,50 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    partial_rotary_factor: float = 1.0
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def rotary_size(self, head_dim: int) -> int:
+        """Channels of a head that are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def check(self, head_dim: int, name: str) -> None:
+        """UnsupportedError: the kind; FormatError: a number that is out of range or does not fit `head_dim`."""
+        if self.kind not in ROPE_KINDS:
+            raise UnsupportedError(f"rope kind {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", *lists)}
+        numbers.update({f"{key}[{i}]": value for key, values in lists.items() for i, value in enumerate(values)})
+        for key, value in numbers.items():
+            check_positive(f"{name}.{key}", value)
+        size = self.rotary_size(head_dim)
+        if self.partial_rotary_factor > 1 or size < 2 or size % 2:
+            raise FormatError(f"config {name} rotates {size} of {head_dim} channels; expected an even number of them")
+        for key, values in lists.items():
+            if len(values) != (size // 2 if self.kind == "longrope" else 0):
+                raise FormatError(f"config {name}.{key} has {len(values)} entries for {size // 2} pairs of a {self.kind} rope")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama line.
+    """A decoder: the Llama line and what differs from it by a few settings.
 
     head_dim may differ from hidden_size / num_attention_heads (Qwen3).  sliding_windows has one entry per layer: a row sees
-    that many last positions, itself included; 0 sees all.  qk_norm: an RMSNorm over head_dim on queries and keys before RoPE
-    (Qwen3).
+    that many last positions, itself included; 0 sees all.
+
+    hidden_act              "silu", "gelu_pytorch_tanh": of a gated MLP;  "relu": down(relu(up(x))) without a gate (OPT)
+    qk_norm                 an RMSNorm over head_dim on queries and keys before RoPE (Qwen3, Gemma 3)
+    layer_norm              LayerNorm with a bias instead of RMSNorm, with the same epsilon (OPT)
+    post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
+    local_rope              of layers with a sliding window; None: `rope` (Gemma 3)
+    embedding_multiplier    of token embeddings, not of the tied head (Gemma 3)
+    query_pre_attn_scalar   scores are divided by its root; None: by that of head_dim (Gemma 3)
+    num_experts             of each MLP, of which a row goes through the num_experts_per_tok that the softmax of its router
+                            ranks highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
+                            (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
+    shared_expert_intermediate_size   of one more expert, for all rows, weighted by a sigmoid; 0: none (Qwen2-MoE)
     """
 
     model_type: str
@@ -68,6 +111,15 @@ class ModelConfig:
     hidden_act: str = "silu"
     qk_norm: bool = False
     sliding_windows: tuple[int, ...] = ()
+    layer_norm: bool = False
+    post_norms: bool = False
+    local_rope: Rope | None = None
+    embedding_multiplier: float = 1.0
+    query_pre_attn_scalar: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = False
+    shared_expert_intermediate_size: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
@@ -76,7 +128,7 @@ class ModelConfig:
                 raise FormatError(f"config {name} is {value!r}; expected an integer from 1 to {limit}")
         if type(self.model_type) is not str or len(self.model_type) > 64:
             raise FormatError("config model_type is not a short text")
-        for name in ("tie_word_embeddings", "qk_norm"):
+        for name in ("tie_word_embeddings", "qk_norm", "layer_norm", "post_norms", "norm_topk_prob"):
             if type(getattr(self, name)) is not bool:
                 raise FormatError(f"config {name} is {getattr(self, name)!r}; expected true or false")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -88,17 +140,50 @@ class ModelConfig:
             raise FormatError(f"config head_dim is {self.head_dim}; rotary positions need an even number")
         if self.hidden_act not in ACTIVATIONS:
             raise UnsupportedError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-        if self.rope.kind not in ROPE_KINDS:
-            raise UnsupportedError(f"rope kind {self.rope.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-        numbers = {f"rope.{f.name}": getattr(self.rope, f.name) for f in fields(self.rope) if f.name != "kind"}
-        for name, value in {**numbers, "rms_norm_eps": self.rms_norm_eps}.items():
-            if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value <= 1e12:
-                raise FormatError(f"config {name} is {value!r}; expected a positive number")
+        self.rope.check(self.head_dim, "rope")
+        if self.local_rope is not None:
+            self.local_rope.check(self.head_dim, "local_rope")
+        check_positive("rms_norm_eps", self.rms_norm_eps)
+        check_positive("embedding_multiplier", self.embedding_multiplier)
+        if self.query_pre_attn_scalar is not None:
+            check_positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
+        self._check_experts()
         if len(self.sliding_windows) not in (0, self.num_hidden_layers):
             raise FormatError(f"config has {len(self.sliding_windows)} sliding windows for {self.num_hidden_layers} layers")
         longest = LIMITS["max_position_embeddings"]
         if any(type(w) is not int or not 0 <= w <= longest for w in self.sliding_windows):
             raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
+
+    def _check_experts(self) -> None:
+        limits = {
+            "num_experts": MAX_EXPERTS // self.num_hidden_layers,
+            "num_experts_per_tok": self.num_experts,
+            "shared_expert_intermediate_size": LIMITS["intermediate_size"] if self.num_experts else 0,
+        }
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= limit:
+                raise FormatError(f"config {name} is {value!r}; expected an integer from 0 to {limit}")
+        if self.num_experts and not self.num_experts_per_tok:
+            raise FormatError(f"config has {self.num_experts} experts and uses none of them")
+        if self.num_experts and self.hidden_act != "silu":
+            raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
+        if self.num_experts and self.post_norms:
+            raise UnsupportedError("experts with a norm behind them (post_norms) are not supported")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies its inner channels by an activated gate."""
+        return self.hidden_act in GATED
+
+    @property
+    def attention_scale(self) -> float:
+        """Of the scores before the softmax."""
+        scale: float = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        return scale
+
+    def layer_rope(self, layer: int) -> Rope:
+        return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
 
     @property
     def query_size(self) -> int:
@@ -117,10 +202,6 @@ class ModelConfig:
         windows = self.sliding_windows
         return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
 
-    def kv_bytes_per_position(self) -> int:
-        """Bytes of an f16 cache for one position over all layers."""
-        return 2 * 2 * self.kv_size * self.num_hidden_layers
-
     def to_json(self) -> str:
         """Canonical: same configuration, same bytes."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
@@ -133,12 +214,30 @@ class ModelConfig:
             raise FormatError(f"config is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise FormatError("config is not a JSON object")
-        rope = _known(Rope, data.pop("rope", {}), "config rope")
+        rope = _rope(data.pop("rope", {}), "config rope")
+        local = data.pop("local_rope", None)
         windows = data.pop("sliding_windows", ())
         if not isinstance(windows, (list, tuple)) or len(windows) > LIMITS["num_hidden_layers"]:
             raise FormatError("config sliding_windows is not a list of at most one entry per layer")
-        values = _known(cls, data, "config", {"rope", "sliding_windows"})
-        return cls(rope=Rope(**rope), sliding_windows=tuple(windows), **values)
+        values = _known(cls, data, "config", {"rope", "local_rope", "sliding_windows"})
+        local_rope = None if local is None else _rope(local, "config local_rope")
+        return cls(rope=rope, local_rope=local_rope, sliding_windows=tuple(windows), **values)
+
+
+def check_positive(name: str, value: object) -> None:
+    """FormatError unless `value` is a number above 0 and at most 1e12."""
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value <= 1e12:  # type: ignore[arg-type,operator]
+        raise FormatError(f"config {name} is {value!r}; expected a positive number")
+
+
+def _rope(data: Any, where: str) -> Rope:
+    values = _known(Rope, data, where)
+    for key in ("short_factor", "long_factor"):
+        factors = values.pop(key, ())
+        if not isinstance(factors, (list, tuple)) or len(factors) > LIMITS["head_dim"]:
+            raise FormatError(f"{where} {key} is not a list of at most one entry per channel")
+        values[key] = tuple(factors)
+    return Rope(**values)
 
 
 def _known(kind: Any, data: Any, where: str, apart: set[str] | None = None) -> dict[str, Any]:

@@ -139,7 +139,14 @@ class ModelFile:
             raise FormatError(f"{path}: {error}") from None
         except UnsupportedError as error:
             raise UnsupportedError(f"{path}: {error}") from None
-        return cls(path, header, metadata, segments, mapped)
+        opened = cls(path, header, metadata, segments, mapped)
+        for name, linear in metadata.linears.items():
+            if linear.input_order:
+                # A gather reads where these numbers say.
+                order = opened.array(linear.input_order)
+                if not np.array_equal(np.sort(order), np.arange(linear.columns)):
+                    raise FormatError(f"{path}: {name}: input_order is not an order of {linear.columns} channels")
+        return opened
 
     @property
     def size(self) -> int:
@@ -158,6 +165,18 @@ class ModelFile:
     def array(self, ref: ArrayRef) -> np.ndarray[Any, Any]:
         """An array as a read-only view of the map; bf16 as uint16 bits."""
         return self.segment(ref.segment).view(DTYPES[ref.dtype]).reshape(ref.shape)
+
+    def pages(self, ref: ArrayRef) -> tuple[int, int]:
+        """(address, bytes) of the whole pages of the map that an array has for itself."""
+        s, size = self.segments[ref.segment], mmap.PAGESIZE
+        first, last = -(-s.offset // size) * size, (s.offset + s.length) // size * size
+        return int(self._bytes.ctypes.data) + first, max(0, last - first)
+
+    def release(self, ref: ArrayRef) -> None:
+        """Let go of the memory that an array was read into; reading it again is allowed."""
+        address, length = self.pages(ref)
+        if length and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, address - int(self._bytes.ctypes.data), length)
 
     def blob(self, name: str) -> bytes | None:
         index = self.metadata.blobs.get(name)
@@ -187,13 +206,7 @@ class ModelFile:
 def _uses(metadata: Metadata) -> Iterator[tuple[str, int]]:
     """(owner, segment) of everything that lies in the data area."""
     for name, linear in metadata.linears.items():
-        for weight in linear.weights:
-            for part in ("q", "scale", "zero"):
-                ref = getattr(weight, part)
-                if ref is not None:
-                    yield f"{name} {part}", ref.segment
-        if linear.bias is not None:
-            yield f"{name} bias", linear.bias.segment
+        yield from ((f"{name} {part}", ref.segment) for part, ref in linear.arrays())
     for name, array in metadata.arrays.items():
         yield name, array.segment
     yield from metadata.blobs.items()
@@ -219,7 +232,7 @@ def _check_arrays(metadata: Metadata, segments: list[Segment]) -> None:
         owners[index] = owner
     if len(owners) != len(segments):
         raise FormatError(f"{len(segments) - len(owners)} segments belong to nothing: damaged or hostile")
-    refs = [r for x in metadata.linears.values() for w in x.weights for r in (w.q, w.scale, w.zero, x.bias) if r]
+    refs = [ref for linear in metadata.linears.values() for _, ref in linear.arrays()]
     for ref in [*refs, *metadata.arrays.values()]:
         if ref.nbytes != segments[ref.segment].length:
             raise FormatError(f"{owners[ref.segment]} has {segments[ref.segment].length} bytes; its shape says {ref.nbytes}")

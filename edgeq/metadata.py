@@ -18,7 +18,18 @@ import edgeq.model_generated as fb
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.linear import ArrayRef, LinearSpec, Metadata, Mode, Weight
+from edgeq.linear import (
+    KV_KINDS,
+    MODES,
+    Activation,
+    ArrayRef,
+    KvCodec,
+    LinearSpec,
+    LowRank,
+    Metadata,
+    Transform,
+    Weight,
+)
 
 T = TypeVar("T")
 
@@ -29,19 +40,7 @@ MAX_JSON = 1 << 20
 MAX_RANK = 4
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
 CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int")
-MODES: tuple[Mode, ...] = ("a16", "a8")
 DIGEST_BYTES = 16
-
-# Parts of a linear layer that the schema has and this version cannot run: (name in messages, how to ask the reader).
-UNUSED_PARTS: tuple[tuple[str, Callable[[Any], object]], ...] = (
-    ("input_scale", lambda x: x.InputScale()),
-    ("input_order", lambda x: x.InputOrder()),
-    ("transform", lambda x: x.Transform()),
-    ("activation", lambda x: x.Activation()),
-    ("low_rank", lambda x: x.LowRankB() or x.LowRankA()),
-    ("split_row", lambda x: x.SplitRow()),
-    ("master", lambda x: x.Master()),
-)
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ def encode(metadata: Metadata, segments: list[Segment]) -> bytes:
     model.linears = [_linear(x) for x in metadata.linears.values()]
     model.arrays = [_named_array(name, a) for name, a in metadata.arrays.items()]
     model.blobs = [_blob(name, segment) for name, segment in metadata.blobs.items()]
+    model.kv = _kv(metadata.kv)
     model.bytesPerToken = fb.BytesPerTokenT()
     sizes = metadata.bytes_per_token()
     model.bytesPerToken.weights = sizes["weights"]
@@ -92,7 +92,15 @@ def _array(array: ArrayRef | None) -> Any:
     return t
 
 
-def _weight(weight: Weight) -> Any:
+def _kv(kv: KvCodec) -> Any:
+    t = fb.KvCacheT()
+    t.kind, t.high, t.bits = KV_KINDS.index(kv.kind), kv.high, kv.bits
+    return t
+
+
+def _weight(weight: Weight | None) -> Any:
+    if weight is None:
+        return None
     codec = fb.CodecT()
     codec.kind, codec.bits = CODEC_KINDS.index(weight.codec.kind), weight.codec.bits
     codec.groupSize = weight.codec.group_size
@@ -106,6 +114,18 @@ def _weight(weight: Weight) -> Any:
 def _linear(linear: LinearSpec) -> Any:
     t = fb.LinearT()
     t.name, t.weights, t.bias = linear.name, [_weight(w) for w in linear.weights], _array(linear.bias)
+    t.inputOrder, t.inputScale = _array(linear.input_order), _array(linear.input_scale)
+    if linear.transform:
+        t.transform = fb.TransformT()
+        t.transform.size, t.transform.stride = linear.transform.size, linear.transform.stride
+        t.transform.base = _array(linear.transform.base)
+    if linear.activation:
+        t.activation = fb.ActivationT()
+        t.activation.bits, t.activation.highBits = linear.activation.bits, linear.activation.high_bits
+        t.activation.symmetric = linear.activation.symmetric
+    if linear.low_rank:
+        t.lowRankB, t.lowRankA = _weight(linear.low_rank.b), _weight(linear.low_rank.a)
+    t.master = _weight(linear.master)
     return t
 
 
@@ -142,17 +162,19 @@ def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
     blobs = _items("blobs", model.BlobsLength(), MAX_BLOBS, model.Blobs, _read_blob)
     if model.KernelsLength():
         raise UnsupportedError("the file has embedded kernels; this version runs files without them: build it without --embed")
-    mode = _text(model.DefaultMode(), "default_mode", 16)
-    if mode not in MODES:
-        raise UnsupportedError(f"default_mode {mode!r} is not supported; supported: {', '.join(MODES)}")
+    named = _text(model.DefaultMode(), "default_mode", 16)
+    mode = next((m for m in MODES if m == named), None)
+    if mode is None:
+        raise UnsupportedError(f"default_mode {named!r} is not supported; supported: {', '.join(MODES)}")
     metadata = Metadata(
         config=ModelConfig.from_json(_text(model.Config(), "config", MAX_JSON)),
         generation=_load(model.Generation(), "generation"),
         provenance=_load(model.Provenance(), "provenance"),
-        default_mode="a16" if mode == "a16" else "a8",
+        default_mode=mode,
         linears=_unique([(x.name, x) for x in linears], "linear layer"),
         arrays=_unique(arrays, "array"),
         blobs=_unique(blobs, "blob"),
+        kv=_read_kv(model.Kv()),
     )
     return metadata, segments
 
@@ -223,6 +245,14 @@ def _read_blob(b: Any) -> tuple[str, int]:
     return _text(b.Name(), "blob name", 256), int(b.Segment())
 
 
+def _read_kv(kv: Any) -> KvCodec:
+    if kv is None:
+        return KvCodec()
+    if kv.Kind() >= len(KV_KINDS):
+        raise UnsupportedError(f"cache kind {kv.Kind()} is not supported; this file needs a newer edgeq")
+    return KvCodec(KV_KINDS[kv.Kind()], int(kv.High()), int(kv.Bits()))
+
+
 def _read_weight(name: str, w: Any) -> Weight:
     codec = w.Codec()
     if codec.Kind() >= len(CODEC_KINDS):
@@ -247,9 +277,34 @@ def _read_weight(name: str, w: Any) -> Weight:
 
 def _read_linear(x: Any) -> LinearSpec:
     name = _text(x.Name(), "layer name", 256)
-    for part, has in UNUSED_PARTS:
-        if has(x) is not None:
-            raise UnsupportedError(f"{name}: part {part!r} is not supported by this version; this file needs a newer edgeq")
-    if x.WeightsLength() != 1:
-        raise UnsupportedError(f"{name}: {x.WeightsLength()} weight blocks; this version runs layers with one")
-    return LinearSpec(name, (_read_weight(name, x.Weights(0)),), _read_array(x.Bias()))
+    if x.SplitRow() is not None:
+        raise UnsupportedError(f"{name}: part 'split_row' is not supported by this version; this file needs a newer edgeq")
+    weights = _items("weight blocks", x.WeightsLength(), 2, x.Weights, lambda w: _read_weight(name, w))
+    if not weights:
+        raise FormatError(f"{name}: a linear layer without a weight")
+    a, b = x.LowRankA(), x.LowRankB()
+    if (a is None) != (b is None):
+        raise FormatError(f"{name}: half of a low-rank part")
+    return LinearSpec(
+        name,
+        tuple(weights),
+        bias=_read_array(x.Bias()),
+        input_order=_read_array(x.InputOrder()),
+        transform=_read_transform(x.Transform()),
+        input_scale=_read_array(x.InputScale()),
+        activation=_read_activation(name, x.Activation()),
+        low_rank=None if a is None else LowRank(_read_weight(name, b), _read_weight(name, a)),
+        master=None if x.Master() is None else _read_weight(name, x.Master()),
+    )
+
+
+def _read_transform(t: Any) -> Transform | None:
+    return None if t is None else Transform(int(t.Size()), int(t.Stride()), _read_array(t.Base()))
+
+
+def _read_activation(name: str, a: Any) -> Activation | None:
+    if a is None:
+        return None
+    if a.Granularity() != fb.Granularity.token or a.StaticScalesLength():
+        raise UnsupportedError(f"{name}: activations with static scales or groups are not supported by this version")
+    return Activation(int(a.Bits()), int(a.HighBits()), bool(a.Symmetric()))

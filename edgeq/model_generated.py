@@ -30,15 +30,16 @@ class ZeroKind(object):
     offset = 2
 
 
-class TransformKind(object):
-    hadamard = 0
-    dense_i8 = 1
-
-
 class Granularity(object):
     token = 0
     group = 1
     tensor = 2
+
+
+class KvKind(object):
+    f16 = 0
+    int8 = 1
+    int4 = 2
 
 
 class Segment(object):
@@ -773,29 +774,22 @@ class Transform(object):
         self._tab = flatbuffers.table.Table(buf, pos)
 
     # Transform
-    def Kind(self):
+    def Size(self):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(4))
         if o != 0:
-            return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
         return 0
 
     # Transform
-    def Size(self):
+    def Stride(self):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(6))
         if o != 0:
             return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
-        return 0
+        return 1
 
     # Transform
-    def Base(self):
+    def Base(self) -> Optional[Array]:
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(8))
-        if o != 0:
-            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
-        return 0
-
-    # Transform
-    def Matrix(self) -> Optional[Array]:
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(10))
         if o != 0:
             x = self._tab.Indirect(o + self._tab.Pos)
             obj = Array()
@@ -803,30 +797,17 @@ class Transform(object):
             return obj
         return None
 
-    # Transform
-    def Scale(self):
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(12))
-        if o != 0:
-            return self._tab.Get(flatbuffers.number_types.Float32Flags, o + self._tab.Pos)
-        return 1.0
-
 def TransformStart(builder: flatbuffers.Builder):
-    builder.StartObject(5)
-
-def TransformAddKind(builder: flatbuffers.Builder, kind: int):
-    builder.PrependUint8Slot(0, kind, 0)
+    builder.StartObject(3)
 
 def TransformAddSize(builder: flatbuffers.Builder, size: int):
-    builder.PrependUint32Slot(1, size, 0)
+    builder.PrependUint32Slot(0, size, 0)
+
+def TransformAddStride(builder: flatbuffers.Builder, stride: int):
+    builder.PrependUint32Slot(1, stride, 1)
 
 def TransformAddBase(builder: flatbuffers.Builder, base: int):
-    builder.PrependUint32Slot(2, base, 0)
-
-def TransformAddMatrix(builder: flatbuffers.Builder, matrix: int):
-    builder.PrependUOffsetTRelativeSlot(3, flatbuffers.number_types.UOffsetTFlags.py_type(matrix), 0)
-
-def TransformAddScale(builder: flatbuffers.Builder, scale: float):
-    builder.PrependFloat32Slot(4, scale, 1.0)
+    builder.PrependUOffsetTRelativeSlot(2, flatbuffers.number_types.UOffsetTFlags.py_type(base), 0)
 
 def TransformEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
@@ -842,17 +823,13 @@ class TransformT(object):
     # TransformT
     def __init__(
         self,
-        kind = 0,
         size = 0,
-        base = 0,
-        matrix = None,
-        scale = 1.0,
+        stride = 1,
+        base = None,
     ):
-        self.kind = kind  # type: int
         self.size = size  # type: int
-        self.base = base  # type: int
-        self.matrix = matrix  # type: Optional[ArrayT]
-        self.scale = scale  # type: float
+        self.stride = stride  # type: int
+        self.base = base  # type: Optional[ArrayT]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -875,24 +852,20 @@ class TransformT(object):
     def _UnPack(self, transform):
         if transform is None:
             return
-        self.kind = transform.Kind()
         self.size = transform.Size()
-        self.base = transform.Base()
-        if transform.Matrix() is not None:
-            self.matrix = ArrayT.InitFromObj(transform.Matrix())
-        self.scale = transform.Scale()
+        self.stride = transform.Stride()
+        if transform.Base() is not None:
+            self.base = ArrayT.InitFromObj(transform.Base())
 
     # TransformT
     def Pack(self, builder):
-        if self.matrix is not None:
-            matrix = self.matrix.Pack(builder)
+        if self.base is not None:
+            base = self.base.Pack(builder)
         TransformStart(builder)
-        TransformAddKind(builder, self.kind)
         TransformAddSize(builder, self.size)
-        TransformAddBase(builder, self.base)
-        if self.matrix is not None:
-            TransformAddMatrix(builder, matrix)
-        TransformAddScale(builder, self.scale)
+        TransformAddStride(builder, self.stride)
+        if self.base is not None:
+            TransformAddBase(builder, base)
         transform = TransformEnd(builder)
         return transform
 
@@ -1153,7 +1126,7 @@ class Linear(object):
         return None
 
     # Linear
-    def InputScale(self) -> Optional[Array]:
+    def InputOrder(self) -> Optional[Array]:
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(10))
         if o != 0:
             x = self._tab.Indirect(o + self._tab.Pos)
@@ -1163,21 +1136,21 @@ class Linear(object):
         return None
 
     # Linear
-    def InputOrder(self) -> Optional[Array]:
+    def Transform(self) -> Optional[Transform]:
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(12))
         if o != 0:
             x = self._tab.Indirect(o + self._tab.Pos)
-            obj = Array()
+            obj = Transform()
             obj.Init(self._tab.Bytes, x)
             return obj
         return None
 
     # Linear
-    def Transform(self) -> Optional[Transform]:
+    def InputScale(self) -> Optional[Array]:
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
         if o != 0:
             x = self._tab.Indirect(o + self._tab.Pos)
-            obj = Transform()
+            obj = Array()
             obj.Init(self._tab.Bytes, x)
             return obj
         return None
@@ -1193,21 +1166,21 @@ class Linear(object):
         return None
 
     # Linear
-    def LowRankB(self) -> Optional[Array]:
+    def LowRankB(self) -> Optional[Weight]:
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(18))
         if o != 0:
             x = self._tab.Indirect(o + self._tab.Pos)
-            obj = Array()
+            obj = Weight()
             obj.Init(self._tab.Bytes, x)
             return obj
         return None
 
     # Linear
-    def LowRankA(self) -> Optional[Array]:
+    def LowRankA(self) -> Optional[Weight]:
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(20))
         if o != 0:
             x = self._tab.Indirect(o + self._tab.Pos)
-            obj = Array()
+            obj = Weight()
             obj.Init(self._tab.Bytes, x)
             return obj
         return None
@@ -1247,14 +1220,14 @@ def LinearStartWeightsVector(builder, numElems: int) -> int:
 def LinearAddBias(builder: flatbuffers.Builder, bias: int):
     builder.PrependUOffsetTRelativeSlot(2, flatbuffers.number_types.UOffsetTFlags.py_type(bias), 0)
 
-def LinearAddInputScale(builder: flatbuffers.Builder, inputScale: int):
-    builder.PrependUOffsetTRelativeSlot(3, flatbuffers.number_types.UOffsetTFlags.py_type(inputScale), 0)
-
 def LinearAddInputOrder(builder: flatbuffers.Builder, inputOrder: int):
-    builder.PrependUOffsetTRelativeSlot(4, flatbuffers.number_types.UOffsetTFlags.py_type(inputOrder), 0)
+    builder.PrependUOffsetTRelativeSlot(3, flatbuffers.number_types.UOffsetTFlags.py_type(inputOrder), 0)
 
 def LinearAddTransform(builder: flatbuffers.Builder, transform: int):
-    builder.PrependUOffsetTRelativeSlot(5, flatbuffers.number_types.UOffsetTFlags.py_type(transform), 0)
+    builder.PrependUOffsetTRelativeSlot(4, flatbuffers.number_types.UOffsetTFlags.py_type(transform), 0)
+
+def LinearAddInputScale(builder: flatbuffers.Builder, inputScale: int):
+    builder.PrependUOffsetTRelativeSlot(5, flatbuffers.number_types.UOffsetTFlags.py_type(inputScale), 0)
 
 def LinearAddActivation(builder: flatbuffers.Builder, activation: int):
     builder.PrependUOffsetTRelativeSlot(6, flatbuffers.number_types.UOffsetTFlags.py_type(activation), 0)
@@ -1288,9 +1261,9 @@ class LinearT(object):
         name = None,
         weights = None,
         bias = None,
-        inputScale = None,
         inputOrder = None,
         transform = None,
+        inputScale = None,
         activation = None,
         lowRankB = None,
         lowRankA = None,
@@ -1300,12 +1273,12 @@ class LinearT(object):
         self.name = name  # type: Optional[str]
         self.weights = weights  # type: Optional[List[WeightT]]
         self.bias = bias  # type: Optional[ArrayT]
-        self.inputScale = inputScale  # type: Optional[ArrayT]
         self.inputOrder = inputOrder  # type: Optional[ArrayT]
         self.transform = transform  # type: Optional[TransformT]
+        self.inputScale = inputScale  # type: Optional[ArrayT]
         self.activation = activation  # type: Optional[ActivationT]
-        self.lowRankB = lowRankB  # type: Optional[ArrayT]
-        self.lowRankA = lowRankA  # type: Optional[ArrayT]
+        self.lowRankB = lowRankB  # type: Optional[WeightT]
+        self.lowRankA = lowRankA  # type: Optional[WeightT]
         self.splitRow = splitRow  # type: Optional[SplitRowT]
         self.master = master  # type: Optional[WeightT]
 
@@ -1341,18 +1314,18 @@ class LinearT(object):
                     self.weights.append(weight_)
         if linear.Bias() is not None:
             self.bias = ArrayT.InitFromObj(linear.Bias())
-        if linear.InputScale() is not None:
-            self.inputScale = ArrayT.InitFromObj(linear.InputScale())
         if linear.InputOrder() is not None:
             self.inputOrder = ArrayT.InitFromObj(linear.InputOrder())
         if linear.Transform() is not None:
             self.transform = TransformT.InitFromObj(linear.Transform())
+        if linear.InputScale() is not None:
+            self.inputScale = ArrayT.InitFromObj(linear.InputScale())
         if linear.Activation() is not None:
             self.activation = ActivationT.InitFromObj(linear.Activation())
         if linear.LowRankB() is not None:
-            self.lowRankB = ArrayT.InitFromObj(linear.LowRankB())
+            self.lowRankB = WeightT.InitFromObj(linear.LowRankB())
         if linear.LowRankA() is not None:
-            self.lowRankA = ArrayT.InitFromObj(linear.LowRankA())
+            self.lowRankA = WeightT.InitFromObj(linear.LowRankA())
         if linear.SplitRow() is not None:
             self.splitRow = SplitRowT.InitFromObj(linear.SplitRow())
         if linear.Master() is not None:
@@ -1372,12 +1345,12 @@ class LinearT(object):
             weights = builder.EndVector()
         if self.bias is not None:
             bias = self.bias.Pack(builder)
-        if self.inputScale is not None:
-            inputScale = self.inputScale.Pack(builder)
         if self.inputOrder is not None:
             inputOrder = self.inputOrder.Pack(builder)
         if self.transform is not None:
             transform = self.transform.Pack(builder)
+        if self.inputScale is not None:
+            inputScale = self.inputScale.Pack(builder)
         if self.activation is not None:
             activation = self.activation.Pack(builder)
         if self.lowRankB is not None:
@@ -1395,12 +1368,12 @@ class LinearT(object):
             LinearAddWeights(builder, weights)
         if self.bias is not None:
             LinearAddBias(builder, bias)
-        if self.inputScale is not None:
-            LinearAddInputScale(builder, inputScale)
         if self.inputOrder is not None:
             LinearAddInputOrder(builder, inputOrder)
         if self.transform is not None:
             LinearAddTransform(builder, transform)
+        if self.inputScale is not None:
+            LinearAddInputScale(builder, inputScale)
         if self.activation is not None:
             LinearAddActivation(builder, activation)
         if self.lowRankB is not None:
@@ -1717,6 +1690,114 @@ class KernelsT(object):
         return kernels
 
 
+class KvCache(object):
+    __slots__ = ['_tab']
+
+    @classmethod
+    def GetRootAs(cls, buf, offset: int = 0):
+        n = flatbuffers.encode.Get(flatbuffers.packer.uoffset, buf, offset)
+        x = KvCache()
+        x.Init(buf, n + offset)
+        return x
+
+    @classmethod
+    def GetRootAsKvCache(cls, buf, offset=0):
+        """This method is deprecated. Please switch to GetRootAs."""
+        return cls.GetRootAs(buf, offset)
+    @classmethod
+    def KvCacheBufferHasIdentifier(cls, buf, offset, size_prefixed=False):
+        return flatbuffers.util.BufferHasIdentifier(buf, offset, b"\x45\x44\x47\x51", size_prefixed=size_prefixed)
+
+    # KvCache
+    def Init(self, buf: bytes, pos: int):
+        self._tab = flatbuffers.table.Table(buf, pos)
+
+    # KvCache
+    def Kind(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(4))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
+        return 0
+
+    # KvCache
+    def High(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(6))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+    # KvCache
+    def Bits(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(8))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
+        return 4
+
+def KvCacheStart(builder: flatbuffers.Builder):
+    builder.StartObject(3)
+
+def KvCacheAddKind(builder: flatbuffers.Builder, kind: int):
+    builder.PrependUint8Slot(0, kind, 0)
+
+def KvCacheAddHigh(builder: flatbuffers.Builder, high: int):
+    builder.PrependUint32Slot(1, high, 0)
+
+def KvCacheAddBits(builder: flatbuffers.Builder, bits: int):
+    builder.PrependUint8Slot(2, bits, 4)
+
+def KvCacheEnd(builder: flatbuffers.Builder) -> int:
+    return builder.EndObject()
+
+
+
+class KvCacheT(object):
+
+    # KvCacheT
+    def __init__(
+        self,
+        kind = 0,
+        high = 0,
+        bits = 4,
+    ):
+        self.kind = kind  # type: int
+        self.high = high  # type: int
+        self.bits = bits  # type: int
+
+    @classmethod
+    def InitFromBuf(cls, buf, pos):
+        kvCache = KvCache()
+        kvCache.Init(buf, pos)
+        return cls.InitFromObj(kvCache)
+
+    @classmethod
+    def InitFromPackedBuf(cls, buf, pos=0):
+        n = flatbuffers.encode.Get(flatbuffers.packer.uoffset, buf, pos)
+        return cls.InitFromBuf(buf, pos+n)
+
+    @classmethod
+    def InitFromObj(cls, kvCache):
+        x = KvCacheT()
+        x._UnPack(kvCache)
+        return x
+
+    # KvCacheT
+    def _UnPack(self, kvCache):
+        if kvCache is None:
+            return
+        self.kind = kvCache.Kind()
+        self.high = kvCache.High()
+        self.bits = kvCache.Bits()
+
+    # KvCacheT
+    def Pack(self, builder):
+        KvCacheStart(builder)
+        KvCacheAddKind(builder, self.kind)
+        KvCacheAddHigh(builder, self.high)
+        KvCacheAddBits(builder, self.bits)
+        kvCache = KvCacheEnd(builder)
+        return kvCache
+
+
 class BytesPerToken(object):
     __slots__ = ['_tab']
 
@@ -2005,8 +2086,18 @@ class Model(object):
             return obj
         return None
 
+    # Model
+    def Kv(self) -> Optional[KvCache]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(24))
+        if o != 0:
+            x = self._tab.Indirect(o + self._tab.Pos)
+            obj = KvCache()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
 def ModelStart(builder: flatbuffers.Builder):
-    builder.StartObject(10)
+    builder.StartObject(11)
 
 def ModelAddConfig(builder: flatbuffers.Builder, config: int):
     builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(config), 0)
@@ -2053,6 +2144,9 @@ def ModelStartKernelsVector(builder, numElems: int) -> int:
 def ModelAddBytesPerToken(builder: flatbuffers.Builder, bytesPerToken: int):
     builder.PrependUOffsetTRelativeSlot(9, flatbuffers.number_types.UOffsetTFlags.py_type(bytesPerToken), 0)
 
+def ModelAddKv(builder: flatbuffers.Builder, kv: int):
+    builder.PrependUOffsetTRelativeSlot(10, flatbuffers.number_types.UOffsetTFlags.py_type(kv), 0)
+
 def ModelEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
 
@@ -2077,6 +2171,7 @@ class ModelT(object):
         blobs = None,
         kernels = None,
         bytesPerToken = None,
+        kv = None,
     ):
         self.config = config  # type: Optional[str]
         self.generation = generation  # type: Optional[str]
@@ -2088,6 +2183,7 @@ class ModelT(object):
         self.blobs = blobs  # type: Optional[List[BlobT]]
         self.kernels = kernels  # type: Optional[List[KernelsT]]
         self.bytesPerToken = bytesPerToken  # type: Optional[BytesPerTokenT]
+        self.kv = kv  # type: Optional[KvCacheT]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -2156,6 +2252,8 @@ class ModelT(object):
                     self.kernels.append(kernels_)
         if model.BytesPerToken() is not None:
             self.bytesPerToken = BytesPerTokenT.InitFromObj(model.BytesPerToken())
+        if model.Kv() is not None:
+            self.kv = KvCacheT.InitFromObj(model.Kv())
 
     # ModelT
     def Pack(self, builder):
@@ -2209,6 +2307,8 @@ class ModelT(object):
             kernels = builder.EndVector()
         if self.bytesPerToken is not None:
             bytesPerToken = self.bytesPerToken.Pack(builder)
+        if self.kv is not None:
+            kv = self.kv.Pack(builder)
         ModelStart(builder)
         if self.config is not None:
             ModelAddConfig(builder, config)
@@ -2230,6 +2330,8 @@ class ModelT(object):
             ModelAddKernels(builder, kernels)
         if self.bytesPerToken is not None:
             ModelAddBytesPerToken(builder, bytesPerToken)
+        if self.kv is not None:
+            ModelAddKv(builder, kv)
         model = ModelEnd(builder)
         return model
 

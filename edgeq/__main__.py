@@ -1,0 +1,5 @@
+"""`python -m edgeq`: the command line where no `edgeq` command is on the path."""
+
+from edgeq.cli import main
+
+main()
