@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.linear import KvCodec, Mode
-from edgeq.targets.operations import Graph, Page, Rows
+from edgeq.targets.copies import InputSums, Weights
+from edgeq.targets.operations import Graph, Operation, Page, Rows
 
 TARGETS = ("cpu", "reference")
 """In order of preference."""
@@ -28,7 +29,8 @@ class Options:
     isa               instruction set; None: the best this machine has
     max_rows          rows of one run: the prefill chunk
     max_logits        rows whose logits one run can return
-    kv                how keys and values are cached; int8 has one scale per position and head
+    kv                how keys and values are cached
+    copies            runs with masters and with copies of the weights are to come: compile for them too
     """
 
     mode: Mode
@@ -37,7 +39,8 @@ class Options:
     max_rows: int = 256
     max_logits: int = 1
     threads_prefill: int = 0
-    kv: KvCodec = "f16"
+    kv: KvCodec = KvCodec()
+    copies: bool = False
 
 
 Report = Callable[[int, int, str], None]
@@ -46,6 +49,21 @@ Report = Callable[[int, int, str], None]
 
 def silent(done: int, total: int, what: str) -> None:
     """For nobody."""
+
+
+Step = tuple[Operation, str]
+"""What was run, of several operations that run as one the main one; and its kernel, the target's function: one operation can
+need several, such as the quantization of what a product reads."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a run did, in order, and float64 [steps, 2]: the seconds that the calling thread worked on each step, and then
+    waited for the parts of it that other threads had taken.
+    """
+
+    steps: Sequence[Step]
+    seconds: NDArray[np.float64]
 
 
 class Program(Protocol):
@@ -59,14 +77,49 @@ class Program(Protocol):
         """What runs where, for people: target, instruction set, threads, mode."""
         ...
 
+    def prepare(self, mode: Mode, report: Report = silent) -> None:
+        """Make what runs in another mode need, which else the first of them does."""
+        ...
+
     def new_page(self) -> Page:
         """A cache page of `Graph.page_bytes(kv)` bytes."""
         ...
 
-    def run(self, rows: Rows) -> NDArray[np.float32]:
+    def new_sums(self) -> InputSums:
+        """Zeros, for `run`."""
+        ...
+
+    def new_weights(self) -> Weights:
+        """Room for a copy of the weights of all layers with a master."""
+        ...
+
+    def requantize(self, weights: Weights, scales: Sequence[NDArray[np.float32]]) -> None:
+        """Fill `weights` from the masters: W diag(s) rounded in the codec of the layer's own weights, and 1/s for its input.
+
+        scales   s float32 [columns] of every shared input, in the order of `InputSums.inputs`
+
+        Of the file no more than one layer's master stays in memory.  UnsupportedError: a master that cannot be read.
+        """
+        ...
+
+    def run(
+        self,
+        rows: Rows,
+        mode: Mode | None = None,
+        *,
+        times: list[StepTimes] | None = None,
+        weights: Weights | None = None,
+        sums: InputSums | None = None,
+    ) -> NDArray[np.float32]:
         """Logits float32 [len(rows.logits), vocab], valid until the next run.
 
-        The arithmetic of a row does not depend on which rows run with it.
+        mode     another than the options say, over the same weights and cache (a cheap draft of an exact run); the first run
+                 in it makes its table
+        times    the time of every step is appended to it
+        weights  a copy to use instead of the file's weights
+        sums     layers with a master use that, and the squares of their inputs are added here; not together with `weights`
+
+        The arithmetic of a row does not depend on which rows run with it, and sums are added in the order of the rows.
         """
         ...
 

@@ -9,13 +9,13 @@ sessions one row each; so there is one loop and not five.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.linear import ArrayRef, KvCodec, LinearSpec
+from edgeq.linear import ArrayRef, KvCodec, LinearSpec, Mode
 
 PAGE = 64
 """Cache positions in a page."""
@@ -47,6 +47,43 @@ class RmsNorm(Operation):
 
 
 @dataclass(frozen=True)
+class NormAdd(Operation):
+    """out += x / sqrt(mean(x^2) + eps) * gain: a norm between a block and the residual stream (Gemma 3)."""
+
+    x: str
+    gain: ArrayRef
+    eps: float
+    out: str
+
+
+@dataclass(frozen=True)
+class LayerNorm(Operation):
+    """out = (x - mean(x)) / sqrt(var(x) + eps) * gain + bias (Ba et al. 2016)."""
+
+    x: str
+    gain: ArrayRef
+    bias: ArrayRef
+    eps: float
+    out: str
+
+
+@dataclass(frozen=True)
+class Scale(Operation):
+    """x times a constant, in place."""
+
+    x: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class PositionAdd(Operation):
+    """x[r] += table[position of row r], in place; the table is an array [positions, width] (learned positions)."""
+
+    x: str
+    table: ArrayRef
+
+
+@dataclass(frozen=True)
 class Linear(Operation):
     """out[:, offset : offset + rows of W] = W x + bias; with `add` it is added to what is there (the residual)."""
 
@@ -73,8 +110,9 @@ class HeadNorm(Operation):
 class RopeRotate(Operation):
     """Rotary positions on `heads` heads of x from `offset`, in place.
 
-    Halves are rotated: (a, b) = (x[:d/2], x[d/2:]) of a head become (a cos - b sin, b cos + a sin) with the angle
-    position * frequencies[i].  `frequencies` has head_dim / 2 entries, in radians per position.
+    Halves are rotated: (a, b) = (x[:d/2], x[d/2:d]) of a head become (a cos - b sin, b cos + a sin) with the angle
+    position * frequencies[i], cosines and sines times `factor`.  `frequencies` has d/2 entries, in radians per position;
+    where d is less than head_dim, the rest of a head stays as it is.
     """
 
     x: str
@@ -82,6 +120,23 @@ class RopeRotate(Operation):
     heads: int
     head_dim: int
     frequencies: tuple[float, ...]
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class HeadRotate(Operation):
+    """Each head v of x[:, offset : offset + heads * head_dim] becomes v M, in place (ResQ, arXiv 2412.14363, U_C).
+
+    v is first rounded to 8 bits, asymmetric, over a range that has 0 in it.  M = scale * matrix, i8 [head_dim, head_dim] and
+    f32 [1].
+    """
+
+    x: str
+    offset: int
+    heads: int
+    head_dim: int
+    matrix: ArrayRef
+    scale: ArrayRef
 
 
 @dataclass(frozen=True)
@@ -123,6 +178,80 @@ class SwiGlu(Operation):
 
 
 @dataclass(frozen=True)
+class GeGlu(Operation):
+    """out = gelu(x[:, :width]) * x[:, width : 2 width], gelu(g) = g/2 (1 + tanh(sqrt(2/pi) (g + 0.044715 g^3))) (Shazeer 2020;
+    Hendrycks and Gimpel 2016)."""
+
+    x: str
+    width: int
+    out: str
+
+
+@dataclass(frozen=True)
+class Relu(Operation):
+    """out = max(x, 0)."""
+
+    x: str
+    width: int
+    out: str
+
+
+@dataclass(frozen=True)
+class Route(Operation):
+    """out[:, :chosen] = the largest of softmax(x[:, :experts]), falling, with `normalized` divided by their sum; and
+    out[:, chosen : 2 chosen] = which experts they are of, as numbers.  Of equals the first."""
+
+    x: str
+    experts: int
+    chosen: int
+    normalized: bool
+    out: str
+
+
+@dataclass(frozen=True)
+class Experts(Operation):
+    """out += sum over the experts e that `routing` names for the row of share * down_e(silu(gate_e x) * up_e x).
+
+    projections   of each expert: gate and up in one layer, or one after the other;  width: channels of each
+    """
+
+    x: str
+    routing: str
+    chosen: int
+    projections: tuple[tuple[LinearSpec, ...], ...]
+    downs: tuple[LinearSpec, ...]
+    width: int
+    out: str
+
+
+def mode_of(operation: Operation, mode: Mode) -> Mode:
+    """The mode in which an operation runs in a run of `mode`.
+
+    Behind the layers, right in front of the softmax, 4 bits would cost more than in all layers together.
+    """
+    return "a8" if mode == "a4" and operation.layer < 0 else mode
+
+
+def linears(operation: Operation) -> Iterator[LinearSpec]:
+    """The linear layers that an operation may read."""
+    if isinstance(operation, Linear):
+        yield operation.linear
+    elif isinstance(operation, Experts):
+        for projection, down in zip(operation.projections, operation.downs, strict=True):
+            yield from projection
+            yield down
+
+
+@dataclass(frozen=True)
+class GatedAdd(Operation):
+    """out += sigmoid(gate[:, 0]) * x."""
+
+    x: str
+    gate: str
+    out: str
+
+
+@dataclass(frozen=True)
 class Select(Operation):
     """out = the rows of x for which logits are wanted; every later operation runs over these."""
 
@@ -143,8 +272,7 @@ class Graph:
 
     def page_bytes(self, kv: KvCodec) -> int:
         """Bytes of one page of the cache: keys and values of PAGE positions in all layers."""
-        head = 2 * self.head_dim if kv == "f16" else self.head_dim + 4
-        return self.layers * 2 * self.kv_heads * PAGE * head
+        return self.layers * 2 * self.kv_heads * PAGE * kv.head_bytes(self.head_dim)
 
 
 @dataclass
@@ -157,6 +285,7 @@ class Rows:
     sessions    int32 [R]     index into `pages`
     pages       per session   its cache pages, enough for the largest slot
     logits      int32 [L]     rows whose logits are wanted, ascending
+    counted     bool [R]      rows that are added to sums, where there are any; None: all
     """
 
     tokens: NDArray[np.int32]
@@ -165,6 +294,7 @@ class Rows:
     sessions: NDArray[np.int32]
     pages: Sequence[Sequence[Page]]
     logits: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    counted: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

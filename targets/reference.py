@@ -6,52 +6,52 @@ a fixed shape (a BLAS matrix product chooses its summation order by the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import ROWS, from_bf16
-from edgeq.codec import dequantize as dequantize_codec
-from edgeq.codec import dequantize_rows as dequantize_codec_rows
+from edgeq.codec import from_bf16
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
-from edgeq.linear import ArrayRef, KvCodec, LinearSpec, Weight
-from edgeq.targets import Options, Report, silent
+from edgeq.linear import ArrayRef, LinearSpec, Mode
+from edgeq.targets import Options, Report, Step, StepTimes, reference_layers, reference_requantize, silent
+from edgeq.targets.copies import InputSums, Weights, shared_inputs
 from edgeq.targets.operations import (
     PAGE,
     Attention,
     CacheWrite,
     Embed,
+    Experts,
+    GatedAdd,
+    GeGlu,
     Graph,
     HeadNorm,
+    HeadRotate,
+    LayerNorm,
     Linear,
+    NormAdd,
     Operation,
     Page,
+    PositionAdd,
+    Relu,
     RmsNorm,
     RopeRotate,
+    Route,
     Rows,
+    Scale,
     Select,
     SwiGlu,
 )
+from edgeq.targets.reference_cache import ReferencePage, cache_write, head_rotate, heads_of, page_of
+from edgeq.targets.reference_layers import normalized, swiglu
+from edgeq.targets.reference_linear import Matrices, linear
+from edgeq.targets.reference_requantize import ReferenceWeights
 
 ArrayF32 = NDArray[np.float32]
 State = dict[str, ArrayF32]
-
-KEEP_BYTES = 1 << 30
-"""Dequantized matrices kept between runs; what does not fit is dequantized again, block by block, each time it is used."""
-BLOCK_ELEMENTS = 1 << 22
-MAX_ACTIVATION_GROUP = 128
-F16_MAX = 65504.0
-
-
-class ReferencePage(Page):
-    """PAGE cache positions: [layers, 2 (keys, values), kv_heads, PAGE, head_dim], numbers of the cache's codec held as
-    float32."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.data = np.zeros((graph.layers, 2, graph.kv_heads, PAGE, graph.head_dim), np.float32)
 
 
 class ReferenceTarget:
@@ -75,26 +75,71 @@ class ReferenceProgram:
     def __init__(self, graph: Graph, file: ModelFile, options: Options) -> None:
         self.options = options
         self._graph = graph
-        self._file = file
-        self._kept: dict[str, list[ArrayF32]] = {}
-        self._kept_bytes = 0
+        self.file = file
+        self.mode = options.mode
+        self.matrices = Matrices(file)
+        self._copy: Weights | None = None
+        self._sums: InputSums | None = None
 
     @property
     def description(self) -> str:
         return f"reference target: numpy, mode {self.options.mode}"
 
+    def prepare(self, mode: Mode, report: Report = silent) -> None:
+        """Nothing is compiled."""
+
     def new_page(self) -> Page:
         return ReferencePage(self._graph)
 
-    def run(self, rows: Rows) -> ArrayF32:
-        """Logits float32 [len(rows.logits), vocab].  ValueError: more rows than the options allow."""
+    def new_sums(self) -> InputSums:
+        return InputSums(shared_inputs(self._graph))
+
+    def new_weights(self) -> ReferenceWeights:
+        return ReferenceWeights(shared_inputs(self._graph))
+
+    def requantize(self, weights: Weights, scales: Sequence[ArrayF32]) -> None:
+        assert isinstance(weights, ReferenceWeights)
+        reference_requantize.requantize(self.file, shared_inputs(self._graph), weights, scales)
+
+    def run(
+        self,
+        rows: Rows,
+        mode: Mode | None = None,
+        *,
+        times: list[StepTimes] | None = None,
+        weights: Weights | None = None,
+        sums: InputSums | None = None,
+    ) -> ArrayF32:
+        """Logits float32 [len(rows.logits), vocab].  ValueError: more rows than the options allow, or weights and sums."""
         if not 0 < len(rows) <= self.options.max_rows or len(rows.logits) > self.options.max_logits:
             limits = f"at most {self.options.max_rows} and {self.options.max_logits}"
             raise ValueError(f"{len(rows)} rows with {len(rows.logits)} logits; {limits}")
+        if weights is not None and sums is not None:
+            raise ValueError("sums are taken with the masters, not with a copy of the weights")
+        self.mode, self._copy, self._sums = mode or self.options.mode, weights, sums
         state: State = {}
+        steps: list[Step] = []
+        clock = [perf_counter()]
         for operation in self._graph.operations:
-            OPERATIONS[type(operation)](self, operation, rows, state)
+            kernel = OPERATIONS[type(operation)]
+            kernel(self, operation, rows, state)
+            steps.append((operation, kernel.__name__))
+            clock.append(perf_counter())
+        if times is not None:
+            seconds = np.diff(clock)
+            times.append(StepTimes(steps, np.stack([seconds, np.zeros_like(seconds)], 1)))
+        if sums is not None:
+            sums.tokens += len(rows) if rows.counted is None else int(rows.counted.sum())
         return state[self._graph.logits]
+
+    def layer(self, layer: LinearSpec, x: ArrayF32, rows: Rows) -> tuple[LinearSpec, Matrices, ArrayF32 | None]:
+        """A layer as this run has it, its matrices, and what a copy multiplies its input x by; x is counted."""
+        if self._sums is not None:
+            reference_requantize.add_squares(self._sums, layer, x, rows)
+            return reference_requantize.with_master(layer), self.matrices, None
+        if isinstance(self._copy, ReferenceWeights) and layer.name in self._copy.scale_of:
+            return layer, self._copy.matrices, self._copy.input_scales[self._copy.scale_of[layer.name]]
+        return layer, self.matrices, None
 
     def out(self, state: State, name: str, count: int) -> ArrayF32:
         """Buffer `name` [count, width]; made when it is first written."""
@@ -103,63 +148,17 @@ class ReferenceProgram:
         return state[name]
 
     def array(self, ref: ArrayRef) -> ArrayF32:
-        return as_float32(self._file.array(ref), ref.dtype)
+        return as_float32(self.file.array(ref), ref.dtype)
 
     def table_rows(self, table: ArrayRef | LinearSpec, indices: NDArray[np.int64]) -> ArrayF32:
         """Rows of an embedding [vocab, width] or of a tied head, by index."""
         if isinstance(table, ArrayRef):
-            return as_float32(self._file.array(table)[indices], table.dtype)
-        weight = table.weights[0]
-        q, scale, zero = self._parts(weight)
-        return dequantize_codec_rows(weight.codec, weight.columns, indices, q, scale, zero)
-
-    def blocks(self, linear: LinearSpec) -> Iterator[ArrayF32]:
-        """The dequantized matrix as consecutive blocks of rows.  Block sizes never vary, so neither does a row's arithmetic."""
-        if linear.name in self._kept:
-            yield from self._kept[linear.name]
-            return
-        weight = linear.weights[0]
-        keep = self._kept_bytes + weight.rows * weight.columns * 4 <= KEEP_BYTES
-        kept = []
-        step = max(1, BLOCK_ELEMENTS // (weight.columns * ROWS))  # in blocks of 16 rows
-        q, scale, zero = self._parts(weight)
-        for start in range(0, len(q), step):
-            cut = slice(start, start + step)
-            rows = min((start + step) * ROWS, weight.rows) - start * ROWS
-            parts = [None if a is None else a[cut] for a in (scale, zero)]
-            block = dequantize_codec(weight.codec, rows, weight.columns, q[cut], *parts)
-            if keep:
-                kept.append(block)
-            yield block
-        if keep:
-            self._kept[linear.name] = kept
-            self._kept_bytes += weight.rows * weight.columns * 4
-
-    def _parts(self, weight: Weight) -> tuple[Any, Any, Any]:
-        return (
-            self._file.array(weight.q),
-            None if weight.scale is None else self._file.array(weight.scale),
-            None if weight.zero is None else self._file.array(weight.zero),
-        )
+            return as_float32(self.file.array(table)[indices], table.dtype)
+        return self.matrices.rows(table.weights[0], indices)
 
 
 def as_float32(a: NDArray[Any], dtype: str) -> ArrayF32:
     return from_bf16(a) if dtype == "bf16" else np.asarray(a, np.float32)
-
-
-def quantize_activations(x: ArrayF32, group_size: int) -> ArrayF32:
-    """x [rows, channels] as mode a8 sees it: int8 per row and block of channels, dequantized again.
-
-    A block is min(group_size or 128, 128) consecutive channels, the last one perhaps shorter.  scale = max|x| / 127,
-    q = rint(x / scale), symmetric; a block of zeros has scale 0.
-    """
-    rows, channels = x.shape
-    size = min(group_size or MAX_ACTIVATION_GROUP, MAX_ACTIVATION_GROUP)
-    blocks = np.pad(x, ((0, 0), (0, -channels % size))).reshape(rows, -1, size)
-    scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
-    # The limit matters only where the scale is so small that it was itself rounded.
-    q = np.rint(blocks / np.where(scale > 0, scale, np.float32(1))).clip(-127, 127)
-    return np.ascontiguousarray((q * scale).reshape(rows, -1)[:, :channels])
 
 
 def embed(program: ReferenceProgram, op: Embed, rows: Rows, state: State) -> None:
@@ -170,68 +169,20 @@ def rms_norm(program: ReferenceProgram, op: RmsNorm, rows: Rows, state: State) -
     state[op.out] = normalized(state[op.x], program.array(op.gain), op.eps)
 
 
-def normalized(x: ArrayF32, gain: ArrayF32, eps: float) -> ArrayF32:
-    mean = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-    return np.asarray((x / np.sqrt(mean + eps)).astype(np.float32) * gain)
-
-
-def linear(program: ReferenceProgram, op: Linear, rows: Rows, state: State) -> None:
-    x, codec = state[op.x], op.linear.weights[0].codec
-    if program.options.mode == "a8" and codec.kind == "int":
-        x = quantize_activations(x, codec.group_size)
-    y = np.empty((len(x), op.linear.rows), np.float32)
-    at = 0
-    for block in program.blocks(op.linear):
-        for r in range(len(x)):
-            y[r, at : at + len(block)] = block @ x[r].copy()
-        at += len(block)
-    if op.linear.bias is not None:
-        y += program.array(op.linear.bias)
-    out = program.out(state, op.out, len(x))[:, op.offset : op.offset + op.linear.rows]
-    out[:] = out + y if op.add else y
-
-
 def head_norm(program: ReferenceProgram, op: HeadNorm, rows: Rows, state: State) -> None:
     x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
     x[:] = normalized(x.copy(), program.array(op.gain), op.eps)
 
 
-def heads_of(x: ArrayF32, offset: int, heads: int, head_dim: int) -> ArrayF32:
-    """x[:, offset:] as a view [rows, heads, head_dim]."""
-    return x[:, offset : offset + heads * head_dim].reshape(len(x), heads, head_dim)
-
-
 def rope_rotate(program: ReferenceProgram, op: RopeRotate, rows: Rows, state: State) -> None:
     # Angles in float64: in float32 a position of 100,000 is already wrong in the third decimal.
     angle = rows.positions.astype(np.float64)[:, None] * np.array(op.frequencies, np.float64)
-    cos, sin = (f(angle).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))  # [rows, 1, head_dim / 2]
+    cos, sin = ((f(angle) * op.factor).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))  # [rows, 1, pairs]
     x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
-    half = op.head_dim // 2
-    a, b = x[:, :, :half].copy(), x[:, :, half:].copy()
+    half = len(op.frequencies)
+    a, b = x[:, :, :half].copy(), x[:, :, half : 2 * half].copy()
     x[:, :, :half] = a * cos - b * sin
-    x[:, :, half:] = b * cos + a * sin
-
-
-def cache_write(program: ReferenceProgram, op: CacheWrite, rows: Rows, state: State) -> None:
-    for part, offset in enumerate((op.k_offset, op.v_offset)):
-        values = cached(heads_of(state[op.x], offset, op.kv_heads, op.head_dim), program.options.kv)
-        for r, slot in enumerate(rows.slots):
-            page_of(rows, r, int(slot) // PAGE).data[op.layer, part, :, slot % PAGE] = values[r]
-
-
-def cached(x: ArrayF32, kv: KvCodec) -> ArrayF32:
-    """x [rows, kv_heads, head_dim] as the cache gives it back: f16, or int8 with one scale max|x| / 127 per row and head."""
-    if kv == "f16":
-        return x.clip(-F16_MAX, F16_MAX).astype(np.float16).astype(np.float32)
-    scale = np.abs(x).max(axis=2, keepdims=True) / np.float32(127)
-    restored: ArrayF32 = np.rint(x / np.where(scale > 0, scale, np.float32(1))).clip(-127, 127) * scale
-    return restored
-
-
-def page_of(rows: Rows, row: int, index: int) -> ReferencePage:
-    page = rows.pages[rows.sessions[row]][index]
-    assert isinstance(page, ReferencePage)
-    return page
+    x[:, :, half : 2 * half] = b * cos + a * sin
 
 
 def attention(program: ReferenceProgram, op: Attention, rows: Rows, state: State) -> None:
@@ -251,10 +202,7 @@ def attention(program: ReferenceProgram, op: Attention, rows: Rows, state: State
         out[r] = np.matmul(weights, values).reshape(-1)
 
 
-def swiglu(program: ReferenceProgram, op: SwiGlu, rows: Rows, state: State) -> None:
-    gate, up = state[op.x][:, : op.width], state[op.x][:, op.width : 2 * op.width]
-    with np.errstate(over="ignore"):  # exp(-gate) of a very negative gate is infinite, its silu rightly 0
-        state[op.out] = gate / (1 + np.exp(-gate)) * up
+
 
 
 def select(program: ReferenceProgram, op: Select, rows: Rows, state: State) -> None:
@@ -264,11 +212,21 @@ def select(program: ReferenceProgram, op: Select, rows: Rows, state: State) -> N
 OPERATIONS: dict[type[Operation], Callable[[ReferenceProgram, Any, Rows, State], None]] = {
     Embed: embed,
     RmsNorm: rms_norm,
+    NormAdd: reference_layers.norm_add,
+    LayerNorm: reference_layers.layer_norm,
+    Scale: reference_layers.scale,
+    PositionAdd: reference_layers.position_add,
     Linear: linear,
     HeadNorm: head_norm,
     RopeRotate: rope_rotate,
+    HeadRotate: head_rotate,
     CacheWrite: cache_write,
     Attention: attention,
     SwiGlu: swiglu,
+    Route: reference_layers.route,
+    Experts: reference_layers.experts,
+    GatedAdd: reference_layers.gated_add,
+    GeGlu: reference_layers.geglu,
+    Relu: reference_layers.relu,
     Select: select,
 }

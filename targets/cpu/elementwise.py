@@ -164,15 +164,17 @@ def select() -> Kernel:
 def angles() -> Kernel:
     """Cosines and sines of every row's position, once per run.
 
-    Row words: 2 positions i32, 3 frequencies f64, 4 how many, 5 cosines, 6 sines, 7 bytes of their rows.
+    Row words: 2 positions i32, 3 frequencies f64, 4 how many, 5 cosines, 6 sines, 7 bytes of their rows, 8 what both are
+    multiplied by (bits of an f32).
     """
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        factor = get_f32(row + 8 * 8)
         for r in range(part, get_i64(word(row, COUNT)), parts):
             position = get_i32(word(row, 2) + 4 * r)
             for i in range(word(row, 4)):
                 angle = position * get_f64(word(row, 3) + 8 * i)
-                put_f32(word(row, 5) + r * word(row, 7) + 4 * i, math.cos(angle))
-                put_f32(word(row, 6) + r * word(row, 7) + 4 * i, math.sin(angle))
+                put_f32(word(row, 5) + r * word(row, 7) + 4 * i, math.cos(angle) * factor)
+                put_f32(word(row, 6) + r * word(row, 7) + 4 * i, math.sin(angle) * factor)
 
     return kernel

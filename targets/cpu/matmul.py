@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from numba import njit
+
 from edgeq.targets.cpu.compiled import COUNT, inline, word
-from edgeq.targets.cpu.tile import ADD, BIAS, GROUP, ROWS, SCRATCH, Y_ROW, Y, float_tile, integer_tile
+from edgeq.targets.cpu.tile import ADD, BIAS, GROUP, INTEGERS, ROWS, SCRATCH, Y_ROW, Y, product_tile
 from edgeq.targets.cpu.vector import get_f32, get_i64, put_f32, vadd, vload, vstore
 
 SCRATCH_BYTES = 1 << 12
-"""Per thread; a tile's result has at most 12 tokens x 64 bytes."""
+"""Per thread; a tile's result has at most 2 blocks x 12 tokens x 64 bytes."""
 
 Kernel = Callable[[int, int, int, int], None]
 
@@ -40,10 +42,24 @@ def finish(row, scratch, tokens, n, r):  # type: ignore[no-untyped-def]
 
 
 @inline
-def share(row, part, parts):  # type: ignore[no-untyped-def]
-    """The blocks [first, last) of a part."""
+def share(row, part, parts, together):  # type: ignore[no-untyped-def]
+    """The blocks [first, last) of a part, `together` of which are not parted."""
     blocks = (word(row, ROWS) + 15) // 16
-    return blocks * part // parts, blocks * (part + 1) // parts
+    units = (blocks + together - 1) // together
+    return units * part // parts * together, min(units * (part + 1) // parts * together, blocks)
+
+
+# Into the kernel before it is typed: a function of its own would be compiled twice.
+@njit(inline="always")  # type: ignore[misc]
+def tiles(kind, isa, bits, mode16, zero, half, tokens, together, row, start, stop, r, scratch):  # type: ignore[no-untyped-def]
+    """Blocks [start, stop) times rows from r on, as many as whole tiles of `tokens` take; returns the row behind them."""
+    while get_i64(word(row, COUNT)) - r >= tokens:
+        for n in range(start, stop, together):
+            product_tile(kind, isa, bits, mode16, zero, half, tokens, together, row, n, r, scratch)
+            for i in range(min(together, stop - n)):
+                finish(row, scratch + 64 * tokens * i, tokens, n + i, r)
+        r += tokens
+    return r
 
 
 def integer_matvec(isa: int, bits: int, mode16: int, zero: int, half: int) -> Kernel:
@@ -51,40 +67,25 @@ def integer_matvec(isa: int, bits: int, mode16: int, zero: int, half: int) -> Ke
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         if get_i64(word(row, COUNT)) == 1:
-            first, last = share(row, part, parts)
+            first, last = share(row, part, parts, 1)
             scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
-            for n in range(first, last):
-                integer_tile(isa, bits, mode16, zero, half, 1, row, n, 0, scratch)
-                finish(row, scratch, 1, n, 0)
+            tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, row, first, last, 0, scratch)
 
     return kernel
 
 
-def integer_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: int) -> Kernel:
-    """Packed integers times any number of tokens, in tiles of `big`, 4 and 1."""
+def integer_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: int, together: int) -> Kernel:
+    """Packed integers times any number of tokens, in tiles of `big`, 4 and 1; of the larger ones `together` blocks at once."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, group = get_i64(word(row, COUNT)), word(row, GROUP)
-        first, last = share(row, part, parts)
+        group = (word(row, GROUP) + together - 1) // together * together
+        first, last = share(row, part, parts, together)
         scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)
-            r = 0
-            while count - r >= big:
-                for n in range(start, stop):
-                    integer_tile(isa, bits, mode16, zero, half, big, row, n, r, scratch)
-                    finish(row, scratch, big, n, r)
-                r += big
-            while count - r >= 4:
-                for n in range(start, stop):
-                    integer_tile(isa, bits, mode16, zero, half, 4, row, n, r, scratch)
-                    finish(row, scratch, 4, n, r)
-                r += 4
-            while count - r >= 1:
-                for n in range(start, stop):
-                    integer_tile(isa, bits, mode16, zero, half, 1, row, n, r, scratch)
-                    finish(row, scratch, 1, n, r)
-                r += 1
+            r = tiles(INTEGERS, isa, bits, mode16, zero, half, big, together, row, start, stop, 0, scratch)
+            r = tiles(INTEGERS, isa, bits, mode16, zero, half, 4, together, row, start, stop, r, scratch)
+            tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, row, start, stop, r, scratch)
 
     return kernel
 
@@ -93,26 +94,13 @@ def float_matmul(kind: int, big: int) -> Kernel:
     """Floats times any number of tokens, in tiles of `big`, 4 and 1."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, group = get_i64(word(row, COUNT)), word(row, GROUP)
-        first, last = share(row, part, parts)
+        group = word(row, GROUP)
+        first, last = share(row, part, parts, 1)
         scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)
-            r = 0
-            while count - r >= big:
-                for n in range(start, stop):
-                    float_tile(kind, big, row, n, r, scratch)
-                    finish(row, scratch, big, n, r)
-                r += big
-            while count - r >= 4:
-                for n in range(start, stop):
-                    float_tile(kind, 4, row, n, r, scratch)
-                    finish(row, scratch, 4, n, r)
-                r += 4
-            while count - r >= 1:
-                for n in range(start, stop):
-                    float_tile(kind, 1, row, n, r, scratch)
-                    finish(row, scratch, 1, n, r)
-                r += 1
+            r = tiles(kind, 0, 0, 0, 0, 0, big, 1, row, start, stop, 0, scratch)
+            r = tiles(kind, 0, 0, 0, 0, 0, 4, 1, row, start, stop, r, scratch)
+            tiles(kind, 0, 0, 0, 0, 0, 1, 1, row, start, stop, r, scratch)
 
     return kernel

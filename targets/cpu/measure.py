@@ -64,8 +64,11 @@ def multiply_integers(typing: Any, isa: Any, repeat: Any, out: Any) -> Any:
             token = b.insert_element(constant(sums, 0x01020304), b.trunc(loop.index, I32), ir.Constant(I32, 0))
             for slot in slots:
                 b.store(chosen.dot8(b, b.load(slot), [constant(quad, 3)], [token], 4), slot)
-        for slot in slots:
-            store(b, b.load(slot), args[2], 4)
+        # Every chain must reach the result, or the compiler would leave it out.
+        total = b.load(slots[0])
+        for slot in slots[1:]:
+            total = b.xor(total, b.load(slot))
+        store(b, total, args[2], 4)
         return context.get_dummy_value()
 
     return types.void(isa, types.intp, types.intp), codegen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ def padded(n: int, multiple: int = 16) -> int:
 
 
 def zeros(nbytes: int) -> NDArray[np.uint8]:
-    """`nbytes` zero bytes at an address that is a multiple of 64; the memory is real only where it is written."""
-    whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    """`nbytes` zero bytes at an address that is a multiple of 64; the memory is real only where it is written.
+
+    The 64 bytes behind them may be read: a vector need not end where an array does.
+    """
+    whole = np.zeros(nbytes + 2 * ALIGNMENT, np.uint8)
     start = -whole.ctypes.data % ALIGNMENT
     return whole[start : start + nbytes]
 
@@ -44,11 +48,26 @@ class Memory:
         self._file = file
         self._kept: dict[int, NDArray[Any]] = {}
         self._floats: dict[ArrayRef, int] = {}
+        self._shared: dict[Hashable, int] = {}
         self.allocated = 0
 
     def reserve(self, nbytes: int) -> int:
         """Address of `nbytes` zero bytes."""
         return self.array(nbytes, np.uint8)[1]
+
+    def shared(self, name: Hashable, nbytes: int) -> int:
+        """The address of `nbytes` bytes that all who ask by this name use in turn: tables of several modes, layers."""
+        if (name, nbytes) not in self._shared:
+            self._shared[name, nbytes] = self.reserve(nbytes)
+        return self._shared[name, nbytes]
+
+    def copied(self, values: NDArray[Any]) -> int:
+        """The address of a copy, which may be read a vector beyond its end; the same for the same values."""
+        name = (values.dtype.str, values.tobytes())
+        if name not in self._shared:
+            data, self._shared[name] = self.array(values.size, values.dtype)
+            data[:] = values.ravel()
+        return self._shared[name]
 
     def array(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
         """A zeroed array and its address."""

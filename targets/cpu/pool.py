@@ -9,6 +9,8 @@ Between runs a thread spins for a moment, because the next token is near, then s
 while nobody decodes.  The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library
 or on Numba's threading layer, and other users of either are left alone.  On a processor with cores of several kinds they keep
 to the fast ones.
+
+Asked to, the caller's thread notes the time before and behind every operation: all that a profiler needs.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,10 +29,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
+from edgeq.errors import ResourceError
 from edgeq.targets import machine
-from edgeq.targets.cpu.compiled import on_disk
-from edgeq.targets.cpu.vector import I32, I64, call, load
+from edgeq.targets.cpu.compiled import entry, inline
+from edgeq.targets.cpu.vector import I32, I64, call, load, store
+
+Table = NDArray[np.int64]
 
 # The number of the futex system call (linux/asm/unistd.h); elsewhere an idle thread sleeps and looks again.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
@@ -142,12 +149,33 @@ def invoke(typing: Any, row: Any, part: Any, parts: Any, thread: Any) -> Any:
     return types.void(*[types.intp] * 4), codegen
 
 
-def _walk(shared, tag, table, length, row_bytes, thread):  # type: ignore[no-untyped-def]
+@intrinsic  # type: ignore[misc]
+def note_time(typing: Any, address: Any) -> Any:
+    """Store the processor's clock: counts of a constant rate, the same for all cores, that cost 10 ns or so to read.
+
+    On Arm the virtual counter: a program may not read the cycle counter there.
+    """
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if platform.machine() == "aarch64":
+            now = b.asm(ir.FunctionType(I64, []), "mrs $0, cntvct_el0", "=r", [], True)
+        else:
+            now = call(b, "llvm.readcyclecounter", I64)
+        store(b, now, args[0], 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+def _walk(shared, tag, table, length, row_bytes, thread, times):  # type: ignore[no-untyped-def]
     """Take part in run `tag`.  The last word of a table row is its number of parts.
 
-    A thread that comes too late finds another run's number on the operation, and leaves.
+    A thread that comes too late finds another run's number on the operation, and leaves.  `times`: 0, or where the clock goes:
+    of each operation when it begins and when no part of it is left to take; then of the end.
     """
     for i in range(length):
+        if times:
+            note_time(times + 16 * i)
         row, step = table + i * row_bytes, shared + 8 * STEPS + LINE_BYTES * i
         parts: int = read(row + row_bytes - 8)
         while True:
@@ -160,23 +188,34 @@ def _walk(shared, tag, table, length, row_bytes, thread):  # type: ignore[no-unt
             if exchange(step, ticket, ticket + 1):
                 invoke(row, part, parts, thread)
                 add(step + 8, 1)
+        if times:
+            note_time(times + 16 * i + 8)
         spins = 0
         while read(step + 8) < parts:
             if read(step) >> TAG_BITS != tag:
                 return
             spins += 1
             relax(spins)
+    if times:
+        note_time(times + 16 * length)
 
 
-walk = on_disk(_walk, types.void(*[types.intp] * 6))
+walk = inline(_walk)
+walk_here = entry(_walk, 7)
 
 
-def _walk_alone(table, length, row_bytes):  # type: ignore[no-untyped-def]
+def _walk_alone(table, length, row_bytes, times):  # type: ignore[no-untyped-def]
     for i in range(length):
+        if times:
+            note_time(times + 16 * i)
         invoke(table + i * row_bytes, 0, 1, 0)
+        if times:
+            note_time(times + 16 * i + 8)
+    if times:
+        note_time(times + 16 * length)
 
 
-walk_alone = on_disk(_walk_alone, types.void(*[types.intp] * 3))
+walk_alone = entry(_walk_alone, 4)
 
 
 def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
@@ -204,10 +243,10 @@ def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
         if length == 0:
             return
         if thread < threads:
-            walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread)
+            walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, 0)
 
 
-work = on_disk(_work, types.void(*[types.intp] * 3))
+work = entry(_work, 3)
 
 
 def _start(shared, table, length, threads):  # type: ignore[no-untyped-def]
@@ -227,7 +266,7 @@ def _start(shared, table, length, threads):  # type: ignore[no-untyped-def]
     return tag
 
 
-start = on_disk(_start, types.intp(*[types.intp] * 4))
+start = entry(_start, 4, types.intp)
 
 
 def _live(shared: int, row_bytes: int, thread: int) -> None:
@@ -239,18 +278,24 @@ def _live(shared: int, row_bytes: int, thread: int) -> None:
     work(shared, row_bytes, thread)
 
 
-def _stop(shared: np.ndarray[Any, np.dtype[np.int64]], workers: list[threading.Thread]) -> None:
+def _stop(shared: Table, workers: list[threading.Thread]) -> None:
     start(shared.ctypes.data, 0, 0, 0)
     for worker in workers:
         worker.join()
+
+
+def _split(table: Table, pieces: int) -> list[Table]:
+    """None of the pieces is empty: a run without operations is what ends the threads."""
+    return np.array_split(table, min(pieces, len(table))) if pieces > 1 else [table]
 
 
 class Pool:
     """`threads` threads, the caller being one of them, for tables of up to `operations` rows.  One caller at a time."""
 
     def __init__(self, threads: int, operations: int, row_words: int) -> None:
-        self.threads = threads
+        self.threads, self.operations = threads, operations
         self._row_bytes = 8 * row_words
+        self._first_time: tuple[float, int] | None = None
         # The memory of a whole number of cache lines more: the block starts on one.
         self._memory = np.zeros(STEPS + (LINE_BYTES // 8) * (operations + 1), np.int64)
         self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
@@ -259,18 +304,46 @@ class Pool:
             threading.Thread(target=_live, args=(address, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)
             for i in range(1, threads)
         ]
-        for worker in workers:
-            worker.start()
+        started: list[threading.Thread] = []
+        try:
+            for worker in workers:
+                worker.start()
+                started.append(worker)
+        except RuntimeError:
+            _stop(self._shared, started)
+            raise ResourceError(f"the system gives only {len(started) + 1} of {threads} threads; pass fewer with -t") from None
         # The workers hold only the address: they must end before the shared block does.
         self.close = weakref.finalize(self, _stop, self._shared, workers)
 
-    def run(self, table: np.ndarray[Any, np.dtype[np.int64]], threads: int) -> None:
-        """Walk the rows of `table` with the first `threads` threads; returns when every operation is done."""
+    def run(self, table: Table, threads: int, pieces: int = 1) -> None:
+        """Walk the rows of `table` with the first `threads` threads; returns when every operation is done.
+
+        With several pieces Python can take an interrupt between two of them.
+        """
+        for piece in _split(table, pieces):
+            self._walk(piece, threads, 0)
+
+    def timed(self, table: Table, threads: int, pieces: int = 1) -> NDArray[np.float64]:
+        """The same run; seconds [operations, 2] that the caller's thread worked on each and then waited for the others."""
+        return np.concatenate([self._timed(piece, threads) for piece in _split(table, pieces)])
+
+    def _walk(self, table: Table, threads: int, times: int) -> None:
         shared = self._shared.ctypes.data
         # A thread that comes late still reads the table.
         self._table = table
         if threads > 1:
             tag = start(shared, table.ctypes.data, len(table), threads)
-            walk(shared, tag, table.ctypes.data, len(table), self._row_bytes, 0)
+            walk_here(shared, tag, table.ctypes.data, len(table), self._row_bytes, 0, times)
         else:
-            walk_alone(table.ctypes.data, len(table), self._row_bytes)
+            walk_alone(table.ctypes.data, len(table), self._row_bytes, times)
+
+    def _timed(self, table: Table, threads: int) -> NDArray[np.float64]:
+        times = np.zeros(2 * len(table) + 1, np.int64)
+        before = perf_counter()
+        self._walk(table, threads, times.ctypes.data)
+        after = perf_counter()
+        # The rate of the clock over all timed runs so far: the longer, the less the call itself counts.
+        if self._first_time is None:
+            self._first_time = before, int(times[0])
+        first, count = self._first_time
+        return np.diff(times).reshape(-1, 2) * ((after - first) / max(1, int(times[-1]) - count))

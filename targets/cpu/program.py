@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
-from edgeq.targets import Options, Report, machine
+from edgeq.linear import Mode
+from edgeq.targets import Options, Report, StepTimes, machine, silent
+from edgeq.targets.copies import InputSums, Weights, shared_inputs
+from edgeq.targets.cpu import copies
+from edgeq.targets.cpu.copies import CpuWeights
 from edgeq.targets.cpu.isa import choose
-from edgeq.targets.cpu.lower import ROW_WORDS, Lowering, RowArrays
+from edgeq.targets.cpu.lower import Lowering, RowArrays
 from edgeq.targets.cpu.memory import CpuPage, Memory
 from edgeq.targets.cpu.pages import layer_bytes
 from edgeq.targets.cpu.pool import Pool
-from edgeq.targets.operations import Graph, Linear, Page, Rows
+from edgeq.targets.cpu.table import ROW_WORDS, Tables
+from edgeq.targets.operations import Graph, Page, Rows, linears
 
 LEAST_BYTES = 4 << 20
 """Of weights, for each thread.  With less its part of an operation takes no longer than meeting the others, and where another
 process holds a core, meeting can take milliseconds."""
 
 
+MOST_PIECES, ROWS_A_PIECE = 16, 4
+"""Of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes half a second, a piece of it does not.
+"""
+
+
 class CpuProgram:
     """Weights are read where the file is mapped; everything else a run needs is allocated here, once."""
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options, report: Report) -> None:
-        most = max(1, sum(o.linear.nbytes for o in graph.operations if isinstance(o, Linear)) // LEAST_BYTES)
+        most = max(1, sum(linear.nbytes for o in graph.operations for linear in linears(o)) // LEAST_BYTES)
         self.threads = options.threads or min(most, machine.decode_threads() if most > 1 else 1)
         self.threads_prefill = options.threads_prefill or options.threads or min(most, machine.cpu().big_cores)
         self.options = replace(options, threads=self.threads, threads_prefill=self.threads_prefill)
@@ -42,15 +54,23 @@ class CpuProgram:
         self._slots, slots = self._memory.array(rows, np.int32)
         self._tables, tables = self._memory.array(rows, np.int64)
         self._selection, selection = self._memory.array(logits, np.int32)
-        arrays = RowArrays(counts, counts + 8, tokens, positions, slots, tables, selection)
-        lowering = Lowering(graph, file, self.options, isa, self._memory, arrays)
-        self._one, self._many = lowering.tables(report)
+        self._counted, counted = self._memory.array(rows, np.int32)
+        self._sums, sums = self._memory.array(1, np.int64)
+        arrays = RowArrays(counts, counts + 8, tokens, positions, slots, tables, selection, counted, sums)
+        self._lower = partial(Lowering, graph, file, isa=isa, memory=self._memory, arrays=arrays)
+        self._tables_of: dict[tuple[Mode, copies.Source], Tables] = {}
+        lowering = self._lower(options=self.options)
+        self._tables_of[options.mode, "file"] = Tables(*lowering.tables(report), lowering.steps())
         self._page_bytes = graph.layers * layer_bytes(graph, options.kv)
         width = graph.buffers[graph.logits]
         stride = lowering.row_bytes[graph.logits] // 4
         whole = self._memory.view(lowering.buffers[graph.logits]).view(np.float32)
         self._logits = whole[: logits * stride].reshape(logits, stride)[:, :width]
-        self._pool = Pool(max(self.threads, self.threads_prefill), len(self._many), ROW_WORDS)
+        self._pool = Pool(max(self.threads, self.threads_prefill), len(lowering.rows), ROW_WORDS)
+        if options.copies:
+            self._made(options.mode, "masters", report)
+            self._made(options.mode, "copy", report)
+            copies.prepare(shared_inputs(graph), report)
 
     @property
     def description(self) -> str:
@@ -59,10 +79,55 @@ class CpuProgram:
             threads += f" ({self.threads_prefill} for prefill)"
         return f"cpu, {self.isa} ({self._reason}), {threads}, {self.options.mode}"
 
+    def _made(self, mode: Mode, source: copies.Source, report: Report = silent) -> Tables:
+        """The tables of a mode and of weights, made when they are first used: over the same buffers, one runs after another."""
+        if (mode, source) not in self._tables_of:
+            lowering = self._lower(options=replace(self.options, mode=mode), source=source)
+            self._tables_of[mode, source] = Tables(*lowering.tables(report), lowering.steps())
+            if len(lowering.rows) > self._pool.operations:
+                self._pool.close()
+                self._pool = Pool(self._pool.threads, len(lowering.rows), ROW_WORDS)
+        return self._tables_of[mode, source]
+
+    def _of_copy(self, mode: Mode, weights: Weights) -> Tables:
+        assert isinstance(weights, CpuWeights)
+        if mode not in weights.tables:
+            general, addresses = self._made(mode, "copy"), weights.addresses(self._memory)
+            one, many = (copies.moved(table, addresses) for table in (general.one, general.many))
+            weights.tables[mode] = Tables(one, many, general.steps)
+        return weights.tables[mode]
+
+    def prepare(self, mode: Mode, report: Report = silent) -> None:
+        self._made(mode, "copy" if self.options.copies else "file", report)
+
     def new_page(self) -> Page:
         return CpuPage(self._page_bytes)
 
-    def run(self, rows: Rows) -> NDArray[np.float32]:
+    def new_sums(self) -> InputSums:
+        return InputSums(shared_inputs(self.graph))
+
+    def new_weights(self) -> CpuWeights:
+        return CpuWeights(shared_inputs(self.graph))
+
+    def requantize(self, weights: Weights, scales: Sequence[NDArray[np.float32]]) -> None:
+        assert isinstance(weights, CpuWeights)
+        threads = self.threads_prefill
+        copies.fill(self._file, self._memory, self._pool, threads, shared_inputs(self.graph), weights, scales)
+        self._of_copy(self.options.mode, weights)
+
+    def run(
+        self,
+        rows: Rows,
+        mode: Mode | None = None,
+        *,
+        times: list[StepTimes] | None = None,
+        weights: Weights | None = None,
+        sums: InputSums | None = None,
+    ) -> NDArray[np.float32]:
+        mode = mode or self.options.mode
+        if weights is not None and sums is not None:
+            raise ValueError("sums are taken with the masters, not with a copy of the weights")
+        made = self._of_copy(mode, weights) if weights else self._made(mode, "masters" if sums else "file")
         count, selected = len(rows), len(rows.logits)
         if not 0 < count <= self.options.max_rows or selected > self.options.max_logits:
             raise ValueError(
@@ -77,8 +142,15 @@ class CpuProgram:
         self._slots[:count] = rows.slots
         self._tables[:count] = tables[rows.sessions]
         self._selection[:selected] = rows.logits
-        if count == 1:
-            self._pool.run(self._one, self.threads)
+        if sums is not None:
+            self._sums[0] = sums.values.ctypes.data
+            self._counted[:count] = 1 if rows.counted is None else rows.counted
+            sums.tokens += int(self._counted[:count].sum())
+        table, threads = (made.one, self.threads) if count == 1 else (made.many, self.threads_prefill)
+        # Sums must not be left half taken.
+        pieces = 1 if sums is not None else min(MOST_PIECES, max(1, count // ROWS_A_PIECE))
+        if times is None:
+            self._pool.run(table, threads, pieces)
         else:
-            self._pool.run(self._many, self.threads_prefill)
+            times.append(StepTimes(made.steps, self._pool.timed(table, threads, pieces)))
         return self._logits[:selected]

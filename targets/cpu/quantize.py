@@ -1,6 +1,7 @@
 """Activations in the form that the tiles read: int8 or int16 blocks with a scale and a sum, or floats (tile.py has the layout).
 
-The form of a row is written by whoever makes the row, while it is in the cache.
+The form of a row is written by whoever makes the row, while it is in the cache; but integers with one scale for all of a row
+need the whole row first, and an operation of their own.
 """
 
 from __future__ import annotations
@@ -18,47 +19,67 @@ from edgeq.targets.cpu.vector import (
     put_quads_i16,
     vabs,
     vadd,
+    vfirst,
     vload,
     vmax,
     vmaximum,
+    vmin,
     vmul,
     vrint,
     vsplat,
+    vsub,
     vsum,
 )
 
 NONE, FLOAT, A8, A16 = 0, 1, 2, 3
-WORDS = 7
+WORDS = 9
 """Table words of a form, in the order of `Form.words`."""
+BLOCK, TOKEN, TOKEN_ZERO = 0, 1, 2
+"""What a scale is for: a block of channels, symmetric; a whole row, symmetric or with a zero point."""
+LEAST = 1e-30
+"""Of a block's largest value, or a row's range: a smaller one counts as zero, for its inverse may not be a number."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """Where and how the quantized copy of a buffer lies.
+class Reading:
+    """What a product reads: columns [first, first + columns) of a buffer's rows, quantized.
 
-    kind       NONE, FLOAT, A8 or A16
-    columns    channels
-    block      channels that share a scale, a multiple of 16
-    data       address of the tiles, row_bytes for each row;  scale, total: addresses, one number per row and block
+    kind       NONE, FLOAT, A8 or A16: how the integers are stored
+    block      channels that have a scale of their own in store, a multiple of 16
+    limit      the largest integer; with TOKEN_ZERO the difference of the largest and the smallest
+    scaling    BLOCK, TOKEN or TOKEN_ZERO
+    factors    address of one f32 per channel that x is multiplied by first, or 0
     """
 
     kind: int
     columns: int
     block: int
-    row_bytes: int
-    data: int
-    scale: int
-    total: int
+    limit: int = 0
+    scaling: int = BLOCK
+    factors: int = 0
+    first: int = 0
 
     @property
     def blocks(self) -> int:
         return -(-self.columns // self.block)
 
+
+@dataclass(frozen=True)
+class Form:
+    """Where a quantized copy lies: address of the tiles, row_bytes for each row; of scales and sums, one per row and block."""
+
+    reading: Reading
+    row_bytes: int
+    data: int
+    scale: int
+    total: int
+
     def words(self) -> list[int]:
-        return [self.kind, self.columns, self.block, self.row_bytes, self.data, self.scale, self.total]
+        r = self.reading
+        return [r.kind, r.columns, r.block, self.row_bytes, self.data, self.scale, self.total, r.limit, r.factors]
 
 
-ABSENT = Form(NONE, 0, 16, 0, 0, 0, 0)
+ABSENT = Form(Reading(NONE, 0, 16), 0, 0, 0, 0)
 
 
 @inline
@@ -74,6 +95,35 @@ def tile_of(r, count, big):  # type: ignore[no-untyped-def]
 
 
 @inline
+def channels(x, factors, c, columns):  # type: ignore[no-untyped-def]
+    """Sixteen channels from c on, times their factors; behind the last of `columns` there are zeros."""
+    value = vload(x + 4 * c)
+    if factors != 0:
+        value = vmul(value, vload(factors + 4 * c))
+    if c + 16 > columns:
+        value = vfirst(value, columns - c)
+    return value
+
+
+@inline
+def put_integers(kind, whole, data, c, tokens, t):  # type: ignore[no-untyped-def]
+    """Channels c ... c + 15 of token t of a tile."""
+    quad = (c // 4 * tokens + t) * 4
+    if kind == 2:
+        put_quads_i8(whole, data + quad, 4 * tokens)
+    else:
+        put_quads_i16(whole, data + 2 * quad, 8 * tokens)
+
+
+@inline
+def put_padding(kind, data, columns, tokens, t):  # type: ignore[no-untyped-def]
+    """Zeros up to a whole chunk: another run may have left numbers there, and not every instruction set ignores them."""
+    c = (columns + 15) // 16 * 16
+    if c % 32 != 0:
+        put_integers(kind, vsplat(0.0), data, c, tokens, t)
+
+
+@inline
 def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyped-def]
     """Channels [first, last) of row r, at address x (of channel 0), into the form described by the table words from `at`.
 
@@ -82,41 +132,78 @@ def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyp
     kind = word(row, at)
     if kind == 0:
         return
-    block, row_bytes = word(row, at + 2), word(row, at + 3)
+    columns, block, row_bytes, factors = word(row, at + 1), word(row, at + 2), word(row, at + 3), word(row, at + 8)
     base, tokens = tile_of(r, count, big)
     t = r - base
     data = word(row, at + 4) + base * row_bytes
     if kind == 1:
         for c in range(first, last, 16):
-            put_lanes(vload(x + 4 * c), data + (c * tokens + t) * 4, 4 * tokens)
+            put_lanes(channels(x, factors, c, columns), data + (c * tokens + t) * 4, 4 * tokens)
         return
-    blocks = (word(row, at + 1) + block - 1) // block
+    blocks = (columns + block - 1) // block
     scales = word(row, at + 5) + base * blocks * 4
     totals = word(row, at + 6) + base * blocks * 4
-    limit = 127.0 if kind == 2 else 32767.0
+    limit = float(word(row, at + 7))
     for start in range(first, last, block):
         stop = min(start + block, last)
         peak = vsplat(0.0)
         for c in range(start, stop, 16):
-            peak = vmax(vabs(vload(x + 4 * c)), peak)
+            peak = vmax(vabs(channels(x, factors, c, columns)), peak)
         largest = vmaximum(peak)
-        inverse = limit / largest if largest > 1e-30 else 0.0
+        inverse = limit / largest if largest > LEAST else 0.0
         factor, total = vsplat(inverse), vsplat(0.0)
         for c in range(start, stop, 16):
-            whole = vrint(vmul(vload(x + 4 * c), factor))
+            whole = vrint(vmul(channels(x, factors, c, columns), factor))
             total = vadd(total, whole)
-            quad = (c // 4 * tokens + t) * 4
-            if kind == 2:
-                put_quads_i8(whole, data + quad, 4 * tokens)
-            else:
-                put_quads_i16(whole, data + 2 * quad, 8 * tokens)
+            put_integers(kind, whole, data, c, tokens, t)
         place = (start // block * tokens + t) * 4
-        put_f32(scales + place, largest / limit if largest > 1e-30 else 0.0)
+        put_f32(scales + place, largest / limit if largest > LEAST else 0.0)
         put_i32(totals + place, int(vsum(total)))
+    if last == columns:
+        put_padding(kind, data, columns, tokens, t)
+
+
+@inline
+def write_token_form(row, at, asymmetric, x, r, count, big, first, last):  # type: ignore[no-untyped-def]
+    """The same with one scale, and perhaps a zero point z, for all of the row: what is stored is q - z, 0 for x = 0.
+
+    Every block gets the scale, so products need not know.
+    """
+    kind, columns, block, row_bytes = word(row, at), word(row, at + 1), word(row, at + 2), word(row, at + 3)
+    factors, limit = word(row, at + 8), float(word(row, at + 7))
+    base, tokens = tile_of(r, count, big)
+    t = r - base
+    data = word(row, at + 4) + base * row_bytes
+    blocks, none = (columns + block - 1) // block, vsplat(0.0)
+    scales = word(row, at + 5) + base * blocks * 4
+    totals = word(row, at + 6) + base * blocks * 4
+    high, low = none, none
+    for c in range(0, columns, 16):
+        value = channels(x, factors, c, columns)
+        high, low = vmax(value, high), vmax(vsub(none, value), low)
+    span = vmaximum(high) + vmaximum(low) if asymmetric else vmaximum(vmax(high, low))
+    inverse = limit / span if span > LEAST else 0.0
+    scale = span / limit if span > LEAST else 0.0
+    factor, most = vsplat(inverse), vsplat(limit)
+    least = vsub(none, most)
+    if asymmetric:
+        least = vsub(none, vrint(vmul(vsplat(vmaximum(low)), factor)))
+        most = vadd(most, least)
+    for start in range(first, last, block):
+        total = none
+        for c in range(start, min(start + block, last), 16):
+            whole = vmin(vmax(vrint(vmul(channels(x, factors, c, columns), factor)), least), most)
+            total = vadd(total, whole)
+            put_integers(kind, whole, data, c, tokens, t)
+        place = (start // block * tokens + t) * 4
+        put_f32(scales + place, scale)
+        put_i32(totals + place, int(vsum(total)))
+    if last == columns:
+        put_padding(kind, data, columns, tokens, t)
 
 
 def quantize(big: int) -> Callable[[int, int, int, int], None]:
-    """Row words: COUNT, 2 address of x, 3 bytes between rows, 4... the form."""
+    """Row words: COUNT, 2 address of x's first channel, 3 bytes between rows, 4... the form."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count = get_i64(word(row, COUNT))
@@ -129,5 +216,21 @@ def quantize(big: int) -> Callable[[int, int, int, int], None]:
             first, last = pieces * part // parts * 128, pieces * (part + 1) // parts * 128
             for r in range(count):
                 write_form(row, 4, word(row, 2) + r * word(row, 3), r, count, big, first, min(last, columns))
+
+    return kernel
+
+
+def quantize_tokens(big: int, asymmetric: int) -> Callable[[int, int, int, int], None]:
+    """Row words as those of `quantize`.  Each part finds the range for itself: that costs less than to meet the others."""
+
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        count, columns = get_i64(word(row, COUNT)), word(row, 5)
+        cuts = parts if count < parts else 1
+        pieces = (columns + 127) // 128
+        for unit in range(part, count * cuts, parts):
+            r, cut = unit // cuts, unit % cuts
+            first, last = pieces * cut // cuts * 128, min(pieces * (cut + 1) // cuts * 128, columns)
+            if first < last:
+                write_token_form(row, 4, asymmetric, word(row, 2) + r * word(row, 3), r, count, big, first, last)
 
     return kernel

@@ -1,7 +1,7 @@
 """The inner product of one block of 16 output rows with a few tokens: the code that time is spent in.
 
-Two intrinsics, one for packed integers and one for floats.  Both read the weights of a block in file order, once, and keep one
-vector of 16 rows per token; both add in an order that depends neither on the number of tokens nor on the instruction set's
+One intrinsic, for packed integers and for floats.  It reads the weights of a block in file order, once, and keeps one vector of
+16 rows per token; it adds in an order that depends neither on the number of tokens nor on the instruction set's
 vector width, so a token's result is the same bits alone and among others.
 
 Activations of a tile of T tokens, as `quantize.py` writes them:
@@ -24,11 +24,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from edgeq.codec import LINE, PLANES, QUADS
+from edgeq.codec import LINE, QUADS
 from edgeq.targets.cpu.isa import Isa, all_isas
-from edgeq.targets.cpu.vector import F16, F32, I8, I16, I32, I64, call, constant, load, splat, store
-
-VOID = types.void
+from edgeq.targets.cpu.planes import unpack
+from edgeq.targets.cpu.vector import F16, F32, I8, I16, I32, I64, call, constant, load, prefetch, splat, store
 
 # Words of a product's table row (compiled.py has words 0 and 1).  Bytes where nothing else is said.
 X, X_ROW, X_SCALE, X_SUM, X_BLOCKS = 2, 3, 4, 5, 6
@@ -55,33 +54,13 @@ def _plus(b: Any, address: Any, offset: int) -> Any:
     return b.add(address, ir.Constant(I64, offset))
 
 
-def _unpack(b: Any, address: Any, bits: int, part: int, width: int) -> list[Any]:
-    """The eight quads of the chunk at `address`, for rows [part * lanes, (part + 1) * lanes): vectors of `width` bytes."""
-    vector = ir.VectorType(I8, width)
-    quads: list[Any] = [None] * QUADS
-    line, low = 0, 0
-    for plane in PLANES[bits]:
-        per_line = 8 // plane
-        for i in range(plane):
-            stored = load(b, _plus(b, address, (line + i) * LINE + part * width), vector, width)
-            for k in range(per_line):
-                value = b.lshr(stored, constant(vector, k * plane)) if k else stored
-                if k < per_line - 1:
-                    value = b.and_(value, constant(vector, (1 << plane) - 1))
-                if low:
-                    value = b.shl(value, constant(vector, low))
-                j = i * per_line + k
-                quads[j] = b.or_(quads[j], value) if low else value
-        line, low = line + plane, low + plane
-    return quads
-
-
 class IntegerTile:
-    """Emits the product of one block with T tokens; see `integer_tile` for the arguments."""
+    """Emits the product of one or more neighbouring blocks with T tokens; see `product_tile` for the arguments."""
 
-    def __init__(self, isa: Isa, bits: int, mode16: bool, zero: bool, half: bool, tokens: int) -> None:
+    def __init__(self, isa: Isa, bits: int, mode16: bool, zero: bool, half: bool, tokens: int, blocks: int = 1) -> None:
         self.isa, self.bits, self.mode16, self.zero, self.half, self.tokens = isa, bits, mode16, zero, half, tokens
-        self.parts = 16 // isa.lanes
+        self.blocks, self.per_block = blocks, 16 // isa.lanes
+        self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes
         self.ints, self.floats = ir.VectorType(I32, isa.lanes), ir.VectorType(F32, isa.lanes)
         self.partials = isa.partials16 if mode16 else 1
@@ -98,16 +77,14 @@ class IntegerTile:
         def of(word: int) -> Any:
             return _word(b, row, word)
 
-        w = b.add(of(W), b.mul(n, of(W_BLOCK)))
-        scale, scale_step = b.add(of(SCALE), b.mul(n, of(SCALE_BLOCK))), of(SCALE_STEP)
-        zero, zero_step = b.add(of(ZERO), b.mul(n, of(ZERO_BLOCK))), of(ZERO_STEP)
+        blocks = self._block_numbers(b, row, n)
+        w, scale, zero = ([b.add(of(word), b.mul(block, of(word + 1))) for block in blocks] for word in (W, SCALE, ZERO))
+        scale_step, zero_step = of(SCALE_STEP), of(ZERO_STEP)
         x = b.add(of(X), b.mul(r, of(X_ROW)))
         numbers = b.mul(b.mul(r, of(X_BLOCKS)), ir.Constant(I64, 4))
         xscale, xsum = b.add(of(X_SCALE), numbers), b.add(of(X_SUM), numbers)
         chunks, per_block = of(CHUNKS), of(PER_BLOCK)
-        floats = [
-            [cgutils.alloca_once_value(b, constant(self.floats, 0.0)) for _ in range(self.tokens)] for _ in range(self.parts)
-        ]
+        floats = [[self._float(b, out, part, t) for t in range(self.tokens)] for part in range(self.parts)]
         whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
         count = chunks if self.half else whole
         numbers = (scale, scale_step, zero, zero_step, xscale, xsum)
@@ -126,9 +103,31 @@ class IntegerTile:
                 with cgutils.for_range(b, inside) as inner:
                     self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS))
                 self._finish(b, loop.index, numbers, sums, floats)
-        for t in range(self.tokens):
-            for part in range(self.parts):
-                store(b, b.load(floats[part][t]), _plus(b, out, 64 * t + 4 * self.isa.lanes * part), 4)
+        if self.blocks == 1:
+            for part, slots in enumerate(floats):
+                for t, slot in enumerate(slots):
+                    store(b, b.load(slot), self._place(b, out, part, t), 4)
+
+    def _place(self, b: Any, out: Any, part: int, t: int) -> Any:
+        block, place = divmod(part, self.per_block)
+        return _plus(b, out, 64 * (block * self.tokens + t) + 4 * self.isa.lanes * place)
+
+    def _float(self, b: Any, out: Any, part: int, t: int) -> Any:
+        """Where a result is added up, at first 0.  Blocks together need the registers for their integer sums."""
+        zero = constant(self.floats, 0.0)
+        if self.blocks == 1:
+            return cgutils.alloca_once_value(b, zero)
+        place = self._place(b, out, part, t)
+        store(b, zero, place, 4)
+        return b.inttoptr(place, self.floats.as_pointer())
+
+    def _block_numbers(self, b: Any, row: Any, n: Any) -> list[Any]:
+        """The blocks from n on; what would lie behind the last is the last once more."""
+        if self.blocks == 1:
+            return [n]
+        last = b.lshr(_plus(b, _word(b, row, ROWS), -1), ir.Constant(I64, 4))
+        numbers = [_plus(b, n, i) for i in range(self.blocks)]
+        return [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
 
     def _half(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
         """An activation block of 16 channels: quads first ... first + 3 of a chunk."""
@@ -155,14 +154,39 @@ class IntegerTile:
         return sums
 
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
-        address = _at(b, w, chunk, self.bits * LINE)
+        lines = [_at(b, address, chunk, self.bits * LINE) for address in w]
         tokens = _at(b, x, chunk, QUADS * self.quad_bytes)
+        if self.isa.ahead:
+            # Blocks follow each other in the file, whose small pages end what the processor foresees itself.
+            for line in lines:
+                prefetch(b, _plus(b, line, self.isa.ahead), self.bits * LINE)
+        if self.blocks > 1:
+            places = [(line, place) for line in lines for place in range(self.per_block)]
+            self._dots(b, [unpack(b, line, self.bits, place, self.width) for line, place in places], tokens, sums, quads)
+            return
         for part in range(self.parts):
-            stored = _unpack(b, address, self.bits, part, self.width)
+            stored = unpack(b, lines[0], self.bits, part, self.width)
             if self.mode16:
                 self._dot16(b, stored, tokens, sums[part], quads)
             else:
                 self._dot8(b, stored, tokens, sums[part], quads)
+
+    def _dots(self, b: Any, stored: list[list[Any]], tokens: Any, sums: Any, quads: range) -> None:
+        """Every broadcast token meets all blocks."""
+        words = ir.VectorType(I16, self.width // 2)
+        for j in quads:
+            for t in range(self.tokens):
+                for k in range(2 if self.mode16 else 1):
+                    value = self._broadcast(b, tokens, (1 + self.mode16) * (j * self.tokens + t) + k)
+                    for part in range(self.parts):
+                        slot, quad = sums[part][t][0], stored[part][j]
+                        if self.mode16:
+                            pair = b.bitcast(quad, words)
+                            pair = b.lshr(pair, constant(words, 8)) if k else b.and_(pair, constant(words, 255))
+                            total = self.isa.dot16(b, b.load(slot), pair, value)
+                        else:
+                            total = self.isa.dot8(b, b.load(slot), [quad], [value], self.bits)
+                        b.store(total, slot)
 
     def _dot8(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
         for t in range(self.tokens):
@@ -218,10 +242,11 @@ class IntegerTile:
         scale, scale_step, zero, zero_step, xscale, xsum = addresses
         lanes = self.isa.lanes
         for part in range(self.parts):
-            at = b.add(b.add(scale, b.mul(index, scale_step)), ir.Constant(I64, 2 * lanes * part))
+            block, place = divmod(part, self.per_block)
+            at = b.add(b.add(scale[block], b.mul(index, scale_step)), ir.Constant(I64, 2 * lanes * place))
             scales = b.fpext(load(b, at, ir.VectorType(F16, lanes), 2), self.floats)
             if self.zero:
-                at = b.add(b.add(zero, b.mul(index, zero_step)), ir.Constant(I64, lanes * part))
+                at = b.add(b.add(zero[block], b.mul(index, zero_step)), ir.Constant(I64, lanes * place))
                 zeros = b.uitofp(b.zext(load(b, at, ir.VectorType(I8, lanes)), self.ints), self.floats)
                 zeros = b.fneg(zeros)
             for t in range(self.tokens):
@@ -230,11 +255,10 @@ class IntegerTile:
                 for chain in chains[1:]:
                     total = b.add(total, chain)
                 value = b.sitofp(self.isa.joined16(b, total, self.bits) if self.mode16 else total, self.floats)
-                place = 4 * t
                 if self.zero:
-                    block_sum = b.sitofp(load(b, _plus(b, _at(b, xsum, index, 4 * self.tokens), place), I32, 4), F32)
+                    block_sum = b.sitofp(load(b, _plus(b, _at(b, xsum, index, 4 * self.tokens), 4 * t), I32, 4), F32)
                     value = self._fma(b, zeros, splat(b, block_sum, self.floats), value)
-                factor = load(b, _plus(b, _at(b, xscale, index, 4 * self.tokens), place), F32, 4)
+                factor = load(b, _plus(b, _at(b, xscale, index, 4 * self.tokens), 4 * t), F32, 4)
                 factors = b.fmul(scales, splat(b, factor, self.floats))
                 b.store(self._fma(b, value, factors, b.load(floats[part][t])), floats[part][t])
 
@@ -242,28 +266,8 @@ class IntegerTile:
         return call(b, f"llvm.fmuladd.v{self.isa.lanes}f32", self.floats, x, y, z)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
-def integer_tile(
-    typing: Any, isa: Any, bits: Any, mode16: Any, zero: Any, half: Any, tokens: Any, row: Any, n: Any, r: Any, out: Any
-) -> Any:
-    """out f32 [tokens][16] = block n of packed integers times the tile of `tokens` rows from row r; the rest is in the table
-    row.
-
-    Literals: isa (index into all_isas()), bits, mode16 (1: a16, 0: a8), zero (1: stored zero points), half (1: activation
-    blocks of 16 channels), tokens.
-    """
-    literal = [v.literal_value for v in (bits, mode16, zero, half, tokens)]
-    emitter = IntegerTile(all_isas()[isa.literal_value], *literal)
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        emitter.emit(b, *args[6:])
-        return context.get_dummy_value()
-
-    return VOID(isa, bits, mode16, zero, half, tokens, *([types.intp] * 4)), codegen
-
-
 class FloatTile:
-    """Emits the product of one block of floats with T tokens."""
+    """Emits the product of one block of floats with T tokens, in two sums per token, of even and of odd columns."""
 
     def __init__(self, kind: int, tokens: int) -> None:
         self.kind, self.tokens = kind, tokens
@@ -314,19 +318,28 @@ class FloatTile:
             b.store(call(b, "llvm.fmuladd.v16f32", self.floats, line, value, b.load(sums[t][odd])), sums[t][odd])
 
 
-F16_KIND, BF16_KIND, F32_KIND = 2, 3, 4
+INTEGERS, F16_KIND, BF16_KIND, F32_KIND = 0, 2, 3, 4
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
-def float_tile(typing: Any, kind: Any, tokens: Any, row: Any, n: Any, r: Any, out: Any) -> Any:
-    """out f32 [tokens][16] = block n of floats times the tile of `tokens` rows from row r.
+def product_tile(
+    typing: Any, kind: Any, isa: Any, bits: Any, mode16: Any, zero: Any, half: Any, tokens: Any, blocks: Any,
+    row: Any, n: Any, r: Any, out: Any,
+) -> Any:  # fmt: skip
+    """out f32 [blocks][tokens][16] = the weights of `blocks` blocks from block n on times the tile of `tokens` rows from row
+    r; the rest is in the table row.
 
-    Literals: kind, one of F32_KIND, F16_KIND, BF16_KIND; tokens.  Two partial sums per token, of even and of odd columns.
+    Literals: kind, INTEGERS or the kind of the floats; isa (index into all_isas()), bits, mode16 (1: a16, 0: a8), zero (1:
+    stored zero points) and half (1: activation blocks of 16 channels) of integers; tokens, blocks (1 of floats).
     """
-    emitter = FloatTile(kind.literal_value, tokens.literal_value)
+    numbers = [v.literal_value for v in (bits, mode16, zero, half, tokens, blocks)]
+    if kind.literal_value == INTEGERS:
+        emit = IntegerTile(all_isas()[isa.literal_value], *numbers).emit
+    else:
+        emit = FloatTile(kind.literal_value, tokens.literal_value).emit
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        emitter.emit(b, *args[2:])
+        emit(b, *args[8:])
         return context.get_dummy_value()
 
-    return VOID(kind, tokens, *([types.intp] * 4)), codegen
+    return types.void(kind, isa, bits, mode16, zero, half, tokens, blocks, *([types.intp] * 4)), codegen

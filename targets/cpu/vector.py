@@ -63,6 +63,14 @@ def call(b: Any, name: str, result: ir.Type, *arguments: Any) -> Any:
     return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
 
 
+def prefetch(b: Any, address: Any, nbytes: int) -> None:
+    """Start to bring the lines of `nbytes` bytes into the first-level cache; any address is allowed."""
+    read, keep, data = (ir.Constant(I32, i) for i in (0, 3, 1))
+    for line in range(0, nbytes, 64):
+        at = b.inttoptr(b.add(address, ir.Constant(I64, line)), I8.as_pointer())
+        call(b, "llvm.prefetch.p0", ir.VoidType(), at, read, keep, data)
+
+
 def _primitive(result: Any, *arguments: Any) -> Callable[[Any], Any]:
     """Make a Numba function of fixed types from a function that emits its IR: emit(builder, *values) -> value or None."""
 
@@ -132,6 +140,11 @@ def put_i32(b: Any, address: Any, value: Any) -> None:
     store(b, value, address, 4)
 
 
+@_primitive(VOID, ADDRESS, types.int64)
+def put_i64(b: Any, address: Any, value: Any) -> None:
+    store(b, value, address, 8)
+
+
 @_primitive(VOID, ADDRESS, types.float32)
 def put_f16(b: Any, address: Any, value: Any) -> None:
     store(b, b.fptrunc(value, F16), address, 2)
@@ -150,6 +163,11 @@ def vload(b: Any, address: Any) -> Any:
 @_primitive(VOID, ADDRESS, f32x16)
 def vstore(b: Any, address: Any, value: Any) -> None:
     store(b, value, address, 4)
+
+
+@_primitive(f32x16, ADDRESS)
+def vload_i8(b: Any, address: Any) -> Any:
+    return b.sitofp(load(b, address, ir.VectorType(I8, LANES)), VF32)
 
 
 @_primitive(f32x16, types.float32)
@@ -217,6 +235,11 @@ def vmaximum(b: Any, x: Any) -> Any:
     return _halves(b, x, lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
 
 
+@_primitive(types.float32, f32x16)
+def vminimum(b: Any, x: Any) -> Any:
+    return _halves(b, x, lambda p, q: b.select(b.fcmp_ordered("<", p, q), p, q))
+
+
 @_primitive(f32x16, f32x16, types.int64, types.int64)
 def vkeep(b: Any, x: Any, start: Any, stop: Any) -> Any:
     """x in lanes start <= i < stop, elsewhere a number whose exponential is zero."""
@@ -257,6 +280,12 @@ def vrint(b: Any, x: Any) -> Any:
     return call(b, "llvm.rint.v16f32", VF32, x)
 
 
+@_primitive(types.float32, types.float32)
+def rint(b: Any, x: Any) -> Any:
+    """Nearest integer, ties to even."""
+    return call(b, "llvm.rint.f32", F32, x)
+
+
 @_primitive(VOID, f32x16, ADDRESS, types.intp)
 def put_quads_i8(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen whole numbers as int8: four quads of four channels, `stride` bytes apart."""
@@ -284,3 +313,78 @@ def put_lanes(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen float32, `stride` bytes apart."""
     for i in range(LANES):
         store(b, b.extract_element(x, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 4)
+
+
+@_primitive(f32x16, f32x16, f32x16)
+def vmin(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+
+@_primitive(f32x16, f32x16, types.int64)
+def vfirst(b: Any, x: Any, count: Any) -> Any:
+    """x in the first `count` lanes, 0 in the others."""
+    vector = ir.VectorType(I64, LANES)
+    inside = b.icmp_signed("<", ir.Constant(vector, list(range(LANES))), splat(b, count, vector))
+    return b.select(inside, x, constant(VF32, 0.0))
+
+
+@_primitive(f32x16, f32x16)
+def vwalsh(b: Any, x: Any) -> Any:
+    """H_16 of the lanes: butterflies of lanes 1, 2, 4 and 8 apart."""
+    for distance in (1, 2, 4, 8):
+        order = ir.Constant(ir.VectorType(I32, LANES), [i ^ distance for i in range(LANES)])
+        other = b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), order)
+        signs = ir.Constant(VF32, [-1.0 if i & distance else 1.0 for i in range(LANES)])
+        x = call(b, "llvm.fmuladd.v16f32", VF32, x, signs, other)
+    return x
+
+
+@_primitive(f32x16, f32x16)
+def vround_f16(b: Any, x: Any) -> Any:
+    """x rounded to f16, ties to even."""
+    return b.fpext(b.fptrunc(x, VF16), VF32)
+
+
+@_primitive(VOID, ADDRESS, f32x16)
+def put_f16s(b: Any, address: Any, x: Any) -> None:
+    store(b, b.fptrunc(x, VF16), address, 2)
+
+
+@_primitive(VOID, ADDRESS, f32x16)
+def put_u8s(b: Any, address: Any, x: Any) -> None:
+    """Sixteen whole numbers from 0 to 255 as bytes."""
+    store(b, b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), address)
+
+
+@_primitive(f32x16, ADDRESS)
+def get_f16s(b: Any, address: Any) -> Any:
+    return b.fpext(load(b, address, VF16, 2), VF32)
+
+
+@_primitive(f32x16, ADDRESS)
+def get_u8s(b: Any, address: Any) -> Any:
+    return b.uitofp(load(b, address, ir.VectorType(I8, LANES)), VF32)
+
+
+@_primitive(f32x16, ADDRESS, types.int64)
+def lane_bytes(b: Any, address: Any, index: Any) -> Any:
+    """Byte `index` of each of sixteen words of 32 bits, as floats: channel `index` of a quad for all rows of a block."""
+    bits = b.shl(b.trunc(index, I32), ir.Constant(I32, 3))
+    shifted = b.lshr(load(b, address, VI32, 4), splat(b, bits, VI32))
+    return b.sitofp(b.and_(shifted, constant(VI32, 255)), VF32)
+
+
+@_primitive(f32x16, ADDRESS, types.int64)
+def lane_f16(b: Any, address: Any, index: Any) -> Any:
+    """Half `index` of each of sixteen words of 32 bits, an f16."""
+    bits = b.shl(b.trunc(index, I32), ir.Constant(I32, 4))
+    halves = b.trunc(b.lshr(load(b, address, VI32, 4), splat(b, bits, VI32)), ir.VectorType(I16, LANES))
+    return b.fpext(b.bitcast(halves, VF16), VF32)
+
+
+@_primitive(f32x16, ADDRESS, types.int64)
+def lane_bf16(b: Any, address: Any, index: Any) -> Any:
+    """Half `index` of each of sixteen words of 32 bits, a bf16."""
+    bits = b.shl(b.trunc(index, I32), ir.Constant(I32, 4))
+    halves = b.lshr(load(b, address, VI32, 4), splat(b, bits, VI32))
+    return b.bitcast(b.shl(halves, constant(VI32, 16)), VF32)

@@ -5,7 +5,7 @@ import pytest
 
 from edgeq.codec import Codec, pack_floats
 from edgeq.errors import UnsupportedError
-from edgeq.linear import LinearSpec, Weight
+from edgeq.linear import KvCodec, LinearSpec, Weight
 from edgeq.targets import Options, load
 from edgeq.targets.cpu.isa import all_isas, choose
 from edgeq.targets.operations import (
@@ -43,7 +43,7 @@ def both(graph, arrays, count, chunks=None, threads=2, kv="f16"):
     """The result on the reference in one run, and on the cpu in runs of `chunks` rows over one cache."""
     results = []
     for target, parts in (("reference", [count]), ("cpu", chunks or [count])):
-        options = Options("a16", threads if target == "cpu" else 0, None, count, count, 0, kv)
+        options = Options("a16", threads if target == "cpu" else 0, None, count, count, 0, KvCodec(kv))
         program = load(target).compile(graph, arrays, options)
         pages, first, seen = [program.new_page() for _ in range((count - 1) // PAGE + 1)], 0, []
         for part in parts:

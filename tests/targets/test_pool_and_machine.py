@@ -99,3 +99,16 @@ def test_a_damaged_measurement_is_measured_again(monkeypatch, tmp_path):
     for text in ("{", "[]", '{"read_bandwidth": [3]}', '{"read_bandwidth": {"x": "y"}}', "\xff"):
         (tmp_path / "edgeq" / "machine.json").write_text(text)
         assert machine.known_bandwidth(1) is None
+
+
+def test_a_table_walked_in_pieces_gives_the_same():
+    data, table, kept = chain(7)
+    for threads in (1, 3):
+        pool = Pool(threads, 7, 9)
+        for pieces in (1, 2, 7, 50):
+            data[1:] = -1
+            pool.run(table, threads, pieces)
+            assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1])
+            seconds = pool.timed(table, threads, pieces)
+            assert seconds.shape == (7, 2) and (seconds >= 0).all() and kept
+        pool.close()

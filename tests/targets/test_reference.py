@@ -13,9 +13,10 @@ from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.layout import array_shapes, fused_shapes
 from edgeq.linear import ArrayRef, LinearSpec, Metadata, Weight
-from edgeq.targets import Options, pick, reference
+from edgeq.targets import Options, pick, reference, reference_linear
 from edgeq.targets.operations import PAGE, Graph, Linear, Operation, RopeRotate, Rows, Select, SwiGlu
-from edgeq.targets.reference import ReferenceProgram, ReferenceTarget, quantize_activations
+from edgeq.targets.reference import ReferenceProgram, ReferenceTarget
+from edgeq.targets.reference_linear import quantize_blocks
 from edgeq.writer import Writer
 
 CONFIG = ModelConfig(
@@ -108,16 +109,16 @@ def test_matrices_beyond_the_budget_are_streamed_with_the_same_result(tmp_path: 
     file = build(tmp_path / "a.edgeq", Codec("int", 4, 32))
     spec = file.metadata.linears["layers.0.gate"]
     x = np.random.default_rng(1).normal(size=(3, spec.columns)).astype(np.float32)
-    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 48 * spec.columns)  # 160 rows in blocks of 48
+    monkeypatch.setattr(reference_linear, "BLOCK_ELEMENTS", 48 * spec.columns)  # 160 rows in blocks of 48
     results = []
     for budget in (1 << 30, 0):
-        monkeypatch.setattr(reference, "KEEP_BYTES", budget)
+        monkeypatch.setattr(reference_linear, "KEEP_BYTES", budget)
         program = program_of(file, (), {"out": spec.rows})
         for _ in range(2):
             state = {"x": x}
             reference.linear(program, Linear(0, "x", spec, "out"), rows_of(3), state)
             results.append(state["out"])
-        assert bool(program._kept) == (budget > 0)
+        assert bool(program.matrices.kept) == (budget > 0)
     assert all(np.array_equal(r, results[0]) for r in results)
 
 
@@ -128,7 +129,7 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
         x = np.random.default_rng(1).normal(size=(2, spec.columns)).astype(np.float32)
         state = {"x": x}
         reference.linear(program_of(file, (), {"out": spec.rows}, "a8"), Linear(0, "x", spec, "out"), rows_of(2), state)
-        seen = quantize_activations(x, 32) if codec.kind == "int" else x
+        seen = quantize_blocks(x, 32) if codec.kind == "int" else x
         wanted = seen @ matrix(file, spec).T + file.array(spec.bias)
         assert np.allclose(state["out"], wanted, atol=1e-3)
         assert np.array_equal(seen, x) == (codec.kind != "int")
@@ -138,7 +139,7 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
 def test_activations_are_int8_per_row_and_block(group_size: int, size: int) -> None:
     x = np.random.default_rng(2).normal(size=(3, 320)).astype(np.float32)
     x[1, :size] = 0
-    y = quantize_activations(x, group_size)
+    y = quantize_blocks(x, group_size)
     assert y.shape == x.shape and not y[1, :size].any()
     for row in range(3):
         for start in range(0, 320, size):
@@ -151,7 +152,7 @@ def test_activations_are_int8_per_row_and_block(group_size: int, size: int) -> N
 
 def test_activations_too_small_for_their_scale_stay_in_range() -> None:
     tiny = np.float32(1e-45)  # the smallest number above zero: the scale of the block is rounded by half
-    y = quantize_activations(np.full((1, 16), tiny * 190, np.float32), 16)
+    y = quantize_blocks(np.full((1, 16), tiny * 190, np.float32), 16)
     assert np.isfinite(y).all() and y.max() <= tiny * 190
 
 

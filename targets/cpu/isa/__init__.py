@@ -16,6 +16,8 @@ class Isa(Protocol):
 
     lanes       rows of a block that one vector holds: 16, or 8 or 4 and a block takes two or four
     tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
+    together    neighbouring blocks that share what is loaded of the tokens, where one alone leaves registers free
+    ahead       how many bytes ahead weights are asked for; 0 leaves that to the processor
     machines    what `platform.machine()` says of the processors it is for; empty for all
     needs       processor features without which the code would not run
     partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>
@@ -27,6 +29,8 @@ class Isa(Protocol):
     machines: frozenset[str]
     needs: frozenset[str]
     partials16: int = 1
+    together: int = 1
+    ahead: int = 0
 
     def offset(self, bits: int) -> int:
         """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""
@@ -77,7 +81,10 @@ def choose(name: str | None = None) -> tuple[Isa, str]:
         for isa in isas:
             if isa.name == name:
                 if missing := sorted(isa.needs - features):
-                    raise UnsupportedError(f"isa {name} needs {', '.join(missing)}, which this processor does not have")
+                    here = ", ".join(i.name for i in isas if not i.needs - features)
+                    raise UnsupportedError(
+                        f"isa {name} needs {', '.join(missing)}, which this processor does not have; it can run {here}"
+                    )
                 return isa, "asked for"
         raise UnsupportedError(f"isa {name!r} is not known; supported: {', '.join(isa.name for isa in isas)}")
     passed: list[str] = []

@@ -13,6 +13,8 @@ class Avx512Vnni(Isa):
     name = "avx512-vnni"
     lanes = 16
     tiles = (12, 4, 1)
+    together = 2
+    ahead = 8 << 10
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
 

@@ -1,0 +1,147 @@
+"""How a head's numbers are rounded into a page of the cache (pages.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from edgeq.targets.cpu.compiled import inline
+from edgeq.targets.cpu.pages import POSITIONS, pair_bytes, scales_at
+from edgeq.targets.cpu.vector import (
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VI32,
+    constant,
+    f32x16,
+    get_f32,
+    put_f16,
+    put_f32,
+    put_i8,
+    rint,
+    store,
+    vdiv,
+    vload,
+    vmax,
+    vmaximum,
+    vmin,
+    vminimum,
+    vmul,
+    vrint,
+    vsplat,
+    vsub,
+)
+
+F16_MAX = 65504.0
+
+
+@intrinsic  # type: ignore[misc]
+def put_bytes(typing: Any, x: Any, address: Any, stride: Any) -> Any:
+    """Sixteen whole numbers from -128 to 255 as bytes, `stride` bytes apart."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, address, stride = args
+        octets = b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES))
+        for i in range(LANES):
+            store(b, b.extract_element(octets, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))))
+        return context.get_dummy_value()
+
+    return types.void(f32x16, types.intp, types.intp), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def put_nibbles(typing: Any, x: Any, address: Any, stride: Any) -> Any:
+    """Sixteen whole numbers from 0 to 15 as eight bytes, `stride` bytes apart; the first of two in the low half."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, address, stride = args
+        words = b.bitcast(b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), ir.VectorType(I16, LANES // 2))
+        octets = b.trunc(b.or_(words, b.lshr(words, constant(words.type, 4))), ir.VectorType(I8, LANES // 2))
+        for i in range(LANES // 2):
+            store(b, b.extract_element(octets, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))))
+        return context.get_dummy_value()
+
+    return types.void(f32x16, types.intp, types.intp), codegen
+
+
+@inline
+def extremes(x, count):  # type: ignore[no-untyped-def]
+    """The least and the largest of `count` > 0 numbers."""
+    least, most = get_f32(x), get_f32(x)
+    if count >= 16:
+        low, high = vload(x), vload(x)
+        for i in range(16, count - 15, 16):
+            low, high = vmin(low, vload(x + 4 * i)), vmax(high, vload(x + 4 * i))
+        least, most = vminimum(low), vmaximum(high)
+    for i in range(count // 16 * 16, count):
+        least, most = min(least, get_f32(x + 4 * i)), max(most, get_f32(x + 4 * i))
+    return least, most
+
+
+@inline
+def put_halves(x, dim, base, step):  # type: ignore[no-untyped-def]
+    for i in range(dim):
+        put_f16(base + step * i, min(max(get_f32(x + 4 * i), -F16_MAX), F16_MAX))
+
+
+@inline
+def put_symmetric(x, dim, base, step, scale):  # type: ignore[no-untyped-def]
+    """A head's numbers as int8 to base, base + step ..., and what they were divided by."""
+    least, most = extremes(x, dim)
+    largest = max(-least, most)
+    inverse = 127.0 / largest if largest > 1e-30 else 0.0
+    put_f32(scale, largest / 127.0 if largest > 1e-30 else 0.0)
+    whole = dim // 16 * 16
+    for i in range(0, whole, 16):
+        put_bytes(vrint(vmul(vload(x + 4 * i), vsplat(inverse))), base + step * i, step)
+    for i in range(whole, dim):
+        put_i8(base + step * i, int(rint(get_f32(x + 4 * i) * np.float32(inverse))))
+
+
+@inline
+def put_codes(x, count, bits, most_code, with_zero, base, step, scale):  # type: ignore[no-untyped-def]
+    """Codes from 0 to `most_code` of `count` numbers over their range, a byte for each or (4 bits) two of them, to base,
+    base + step ...; the scale, and POSITIONS numbers behind it the offset."""
+    least, most = extremes(x, count)
+    if with_zero:
+        least, most = min(least, np.float32(0)), max(most, np.float32(0))
+    least, most = np.float32(max(least, -F16_MAX)), np.float32(min(most, F16_MAX))
+    levels = np.float32(most_code)
+    unit = (most - least) / levels
+    put_f32(scale, unit)
+    put_f32(scale + 4 * POSITIONS, least)
+    divisor = unit if unit > 0 else np.float32(1)
+    whole = count // 16 * 16
+    for i in range(0, whole, 16):
+        code = vrint(vdiv(vsub(vload(x + 4 * i), vsplat(least)), vsplat(divisor)))
+        code = vmin(vmax(code, vsplat(0.0)), vsplat(levels))
+        if bits == 4:
+            put_nibbles(code, base + step * (i // 2), step)
+        else:
+            put_bytes(code, base + step * i, step)
+    for i in range(whole, count):
+        single = int(min(max(rint((get_f32(x + 4 * i) - least) / divisor), np.float32(0)), levels))
+        if bits == 8:
+            put_i8(base + step * i, single)
+        elif i % 2 == 0:
+            following = 0
+            if i + 1 < count:
+                following = int(min(max(rint((get_f32(x + 4 * i + 4) - least) / divisor), np.float32(0)), levels))
+            put_i8(base + step * (i // 2), single | following << 4)
+
+
+@inline
+def put_mixed(x, dim, high, most_code, with_zero, base, step, half, lane):  # type: ignore[no-untyped-def]
+    """A head's numbers to lane `lane` of the int4 `half`, its first byte at `base`, the next `step` bytes behind."""
+    low_scale, high_scale = scales_at(half, dim, high)
+    if high < dim:
+        put_codes(x, dim - high, 4, most_code, with_zero, base, step, low_scale + 4 * lane)
+    if high > 0:
+        first = base + step * pair_bytes(dim, high)
+        put_codes(x + 4 * (dim - high), high, 8, 255, with_zero, first, step, high_scale + 4 * lane)

@@ -1,0 +1,241 @@
+"""The cache of keys and values in every codec, and the rotation of heads: the cpu target against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from edgeq.linear import KvCodec
+from edgeq.targets import Options, load
+from edgeq.targets.operations import (
+    PAGE,
+    Attention,
+    CacheWrite,
+    Embed,
+    Graph,
+    HeadNorm,
+    HeadRotate,
+    Linear,
+    Operation,
+    RopeRotate,
+    Rows,
+    Select,
+)
+from edgeq.targets.reference_cache import cached
+from tests.targets.cases import Arrays, rows_of
+from tests.targets.test_cpu_kernels import identity
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values side by side in the rows of a table."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    window: int = 0
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.heads * self.dim, self.kv_heads * self.dim
+
+    def numbers(self, positions: int, seed: int = 0) -> np.ndarray:
+        """Random, but for one dimension of every key that is far from 0, as real keys have."""
+        q, k = self.widths
+        x = np.random.default_rng(seed).standard_normal((positions, q + 2 * k)).astype(np.float32)
+        x[:, q + 3 : q + k : self.dim] += 6
+        return x
+
+    def graph(self, arrays: Arrays, x: np.ndarray, changes: tuple[Operation, ...] = ()) -> Graph:
+        """Attention over what `changes` make of x, the result as logits."""
+        q, k = self.widths
+        operations = (
+            Embed(-1, arrays.add(x.astype(np.float32), "f32"), "x"),
+            *changes,
+            CacheWrite(1, "x", q, q + k, self.kv_heads, self.dim),
+            Attention(1, "x", 0, "a", self.heads, self.kv_heads, self.dim, self.dim**-0.5, self.window),
+            Select(-1, "a", "selected"),
+            Linear(-1, "selected", identity(arrays, q), "y"),
+        )
+        buffers = {"x": q + 2 * k, "a": q, "selected": q, "y": q}
+        return Graph(buffers, operations, "y", layers=2, kv_heads=self.kv_heads, head_dim=self.dim)
+
+    def turns(self) -> tuple[Operation, ...]:
+        frequencies = tuple(1000.0 ** (-2 * i / self.dim) for i in range(self.dim // 2))
+        return (
+            RopeRotate(1, "x", 0, self.heads, self.dim, frequencies),
+            RopeRotate(1, "x", self.widths[0], self.kv_heads, self.dim, frequencies),
+        )
+
+
+def compiled(target: str, graph: Graph, arrays: Arrays, count: int, kv: KvCodec, threads: int = 2, isa: str | None = None):
+    return load(target).compile(graph, arrays, Options("a16", threads if target == "cpu" else 0, isa, count, count, 0, kv))
+
+
+def run(
+    target: str, graph: Graph, arrays: Arrays, count: int, kv: KvCodec, chunks: list[int] | None = None, isa: str | None = None
+) -> np.ndarray:
+    program = compiled(target, graph, arrays, count, kv, isa=isa)
+    pages, first, seen = [program.new_page() for _ in range((count - 1) // PAGE + 1)], 0, []
+    for part in chunks or [count]:
+        seen.append(program.run(rows_of(program, part, first, pages)).copy())
+        first += part
+    return np.concatenate(seen)
+
+
+F16, INT8 = KvCodec("f16"), KvCodec("int8")
+CODECS = [F16, INT8, *(KvCodec("int4", high) for high in (0, 4, 8, 16)), KvCodec("int4", 4, bits=3)]
+DIMS = (32, 64, 80, 128)
+
+
+@pytest.mark.parametrize("dim", [20, *DIMS])
+@pytest.mark.parametrize("kv", [*CODECS, KvCodec("int4", 3), KvCodec("int4", 20)], ids=lambda kv: kv.name)
+def test_a_page_takes_the_bytes_that_its_codec_promises(kv, dim):
+    shape, arrays = Heads(dim=dim), Arrays()
+    graph = shape.graph(arrays, shape.numbers(2))
+    page = compiled("cpu", graph, arrays, 2, kv, threads=1).new_page()
+    # only whole numbers and those of int8 are padded, to 16 dimensions
+    stored = replace(graph, head_dim=-(-dim // 16) * 16) if kv.kind != "int4" else graph
+    assert page.data.nbytes == stored.page_bytes(kv)
+    if kv == KvCodec("int4", 8) and dim == 64:
+        assert graph.page_bytes(kv) == 2 * 2 * 2 * PAGE * (28 + 8 + 16)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)
+@pytest.mark.parametrize("heads, kv_heads, window, positions", [(4, 2, 0, 150), (6, 1, 70, 200), (2, 2, 5, 65)])
+def test_attention_equals_the_reference_however_it_is_cut(kv, dim, heads, kv_heads, window, positions):
+    shape, arrays = Heads(heads, kv_heads, dim, window), Arrays()
+    graph = shape.graph(arrays, shape.numbers(positions))
+    oracle, y = (run(target, graph, arrays, positions, kv) for target in ("reference", "cpu"))
+    # the same numbers are cached: only the order of sums differs
+    assert np.abs(y - oracle).max() < 5e-6 * np.abs(oracle).max()
+    pieces = run("cpu", graph, arrays, positions, kv, [5, 1, 3, positions - 10, 1])
+    assert np.array_equal(y, pieces), "chunks must not change a bit"
+
+
+def test_the_portable_kernels_equal_the_reference():
+    shape, arrays = Heads(6, 2, 64), Arrays()
+    graph, kv = shape.graph(arrays, shape.numbers(100)), KvCodec("int4", 8)
+    oracle, y = run("reference", graph, arrays, 100, kv), run("cpu", graph, arrays, 100, kv, isa="portable")
+    assert np.abs(y - oracle).max() < 5e-6 * np.abs(oracle).max()
+
+
+@pytest.mark.parametrize("high", [0, 1, 3, 20])
+def test_heads_that_fill_no_vector_are_cached_whole(high):
+    shape, arrays = Heads(dim=20), Arrays()
+    graph = shape.graph(arrays, shape.numbers(70))
+    oracle, y = (run(target, graph, arrays, 70, KvCodec("int4", high)) for target in ("reference", "cpu"))
+    assert np.abs(y - oracle).max() < 5e-6 * np.abs(oracle).max()
+
+
+@pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)
+@pytest.mark.parametrize("value", [0.0, 3.0, -2.5, 1e-38, 3e38])
+def test_heads_of_one_number_are_no_division_by_zero(kv, value):
+    shape, arrays = Heads(), Arrays()
+    x = shape.numbers(4)
+    x[1:3, shape.widths[0] :] = value
+    graph = shape.graph(arrays, x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        oracle, y = (run(target, graph, arrays, 4, kv) for target in ("reference", "cpu"))
+    assert np.isfinite(oracle[0]).all() and np.abs(y[0] - oracle[0]).max() < 1e-5
+    if abs(value) < 1e30:
+        assert np.isfinite(oracle).all() and np.abs(y - oracle).max() < 1e-5 * max(1, np.abs(oracle).max())
+
+
+def test_int4_keeps_numbers_to_half_a_step_of_their_range():
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal((50, 3, 64)) + 4).astype(np.float32)
+    x[:, :, 56:] *= 30
+    for keys in (True, False):
+        error = np.abs(cached(x, KvCodec("int4", 8), keys) - x)
+        for part, levels in ((slice(0, 56), 15), (slice(56, 64), 255)):
+            least, most = x[:, :, part].min(axis=2), x[:, :, part].max(axis=2)
+            if keys:
+                least, most = np.minimum(least, 0), np.maximum(most, 0)
+            step = (most - least) / levels
+            assert (error[:, :, part].max(axis=2) <= step * 0.5001 + 1e-6).all()
+            assert (error[:, :, part].max(axis=2) > step * 0.3).mean() > 0.5
+
+
+def test_int4_with_all_dimensions_high_is_finer_than_int8():
+    x = np.random.default_rng(2).uniform(1, 2, (30, 2, 64)).astype(np.float32)
+    whole, symmetric = (np.abs(cached(x, kv, False) - x).max() for kv in (KvCodec("int4", 64), INT8))
+    assert whole < symmetric < np.abs(cached(x, KvCodec("int4"), False) - x).max()
+
+
+@pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)
+def test_sessions_in_one_run_give_the_bits_they_give_alone(kv):
+    shape, arrays = Heads(), Arrays()
+    graph = shape.graph(arrays, shape.numbers(90), shape.turns())
+    program = compiled("cpu", graph, arrays, 90, kv)
+    lengths, alone = (70, 20), []
+    for session, length in enumerate(lengths):
+        rows = rows_of(program, length)
+        rows.tokens = rows.tokens + np.int32(70 * session)
+        alone.append(program.run(rows).copy())
+    pages = [[program.new_page() for _ in range(2)] for _ in lengths]
+    slots = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    order = np.random.default_rng(3).permutation(90)
+    every = np.arange(90, dtype=np.int32)
+    sessions = np.repeat(np.arange(2, dtype=np.int32), lengths)
+    together = program.run(Rows(every[order], slots[order], slots[order], sessions[order], pages, every))
+    assert np.array_equal(together[np.argsort(order)], np.concatenate(alone))
+
+
+@pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)
+def test_what_lay_behind_a_trimmed_cache_leaves_no_trace(kv):
+    shape, arrays = Heads(), Arrays()
+    graph = shape.graph(arrays, shape.numbers(80))
+    program = compiled("cpu", graph, arrays, 80, kv)
+    pages = [program.new_page() for _ in range(2)]
+    fresh = program.run(rows_of(program, 80, 0, pages)).copy()
+    again = program.run(rows_of(program, 50, 30, pages)).copy()
+    assert np.array_equal(fresh[30:], again)
+
+
+@pytest.mark.parametrize("dim", [20, *DIMS])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "head-norm"])
+def test_rotated_heads_equal_the_reference(dim, normed):
+    rng, shape, arrays = np.random.default_rng(dim), Heads(dim=dim), Arrays()
+    matrix = arrays.add(rng.integers(-127, 128, (dim, dim), dtype=np.int8), "i8")
+    scale = arrays.add(np.array([0.3 / 127], np.float32), "f32")
+    q, k = shape.widths
+    where = ((0, shape.heads), (q, shape.kv_heads))
+    gain = arrays.add(rng.uniform(0.5, 2, dim).astype(np.float32), "f32")
+    norms = tuple(HeadNorm(1, "x", offset, heads, dim, gain, 1e-6) for offset, heads in where) if normed else ()
+    spins = tuple(HeadRotate(1, "x", offset, heads, dim, matrix, scale) for offset, heads in where)
+    x = shape.numbers(70)
+    x[5] = 0
+    x[6] = 2
+    graph = shape.graph(arrays, x, (*norms, *spins) if normed else (*shape.turns(), *spins))
+    for kv in (F16, KvCodec("int4", dim // 8)):
+        oracle, y = (run(target, graph, arrays, 70, kv) for target in ("reference", "cpu"))
+        # now and then a number lies so near the middle of two codes that the last bit of a norm or an angle decides
+        assert np.abs(y - oracle).mean() < 2e-3 * np.abs(oracle).mean()
+        assert np.array_equal(y, run("cpu", graph, arrays, 70, kv, [1, 60, 9]))
+
+
+@pytest.mark.parametrize("dim", [20, *DIMS])
+def test_a_rotation_of_heads_gives_the_bits_of_the_reference(dim):
+    rng, shape, arrays = np.random.default_rng(4), Heads(dim=dim), Arrays()
+    matrix = arrays.add(rng.integers(-127, 128, (dim, dim), dtype=np.int8), "i8")
+    scale = arrays.add(np.array([1 / 127], np.float32), "f32")
+    q, k = shape.widths
+    x = shape.numbers(9) * 100
+    x[1], x[2], x[3] = 0, 5, -5
+    spins = (HeadRotate(1, "x", 0, shape.heads, dim, matrix, scale), HeadRotate(1, "x", q, shape.kv_heads, dim, matrix, scale))
+    graph = shape.graph(arrays, x, spins)
+    width = q + 2 * k
+    shown = (Select(-1, "x", "selected"), Linear(-1, "selected", identity(arrays, width), "y"))
+    graph = replace(graph, buffers={"x": width, "selected": width, "y": width}, operations=(*graph.operations[:4], *shown))
+    oracle, y = (run(target, graph, arrays, 9, F16) for target in ("reference", "cpu"))
+    assert np.array_equal(oracle, y)
+    assert np.array_equal(y[:, q + k :], x[:, q + k :])
+    exact = x[:, :q].reshape(9, -1, dim) @ (arrays.array(matrix) / 127)
+    error = np.abs(y[:, :q].reshape(9, -1, dim) - exact).max(axis=2)
+    # a step of 8 bits over the range of a head, at most half of it in each of its numbers
+    reach = np.ptp(np.concatenate([x[:, :q].reshape(9, -1, dim), np.zeros((9, shape.heads, 1))], axis=2), axis=2) / 255
+    assert (error <= reach * np.abs(arrays.array(matrix) / 127).sum(axis=0).max()).all()

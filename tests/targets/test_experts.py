@@ -1,0 +1,161 @@
+"""Layers of experts: the cpu target against the reference, and the reference against a loop over all experts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edgeq.codec import Codec, pack_floats
+from edgeq.errors import UnsupportedError
+from edgeq.linear import LinearSpec, Weight
+from edgeq.targets import Options, load
+from edgeq.targets.operations import Embed, Experts, GatedAdd, Graph, Linear, Route, Select
+from tests.targets.cases import Arrays, matrix, rows_of, weight
+from tests.targets.test_cpu_kernels import identity
+
+HIDDEN, INNER = 64, 48
+CODECS = [
+    Codec("f32"),
+    Codec("bf16"),
+    Codec("int", 4, 16, symmetric=False),
+    Codec("int", 3, 16, symmetric=True),
+    Codec("int", 8, 0, symmetric=True),
+]
+
+
+def layer(arrays, rng, codec, rows, columns, name):
+    """Random numbers of a size that keeps the result near 1."""
+    if codec.kind == "int":
+        w = weight(arrays, rng, codec, rows, columns)
+        scale = arrays.array(w.scale)
+        scale[...] = np.abs(scale) * np.float16(0.3 / (1 << codec.bits))
+        if w.zero is not None:
+            arrays.array(w.zero)[...] = 1 << (codec.bits - 1)
+        return LinearSpec(name, (w,))
+    values = (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+    return LinearSpec(name, (Weight(codec, rows, columns, arrays.add(pack_floats(values, codec.kind), codec.kind)),))
+
+
+def graph_of(arrays, codec, x, experts, chosen, normalized=True, fused=True, seed=0):
+    """y = x + experts(x), routed by a float matrix."""
+    rng = np.random.default_rng(seed)
+    router = layer(arrays, rng, Codec("f32"), experts, HIDDEN, "router")
+    projections, downs = [], []
+    for e in range(experts):
+        parts = [("gate_up", 2 * INNER)] if fused else [("gate", INNER), ("up", INNER)]
+        projections.append(tuple(layer(arrays, rng, codec, rows, HIDDEN, f"{e}.{name}") for name, rows in parts))
+        downs.append(layer(arrays, rng, codec, HIDDEN, INNER, f"{e}.down"))
+    operations = (
+        Embed(-1, arrays.add(x, "f32"), "x"),
+        Linear(0, "x", router, "router"),
+        Route(0, "router", experts, chosen, normalized, "routing"),
+        Embed(0, arrays.add(x, "f32"), "out"),
+        Experts(0, "x", "routing", chosen, tuple(projections), tuple(downs), INNER, "out"),
+        Select(-1, "out", "selected"),
+        Linear(-1, "selected", identity(arrays, HIDDEN), "y"),
+    )
+    buffers = {"x": HIDDEN, "out": HIDDEN, "router": experts, "routing": 2 * chosen, "selected": HIDDEN, "y": HIDDEN}
+    return Graph(buffers, operations, "y", layers=1, kv_heads=1, head_dim=2)
+
+
+def run(target, graph, arrays, chunks, mode="a16", threads=0):
+    most = max(chunks)
+    program = load(target).compile(graph, arrays, Options(mode, threads, None, most, most))
+    results, first = [], 0
+    pages = [program.new_page() for _ in range(4)]
+    for count in chunks:
+        results.append(program.run(rows_of(program, count, first, pages)).copy())
+        first += count
+    return np.concatenate(results)
+
+
+def inputs(rows, seed=1):
+    return np.random.default_rng(seed).standard_normal((rows, HIDDEN)).astype(np.float32)
+
+
+def by_hand(arrays, graph, x, chosen, normalized):
+    """Every expert for every row, in float64, weighted by zero where it is not chosen."""
+    _, route, _, _, experts, *_ = graph.operations
+    logits = x.astype(np.float64) @ matrix(arrays, route.linear.weights[0]).T
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    shares /= shares.sum(1, keepdims=True)
+    kept = np.where(shares >= np.sort(shares, axis=1)[:, -chosen][:, None], shares, 0)
+    if normalized:
+        kept /= kept.sum(1, keepdims=True)
+    y = x.astype(np.float64)
+    for e, (projection, down) in enumerate(zip(experts.projections, experts.downs, strict=True)):
+        gate_up = np.concatenate([x @ matrix(arrays, part.weights[0]).T for part in projection], axis=1).astype(np.float64)
+        gate, up = gate_up[:, :INNER], gate_up[:, INNER:]
+        y = y + kept[:, e : e + 1] * (gate / (1 + np.exp(-gate)) * up @ matrix(arrays, down.weights[0]).T)
+    return y
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+@pytest.mark.parametrize(("experts", "chosen", "normalized"), [(8, 2, True), (5, 3, False), (3, 3, True), (1, 1, False)])
+def test_only_the_chosen_experts_are_added_by_their_shares(codec, experts, chosen, normalized):
+    arrays, x = Arrays(), inputs(23)
+    graph = graph_of(arrays, codec, x, experts, chosen, normalized)
+    oracle = run("reference", graph, arrays, [23])
+    assert np.abs(oracle - by_hand(arrays, graph, x, chosen, normalized)).max() < 1e-4
+    y = run("cpu", graph, arrays, [23])
+    assert np.abs(y - oracle).max() < 1e-3 and np.abs(y - x).max() > 0.05
+
+
+@pytest.mark.parametrize("mode", ["a16", "a8"])
+@pytest.mark.parametrize("codec", CODECS[1:3], ids=lambda c: c.name)
+def test_a_row_is_bit_equal_whatever_runs_beside_it(codec, mode):
+    arrays, x = Arrays(), inputs(40)
+    graph = graph_of(arrays, codec, x, 6, 2)
+    whole = run("cpu", graph, arrays, [40], mode, threads=2)
+    for chunks in ([1] * 40, [17, 1, 22]):
+        assert np.array_equal(run("cpu", graph, arrays, chunks, mode, threads=2), whole)
+    assert np.abs(whole - run("reference", graph, arrays, [40], mode)).max() < (1e-3 if mode == "a16" else 0.05)
+
+
+def test_gate_and_up_apart_give_what_they_give_in_one_layer():
+    arrays, x = Arrays(), inputs(9)
+    graph = graph_of(arrays, Codec("int", 4, 16), x, 4, 2, fused=False)
+    oracle = run("reference", graph, arrays, [9])
+    assert np.abs(oracle - by_hand(arrays, graph, x, 2, True)).max() < 1e-4
+    assert np.abs(run("cpu", graph, arrays, [9]) - oracle).max() < 1e-3
+
+
+def test_experts_may_differ_in_their_codecs_but_not_in_their_parts():
+    arrays, x = Arrays(), inputs(9)
+    graph = graph_of(arrays, Codec("int", 4, 16), x, 4, 2)
+    experts = graph.operations[4]
+    rng = np.random.default_rng(5)
+    other = layer(arrays, rng, Codec("int", 5, 32), HIDDEN, INNER, "other") if INNER % 32 == 0 else None
+    other = other or layer(arrays, rng, Codec("int", 5, 16, symmetric=False), HIDDEN, INNER, "other")
+    mixed = replace(experts, downs=(*experts.downs[:3], other))
+    graph = replace(graph, operations=(*graph.operations[:4], mixed, *graph.operations[5:]))
+    assert np.abs(run("cpu", graph, arrays, [9]) - run("reference", graph, arrays, [9])).max() < 1e-3
+    order = arrays.add(np.arange(INNER, dtype=np.int32)[::-1].copy(), "i32")
+    ordered = replace(experts, downs=(*experts.downs[:3], replace(other, input_order=order)))
+    graph = replace(graph, operations=(*graph.operations[:4], ordered, *graph.operations[5:]))
+    with pytest.raises(UnsupportedError, match="other: its expert has other parts"):
+        run("cpu", graph, arrays, [9])
+
+
+def test_of_equal_logits_the_first_experts_are_chosen():
+    arrays, x = Arrays(), np.zeros((2, HIDDEN), np.float32)
+    graph = graph_of(arrays, Codec("f32"), x, 4, 2)
+    show = (*graph.operations[:3], Select(-1, "routing", "selected"), Linear(-1, "selected", identity(arrays, 4), "y"))
+    graph = Graph({**graph.buffers, "selected": 4, "y": 4}, show, "y", 1, 1, 2)
+    for target in ("reference", "cpu"):
+        assert np.allclose(run(target, graph, arrays, [2]), [[0.5, 0.5, 0, 1]] * 2)
+
+
+def test_a_gated_addition():
+    arrays, x = Arrays(), inputs(5) * 20
+    operations = (
+        Embed(-1, arrays.add(x, "f32"), "x"),
+        Embed(-1, arrays.add(x[::-1].copy(), "f32"), "out"),
+        GatedAdd(0, "x", "x", "out"),
+        Select(-1, "out", "selected"),
+        Linear(-1, "selected", identity(arrays, HIDDEN), "y"),
+    )
+    graph = Graph({"x": HIDDEN, "out": HIDDEN, "selected": HIDDEN, "y": HIDDEN}, operations, "y", 1, 1, 2)
+    wanted = x[::-1] + x / (1 + np.exp(-x[:, :1].astype(np.float64)))
+    for target in ("reference", "cpu"):
+        assert np.abs(run(target, graph, arrays, [5]) - wanted).max() < 1e-4

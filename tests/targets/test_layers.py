@@ -1,0 +1,119 @@
+"""Operations that not every family has: the cpu target against the reference, and the reference against formulas by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from edgeq.targets.operations import (
+    Attention,
+    CacheWrite,
+    GeGlu,
+    LayerNorm,
+    NormAdd,
+    PositionAdd,
+    Relu,
+    RopeRotate,
+    Scale,
+)
+from tests.targets.cases import Arrays
+from tests.targets.test_cpu_kernels import both, shown
+
+ROWS = 5
+
+
+def stored(arrays, values, dtype="f32"):
+    if dtype == "bf16":
+        bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return arrays.add(bits, "bf16"), (bits.astype(np.uint32) << 16).view(np.float32)
+    kept = values.astype({"f32": np.float32, "f16": np.float16}[dtype])
+    return arrays.add(kept, dtype), kept.astype(np.float32)
+
+
+@pytest.mark.parametrize("width", [16, 40, 48, 100, 256])
+@pytest.mark.parametrize("offset", [0, 300], ids=["centered", "far from zero"])
+def test_layer_norm(width, offset):
+    rng, arrays = np.random.default_rng(width), Arrays()
+    x = rng.standard_normal((ROWS, width)) * 3 + offset
+    (gain, g), (bias, b) = (stored(arrays, rng.standard_normal(width)) for _ in range(2))
+    graph = shown(arrays, x, [LayerNorm(0, "x", gain, bias, 1e-5, "n")], "n", {"n": width, "_dim": 2})
+    oracle, y = both(graph, arrays, ROWS)
+    wanted = x.astype(np.float32).astype(np.float64)
+    wanted = (wanted - wanted.mean(1, keepdims=True)) / np.sqrt(wanted.var(1, keepdims=True) + 1e-5) * g + b
+    assert np.abs(oracle - wanted).max() < 1e-5
+    assert np.abs(y - oracle).max() < (1e-5 if offset == 0 else 1e-3)
+
+
+@pytest.mark.parametrize("width", [16, 40, 48, 256])
+def test_norm_add_leaves_the_residual_under_it(width):
+    rng, arrays = np.random.default_rng(width), Arrays()
+    x = rng.standard_normal((ROWS, width)) * 10
+    gain, g = stored(arrays, rng.standard_normal(width))
+    operations = [Scale(0, "x", 0.5), NormAdd(0, "x", gain, 1e-5, "x")]
+    oracle, y = both(shown(arrays, x, operations, "x", {"x": width, "_dim": 2}), arrays, ROWS)
+    half = x.astype(np.float32) / 2
+    wanted = half + half / np.sqrt((half.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5) * g
+    assert np.abs(oracle - wanted).max() < 1e-5
+    assert np.abs(y - oracle).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("width", [16, 40])
+def test_scale_and_learned_positions(dtype, width):
+    rng, arrays = np.random.default_rng(width), Arrays()
+    x = rng.standard_normal((ROWS, width))
+    table, rows = stored(arrays, rng.standard_normal((9, width)), dtype)
+    operations = [Scale(0, "x", 11.3137085), PositionAdd(0, "x", table)]
+    oracle, y = both(shown(arrays, x, operations, "x", {"x": width, "_dim": 2}), arrays, ROWS, [2, 3])
+    wanted = x.astype(np.float32) * np.float32(11.3137085) + rows[:ROWS]
+    assert np.array_equal(oracle, wanted.astype(np.float32)) and np.abs(y - oracle).max() < 1e-5
+
+
+def test_geglu_over_the_whole_range_of_floats():
+    gates = np.concatenate([np.linspace(-60, 60, 1000), [-1e20, -1e9, 1e9, 1e20], np.linspace(-4, 4, 1044)])
+    x = np.concatenate([gates, np.full(len(gates), 1.5)])[None].repeat(3, 0)
+    arrays, width = Arrays(), len(gates)
+    oracle, y = both(shown(arrays, x, [GeGlu(0, "x", width, "s")], "s", {"s": width, "_dim": 2}), arrays, 3)
+    wanted = [1.5 * g / 2 * (1 + math.tanh(min(max(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3), -40), 40))) for g in gates]
+    assert np.isfinite(y).all()
+    for found in (oracle, y):
+        assert (np.abs(found[0] - wanted) <= 1e-6 * np.maximum(1, np.abs(wanted))).all()
+
+
+def test_relu():
+    x = np.concatenate([np.linspace(-9, 9, 47), [0.0]])[None].repeat(4, 0)
+    arrays = Arrays()
+    oracle, y = both(shown(arrays, x, [Relu(0, "x", 48, "s")], "s", {"s": 48, "_dim": 2}), arrays, 4)
+    assert np.array_equal(oracle, np.maximum(x, 0).astype(np.float32)) and np.array_equal(y, oracle)
+
+
+@pytest.mark.parametrize("kv", ["f16", "int8"])
+@pytest.mark.parametrize(("dim", "pairs", "factor"), [(32, 16, 1.19), (40, 12, 1.0), (64, 3, 0.7), (32, 0, 1.0)])
+def test_attention_behind_partial_scaled_and_no_rotation(dim, pairs, factor, kv):
+    rng, arrays = np.random.default_rng(dim), Arrays()
+    heads, kv_heads, positions = 4, 2, 70
+    q, k = heads * dim, kv_heads * dim
+    x = rng.standard_normal((positions, q + 2 * k))
+    frequencies = tuple(100.0 ** (-i / max(pairs, 1)) for i in range(pairs))
+    operations = []
+    if pairs:
+        operations = [RopeRotate(1, "x", o, n, dim, frequencies, factor) for o, n in ((0, heads), (q, kv_heads))]
+    operations += [
+        CacheWrite(1, "x", q, q + k, kv_heads, dim),
+        Attention(1, "x", 0, "a", heads, kv_heads, dim, 0.2, 30),
+    ]
+    graph = shown(arrays, x, operations, "a", {"a": q, "_dim": dim})
+    oracle, y = both(graph, arrays, positions, [33, 1, 36], kv=kv)
+    assert np.abs(y - oracle).max() < (1e-3 if kv == "f16" else 0.1)
+    turned = (x.reshape(positions, -1, dim)[:, :, :pairs] + 1j * x.reshape(positions, -1, dim)[:, :, pairs : 2 * pairs]) * (
+        factor * np.exp(1j * np.arange(positions)[:, None, None] * np.array(frequencies))
+    )
+    by_hand = x.reshape(positions, -1, dim).copy()
+    by_hand[:, : heads + kv_heads, :pairs] = turned.real[:, : heads + kv_heads]
+    by_hand[:, : heads + kv_heads, pairs : 2 * pairs] = turned.imag[:, : heads + kv_heads]
+    last = positions - 1
+    for head in range(heads):
+        keys, values = (by_hand[last - 29 :, heads + i + head // 2] for i in (0, kv_heads))
+        weights = np.exp(keys @ by_hand[last, head] * 0.2)
+        wanted = weights / weights.sum() @ values
+        assert np.abs(oracle[last, head * dim : (head + 1) * dim] - wanted).max() < (2e-3 if kv == "f16" else 0.05)
