@@ -13,9 +13,12 @@ through the chat template of the file, and `session=model.session()` keeps what 
 if __name__ != "edgeq.runtime":
     raise ImportError("import edgeq.runtime, not runtime")
 
-from edgeq.runtime.generate import Generation, Model, Piece
+from edgeq.runtime.batch import Answer, Batch
+from edgeq.runtime.generate import Model
+from edgeq.runtime.generation import Generation, Piece
 from edgeq.runtime.measure import Measurement
+from edgeq.runtime.requantize import Requantization
 from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.session import Session
 
-__all__ = ["Generation", "Measurement", "Model", "Piece", "Sampling", "Session"]
+__all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Piece", "Requantization", "Sampling", "Session"]

@@ -2,7 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+
+LONGEST_DRAFT = 7
+"""QSpec (arXiv 2410.11305, section 4) tests drafts of 2 to 7 tokens."""
+
+
+@dataclass
+class Speculation:
+    """What drafting did so far.
+
+    cycles       runs of the exact mode behind the prompt, drafts or not; tokens: what they gave
+    draft_steps  runs in the draft's mode
+    drafted, accepted   tokens, by their position in the draft
+    c, v, beta   cost of a draft step and of a verification as parts of a plain step, and acceptance, as last measured
+    predicted    mean over the cycles of the predicted speed-up
+    """
+
+    cycles: int = 0
+    tokens: int = 0
+    draft_steps: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0] * LONGEST_DRAFT)
+    accepted: list[int] = field(default_factory=lambda: [0] * LONGEST_DRAFT)
+    c: float | None = None
+    v: float | None = None
+    beta: float | None = None
+    predicted: float = 1.0
+
+    @property
+    def runs(self) -> int:
+        """Of the program, in either mode."""
+        return self.cycles + self.draft_steps
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        return self.tokens / self.cycles if self.cycles else 0.0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted of all drafted tokens."""
+        return sum(self.accepted) / sum(self.drafted) if any(self.drafted) else None
 
 
 @dataclass
@@ -15,10 +54,16 @@ class Measurement:
     ttft_s               from the call to the first token (TTFT)
     prefill_s            of that, running the prompt
     decode_s             running and drawing the tokens behind the first
-    decode_steps         runs of one row: generated_tokens - 1, unless one was interrupted
+    decode_steps         runs that made them, drafts included: one a token where nothing is drafted
+    decode_tokens        what those runs gave
     context_positions    cache positions read by those runs, mean over the layers (a sliding window reads fewer)
     step_bytes           weights and head read by a run of one row
     position_bytes       cache bytes of a position over all layers
+    speculation          what drafting did
+    requantize_s         making the session's copy of the weights anew from the masters; not part of prefill_s and decode_s
+    requantized_tokens   read for that copy; 0: the file's own weights were used
+    copy_bytes           of that copy
+    anonymous_bytes, peak_bytes   of the process behind that: memory that no file is behind, and the most it ever held
     """
 
     load_s: float
@@ -31,7 +76,14 @@ class Measurement:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decode_steps: int = 0
+    decode_tokens: int = 0
     context_positions: float = 0.0
+    speculation: Speculation = field(default_factory=Speculation)
+    requantize_s: float = 0.0
+    requantized_tokens: int = 0
+    copy_bytes: int = 0
+    anonymous_bytes: int = 0
+    peak_bytes: int = 0
 
     @property
     def prefill_rate(self) -> float:
@@ -41,7 +93,7 @@ class Measurement:
     @property
     def decode_rate(self) -> float:
         """Tokens per second behind the first; its inverse is the time per output token (TPOT)."""
-        return _rate(self.decode_steps, self.decode_s)
+        return _rate(self.decode_tokens, self.decode_s)
 
     @property
     def decode_bytes(self) -> float:

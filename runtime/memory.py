@@ -6,28 +6,32 @@ from edgeq.errors import InputError, ResourceError
 from edgeq.linear import Metadata
 from edgeq.meminfo import available_bytes
 from edgeq.targets import Options
-from edgeq.targets.operations import PAGE, Graph, Select
+from edgeq.targets.operations import PAGE, Experts, Graph, Select
 
 DEFAULT_CONTEXT = 4096
 
 
 def buffer_bytes(graph: Graph, options: Options) -> int:
-    """Bytes of a program's float32 buffers: `max_rows` rows of each, `max_logits` of those behind the selection."""
-    rows, total, seen = options.max_rows, 0, set[str]()
+    """Bytes of a program's float32 buffers: `max_rows` rows of each, of those of experts once for every choice, `max_logits` of
+    those behind the selection."""
+    rows, total, seen, routed = options.max_rows, 0, set[str](), 0
     for operation in graph.operations:
         if isinstance(operation, Select):
             rows = options.max_logits
+        if isinstance(operation, Experts):
+            widths = graph.buffers[operation.x] + 3 * operation.width + graph.buffers[operation.out]
+            routed = max(routed, widths * operation.chosen * rows * 4)
         name = getattr(operation, "out", None)
         if name is not None and name not in seen:
             seen.add(name)
             total += graph.buffers[name] * rows * 4
-    return total
+    return total + routed
 
 
 def choose_context(graph: Graph, metadata: Metadata, options: Options, context: int | None) -> int:
     """`context` if it can be had; without one min(max_position_embeddings, 4096, what fits).
 
-    The weights read for every token are mapped from the file; their pages count as available but must stay in memory.
+    The weights are mapped from the file; their pages count as available but must stay in memory.
     InputError: out of the model's range.  ResourceError: it does not fit; the message names the largest that does.
     """
     limit = metadata.config.max_position_embeddings
@@ -35,7 +39,7 @@ def choose_context(graph: Graph, metadata: Metadata, options: Options, context: 
         raise InputError(f"context {context} is out of range; this model takes 1 to {limit} positions: pass -c {limit} or less")
     sizes = metadata.bytes_per_token()
     available = available_bytes()
-    fixed = sizes["weights"] + sizes["head"] + buffer_bytes(graph, options)
+    fixed = sizes["weights"] + metadata.idle_bytes() + sizes["head"] + buffer_bytes(graph, options)
     fits = max(0, available - fixed) // graph.page_bytes(options.kv) * PAGE
     wanted = min(limit, DEFAULT_CONTEXT, fits) if context is None else context
     if wanted == 0 or wanted > fits:

@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from edgeq.errors import FormatError, InputError
 
 ArrayF64 = NDArray[np.float64]
+RUN = 64
+"""Scores of which only the largest is looked at first."""
+Candidates = tuple[NDArray[np.int64], ArrayF64]
+"""Tokens and their probabilities, which sum to 1."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,18 @@ class Sampling:
                 raise InputError(f"{name} is {value}; expected {expected}")
 
 
-def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequence[int]) -> tuple[NDArray[np.int64], ArrayF64]:
-    """Tokens that may be drawn and their probabilities, which sum to 1.
+def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequence[int]) -> Candidates:
+    """Tokens that may be drawn.
 
     After top_k or top_p the most probable comes first, equals in order of their ids; else all are in order of their ids.
 
     FormatError: logits that are not finite, which sound weights do not give.
     """
-    if not np.isfinite(logits).all():
+    # Not a number passes through both.
+    if not (math.isfinite(logits.max()) and math.isfinite(logits.min())):
         raise FormatError("the model gives logits that are not finite; check its file with: edgeq inspect --verify")
+    if sampling.temperature == 0 and sampling.repeat_penalty == 1.0:
+        return np.array([np.argmax(logits)], np.int64), np.ones(1)
     scores = logits.astype(np.float64)
     if sampling.repeat_penalty != 1.0 and len(history):
         seen, penalty = np.unique(np.asarray(history, np.int64)), sampling.repeat_penalty
@@ -63,13 +70,16 @@ def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequenc
         scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
     if sampling.temperature == 0:
         return np.array([np.argmax(scores)], np.int64), np.ones(1)
-    # The maximum is taken away first, so that a tiny temperature does not overflow.
-    scores = (scores - scores.max()) / sampling.temperature
-    tokens = np.arange(len(scores))
+    # The maximum is taken away first, so that a tiny temperature does not overflow.  In place, here and below: with 128,000
+    # tokens the system takes longer to give a new array than the sums take.
+    scores -= scores.max()
+    scores /= sampling.temperature
     if 0 < sampling.top_k < len(scores):
-        least = np.partition(scores, -sampling.top_k)[-sampling.top_k]
-        tokens = np.flatnonzero(scores >= least)
-    probabilities = _softmax(scores[tokens])
+        tokens = np.flatnonzero(scores >= _largest(scores, sampling.top_k))
+        scores = scores[tokens]
+    else:
+        tokens = np.arange(len(scores))
+    probabilities = _softmax(scores)
     if sampling.top_p < 1:
         # Tokens below (1 - top_p) / n weigh less than 1 - top_p together, so the set lies among the others: sort only those.
         # Half of it keeps the argument true when sums are rounded.
@@ -86,7 +96,8 @@ def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequenc
     if sampling.min_p > 0:
         likely = probabilities >= sampling.min_p * probabilities.max()
         tokens, probabilities = tokens[likely], probabilities[likely]
-    return tokens, probabilities / probabilities.sum()
+    probabilities /= probabilities.sum()
+    return tokens, probabilities
 
 
 def distribution(logits: NDArray[np.float32], sampling: Sampling, history: Sequence[int] = ()) -> ArrayF64:
@@ -97,6 +108,11 @@ def distribution(logits: NDArray[np.float32], sampling: Sampling, history: Seque
     return result
 
 
+def certain(token: int) -> Candidates:
+    """One token with probability 1."""
+    return np.array([token], np.int64), np.ones(1)
+
+
 class Sampler:
     """Draws one token after another from one seeded generator (PCG64)."""
 
@@ -104,15 +120,39 @@ class Sampler:
         self.sampling = sampling
         self._random = np.random.Generator(np.random.PCG64(sampling.seed))
 
+    def candidates(self, logits: NDArray[np.float32], history: Sequence[int]) -> Candidates:
+        return candidates(logits, self.sampling, history)
+
+    def uniform(self) -> float:
+        """From 0 to, and without, 1."""
+        return float(self._random.random())
+
+    def pick(self, among: Candidates) -> int:
+        """One of the candidates, by their probabilities."""
+        tokens, probabilities = among
+        at = int(np.searchsorted(np.cumsum(probabilities), self.uniform(), side="right"))
+        return int(tokens[min(at, len(tokens) - 1)])
+
     def draw(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         """The next token, from logits float32 [vocab] and all tokens before it."""
-        tokens, probabilities = candidates(logits, self.sampling, history)
-        at = int(np.searchsorted(np.cumsum(probabilities), self._random.random(), side="right"))
-        return int(tokens[min(at, len(tokens) - 1)])
+        return self.pick(self.candidates(logits, history))
+
+
+def _largest(scores: ArrayF64, k: int) -> float:
+    """The k-th largest."""
+    runs = len(scores) // RUN
+    if runs > k:
+        # At least k scores reach the k-th largest of the runs' maxima, so the k largest are among those that do.
+        maxima = scores[: runs * RUN].reshape(RUN, runs).max(axis=0)
+        scores = scores[scores >= np.partition(maxima, -k)[-k]]
+    return float(np.partition(scores, -k)[-k])
 
 
 def _softmax(scores: ArrayF64) -> ArrayF64:
-    weights = np.exp(scores - scores.max())
-    total = float(weights.sum())
+    """Of `scores`, which become the result."""
+    scores -= scores.max()
+    np.exp(scores, out=scores)
+    total = float(scores.sum())
     assert math.isfinite(total)
-    return np.asarray(weights / total)
+    scores /= total
+    return scores

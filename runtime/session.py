@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import InputError
+from edgeq.linear import Mode
 from edgeq.runtime.cache import KVCache
+from edgeq.runtime.requantize import Requantizer
 from edgeq.targets import Program
+from edgeq.targets.copies import InputSums, Weights
 from edgeq.targets.operations import Rows
 
 CHUNK_SECONDS = 0.4
@@ -27,10 +31,13 @@ Progress = Callable[[int, int], None]
 class Session:
     """Tokens run so far.  `tokens[i]` lies at position i of the cache; `logits` float32 [vocab] are those behind the last one.
 
-    Sessions of one model may be used from several threads: `turn` lets one run at a time.
+    Sessions of one model may be used from several threads: `turn` lets one run at a time.  With a `requantizer` prompts run
+    with the master weights, and what follows them with the copy that is made of them.
     """
 
-    def __init__(self, program: Program, vocab_size: int, context: int, turn: Lock) -> None:
+    def __init__(
+        self, program: Program, vocab_size: int, context: int, turn: Lock, requantizer: Requantizer | None = None
+    ) -> None:
         self.context = context
         self.tokens: list[int] = []
         self.logits: Logits | None = None
@@ -38,11 +45,17 @@ class Session:
         self._vocab_size = vocab_size
         self._cache = KVCache(program)
         self._turn = turn
+        self._requantizer = requantizer
 
     @property
     def left(self) -> int:
         """Positions still free."""
         return self.context - len(self.tokens)
+
+    @property
+    def most_logits(self) -> int:
+        """Rows whose logits one run can give."""
+        return self._program.options.max_logits
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits:
         """Run `tokens` behind those already here, in chunks; logits behind the last.
@@ -57,7 +70,8 @@ class Session:
             chunk = tokens[done : done + step]
             done += len(chunk)
             before = perf_counter()
-            logits = self._run(chunk, [len(chunk) - 1] if done == len(tokens) else [])
+            sums = self._requantizer.sums if self._requantizer else None
+            logits = run_together([Part(self, chunk, [len(chunk) - 1] if done == len(tokens) else [])], sums=sums)[0]
             rate = len(chunk) / (perf_counter() - before)
             step = max(1, min(most, max(LEAST_CHUNK, int(rate * CHUNK_SECONDS) // LEAST_CHUNK * LEAST_CHUNK)))
             if progress is not None:
@@ -67,7 +81,23 @@ class Session:
 
     def decode(self, token: int) -> Logits:
         """Run one token; logits behind it."""
-        return self.prefill([token])
+        self._check([token])
+        self.logits = self._run([token], [0])[0]
+        return self.logits
+
+    def requantize(self) -> float:
+        """Make the copy of the weights for what was read since, if it is time; the seconds that it took."""
+        return self._requantizer.update() if self._requantizer else 0.0
+
+    @property
+    def weights(self) -> Weights | None:
+        """The session's own copy of the weights; None: it uses the file's."""
+        return self._requantizer.weights if self._requantizer else None
+
+    @property
+    def requantized_tokens(self) -> int:
+        """Tokens read for that copy, 0 where there is none."""
+        return self._requantizer.tokens if self._requantizer and self._requantizer.weights else 0
 
     def all_logits(self, tokens: Sequence[int]) -> Iterator[Logits]:
         """Run `tokens` and give the logits behind each of them, in parts [n, vocab] of at most `max_logits` rows."""
@@ -87,17 +117,22 @@ class Session:
             self._cache.trim(length)
             del self.tokens[length:]
             self.logits = None
+            if self._requantizer and not length:
+                self._requantizer.begin()
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
         """Forget what differs from `tokens`; how many of them need not be run.
 
-        That is at most all but the last: its row has to run to give logits.
+        That is at most all but the last: its row has to run to give logits.  With a requantizer it is none where less than half
+        of what was read is kept: its sums cannot forget a part.
         """
         common = 0
         for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
             if ours != theirs:
                 break
             common += 1
+        if self._requantizer and not self._requantizer.keeps(common):
+            common = 0
         self.trim(common)
         return common
 
@@ -115,20 +150,47 @@ class Session:
             raise InputError(f"token {wrong} is not in the vocabulary of {self._vocab_size} tokens")
 
     def _run(self, tokens: Sequence[int], wanted: Sequence[int]) -> Logits:
-        """One run of the program; the cache grows only when it is done."""
-        self._cache.reserve(len(tokens))
-        slots = np.arange(len(self.tokens), len(self.tokens) + len(tokens), dtype=np.int32)
-        rows = Rows(
-            tokens=np.asarray(tokens, np.int32),
-            positions=slots,
-            slots=slots,
-            sessions=np.zeros(len(tokens), np.int32),
-            pages=[self._cache.pages],
-            logits=np.asarray(wanted, np.int32),
-        )
-        with self._turn:
-            # The next run, perhaps another session's, overwrites the program's own array.
-            logits = self._program.run(rows).copy()
-        self.tokens.extend(int(t) for t in tokens)
-        self._cache.trim(len(self.tokens))
-        return logits
+        return run_together([Part(self, tokens, wanted)])[0]
+
+
+class Part(NamedTuple):
+    """Tokens that a session runs in a run shared with others; `wanted`: those of them whose logits are."""
+
+    session: Session
+    tokens: Sequence[int]
+    wanted: Sequence[int]
+
+
+def run_together(parts: Sequence[Part], mode: Mode | None = None, sums: InputSums | None = None) -> list[Logits]:
+    """One run of the program for the rows of several sessions of one model; the logits wanted of each part, [n, vocab].
+
+    A session's part gives the same bits as if it ran alone.  The caches grow only when the run is done.  Sessions that have
+    weights of their own run one after another.  `sums`: run with the masters and add up what they read.
+    """
+    if sums is None:
+        for part in parts:
+            part.session.requantize()
+    if len({id(part.session.weights) for part in parts}) > 1:
+        return [run_together([part], mode, sums)[0] for part in parts]
+    for part in parts:
+        part.session._cache.reserve(len(part.tokens))
+    slots = [np.arange(len(s.tokens), len(s.tokens) + len(tokens), dtype=np.int32) for s, tokens, _ in parts]
+    starts = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
+    together = np.concatenate(slots)
+    rows = Rows(
+        tokens=np.concatenate([np.asarray(part.tokens, np.int32) for part in parts]),
+        positions=together,
+        slots=together,
+        sessions=np.repeat(np.arange(len(parts), dtype=np.int32), [len(part.tokens) for part in parts]),
+        pages=[part.session._cache.pages for part in parts],
+        logits=np.concatenate([np.asarray(p.wanted, np.int32) + start for p, start in zip(parts, starts, strict=True)]),
+    )
+    runner = parts[0].session
+    with runner._turn:
+        # The next run, perhaps another session's, overwrites the program's own array.
+        weights = runner.weights if sums is None else None
+        logits = runner._program.run(rows, mode, weights=weights, sums=sums).copy()
+    for session, tokens, _ in parts:
+        session.tokens.extend(int(t) for t in tokens)
+        session._cache.trim(len(session.tokens))
+    return np.split(logits, np.cumsum([len(part.wanted) for part in parts])[:-1])

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from edgeq import rope
 from edgeq.config import Rope
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.runtime import Measurement, Model, Sampling, rope
+from edgeq.runtime import Measurement, Model, Sampling
 
 PROMPT = "def main():"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

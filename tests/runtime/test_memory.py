@@ -8,6 +8,7 @@ import pytest
 
 from edgeq import meminfo
 from edgeq.errors import InputError, ResourceError
+from edgeq.linear import KvCodec
 from edgeq.runtime import Model, memory
 
 MIB = 1 << 20
@@ -47,19 +48,19 @@ def test_the_default_context_is_what_the_model_takes(model: Model) -> None:
 
 
 def test_the_default_context_shrinks_to_what_fits(model: Model, machine: Path, tiny_path: Path) -> None:
-    has(machine, fixed_bytes(model) + 3 * model.graph.page_bytes("f16") + 2048)
+    has(machine, fixed_bytes(model) + 3 * model.graph.page_bytes(KvCodec()) + 2048)
     assert Model.load(tiny_path, target="reference").context == 192
 
 
 def test_a_context_that_does_not_fit_names_the_largest_that_does(model: Model, machine: Path, tiny_path: Path) -> None:
-    has(machine, fixed_bytes(model) + 3 * model.graph.page_bytes("f16") + 2048)
+    has(machine, fixed_bytes(model) + 3 * model.graph.page_bytes(KvCodec()) + 2048)
     assert Model.load(tiny_path, target="reference", context=192).context == 192
     with pytest.raises(ResourceError, match="context of 193 .*largest context that fits is 192.*-c 192"):
         Model.load(tiny_path, target="reference", context=193)
 
 
 def test_an_int8_cache_fits_more(model: Model, machine: Path, tiny_path: Path) -> None:
-    has(machine, fixed_bytes(model) + 4 * model.graph.page_bytes("f16") + 2048)
+    has(machine, fixed_bytes(model) + 4 * model.graph.page_bytes(KvCodec()) + 2048)
     assert Model.load(tiny_path, target="reference").context == 256
     assert Model.load(tiny_path, target="reference", kv="int8").context == 448  # 36 bytes a head instead of 64
 
@@ -80,4 +81,4 @@ def test_buffers_count_rows_before_and_logits_after_the_selection(model: Model) 
     few = memory.buffer_bytes(model.graph, model.program.options)
     before = sum(model.graph.buffers[b] for b in ("x", "normed", "qkv", "attended", "gate_up", "inner"))
     after = sum(model.graph.buffers[b] for b in ("last", "last_normed", "logits"))
-    assert few == 4 * (256 * before + after)
+    assert few == 4 * (256 * before + 8 * after)

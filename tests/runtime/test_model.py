@@ -10,7 +10,7 @@ import pytest
 from edgeq.codec import Codec
 from edgeq.container import ModelFile
 from edgeq.layout import fused_shapes
-from edgeq.linear import ArrayRef, LinearSpec, Metadata, Weight
+from edgeq.linear import ArrayRef, KvCodec, LinearSpec, Metadata, Weight
 from edgeq.runtime.model import decoder
 from edgeq.targets.operations import Embed, Graph, Linear
 
@@ -60,4 +60,4 @@ def test_projections_stored_apart_lie_side_by_side(metadata: Metadata) -> None:
 
 
 def test_a_page_holds_64_positions_of_keys_and_values(metadata: Metadata) -> None:
-    assert decoder(metadata).page_bytes("f16") == 64 * metadata.config.kv_bytes_per_position()
+    assert decoder(metadata).page_bytes(KvCodec()) == 64 * metadata.bytes_per_token()["kv_per_position"]

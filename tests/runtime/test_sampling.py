@@ -7,7 +7,7 @@ import pytest
 
 from edgeq.errors import FormatError, InputError
 from edgeq.runtime import Sampling
-from edgeq.runtime.sampling import Sampler, distribution
+from edgeq.runtime.sampling import Sampler, candidates, distribution
 
 # Probabilities 0.4, 0.3, 0.2, 0.06, 0.04 at ids 2, 0, 4, 1, 3.
 PROBABILITIES = np.array([0.3, 0.06, 0.4, 0.04, 0.2])
@@ -138,3 +138,13 @@ def test_logits_that_are_not_finite_are_refused(bad: float) -> None:
 def test_values_out_of_range_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(InputError, match=name):
         Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_k_largest_of_a_large_vocabulary_are_found_with_all_their_equals() -> None:
+    random = np.random.default_rng(3)
+    for size, k in ((5000, 1), (5000, 77), (5000, 78), (4999, 40), (200, 3), (63, 62)):
+        for logits in (random.standard_normal(size), random.integers(0, 9, size), np.sort(random.standard_normal(size))):
+            scores = logits.astype(np.float32)
+            order = np.argsort(-scores.astype(np.float64), kind="stable")[:k]
+            tokens, _ = candidates(scores, Sampling(temperature=1.0, top_k=k), ())
+            assert np.array_equal(tokens, order)
