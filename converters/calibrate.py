@@ -1,12 +1,12 @@
-"""The unquantized model, one decoder layer at a time, through transformers' own modules.
+"""The model, one decoder layer at a time, in torch (decoder.py).
 
-Of the network only the layer at hand has weights; the rest stays on torch's meta device.  The inputs of a layer are the outputs
-of the unquantized layer before it, as in AWQ: errors of finished layers do not reach the statistics of later ones.
+Of the network only the layer at hand is in memory.  The inputs of a layer are the outputs of the layer before it, unquantized
+as in AWQ, or as it is stored as in GPTQ: that is the method's to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from edgeq.config import ModelConfig
 from edgeq.converters.checkpoint import Checkpoint
-from edgeq.converters.families import EMBEDDING, Family
+from edgeq.converters.decoder import DecoderLayer, angles
+from edgeq.converters.families import EMBEDDING, POSITIONS, Family
+from edgeq.converters.rows import Tensors
+from edgeq.converters.text import ROW_TOKENS
 
 WholeReader = Callable[[str], NDArray[np.float32]]
 """Tensor name -> the whole tensor in float32."""
@@ -27,9 +30,10 @@ BATCH_ROWS = 4
 
 @dataclass
 class Observed:
-    """What the inspected modules of one unquantized decoder layer saw and gave, over all calibration rows.
+    """What the inspected modules of one decoder layer saw and gave, over all calibration rows.
 
-    inputs, outputs: module path -> float32 [rows, tokens, channels].  `attention` are the keyword arguments of self_attn.
+    inputs, outputs: module path -> float32 [rows, tokens, channels], of an expert [tokens, channels]; one that no token reached
+    is not there.  `attention` are the keyword arguments of self_attn.
     """
 
     attention: dict[str, Any]
@@ -47,48 +51,44 @@ class BlockForward:
     """Holds the hidden states that enter the next decoder layer: float32 [rows, tokens, hidden]."""
 
     def __init__(
-        self, checkpoint: Checkpoint, family: Family, config: ModelConfig, tokens: Tensor, weights: WholeReader | None = None
+        self, checkpoint: Checkpoint, family: Family, config: ModelConfig, tokens: Tensor, tensors: Tensors | None = None
     ) -> None:
-        """`weights`: where those of the layers come from; None: the checkpoint."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        self._checkpoint, self._family, self._config = checkpoint, family, config
-        self._weights = weights or checkpoint.whole
-        settings = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
-        settings._attn_implementation = "sdpa"
-        auto: Any = AutoModelForCausalLM
-        with torch.device("meta"):
-            self._model: Any = auto.from_config(settings).eval().float()
-        rotary = type(self._model.model.rotary_emb)(settings)
-        positions = torch.arange(tokens.shape[1])[None]
-        self._rope = rotary(torch.zeros(1), positions)
+        """`tensors`: those of the model; None: the checkpoint's own."""
+        self._family, self._config = family, config
+        self._tensors: Tensors = tensors or checkpoint
+        ropes = [rope for rope in (config.rope, config.local_rope) if rope]
+        self._angles = {rope: angles(rope, config.head_dim, tokens.shape[1]) for rope in ropes}
         self.hidden = self._embed(tokens)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Only the rows of the embedding that occur are read."""
         unique, inverse = torch.unique(tokens, return_inverse=True)
-        rows = [torch.from_numpy(self._checkpoint.rows(EMBEDDING, int(i), int(i) + 1)) for i in unique]
-        return torch.cat(rows)[inverse]
+        rows = [torch.from_numpy(self._tensors.rows(EMBEDDING, int(i), int(i) + 1)) for i in unique]
+        x = torch.cat(rows)[inverse] * self._config.embedding_multiplier
+        if self._config.rope.kind == "learned":
+            x = x + torch.from_numpy(self._tensors.rows(POSITIONS, 0, tokens.shape[1]))
+        return x
 
     def attention_arguments(self, layer: int) -> dict[str, Any]:
         """Rotary tables and the mask: causal, and only the last `window` positions where the layer has a window."""
         length, window = self.hidden.shape[1], self._config.window(layer)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None]
         mask = (distance >= 0) & (distance < window if window else True)
-        return {"position_embeddings": self._rope, "attention_mask": mask[None, None]}
+        return {"position_embeddings": self._angles[self._config.layer_rope(layer)], "attention_mask": mask[None, None]}
 
-    def load(self, index: int) -> nn.Module:
-        """Decoder layer `index` with its weights in float32."""
-        layer: nn.Module = self._model.model.layers[index]
-        names = self._family.layer_tensors(index)
+    def load(self, index: int, read: WholeReader | None = None) -> nn.Module:
+        """Decoder layer `index` with its weights in float32; `read`: where they come from, None: the model's."""
+        with torch.device("meta"):
+            layer = DecoderLayer(self._config, self._family.row.biases)
+        names, read = self._family.layer_tensors(index), read or self._tensors.whole
         prefix = f"model.layers.{index}."
-        state = {name.removeprefix(prefix): torch.from_numpy(self._weights(name)) for name in names.values()}
+        state = {name.removeprefix(prefix): torch.from_numpy(read(name)) for name in names.values()}
         layer.load_state_dict(state, strict=True, assign=True)
-        return layer.requires_grad_(False)
+        return layer.requires_grad_(False).eval()
 
     @torch.no_grad()
     def advance(self, index: int, layer: nn.Module, inspected: tuple[str, ...] = ()) -> Observed:
-        """Run the unquantized layer: its outputs become the next layer's inputs; `inspected` modules are observed meanwhile."""
+        """Run the layer as it is: its outputs become the next layer's inputs; `inspected` modules are observed meanwhile."""
         observed = Observed(self.attention_arguments(index))
         seen: dict[str, list[Tensor]] = {path: [] for path in inspected}
         given: dict[str, list[Tensor]] = {path: [] for path in inspected}
@@ -101,8 +101,19 @@ class BlockForward:
             hook.remove()
         self.hidden = torch.cat(batches)
         for path in inspected:
-            observed.inputs[path], observed.outputs[path] = torch.cat(seen.pop(path)), torch.cat(given.pop(path))
+            if seen[path]:
+                observed.inputs[path], observed.outputs[path] = torch.cat(seen.pop(path)), torch.cat(given.pop(path))
         return observed
+
+    @torch.no_grad()
+    def watch(self, index: int, layer: nn.Module, hear: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Run the layer without going on: module path -> hears every batch of that module's inputs [rows, tokens, channels]."""
+        hooks = [layer.get_submodule(path).register_forward_hook(_hearer(f), with_kwargs=True) for path, f in hear.items()]
+        arguments = self.attention_arguments(index)
+        for batch in _batches(self.hidden):
+            layer(batch, **arguments)
+        for hook in hooks:
+            hook.remove()
 
     def unload(self, layer: nn.Module) -> None:
         layer.to("meta")
@@ -116,8 +127,16 @@ def _observer(seen: list[Tensor], given: list[Tensor]) -> Callable[..., None]:
     return observe
 
 
+def _hearer(hear: Callable[[Tensor], None]) -> Callable[..., None]:
+    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        hear(args[0] if args else kwargs["hidden_states"])
+
+    return observe
+
+
 def _batches(x: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(x, BATCH_ROWS)
+    """Rows of tokens, or tokens of an expert, in portions."""
+    return torch.split(x, BATCH_ROWS if x.dim() == 3 else BATCH_ROWS * ROW_TOKENS)
 
 
 def _first(output: Any) -> Tensor:

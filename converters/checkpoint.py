@@ -37,12 +37,33 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `offset` bytes from the start of the file `shard`; `dtype` as safetensors spells it."""
+    """Where a tensor lies: `offset` bytes from the start of the file `shard`; `dtype` as safetensors spells it.
+
+    added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
+    """
 
     shard: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    added: float = 0.0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor that a checkpoint has under another name, as rows of a larger one, or less a constant.
+
+    name    of the stored tensor, whose shape is `stored`
+    shape   of the tensor meant: it begins at row `row` of the stored one, whose leading dimensions are taken as one
+    added   a constant that is not in the stored values
+    """
+
+    name: str
+    stored: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: int = 0
+    added: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +120,33 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder / shard}: lacks {missing[0]}, which {INDEX} promises; download it again")
             self.tensors.update({name: found[name] for name in names or found})
 
+    def arrange(self, sources: Mapping[str, Source]) -> None:
+        """From now on `tensors` has those of `sources` under the names given, instead of what they are made of.
+
+        CheckpointError: a source is missing or has another shape.
+        """
+        arranged: dict[str, StoredTensor] = {}
+        for name, source in sources.items():
+            tensor = self.tensors.get(source.name)
+            if tensor is None:
+                raise CheckpointError(
+                    f"{self.folder}: tensor {source.name} is missing; the checkpoint is incomplete or of another kind"
+                )
+            if tensor.shape != source.stored:
+                raise CheckpointError(
+                    f"{self.folder}: {source.name} has the shape {tensor.shape}; config.json says {source.stored}"
+                )
+            skipped = source.row * math.prod(source.shape[1:]) * SIZES[tensor.dtype]
+            arranged[name] = StoredTensor(
+                tensor.shard, tensor.dtype, source.shape, tensor.offset + skipped, source.added, source.name
+            )
+        used = {source.name for source in sources.values()}
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in used}
+        twice = sorted(set(rest) & set(arranged))
+        if twice:
+            raise CheckpointError(f"{self.folder}: has both {twice[0]} and {sources[twice[0]].name}; one of them is too many")
+        self.tensors = rest | arranged
+
     def _shards(self) -> dict[str, list[str] | None]:
         """Shard file -> the tensors it must have; None: whatever it has."""
         if (self.folder / SINGLE).exists():
@@ -130,19 +178,20 @@ class Checkpoint:
         return shards
 
     def dtype(self, name: str) -> str:
-        """How a weight is stored: "f32", "f16" or "bf16"."""
-        dtype = self.tensors[name].dtype
-        if dtype not in FLOATS:
-            raise CheckpointError(f"{name} is stored as {dtype}; supported: {', '.join(FLOATS)}")
-        return FLOATS[dtype]
+        """How a weight is to be kept: as it is stored, "f32", "f16" or "bf16", or f32 where something is added to it."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in FLOATS:
+            raise CheckpointError(f"{tensor.name or name} is stored as {tensor.dtype}; supported: {', '.join(FLOATS)}")
+        return "f32" if tensor.added else FLOATS[tensor.dtype]
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start...stop of a tensor as float32 [stop - start, ...]; a vector is a tensor of one-element rows.
 
         CheckpointError: NaN or infinity in them, or the shard is no longer what its header said.
         """
-        tensor, dtype = self.tensors[name], self.dtype(name)
-        row = math.prod(tensor.shape[1:])
+        self.dtype(name)
+        tensor = self.tensors[name]
+        name, dtype, row = tensor.name or name, FLOATS[tensor.dtype], math.prod(tensor.shape[1:])
         stored = np.dtype({"f32": "<f4", "f16": "<f2", "bf16": "<u2"}[dtype])
         path, count = self.folder / tensor.shard, (stop - start) * row
         raw = np.fromfile(path, stored, count, offset=tensor.offset + start * row * stored.itemsize)
@@ -152,7 +201,7 @@ class Checkpoint:
         values: NDArray[np.float32] = from_bf16(raw) if dtype == "bf16" else raw.astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{name} has NaN or infinite values; the checkpoint is damaged or its training diverged")
-        return values
+        return values + np.float32(tensor.added) if tensor.added else values
 
     def whole(self, name: str) -> NDArray[np.float32]:
         """A whole tensor as float32: norm gains, biases, one layer of a calibration."""

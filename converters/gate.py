@@ -4,7 +4,7 @@ On a little of the calibration text the quantized layers, as they lie in the unf
 (a16), and with the inputs of every quantized layer rounded to 8 bits as a target does (a8).  Behind the last layer
 
     head    is the smallest of 4, 6 and 8 bits whose mean KL divergence from the unrounded head stays under MAX_HEAD_KL
-    mode    is a8 if it raises the perplexity by no more than MAX_A8_RISE
+    mode    is a8 if it raises the perplexity by no more than MAX_A8_RISE; not measured where the method or the options say it
 
 Neither can be known without text that the model was trained for; then the head has 8 bits and the mode is a16.
 """
@@ -12,9 +12,8 @@ Neither can be known without text that the model was trained for; then the head 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -25,9 +24,12 @@ from edgeq.codec import Codec
 from edgeq.config import ModelConfig
 from edgeq.converters.calibrate import BlockForward, WholeReader
 from edgeq.converters.checkpoint import Checkpoint
-from edgeq.converters.families import EMBEDDING, HEAD, NORM, Family
+from edgeq.converters.decoder import Norm, quantized_linears
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
+from edgeq.converters.method import Method
+from edgeq.converters.options import HeadBits
 from edgeq.converters.quantizer import fake
-from edgeq.converters.storage import RowReader, slabs
+from edgeq.converters.rows import RowReader, Tensors, slabs
 from edgeq.linear import Mode
 
 MAX_HEAD_KL = 0.005
@@ -35,7 +37,6 @@ MAX_A8_RISE = 0.003
 ROWS = 4
 """Calibration rows that are run, evenly spaced."""
 LARGEST_BLOCK = 128
-HeadBits = Literal[4, 6, 8, 16]
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,8 @@ def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
     def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (rounded_activations(args[0], size), *args[1:])
 
-    for module in layer.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(rounded)
+    for module in quantized_linears(layer).values():
+        module.register_forward_pre_hook(rounded)
 
 
 def rounded_activations(x: Tensor, size: int) -> Tensor:
@@ -88,42 +88,48 @@ def rounded_activations(x: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def decide(
+    method: Method,
     checkpoint: Checkpoint,
-    family: Family,
-    config: ModelConfig,
+    tensors: Tensors,
     tokens: Tensor,
     stored: WholeReader,
-    layers: Codec,
-    heads: dict[HeadBits, Codec | None],
+    heads: Mapping[HeadBits, Codec | None],
 ) -> Verdict:
     """Measure on a few rows of `tokens` [rows, length].
 
-    stored   tensors of decoder layers as the file has them;  layers: their codec
+    tensors  of the model;  stored: those of its decoder layers as the file has them
     heads    candidates, smallest first: bits -> codec, None for an unrounded head
     """
     tokens = tokens[:: -(-len(tokens) // ROWS)]
-    exact = BlockForward(checkpoint, family, config, tokens, stored)
-    rounded = BlockForward(checkpoint, family, config, tokens, stored)
-    for index in range(config.num_hidden_layers):
-        layer = exact.load(index)
-        exact.advance(index, layer)
-        exact.unload(layer)
-        layer = rounded.load(index)
-        quantize_inputs(layer, layers)
-        rounded.advance(index, layer)
-        rounded.unload(layer)
-    gain = torch.from_numpy(checkpoint.whole(NORM))
-    inputs = [_normalized(forward.hidden, gain, config.rms_norm_eps) for forward in (exact, rounded)]
-    kl, rise = _measure(_head_slabs(checkpoint.rows, config), inputs, tokens[:, 1:].reshape(-1), heads)
+    config = method.stored_config
+    exact = _hidden(method, checkpoint, tensors, tokens, stored, None)
+    rounded = exact if method.mode else _hidden(method, checkpoint, tensors, tokens, stored, method.codec)
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
+    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    # Inputs of the head at every position that has a next token: [tokens, hidden].
+    inputs = [norm(hidden[:, :-1].flatten(0, 1)) for hidden in (exact, rounded)]
+    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, tokens[:, 1:].reshape(-1), heads)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
-    measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}, "a8_nll_rise": rise[head]}
-    return Verdict(head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured)
+    measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
+    if method.mode:
+        return Verdict(head, method.mode, measured)
+    return Verdict(head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]})
 
 
-def _normalized(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Inputs of the head at every position that has a next token: [tokens, hidden]."""
-    x = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+def _hidden(
+    method: Method, checkpoint: Checkpoint, tensors: Tensors, tokens: Tensor, stored: WholeReader, rounded: Codec | None
+) -> Tensor:
+    """What leaves the last layer as stored, [rows, length, hidden]; `rounded`: inputs as targets round them for this codec."""
+    forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
+    for index in range(method.config.num_hidden_layers):
+        layer = forward.load(index, stored)
+        method.install(index, layer)
+        if rounded:
+            quantize_inputs(layer, rounded)
+        forward.advance(index, layer)
+        forward.unload(layer)
+    return forward.hidden
 
 
 def _head_slabs(read: RowReader, config: ModelConfig) -> Iterator[NDArray[np.float32]]:
@@ -132,7 +138,7 @@ def _head_slabs(read: RowReader, config: ModelConfig) -> Iterator[NDArray[np.flo
 
 
 def _measure(
-    head: Iterator[NDArray[np.float32]], inputs: list[Tensor], targets: Tensor, heads: dict[HeadBits, Codec | None]
+    head: Iterator[NDArray[np.float32]], inputs: list[Tensor], targets: Tensor, heads: Mapping[HeadBits, Codec | None]
 ) -> tuple[dict[HeadBits, float], dict[HeadBits, float]]:
     """Per candidate: mean KL from the unrounded head, and mean rise of the negative log-likelihood from a16 to a8.
 

@@ -2,13 +2,19 @@
 
 The journal holds the segments already safe on the disk and a fingerprint of everything the result depends on.  It is replaced
 atomically, after the segments it names have been synced; so at any moment the two files describe a state that can be resumed.
+What a method found out about the whole model before its first layer is kept in `OUT.edgeq.partial.npz`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zipfile
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgeq.errors import InputError, ResourceError
 from edgeq.metadata import Segment
@@ -53,6 +59,29 @@ class Journal:
             return []
         return segments
 
+    def study(self) -> dict[str, NDArray[Any]] | None:
+        """What `keep` kept for the conversion that goes on; None where there is nothing, or it is damaged."""
+        try:
+            with np.load(self._study_path, allow_pickle=False) as kept:
+                return dict(kept) if self.path.exists() else None
+        except (OSError, ValueError, zipfile.BadZipFile):
+            return None
+
+    def keep(self, study: dict[str, NDArray[Any]], segments: list[Segment]) -> None:
+        """Keep `study` for a run that goes on from `segments`, none as yet."""
+        try:
+            with open(self._study_path, "wb") as file:
+                np.savez(file, **study)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._failed(self._study_path, error) from None
+        self.record(segments)
+
+    @property
+    def _study_path(self) -> Path:
+        return self.partial.with_name(self.partial.name + ".npz")
+
     def record(self, segments: list[Segment]) -> None:
         """Replace the journal; the segments are synced already."""
         state = {"fingerprint": self.fingerprint, "segments": [[s.offset, s.length, s.digest.hex()] for s in segments]}
@@ -64,10 +93,12 @@ class Journal:
                 os.fsync(file.fileno())
             os.replace(fresh, self.path)
         except OSError as error:
-            raise ResourceError(
-                f"{self.path}: cannot write it: {error.strerror}; free some space and run the same command again"
-            ) from None
+            raise self._failed(self.path, error) from None
 
     def remove(self) -> None:
+        self._study_path.unlink(missing_ok=True)
         self.path.with_name(self.path.name + ".new").unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
+
+    def _failed(self, path: Path, error: OSError) -> ResourceError:
+        return ResourceError(f"{path}: cannot write it: {error.strerror}; free some space and run the same command again")

@@ -6,29 +6,37 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from edgeq.container import ModelFile
-from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.calibrate import BlockForward, WholeReader
 from edgeq.converters.gate import Verdict, decide
 from edgeq.converters.journal import Journal
-from edgeq.converters.methods.awq import awq, inspected_modules
-from edgeq.converters.preflight import ConvertOptions, Plan, Step, preflight
-from edgeq.converters.storage import RowReader, write
+from edgeq.converters.linears import Delivery, LinearItem
+from edgeq.converters.method import Block, Study
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.preflight import Plan, Step, preflight
+from edgeq.converters.rows import RowReader, Tensors
+from edgeq.converters.storage import Deliver, write
 from edgeq.converters.stored import stored_tensors
 from edgeq.errors import InputError
 from edgeq.writer import Writer
 
-__all__ = ["ConvertOptions", "Plan", "Progress", "convert", "preflight"]
+__all__ = ["ConvertOptions", "Plan", "Progress", "Warn", "convert", "preflight"]
 
 Progress = Callable[[int, int, str, int, int], None]
 """Hears (step, steps, what is being done, bytes of the file done, bytes of the file in all) as the conversion goes on.
 
 Steps count from 0; verification is the last one.  After a resume the first call says where it goes on."""
+Warn = Callable[[str], None]
+"""Takes a line that a user should read; the conversion goes on."""
 
 
-def convert(source: str, output: Path, options: ConvertOptions, progress: Progress) -> ModelFile:
+def convert(
+    source: str, output: Path, options: ConvertOptions, progress: Progress, warn: Warn = lambda line: None
+) -> ModelFile:
     """The checkpoint `source` (folder or hub id) as the model file `output`, verified.
 
     Killed at any moment and called again with the same source and options, it goes on and ends in the same bytes.  An existing
@@ -44,7 +52,7 @@ def convert(source: str, output: Path, options: ConvertOptions, progress: Progre
     plan.check_disk(output, segments[-1].offset + segments[-1].length if segments else 0)
     writer = Writer(output, segments)
     try:
-        plan = _run(plan, writer, journal, progress)
+        plan = _Run(plan, writer, journal, progress, warn).finish()
         file = writer.finish(plan.metadata())
     finally:
         writer.close()
@@ -54,80 +62,111 @@ def convert(source: str, output: Path, options: ConvertOptions, progress: Progre
     return file
 
 
-def _run(plan: Plan, writer: Writer, journal: Journal, progress: Progress) -> Plan:
-    """Write what the journal does not have yet; returns the plan with what was measured on the way."""
-    steps, size = plan.steps, plan.contents.nbytes
-    done = sum(segment.length for segment in writer.segments)
-    skip, left = 0, len(writer.segments)
-    while left > 0:
-        left -= sum(len(item.nbytes) for item in steps[skip].items)
-        skip += 1
+class _Run:
+    """Writes what the journal does not have yet."""
 
-    def run(index: int, step: Step, read: RowReader) -> None:
-        def written(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            progress(index, len(steps) + 1, step.label, done, size)
+    def __init__(self, plan: Plan, writer: Writer, journal: Journal, progress: Progress, warn: Warn) -> None:
+        self.plan, self.method, self.writer, self.journal = plan, plan.method, writer, journal
+        self.progress, self.warn = progress, warn
+        self.done = sum(segment.length for segment in writer.segments)
+        self.skip, left = 0, len(writer.segments)
+        while left > 0:
+            left -= sum(len(item.nbytes) for item in plan.steps[self.skip].items)
+            self.skip += 1
 
-        progress(index, len(steps) + 1, step.label, done, size)
-        for item in step.items:
-            write(writer, item, read, written)
-        journal.record(writer.sync())
-
-    last = len(steps) - 1
-    if plan.options.method == "awq" and skip < last:
-        _run_awq(plan, skip, run)
-    else:
-        for index in range(skip, last):
-            run(index, steps[index], plan.checkpoint.rows)
-    if plan.calibration is not None:
-        progress(last, len(steps) + 1, "measure", done, size)
-        plan = plan.decided(_measure(plan, writer))
-    if skip <= last:
-        run(last, plan.steps[last], plan.checkpoint.rows)
-    return plan
-
-
-def _run_awq(plan: Plan, skip: int, run: Callable[[int, Step, RowReader], None]) -> None:
-    """All steps but the last.  Layers written by an earlier run are only run: their outputs are the inputs of the next."""
-    assert plan.calibration is not None
-    blocks: BlockForward | None = None
-    for index, step in enumerate(plan.steps[:-1]):
-        if step.layer is None:
-            if index >= skip:
-                run(index, step, plan.checkpoint.rows)
-            continue
-        blocks = blocks or BlockForward(plan.checkpoint, plan.family, plan.config, plan.calibration.rows)
-        layer = blocks.load(step.layer)
-        if index < skip:
-            blocks.advance(step.layer, layer)
+    def finish(self) -> Plan:
+        """Returns the plan with what was measured on the way."""
+        steps, last = self.plan.steps, len(self.plan.steps) - 1
+        tensors = self.method.tensors(self.plan.checkpoint, self._study())
+        if self.method.calibrates:
+            self._calibrated(tensors)
         else:
-            _prepare(plan, blocks, step.layer, layer)
-            run(index, step, _layer_reader(plan, step.layer, layer))
-        blocks.unload(layer)
+            for index in range(self.skip, last):
+                self._write(index, steps[index], tensors.rows, self._deliver(tensors.rows, {}))
+        if self.plan.calibration is not None:
+            self._report(last, "measure")
+            self.plan = self.plan.decided(self._measure(tensors))
+        if self.skip <= last:
+            # The head is rounded as it is: a method's parts are those of decoder layers.
+            self._write(last, self.plan.steps[last], tensors.rows, lambda item: Delivery(tensors.rows))
+        return self.plan
+
+    def _study(self) -> Study:
+        """The method's statistics of the whole model: from the journal, or made now and kept there."""
+        if not self.method.studies:
+            return {}
+        found = self.journal.study()
+        if found is None:
+            with torch.no_grad():
+                layers = self.method.config.num_hidden_layers
+                found = self.method.study(
+                    self._forward(self.plan.checkpoint), lambda i: self._report(0, f"statistics of layer {i + 1} of {layers}")
+                )
+            self.journal.keep(found, self.writer.sync())
+        return found
+
+    def _forward(self, tensors: Tensors) -> BlockForward:
+        assert self.plan.calibration is not None
+        return BlockForward(self.plan.checkpoint, self.method.family, self.method.config, self.plan.calibration.rows, tensors)
+
+    def _calibrated(self, tensors: Tensors) -> None:
+        """All steps but the last.  Layers written by an earlier run are only run: their outputs are the inputs of the next."""
+        blocks: BlockForward | None = None
+        for index, step in enumerate(self.plan.steps[:-1]):
+            if step.layer is None:
+                if index >= self.skip:
+                    self._write(index, step, tensors.rows, self._deliver(tensors.rows, {}))
+                continue
+            blocks = blocks or self._forward(tensors)
+            self._report(index, step.label)
+            finished = index < self.skip
+            layer = blocks.load(step.layer, self._stored() if finished and self.method.propagates else None)
+            self.method.install(step.layer, layer)
+            if finished:
+                blocks.advance(step.layer, layer)
+            else:
+                linears = tuple(item for item in step.items if isinstance(item, LinearItem))
+                read = _layer_reader(step.layer, layer, tensors.rows)
+                with torch.no_grad():
+                    deliveries = self.method.prepare(Block(step.layer, layer, linears, read, blocks, self.warn))
+                self._write(index, step, read, self._deliver(read, deliveries))
+            blocks.unload(layer)
+
+    def _deliver(self, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
+        return lambda item: deliveries.get(item.name) or self.method.deliver(item, read)
+
+    def _stored(self) -> WholeReader:
+        """Tensors of the layers already written."""
+        items = [item for step in self.plan.steps for item in step.items]
+        return stored_tensors(self.writer.partial, self.writer.segments, items)
+
+    def _measure(self, tensors: Tensors) -> Verdict:
+        """What the head and the mode should be, from the layers already written."""
+        assert self.plan.calibration is not None
+        rows = self.plan.calibration.rows
+        return decide(self.method, self.plan.checkpoint, tensors, rows, self._stored(), self.plan.heads())
+
+    def _write(self, index: int, step: Step, read: RowReader, deliver: Deliver) -> None:
+        def written(nbytes: int) -> None:
+            self.done += nbytes
+            self._report(index, step.label)
+
+        self._report(index, step.label)
+        for item in step.items:
+            write(self.writer, item, read, deliver, written)
+        self.journal.record(self.writer.sync())
+
+    def _report(self, index: int, label: str) -> None:
+        self.progress(index, len(self.plan.steps) + 1, label, self.done, self.plan.contents.nbytes)
 
 
-def _measure(plan: Plan, writer: Writer) -> Verdict:
-    """What the head and the mode should be, from the layers already written."""
-    assert plan.calibration is not None
-    items = [item for step in plan.steps for item in step.items]
-    stored = stored_tensors(writer.partial, writer.segments, items)
-    return decide(plan.checkpoint, plan.family, plan.config, plan.calibration.rows, stored, plan.codec, plan.heads())
-
-
-def _prepare(plan: Plan, blocks: BlockForward, index: int, layer: nn.Module) -> None:
-    """Change `layer` for rounding; what was observed of it is let go on return, before the next layer's is collected."""
-    observed = blocks.advance(index, layer, inspected_modules())
-    awq(layer, plan.family.awq_mappings(plan.config), observed, plan.codec)
-
-
-def _layer_reader(plan: Plan, index: int, layer: nn.Module) -> RowReader:
-    """Rows of the tensors of a decoder layer as `layer` has them now."""
+def _layer_reader(index: int, layer: nn.Module, others: RowReader) -> RowReader:
+    """Rows of the tensors of a decoder layer as `layer` has them when asked; what is not in it comes from `others`."""
     prefix = f"model.layers.{index}."
-    state = layer.state_dict()
 
     def read(name: str, start: int, stop: int) -> NDArray[np.float32]:
-        rows: NDArray[np.float32] = state[name.removeprefix(prefix)][start:stop].numpy()
+        found = layer.state_dict().get(name.removeprefix(prefix))
+        rows: NDArray[np.float32] = others(name, start, stop) if found is None else found[start:stop].numpy()
         return rows
 
     return read

@@ -2,98 +2,44 @@
 
 `preflight` reads text files and tensor headers and refuses what cannot be converted; `edgeq.converters.plan` carries it out.
 
-Memory promise, beside Python and torch themselves (BASELINE): `none` and `rtn` hold one slab of rows of at most 64 MB in
-float32, working copies of it, and the scales of one matrix; `awq` holds four times one decoder layer in float32 and the
-calibration activations of one layer.
+Memory promise, beside Python and torch themselves (BASELINE): one slab of rows of at most 64 MB in float32, working copies of
+it, and the scales of one matrix; with calibration text also four times one decoder layer in float32 and the calibration
+activations of one layer; and what the method says it needs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import cast
 
 import edgeq
-from edgeq.codec import BITS, GROUP_SIZES, Codec, Kind
+from edgeq.codec import GROUP_SIZES, Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.container import DATA_OFFSET
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
-from edgeq.converters.families import DERIVED_SUFFIX, EMBEDDING, HEAD, NORM, Family, recognise
-from edgeq.converters.gate import HeadBits, Verdict
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS, Family, recognise
+from edgeq.converters.gate import Verdict
+from edgeq.converters.linears import LinearItem, Recipe
+from edgeq.converters.method import Method
 from edgeq.converters.methods import METHODS
-from edgeq.converters.quantizer import preset
-from edgeq.converters.storage import SLAB_BYTES, ArrayItem, BlobItem, Contents, Item, LinearItem
-from edgeq.converters.text import ROW_TOKENS, Calibration, calibration
+from edgeq.converters.options import HEADS, ConvertOptions, HeadBits
+from edgeq.converters.rows import SLAB_BYTES
+from edgeq.converters.storage import ArrayItem, BlobItem, Contents, Item
+from edgeq.converters.text import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.tokenizer import Text, read_text
 from edgeq.errors import CheckpointError, InputError, ResourceError, UnsupportedError
+from edgeq.layout import FLOAT_PARTS, layer_contents
 from edgeq.linear import Metadata
 from edgeq.meminfo import available_bytes
 
-Method = Literal["none", "rtn", "awq"]
 BASELINE = 500 << 20
 """Anonymous memory of Python, torch and transformers with their thread pools."""
-HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """How to convert; InputError where options do not go together.
-
-    bits          2 to 8
-    group_size    16, 32, 64, 128, or 0: one group per row
-    dtype         of the weights with method `none`; None: as stored
-    head          bits of the head; 16: as stored; None: measured where there is calibration text (gate.py), else 8
-    calibration   a UTF-8 text file; None: the built-in text for `awq`, none for `rtn`, which then measures nothing
-    device        name of the device profile the file is meant for, recorded in its provenance
-    restart       discard an interrupted conversion instead of going on with it
-    token, revision, offline   for hub ids, as in huggingface_hub
-    """
-
-    method: Method = "rtn"
-    bits: int = 4
-    group_size: int = 128
-    symmetric: bool = False
-    dtype: Literal["f32", "f16", "bf16"] | None = None
-    head: HeadBits | None = None
-    calibration: Path | None = None
-    device: str | None = None
-    restart: bool = False
-    token: str | None = None
-    revision: str | None = None
-    offline: bool = False
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise InputError(f"method {self.method!r} is not known; supported: {', '.join(METHODS)}")
-        if self.bits not in BITS:
-            raise InputError(f"{self.bits} bits are not supported; choose 2 to 8")
-        if self.group_size not in (0, *GROUP_SIZES):
-            raise InputError(
-                f"group size {self.group_size} is not supported; choose {', '.join(map(str, GROUP_SIZES))} or 0 (the row)"
-            )
-        if self.head not in (None, *HEADS):
-            raise InputError(f"a head of {self.head} bits is not supported; choose {', '.join(map(str, HEADS))}")
-        if self.dtype not in (None, "f32", "f16", "bf16"):
-            raise InputError(f"dtype {self.dtype!r} is not supported; choose f32, f16 or bf16")
-        if self.method == "none" and self.head is not None:
-            raise InputError(
-                "--head goes with a quantizing method; with --method none the head is stored like the other weights"
-            )
-        if self.method != "none" and self.dtype is not None:
-            raise InputError(
-                "--dtype goes with --method none; a quantized file keeps the checkpoint's type for what stays floating"
-            )
-        if self.method == "none" and self.calibration is not None:
-            raise InputError("--calibration goes with a quantizing method; --method none needs no text")
-
-    def lasting(self) -> dict[str, object]:
-        """The options that decide what is in the file."""
-        passing = ("calibration", "restart", "token", "offline")
-        return {key: value for key, value in asdict(self).items() if key not in passing and value is not None}
 
 
 @dataclass(frozen=True)
@@ -109,8 +55,7 @@ class Step:
 class Plan:
     options: ConvertOptions
     checkpoint: Checkpoint
-    family: Family
-    config: ModelConfig
+    method: Method
     text: Text
     calibration: Calibration | None
     steps: tuple[Step, ...]
@@ -120,20 +65,16 @@ class Plan:
     def contents(self) -> Contents:
         return Contents.of([item for step in self.steps for item in step.items])
 
-    @property
-    def codec(self) -> Codec:
-        return Codec("int", self.options.bits, self.options.group_size, self.options.symmetric)
-
     def heads(self) -> dict[HeadBits, Codec | None]:
         """The codecs among which the head's is chosen: one, where the options say it."""
         candidates: tuple[HeadBits, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
-        return {bits: head_codec(bits, self.config.hidden_size) for bits in candidates}
+        return {bits: head_codec(bits, self.method.config.hidden_size) for bits in candidates}
 
     def decided(self, verdict: Verdict) -> Plan:
         """This plan with what was measured; only its last step can change."""
         options = replace(self.options, head=verdict.head)
-        steps = _steps(self.checkpoint, self.family, self.config, self.text, options)
-        return replace(self, options=options, steps=steps, verdict=verdict)
+        method = type(self.method)(options, self.method.family, self.method.config)
+        return replace(self, options=options, steps=_steps(self.checkpoint, method, self.text), verdict=verdict)
 
     @property
     def output_bytes(self) -> int:
@@ -143,13 +84,16 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """The promise: anonymous memory that the conversion will not exceed."""
-        scales = max(sum(item.nbytes[1:]) for step in self.steps for item in step.items)
-        streaming = BASELINE + 6 * SLAB_BYTES + scales
+        scales = max(item.scale_bytes for step in self.steps for item in step.items if isinstance(item, LinearItem))
+        tokens = 0 if self.calibration is None else self.calibration.rows.numel()
+        streaming = BASELINE + 6 * SLAB_BYTES + scales + self.method.memory_bytes(tokens)
         if self.calibration is None:
             return streaming
-        c = self.config
-        layer = 4 * (c.hidden_size * (2 * c.query_size + 2 * c.kv_size) + 3 * c.hidden_size * c.intermediate_size)
-        activations = 4 * self.calibration.rows.numel() * (8 * c.hidden_size + c.query_size + 2 * c.intermediate_size)
+        c = self.method.config
+        layer = 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+        mlps = c.num_experts_per_tok + bool(c.shared_expert_intermediate_size)
+        inner = max(c.num_experts_per_tok, 1) * c.intermediate_size + c.shared_expert_intermediate_size
+        activations = 4 * tokens * ((8 + 3 * mlps) * c.hidden_size + c.query_size + 2 * inner)
         return streaming + 4 * layer + activations
 
     def metadata(self) -> Metadata:
@@ -168,17 +112,19 @@ class Plan:
             },
             "edgeq": edgeq.__version__,
             "measured": self.verdict.measured if self.verdict else None,
-            "quantizer": None if self.options.method == "none" else preset(self.codec),
+            "quantizer": None if self.options.bits is None else self.method.preset.title(self.method.codec),
+            **({"details": self.method.details} if self.method.details else {}),
         }
         contents = self.contents
         return Metadata(
-            config=self.config,
+            config=self.method.stored_config,
             generation=self.text.generation,
             provenance=provenance,
-            default_mode=self.verdict.mode if self.verdict else "a16",
+            default_mode=self.verdict.mode if self.verdict else self.method.mode or "a16",
             linears=contents.linears,
             arrays=contents.arrays,
             blobs=contents.blobs,
+            kv=self.method.kv,
         )
 
     def fingerprint(self) -> dict[str, object]:
@@ -216,12 +162,12 @@ def preflight(source: str, options: ConvertOptions) -> Plan:
     checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline))
     family, config = recognise(checkpoint.config)
     text = read_text(checkpoint, config.vocab_size)
-    length = min(ROW_TOKENS, config.max_position_embeddings)
-    measured = options.method == "awq" or options.calibration is not None
-    rows = calibration(options.calibration, text, length) if measured else None
+    method = METHODS[options.method](options, family, config)
+    rows = _calibration(method, text)
     checkpoint.open_weights()
+    checkpoint.arrange(family.sources())
     _check_tensors(checkpoint, family, config)
-    plan = Plan(options, checkpoint, family, config, text, rows, _steps(checkpoint, family, config, text, options))
+    plan = Plan(options, checkpoint, method, text, rows, _steps(checkpoint, method, text))
     available = available_bytes()
     if plan.memory_bytes > available:
         raise ResourceError(
@@ -229,6 +175,19 @@ def preflight(source: str, options: ConvertOptions) -> Plan:
             + ("--method rtn without --calibration needs less" if rows else "close other programs or use a larger machine")
         )
     return plan
+
+
+def _calibration(method: Method, text: Text) -> Calibration | None:
+    """The calibration text, where the method or the options want one."""
+    options, longest = method.options, method.config.max_position_embeddings
+    if not (method.calibrates or method.studies or options.calibration):
+        if options.calibration_rows or options.calibration_length:
+            raise InputError(f"--method {options.method} reads no calibration text unless --calibration names one")
+        return None
+    if (options.calibration_length or 0) > longest:
+        raise InputError(f"--calibration-length {options.calibration_length}: this model takes at most {longest} tokens")
+    length = options.calibration_length or min(ROW_TOKENS, longest)
+    return calibration(options.calibration, text, length, options.calibration_rows or MAX_ROWS)
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
@@ -244,7 +203,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) 
             raise CheckpointError(f"{checkpoint.folder}: {name} has the shape {found}; config.json says {shape}")
         checkpoint.dtype(name)
     # A tied model may carry its head a second time.
-    unknown = [n for n in checkpoint.tensors if n not in expected and n != HEAD and not n.endswith(DERIVED_SUFFIX)]
+    unknown = [n for n in checkpoint.tensors if n not in expected and n != HEAD and not n.endswith(family.row.derived)]
     if unknown:
         raise UnsupportedError(
             f"{checkpoint.folder}: tensor {min(unknown)} has no place in a {family.architecture}; "
@@ -252,61 +211,63 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) 
         )
 
 
-def _steps(
-    checkpoint: Checkpoint, family: Family, config: ModelConfig, text: Text, options: ConvertOptions
-) -> tuple[Step, ...]:
+def _steps(checkpoint: Checkpoint, method: Method, text: Text) -> tuple[Step, ...]:
     """In execution order: text and embedding, decoder layers, norm and head."""
+    family, config, stored_config = method.family, method.config, method.stored_config
     shapes = family.tensor_shapes(config)
-    quantized = options.method != "none"
-    codec = Codec("int", options.bits, options.group_size, options.symmetric) if quantized else None
+    tied, options = config.tie_word_embeddings, method.options
 
     def stored(*names: str) -> Kind:
         kinds = {checkpoint.dtype(name) for name in names}
         kind: Kind = "f32" if len(kinds) > 1 or "f32" in kinds else "f16" if "f16" in kinds else "bf16"
         return kind
 
-    def array(name: str, tensor: str, *, scaled: bool = False) -> ArrayItem:
-        small = len(shapes[tensor]) == 1
-        wanted = ("f32" if options.dtype == "f32" or scaled else None) if small else options.dtype
-        return ArrayItem(name, tensor, shapes[tensor], wanted or stored(tensor))
-
-    def linear(name: str, tensors: list[str], chosen: Codec | None, biases: list[str]) -> LinearItem:
-        columns = shapes[tensors[0]][1]
-        chosen = chosen or Codec(options.dtype or stored(*tensors))
-        try:
-            chosen.groups(columns)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{name}: {error}") from None
-        exact = options.dtype == "f32" or options.method == "awq"
-        bias_dtype = "f32" if exact or not biases else stored(*biases)
-        rows = tuple((tensor, shapes[tensor][0]) for tensor in tensors)
-        return LinearItem(name, rows, columns, chosen, tuple((b, shapes[b][0]) for b in biases), bias_dtype)
+    def array(name: str, part: str, tensor: str) -> ArrayItem:
+        return ArrayItem(name, tensor, shapes[tensor], method.dtype(part, stored(tensor)))
 
     def decoder_layer(index: int) -> Step:
         names, p = family.layer_tensors(index), f"layers.{index}."
-        absorbers = {m.absorber for m in family.awq_mappings(config)} if options.method == "awq" else set()
 
-        def fused(name: str, parts: tuple[str, ...]) -> LinearItem:
-            biases = [names[f"{part}.bias"] for part in parts if f"{part}.bias" in names]
-            return linear(p + name, [names[part] for part in parts], codec, biases)
+        def fused(part: str, parts: tuple[str, ...]) -> LinearItem:
+            tensors, name = [names[x] for x in parts], p + part
+            biases = [names[f"{x}.bias"] for x in parts if f"{x}.bias" in names]
+            columns = shapes[tensors[0]][1]
+            kind = stored(*tensors)
+            floats = part in FLOAT_PARTS
+            recipe = Recipe(Codec(cast(Kind, method.dtype(part, kind)))) if floats else method.recipe(name, columns, kind)
+            recipe.check(name, columns)
+            bias_dtype = method.dtype(f"{part}.bias", stored(*biases)) if biases else "f32"
+            rows = tuple((tensor, shapes[tensor][0]) for tensor in tensors)
+            return LinearItem(name, rows, columns, recipe, tuple((b, shapes[b][0]) for b in biases), bias_dtype)
 
-        def norm(part: str) -> ArrayItem:
-            return array(p + part, names[part], scaled=part in absorbers)
-
-        items: list[Item] = [norm("attention_norm"), fused("qkv", ("q", "k", "v"))]
-        items += [norm("q_norm"), norm("k_norm")] if family.qk_norm else []
-        items += [fused("o", ("o",)), norm("mlp_norm"), fused("gate_up", ("gate", "up")), fused("down", ("down",))]
+        items: list[Item] = []
+        for name, content in layer_contents(config, index).items():
+            part = name.removeprefix(p)
+            if part == "o":
+                items += [ArrayItem(extra, extra, shape, dtype) for extra, (dtype, shape) in method.extras(index).items()]
+            if isinstance(content, tuple):
+                items.append(array(name, part, names[part]))
+            else:
+                items.append(fused(part, tuple(x.removeprefix(p) for x in content)))
         return Step(f"layer {index + 1} of {config.num_hidden_layers}", tuple(items), index)
 
     first: list[Item] = [BlobItem(name, data) for name, data in text.blobs.items()]
-    if not config.tie_word_embeddings:
-        first.append(array("embedding", EMBEDDING))
-    table = EMBEDDING if config.tie_word_embeddings else HEAD
-    head = linear("head", [table], head_codec(options.head or 8, config.hidden_size) if quantized else None, [])
+    if not stored_config.tie_word_embeddings:
+        first.append(array("embedding", "embedding", EMBEDDING))
+    if config.rope.kind == "learned":
+        first.append(array("positions", "positions", POSITIONS))
+    table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
+    codec = None if options.bits is None else head_codec(options.head or 8, config.hidden_size)
+    activation = method.head_activation if codec else None
+    recipe = Recipe(codec or Codec(options.dtype or stored(EMBEDDING if tied else HEAD)), activation=activation)
+    head = LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe)
+    norms = [array("norm", "norm", NORM)]
+    if config.layer_norm:
+        norms.append(array("norm_bias", "norm_bias", NORM_BIAS))
     return (
         Step("text and embedding", tuple(first)),
         *(decoder_layer(i) for i in range(config.num_hidden_layers)),
-        Step("norm and head", (array("norm", NORM), head)),
+        Step("norm and head", (*norms, head)),
     )
 
 

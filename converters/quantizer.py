@@ -1,16 +1,24 @@
-"""The group-wise quantizer, in torch float32.
+"""The group-wise quantizer, in torch float32, and its named presets.
 
-Two presets (Lin et al. 2023, AWQ, arXiv 2306.00978; the ranges are those of its code, not of its Eq. 1), per group of a row:
+What papers call the same rounding differs in the range that the integers cover and in whether it holds 0.  Per group of a row,
+at b bits, with the name under which results are reported:
 
-    awq-asymmetric   scale = max(max - min, 1e-5) / (2^b - 1);  zero = clamp(-round(min / scale), 0, 2^b - 1)
-                     the range is not forced to contain 0: a group of only positive weights gets zero 0 and its top is clipped
-    awq-symmetric    scale = max(|w|max, 1e-5) / (2^(b-1) - 1); q in -2^(b-1) ... 2^(b-1) - 1, stored plus 2^(b-1)
+    awq-asymmetric    scale (max - min) / (2^b - 1), zero = clamp(-round(min / scale), 0, 2^b - 1); the range is not forced to
+                      contain 0: a group of only positive weights gets zero 0 and its top is clipped
+    gptq-asymmetric   the same over a range that has 0 in it (Frantar et al. 2022, arXiv 2210.17323)
+    awq-symmetric     scale max|w| / (2^(b-1) - 1); q in -2^(b-1) ... 2^(b-1) - 1, stored plus 2^(b-1)
+    gptq-symmetric    scale 2 max|w| / (2^b - 1), the same integers: the lowest is used, the largest weight is clipped a little
+    smoothquant       as awq-symmetric (Xiao et al. 2022, arXiv 2211.10438)
+    quarot            as awq-symmetric, over the range, of 1.00 ... 0.21 of the largest weight, with the least sum |error|^2.4
+                      (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
 
-Rounding is half to even.  The scale is rounded to f16 *before* q is computed, so what a search measured is what the file holds.
+Ranges are at least 1e-5 wide.  Rounding is half to even.  The scale is rounded to f16 *before* q is computed, so what a search
+measured is what the file holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +26,39 @@ from torch import Tensor
 
 from edgeq.codec import Codec
 from edgeq.errors import CheckpointError
+from edgeq.rounding import SMALLEST_RANGE
 
-# 1e-5 over the largest number of steps (255) still rounds to a nonzero f16, so no scale is ever 0.
-SMALLEST_RANGE = 1e-5
+SLAB_ROWS = 1024
+SEARCH_STEPS = 80
+SEARCH_POWER = 2.4
+SEARCH_ELEMENTS = 1 << 22
+"""Weights that the search holds several copies of."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How a range becomes a grid; `name` alone, where it serves symmetric and asymmetric codecs, is completed by `title`.
+
+    zero_inside   an asymmetric range is extended to contain 0
+    full_range    a symmetric scale is 2 max|w| / (2^b - 1) instead of max|w| / (2^(b-1) - 1)
+    search        the range is the part of the whole with the least sum |error|^2.4
+    """
+
+    name: str
+    zero_inside: bool = False
+    full_range: bool = False
+    search: bool = False
+
+    def title(self, codec: Codec) -> str:
+        if self.name not in ("awq", "gptq"):
+            return self.name
+        return f"{self.name}-{'symmetric' if codec.symmetric else 'asymmetric'}"
+
+
+AWQ = Preset("awq")
+GPTQ = Preset("gptq", zero_inside=True, full_range=True)
+SMOOTHQUANT = Preset("smoothquant")
+QUAROT = Preset("quarot", search=True)
 
 
 @dataclass(frozen=True)
@@ -31,47 +69,99 @@ class Quantized:
     scale: Tensor
     zero: Tensor | None
 
+    def slabs(self) -> Iterator[Quantized]:
+        """The same in slabs of rows, so that packing needs little beside it."""
+        for top in range(0, len(self.q), SLAB_ROWS):
+            rows = slice(top, top + SLAB_ROWS)
+            yield Quantized(self.q[rows], self.scale[rows], None if self.zero is None else self.zero[rows])
 
-def preset(codec: Codec) -> str:
-    """The name under which results of this quantizer are reported."""
-    return "awq-symmetric" if codec.symmetric else "awq-asymmetric"
+
+@dataclass(frozen=True)
+class Grid:
+    """Of every group: scale (already rounded to f16) and zero point, float32 [rows, groups]; integers are 0 ... 2^bits - 1."""
+
+    scale: Tensor
+    zero: Tensor
+    bits: int
+
+    def integers(self, groups: Tensor) -> Tensor:
+        """Weights [rows, groups, any] -> stored integers as float32."""
+        return groups.div(self.scale[..., None]).round_().add_(self.zero[..., None]).clamp_(0, (1 << self.bits) - 1)
+
+    def weights(self, integers: Tensor) -> Tensor:
+        """The inverse: what is read back, [rows, groups, any]."""
+        return (integers - self.zero[..., None]) * self.scale[..., None]
+
+    def stored(self, integers: Tensor, codec: Codec) -> Quantized:
+        """`integers` float32 [rows, columns] on this grid as the arrays of `codec`."""
+        return Quantized(
+            integers.to(torch.uint8), self.scale.half(), None if codec.symmetric else self.zero.to(torch.uint8)
+        )
 
 
-def quantize(weight: Tensor, codec: Codec, name: str) -> Quantized:
+def quantize(weight: Tensor, codec: Codec, name: str, preset: Preset = AWQ) -> Quantized:
     """Weight float32 [rows, columns] -> stored integers.  CheckpointError: a scale of tensor `name` overflows f16."""
-    groups = _grouped(weight, codec)
-    scale, zero = _grid(groups, codec)
-    if not torch.isfinite(scale).all():
-        raise CheckpointError(f"{name} has weights too large for a 16-bit scale at {codec.bits} bits; use --method none")
-    q = _round(groups, scale, zero, codec).to(torch.uint8).reshape(weight.shape)
-    return Quantized(q, scale.half(), None if codec.symmetric else zero.to(torch.uint8))
+    groups = grouped(weight, codec)
+    found = grid(groups, codec, preset, name)
+    return found.stored(found.integers(groups).reshape(weight.shape), codec)
 
 
-def fake(weight: Tensor, codec: Codec) -> Tensor:
+def fake(weight: Tensor, codec: Codec, preset: Preset = AWQ) -> Tensor:
     """Weight float32 [rows, columns] after a round trip through `codec`: bit for bit what edgeq.codec.dequantize gives."""
-    groups = _grouped(weight, codec)
-    scale, zero = _grid(groups, codec)
-    return ((_round(groups, scale, zero, codec) - zero[..., None]) * scale[..., None]).reshape(weight.shape)
+    groups = grouped(weight, codec)
+    found = _grid(groups, codec, preset)
+    return found.weights(found.integers(groups)).reshape(weight.shape)
 
 
-def _grouped(weight: Tensor, codec: Codec) -> Tensor:
+def grouped(weight: Tensor, codec: Codec) -> Tensor:
+    """[rows, columns] -> [rows, groups, group size]."""
     rows, columns = weight.shape
     count = codec.groups(columns)
     return weight.reshape(rows, count, columns // count)
 
 
-def _grid(groups: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-    """scale (already rounded to f16) and zero point, float32 [rows, groups]."""
+def grid(groups: Tensor, codec: Codec, preset: Preset, name: str) -> Grid:
+    """The grid of every group of weights [rows, groups, group size].
+
+    CheckpointError: a scale of tensor `name` overflows f16.
+    """
+    found = _grid(groups, codec, preset)
+    if not torch.isfinite(found.scale).all():
+        raise CheckpointError(f"{name} has weights too large for a 16-bit scale at {codec.bits} bits; use --method none")
+    return found
+
+
+def _grid(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
+    if not preset.search:
+        return _grid_of(groups, codec, preset, 1.0)
+    rows = max(1, SEARCH_ELEMENTS // groups[0].numel())
+    parts = [_searched(part, codec, preset) for part in torch.split(groups, rows)]
+    return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]), codec.bits)
+
+
+def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid:
+    """Over `share` of the range."""
     if codec.symmetric:
-        span = groups.abs().amax(-1).clamp(min=SMALLEST_RANGE)
-        scale = (span / ((1 << (codec.bits - 1)) - 1)).half().float()
-        return scale, torch.full_like(scale, codec.center)
+        span = groups.abs().amax(-1).mul(share).clamp(min=SMALLEST_RANGE)
+        steps = ((1 << codec.bits) - 1) / 2 if preset.full_range else (1 << (codec.bits - 1)) - 1
+        scale = (span / steps).half().float()
+        return Grid(scale, torch.full_like(scale, codec.center), codec.bits)
     top = (1 << codec.bits) - 1
     low, high = groups.aminmax(dim=-1)
+    if preset.zero_inside:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+    low, high = low * share, high * share
     scale = ((high - low).clamp(min=SMALLEST_RANGE) / top).half().float()
-    return scale, (-torch.round(low / scale)).clamp(0, top)
+    return Grid(scale, (-torch.round(low / scale)).clamp(0, top), codec.bits)
 
 
-def _round(groups: Tensor, scale: Tensor, zero: Tensor, codec: Codec) -> Tensor:
-    """Stored integers as float32 [rows, groups, group_size]."""
-    return groups.div(scale[..., None]).round_().add_(zero[..., None]).clamp_(0, (1 << codec.bits) - 1)
+def _searched(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
+    best = _grid_of(groups, codec, preset, 1.0)
+    least = torch.full(groups.shape[:2], float("inf"))
+    for i in range(SEARCH_STEPS):
+        found = _grid_of(groups, codec, preset, 1 - i / 100)
+        error = found.weights(found.integers(groups)).sub_(groups).abs_().pow_(SEARCH_POWER).sum(-1)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = Grid(torch.where(better, found.scale, best.scale), torch.where(better, found.zero, best.zero), codec.bits)
+    return best

@@ -11,13 +11,18 @@ from numpy.typing import NDArray
 
 from edgeq.codec import dequantize, from_bf16
 from edgeq.converters.calibrate import WholeReader
-from edgeq.converters.storage import ArrayItem, Item, LinearItem
-from edgeq.linear import DTYPES, ArrayRef
+from edgeq.converters.linears import LinearItem
+from edgeq.converters.storage import ArrayItem, Item
+from edgeq.linear import DTYPES, ArrayRef, Weight
 from edgeq.metadata import Segment
 
 
 def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -> WholeReader:
-    """Of `items`, written in this order from the first of `segments` on; those not yet written have no tensors."""
+    """Of `items`, written in this order from the first of `segments` on; those not yet written have no tensors.
+
+    Weights are as a module of the model takes them: columns in the matrix's own order and times the input scale, the low-rank
+    part added; a transform of the input is left to who runs them.
+    """
     data = np.memmap(path, np.uint8, "r")
     places: dict[str, tuple[Item, int, slice]] = {}
     first = 0
@@ -47,8 +52,23 @@ def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -
         spec = item.spec(segment)
         if spec.bias is not None and any(name == bias for bias, _ in item.biases):
             return np.array(array(spec.bias)[rows], np.float32)
-        weight = spec.weights[0]
+        return matrix(item, segment)[rows]
+
+    def weights(weight: Weight) -> NDArray[np.float32]:
         scale, zero = (None if ref is None else array(ref) for ref in (weight.scale, weight.zero))
-        return dequantize(weight.codec, weight.rows, weight.columns, array(weight.q), scale, zero)[rows]
+        return dequantize(weight.codec, weight.rows, weight.columns, array(weight.q), scale, zero)
+
+    def matrix(item: LinearItem, segment: int) -> NDArray[np.float32]:
+        spec = item.spec(segment)
+        blocks = [weights(weight) for weight in spec.weights]
+        found = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
+        if spec.input_scale:
+            found = found * array(spec.input_scale)
+        if item.recipe.order is not None:
+            behind, found = found, np.empty_like(found)
+            found[:, item.recipe.order] = behind
+        if spec.low_rank:
+            found = found + weights(spec.low_rank.b) @ weights(spec.low_rank.a)
+        return found
 
     return read

@@ -32,10 +32,10 @@ class Calibration:
     rows: torch.Tensor
 
 
-def calibration(path: Path | None, text: Text, length: int) -> Calibration:
+def calibration(path: Path | None, text: Text, length: int, most: int = MAX_ROWS) -> Calibration:
     """Rows of `length` tokens from a UTF-8 file or the built-in text: its documents one after another, cut, the rest dropped.
 
-    Of more rows than MAX_ROWS, evenly spaced ones.  InputError: it cannot be read, or is not enough for one row.
+    Of more rows than `most`, evenly spaced ones.  InputError: it cannot be read, or is not enough for one row.
     """
     source = BUILT_IN if path is None else path.name
     try:
@@ -52,7 +52,7 @@ def calibration(path: Path | None, text: Text, length: int) -> Calibration:
     rows = torch.tensor(tokens[: len(tokens) // length * length], dtype=torch.int64).view(-1, length)
     if not len(rows):
         raise InputError(f"calibration text {source}: {len(tokens)} tokens; at least {length} are needed")
-    count = min(MAX_ROWS, len(rows))
+    count = min(most, len(rows))
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     return Calibration(source, digest, rows[[i * len(rows) // count for i in range(count)]])
 

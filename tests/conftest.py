@@ -36,6 +36,20 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+PHI3_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+PHI3_LONG = {
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1 + 0.05 * i for i in range(16)],
+        "long_factor": [1 + 0.9 * i for i in range(16)],
+    },
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_mha": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama_gqa": ("Llama", {"tie_word_embeddings": True}),
@@ -43,7 +57,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"tie_word_embeddings": False, "sliding_window": 24}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 64}),
+    "phi3": ("Phi3", {"tie_word_embeddings": False, "rope_parameters": {**PHI3_ROPE, "partial_rotary_factor": 0.75}}),
+    "phi3_longrope": ("Phi3", {**PHI3_LONG, "num_key_value_heads": 4, "original_max_position_embeddings": 64}),
+    "phi3_shortrope": ("Phi3", {**PHI3_LONG, "original_max_position_embeddings": 256, "sliding_window": 24}),
+    "gemma3": (
+        "Gemma3",
+        {"num_hidden_layers": 3, "head_dim": 64, "query_pre_attn_scalar": 48, "sliding_window": 24}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": GEMMA3_ROPE},
+    ),
+    "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64, "norm_topk_prob": True},
+    ),
 }
+
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 Checkpoint = Callable[..., Path]
 
@@ -56,13 +90,17 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
     # Matrices of this size gain nothing from a second thread, and lose much when it spins beside another process.
     torch.set_num_threads(1)
     name, settings = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
+    settings = {**COMMON, **settings, **overrides}
+    if name == "OPT":
+        settings["init_std"] = settings.pop("initializer_range")
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = getattr(transformers, f"{name}ForCausalLM")(config)
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
-                parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+                # Gemma's weights are what its gains have above 1.
+                parameter.data = float(name != "Gemma3") + 0.3 * torch.randn_like(parameter)
             elif parameter_name.endswith("bias"):
                 parameter.data = 0.3 * torch.randn_like(parameter)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)

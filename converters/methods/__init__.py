@@ -1,7 +1,16 @@
-"""Quantization methods, one file each.
+"""Quantization methods, one file each: `edgeq.converters.method` says what a method is."""
 
-`rtn` rounds the rows it is given.  `awq` changes a decoder layer so that rounding it loses less; `rtn` rounds the result.
-"""
+from edgeq.converters.method import Method
+from edgeq.converters.methods.awq import Awq
+from edgeq.converters.methods.gptq import AwqGptq, Gptq
+from edgeq.converters.methods.none import Unquantized
+from edgeq.converters.methods.quarot import QuaRot
+from edgeq.converters.methods.resq import ResQ
+from edgeq.converters.methods.rtn import RoundToNearest
+from edgeq.converters.methods.smoothquant import SmoothQuant, SmoothQuantGptq
+from edgeq.converters.methods.ttq import Ttq
 
-METHODS = ("none", "rtn", "awq")
-"""none: the weights stay floating point."""
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (Unquantized, RoundToNearest, Awq, Gptq, AwqGptq, SmoothQuant, SmoothQuantGptq, Ttq, QuaRot, ResQ)
+}

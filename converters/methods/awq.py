@@ -12,15 +12,41 @@ from torch import Tensor, nn
 
 from edgeq.codec import Codec
 from edgeq.converters.calibrate import Observed
-from edgeq.converters.families import LINEARS, NORMS, ScaleMapping
-from edgeq.converters.quantizer import fake
+from edgeq.converters.decoder import quantized_linears
+from edgeq.converters.families import NORMS, ScaleMapping, linear_module
+from edgeq.converters.linears import Delivery
+from edgeq.converters.method import Block, Method
+from edgeq.converters.methods.rtn import RoundToNearest
+from edgeq.converters.quantizer import AWQ, Preset, fake
 
 GRID = 20
 CLIP_STEPS = 10
 CLIP_TOKENS = 512
 CLIP_ROWS = 256
 # Clipping queries or keys raises the error of their product.
-UNCLIPPED = ("q", "k")
+UNCLIPPED = ("q_proj", "k_proj")
+
+
+class Awq(Method):
+    """Scales and clipping; the layer so prepared is rounded to nearest."""
+
+    name = "awq"
+    defaults = RoundToNearest.defaults
+    calibrates = True
+
+    def dtype(self, part: str, stored: str) -> str:
+        return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
+
+    def prepare(self, block: Block) -> dict[str, Delivery]:
+        mappings = self.family.awq_mappings(self.config)
+        awq(block.module, mappings, observe(block, mappings), self.codec)
+        return {}
+
+
+def scaled_dtype(mappings: list[ScaleMapping], part: str, stored: str) -> str:
+    """Gains, biases and floats that a scale may have changed are stored exactly."""
+    scaled = part.removesuffix("_bias") in {x for m in mappings for x in (m.absorber, *m.followers)}
+    return "f32" if scaled or part.endswith(".bias") else stored
 
 
 @torch.no_grad()
@@ -29,48 +55,73 @@ def awq(layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, code
 
     `observed` comes from the unchanged layer.  All scales are searched on that layer, then applied, then ranges clipped.
     """
-    scales = {mapping: search_scale(layer, mapping, observed, codec) for mapping in mappings}
+    scales = search_and_apply(layer, mappings, observed, codec, AWQ)
+    divisors = {linear_module(part): scale for mapping, scale in scales.items() for part in mapping.consumers}
+    for path, linear in quantized_linears(layer).items():
+        if not path.endswith(UNCLIPPED) and _observed_at(path) in observed.inputs:
+            x = _strided(observed.inputs[_observed_at(path)])
+            clip(linear, x / divisors[path] if path in divisors else x, codec)
+
+
+@torch.no_grad()
+def search_and_apply(
+    layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, codec: Codec, preset: Preset
+) -> dict[ScaleMapping, Tensor]:
+    """Only the scales: searched on the layer as it is, then applied; the layer's function stays the same."""
+    scales = {mapping: search_scale(layer, mapping, observed, codec, preset) for mapping in mappings}
     for mapping, scale in scales.items():
         apply_scale(layer, mapping, scale)
-    divisors = {part: scale for mapping, scale in scales.items() for part in mapping.consumers}
-    for part in LINEARS:
-        if part not in UNCLIPPED:
-            x = _strided(observed.inputs[_observed_at(part)])
-            clip(_linear(layer, part), x / divisors[part] if part in divisors else x, codec)
+    return scales
 
 
-def inspected_modules() -> tuple[str, ...]:
+def observe(block: Block, mappings: list[ScaleMapping]) -> Observed:
+    """Advance over the layer of `block` and keep what `awq` needs of it; warns of experts that no token reached."""
+    inspected = inspected_modules(block.module, mappings)
+    observed = block.forward.advance(block.index, block.module, inspected)
+    unused = [path.rpartition(".")[2] for path in inspected if path not in observed.inputs and not path.endswith("_proj")]
+    if unused:
+        numbers = ", ".join(unused)
+        block.warn(f"layer {block.index + 1}: no calibration token reached the experts {numbers}: they are rounded to nearest")
+    return observed
+
+
+def inspected_modules(layer: nn.Module, mappings: list[ScaleMapping]) -> tuple[str, ...]:
     """The modules of a decoder layer whose inputs and outputs `awq` needs."""
-    return tuple(dict.fromkeys(_observed_at(part) for part in LINEARS))
+    return tuple(dict.fromkeys([*map(_observed_at, quantized_linears(layer)), *(m.inspected for m in mappings)]))
 
 
-def _observed_at(part: str) -> str:
+def _observed_at(path: str) -> str:
     """The module that receives the same input as this linear layer."""
-    return {"q": "self_attn", "k": "self_attn", "v": "self_attn", "gate": "mlp", "up": "mlp"}.get(part, LINEARS[part])
+    return path if path.endswith(("o_proj", "down_proj")) else path.rpartition(".")[0]
 
 
 def _linear(layer: nn.Module, part: str) -> nn.Linear:
-    module = layer.get_submodule(LINEARS[part])
+    module = layer.get_submodule(linear_module(part))
     assert isinstance(module, nn.Linear)
     return module
 
 
-def search_scale(layer: nn.Module, mapping: ScaleMapping, observed: Observed, codec: Codec) -> Tensor:
+def search_scale(
+    layer: nn.Module, mapping: ScaleMapping, observed: Observed, codec: Codec, preset: Preset = AWQ
+) -> Tensor:
     """The s float32 [input channels] of the grid with the smallest mean squared error of the inspected module's output.
 
-    alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.
+    alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.  A module that was not
+    observed, an expert without tokens, gets that too.
     """
     linears = [_linear(layer, part) for part in mapping.consumers]
+    if mapping.inspected not in observed.inputs:
+        return torch.ones(linears[0].in_features)
     original = [linear.weight.data for linear in linears]
     inspected = layer.get_submodule(mapping.inspected)
-    magnitude = observed.inputs[mapping.inspected].abs().mean(dim=(0, 1))
+    magnitude = observed.inputs[mapping.inspected].flatten(0, -2).abs().mean(0)
     best, best_loss = torch.ones_like(magnitude), float("inf")
     for i in range(GRID):
         s = magnitude.pow(i / GRID).clamp(min=1e-4)
         s = s / (s.max() * s.min()).sqrt()
         s = torch.where(torch.isfinite(s), s, 1.0)
         for linear, weight in zip(linears, original, strict=True):
-            linear.weight.data = fake(weight * s, codec).div_(s)
+            linear.weight.data = fake(weight * s, codec, preset).div_(s)
         loss = output_error(inspected, mapping.inspected, observed)
         # False for NaN too: such a candidate is skipped.
         if loss < best_loss:
@@ -88,12 +139,12 @@ def output_error(module: nn.Module, path: str, observed: Observed) -> float:
 
 def apply_scale(layer: nn.Module, mapping: ScaleMapping, scale: Tensor) -> None:
     """Consumers' input channels times s, the absorber's outputs divided by it: the function of the layer stays the same."""
-    for part in mapping.consumers:
+    for part in (*mapping.consumers, *mapping.followers):
         linear = _linear(layer, part)
         linear.weight.data = linear.weight * scale
     if mapping.absorber in NORMS:
-        gain = layer.get_parameter(f"{NORMS[mapping.absorber]}.weight")
-        gain.data = gain / scale
+        for vector in layer.get_submodule(NORMS[mapping.absorber]).parameters():
+            vector.data = vector / scale
     else:
         absorber = _linear(layer, mapping.absorber)
         absorber.weight.data = absorber.weight / scale[:, None]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from torch import Tensor
-
-from edgeq.codec import Codec
-from edgeq.converters.quantizer import Quantized, quantize
+from edgeq.converters.method import Method
 
 
-def rtn(slabs: Iterable[Tensor], codec: Codec, name: str) -> Iterator[Quantized]:
-    """Slabs float32 [rows, columns] of one matrix -> their stored integers, slab by slab.
+class RoundToNearest(Method):
+    """The defaults of a method."""
 
-    CheckpointError: a group of tensor `name` too large for an f16 scale.
-    """
-    for slab in slabs:
-        yield quantize(slab, codec, name)
+    name = "rtn"
+    defaults = {
+        "bits": 4,
+        "activation_bits": None,
+        "kv_bits": None,
+        "group_size": 128,
+        "symmetric": False,
+        "head": None,
+        "calibration": None,
+    }

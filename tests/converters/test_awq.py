@@ -36,7 +36,7 @@ def first_layer(folder: Path) -> tuple[Any, Any, Any, Observed]:
     source, family, config = opened(folder)
     blocks = BlockForward(source, family, config, tokens())
     layer = blocks.load(0)
-    return family, config, layer, blocks.advance(0, layer, inspected_modules())
+    return family, config, layer, blocks.advance(0, layer, inspected_modules(layer, family.awq_mappings(config)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,7 +150,7 @@ def test_a_layer_prepared_by_awq_loses_less_of_its_output_than_plain_rounding(
     for prepare in (True, False):
         blocks = BlockForward(source, described, config, tokens(8))
         layer, before = blocks.load(0), blocks.hidden
-        observed = blocks.advance(0, layer, inspected_modules())
+        observed = blocks.advance(0, layer, inspected_modules(layer, described.awq_mappings(config)))
         with torch.no_grad():
             if prepare:
                 awq(layer, described.awq_mappings(config), observed, codec)

@@ -105,7 +105,7 @@ def test_fused_rows_may_cross_slabs_and_blocks(
     folder = checkpoint("llama_gqa", num_attention_heads=4, num_key_value_heads=2, head_dim=10, intermediate_size=80)
     options = ConvertOptions(group_size=0)
     whole = convert(str(folder), tmp_path / "a.edgeq", options, silent)
-    monkeypatch.setattr("edgeq.converters.storage.SLAB_BYTES", 4 * 128 * 16)
+    monkeypatch.setattr("edgeq.converters.rows.SLAB_BYTES", 4 * 128 * 16)
     slabs = convert(str(folder), tmp_path / "b.edgeq", options, silent)
     assert whole.path.read_bytes() == slabs.path.read_bytes()
     want = weights(folder)
@@ -179,9 +179,9 @@ def test_interrupted_at_any_point_it_goes_on_to_the_same_bytes(
 ) -> None:
     source, text = str(checkpoint("qwen3")), tmp_path / "text.txt"
     text.write_text("import os\nprint(os.name)\n" * 300)
-    options = ConvertOptions(method=method, group_size=32, calibration=text if method == "awq" else None)
-    if method == "none":
-        options = ConvertOptions(method=method)
+    options = ConvertOptions(method=method)
+    if method != "none":
+        options = ConvertOptions(method=method, group_size=32, calibration=text if method == "awq" else None)
     calls = 0
 
     def counting(*_: object) -> None:
@@ -356,10 +356,10 @@ MEASURE = """
 import re, sys, threading
 from pathlib import Path
 import torch
-from edgeq.converters import storage
+from edgeq.converters import rows
 from edgeq.converters.plan import ConvertOptions, convert, preflight
 torch.set_num_threads(1)
-storage.SLAB_BYTES = 4 << 20
+rows.SLAB_BYTES = 4 << 20
 options, output = ConvertOptions(group_size=32), Path(sys.argv[2])
 convert(sys.argv[3], output, options, lambda *_: None)  # whatever is allocated once, is now
 def anonymous():

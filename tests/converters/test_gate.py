@@ -15,7 +15,7 @@ from edgeq.container import ModelFile
 from edgeq.converters import gate
 from edgeq.converters.plan import ConvertOptions, convert
 from edgeq.converters.quantizer import fake
-from edgeq.targets.reference import quantize_activations
+from edgeq.targets.reference_linear import quantize_blocks
 
 CODE = "def f(x):\n    return x + 1\n" * 400
 
@@ -49,7 +49,7 @@ def test_activations_are_rounded_as_a_target_rounds_them(size: int) -> None:
     x = np.random.default_rng(size).standard_normal((5, 200)).astype(np.float32)
     x[2] = 0
     ours = gate.rounded_activations(torch.from_numpy(x), size).numpy()
-    assert np.abs(ours - quantize_activations(x, size)).max() < 1e-6
+    assert np.abs(ours - quantize_blocks(x, size)).max() < 1e-6
 
 
 def made(folder: Path, output: Path, options: ConvertOptions) -> tuple[ModelFile, dict[str, Any]]:

@@ -251,7 +251,7 @@ def test_a_hostile_safetensors_header_is_refused(
         ({"bits": 9}, "9 bits"),
         ({"bits": 1}, "1 bits"),
         ({"group_size": 48}, "group size 48"),
-        ({"method": "gptq"}, "supported: none, rtn, awq"),
+        ({"method": "magic"}, "supported: none, rtn, awq"),
         ({"head": 5}, "head of 5 bits"),
         ({"dtype": "f16"}, "--method none"),
         ({"method": "none", "head": 8}, "--head"),

@@ -1,0 +1,156 @@
+"""A decoder layer in torch, with the same modules under the same names for every family: what methods observe and change.
+
+Its function is that of edgeq/config.py's record alone; the names are those of transformers' Llama, and of its Qwen2-MoE where
+there are experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from edgeq.config import ModelConfig, Rope
+from edgeq.rope import frequencies
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines [positions, pairs]."""
+
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm with a bias, over the last dimension."""
+
+    def __init__(self, config: ModelConfig, size: int, layer_norm: bool = False) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if layer_norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            x = x - x.mean(-1, keepdim=True)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return x if self.bias is None else x + self.bias
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, biases: tuple[str, ...]) -> None:
+        super().__init__()
+        hidden, q, kv = config.hidden_size, config.query_size, config.kv_size
+        self.head_dim, self.scale = config.head_dim, config.attention_scale
+        self.q_proj = nn.Linear(hidden, q, bias="q" in biases)
+        self.k_proj = nn.Linear(hidden, kv, bias="k" in biases)
+        self.v_proj = nn.Linear(hidden, kv, bias="v" in biases)
+        self.o_proj = nn.Linear(q, hidden, bias="o" in biases)
+        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor) -> Tensor:
+        """hidden_states [rows, tokens, hidden]; without position_embeddings no rotation; the mask is True for what is seen."""
+        queries, keys, values = (
+            linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [rows, heads, tokens, head_dim]
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if position_embeddings is not None:
+            queries, keys = rotated(queries, *position_embeddings), rotated(keys, *position_embeddings)
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, attention_mask, scale=self.scale, enable_gqa=True
+        )
+        result: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return result
+
+
+class Mlp(nn.Module):
+    """down(act(gate) * up), or down(act(up))."""
+
+    def __init__(self, config: ModelConfig, inner: int, biases: tuple[str, ...]) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = nn.Linear(config.hidden_size, inner, bias="gate" in biases) if config.gated else None
+        self.up_proj = nn.Linear(config.hidden_size, inner, bias="up" in biases)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias="down" in biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        inner = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(x)) * up
+        result: Tensor = self.down_proj(inner)
+        return result
+
+
+class Experts(nn.Module):
+    """Every token through the experts that the router ranks highest for it, and through the shared one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.chosen, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList([Mlp(config, config.intermediate_size, ()) for _ in range(config.num_experts)])
+        shared = config.shared_expert_intermediate_size
+        self.shared_expert = Mlp(config, shared, ()) if shared else None
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if shared else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.flatten(0, -2)  # [tokens, hidden]
+        shares, experts = self.gate(x).softmax(-1).topk(self.chosen)
+        if self.normalized:
+            shares = shares / shares.sum(-1, keepdim=True)
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            tokens, places = (experts == index).nonzero(as_tuple=True)
+            if len(tokens):
+                result.index_add_(0, tokens, expert(x[tokens]) * shares[tokens, places, None])
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            result += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return result.view(hidden_states.shape)
+
+
+class DecoderLayer(nn.Module):
+    """biases: linear parts that have one, as in edgeq.converters.families."""
+
+    def __init__(self, config: ModelConfig, biases: tuple[str, ...]) -> None:
+        super().__init__()
+        size, layer_norm = config.hidden_size, config.layer_norm
+        self.input_layernorm = Norm(config, size, layer_norm)
+        self.self_attn = Attention(config, biases)
+        self.attention_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
+        self.post_attention_layernorm = Norm(config, size, layer_norm)
+        self.mlp = Experts(config) if config.num_experts else Mlp(config, config.intermediate_size, biases)
+        self.mlp_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor) -> Tensor:
+        attended = self.self_attn(
+            self.input_layernorm(hidden_states), position_embeddings=position_embeddings, attention_mask=attention_mask
+        )
+        x = hidden_states + self.attention_output_norm(attended)
+        result: Tensor = x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
+        return result
+
+
+def quantized_linears(layer: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers that are rounded, by module path in execution order: not what chooses among experts."""
+    modules = layer.named_modules()
+    return {path: module for path, module in modules if isinstance(module, nn.Linear) and path.endswith("_proj")}
+
+
+ACTIVATIONS = {
+    "silu": nn.SiLU(),
+    "gelu_pytorch_tanh": nn.GELU("tanh"),
+    "relu": nn.ReLU(),
+}
+
+
+def angles(rope: Rope, head_dim: int, length: int) -> Angles | None:
+    """Of positions 0 ... length - 1 in a session of that length; None: positions are not rotary."""
+    if rope.kind == "learned":
+        return None
+    turned = torch.outer(torch.arange(length).double(), torch.tensor(frequencies(rope, head_dim, length), dtype=torch.float64))
+    return (turned.cos() * rope.attention_factor).float(), (turned.sin() * rope.attention_factor).float()
+
+
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x [..., tokens, head_dim] with its first channels, two for each angle, turned."""
+    half = cosines.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cosines - b * sines, b * cosines + a * sines, rest), dim=-1)

@@ -1,0 +1,36 @@
+"""The families of decoders: config.json -> ModelConfig, and what the tensors of each part are called.
+
+Behind `Checkpoint.arrange` every family has the tensor names and the decoder layer of the Llama line (decoder.py); only the
+files of this folder know what the checkpoint calls them.
+"""
+
+from edgeq.converters.families.family import (
+    EMBEDDING,
+    HEAD,
+    LINEARS,
+    NORM,
+    NORM_BIAS,
+    NORMS,
+    POSITIONS,
+    Family,
+    FamilyRow,
+    ScaleMapping,
+    linear_module,
+)
+from edgeq.converters.families.table import FAMILIES, recognise
+
+__all__ = [
+    "EMBEDDING",
+    "FAMILIES",
+    "HEAD",
+    "LINEARS",
+    "NORM",
+    "NORMS",
+    "NORM_BIAS",
+    "POSITIONS",
+    "Family",
+    "FamilyRow",
+    "ScaleMapping",
+    "linear_module",
+    "recognise",
+]

@@ -1,0 +1,143 @@
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen2-MoE and Qwen3-MoE: experts in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgeq.config import ModelConfig
+from edgeq.converters.checkpoint import Source
+from edgeq.converters.families.family import ATTENTION_MAPPINGS, FamilyRow, ScaleMapping, Values, linear_module
+from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, llama_settings, qwen3_settings
+from edgeq.converters.families.positions import one_window
+from edgeq.errors import UnsupportedError
+
+# Of Mixtral: module of decoder.py -> its own.
+EXPERT_MODULES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+NEUTRAL_MIXTRAL = {key: values for key, values in NEUTRAL.items() if key not in ("num_experts", "num_local_experts")}
+NEUTRAL_QWEN: dict[str, tuple[Any, ...]] = NEUTRAL_MIXTRAL | {
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+    "use_sliding_window": (None, False),
+}
+
+
+def no_local_layers(values: Values, layers: int) -> tuple[int, ...]:
+    """Windows come only with `use_sliding_window`, which no published model of these families sets."""
+    types = values.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise UnsupportedError(f"layer_types is {str(types)[:80]}; supported: full_attention in every layer")
+    return ()
+
+
+def mixtral_settings(values: Values) -> dict[str, Any]:
+    return llama_settings(values) | {
+        "num_experts": values["num_local_experts"],
+        "num_experts_per_tok": values["num_experts_per_tok"],
+        "norm_topk_prob": True,
+    }
+
+
+def qwen_experts(values: Values) -> dict[str, Any]:
+    # transformers 5 writes the number of Qwen3-MoE's experts under Mixtral's name.
+    experts = values.get("num_local_experts")
+    return {
+        "num_experts": values["num_experts"] if experts is None else experts,
+        "num_experts_per_tok": values["num_experts_per_tok"],
+        "norm_topk_prob": values["norm_topk_prob"],
+    }
+
+
+def qwen2_moe_settings(values: Values) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": values["shared_expert_intermediate_size"]}
+    return llama_settings(values) | qwen_experts(values) | shared
+
+
+def qwen3_moe_settings(values: Values) -> dict[str, Any]:
+    return qwen3_settings(values) | qwen_experts(values)
+
+
+def mixtral_sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, inner, router = config.hidden_size, config.intermediate_size, (config.num_experts, config.hidden_size)
+    sources = {}
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"model.layers.{layer}.mlp.", f"model.layers.{layer}.block_sparse_moe."
+        sources[f"{ours}gate.weight"] = Source(f"{theirs}gate.weight", router, router)
+        for expert in range(config.num_experts):
+            for module, name in EXPERT_MODULES.items():
+                shape = (hidden, inner) if module == "down_proj" else (inner, hidden)
+                source = Source(f"{theirs}experts.{expert}.{name}.weight", shape, shape)
+                sources[f"{ours}experts.{expert}.{module}.weight"] = source
+    return sources
+
+
+def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+    """What chooses among the experts reads the same channels as they do, so it follows their scale."""
+    owners = [f"experts.{expert}." for expert in range(config.num_experts)]
+    followers = ["router"]
+    if config.shared_expert_intermediate_size:
+        owners, followers = [*owners, "shared."], [*followers, "shared_gate"]
+    consumers = tuple(f"{owner}{part}" for owner in owners for part in ("gate", "up"))
+    downs = [f"{owner}down" for owner in owners]
+    return (
+        *ATTENTION_MAPPINGS,
+        ScaleMapping("mlp_norm", consumers, "mlp", followers=tuple(followers)),
+        *(ScaleMapping(f"{o}up", (d,), linear_module(d)) for o, d in zip(owners, downs, strict=True)),
+    )
+
+
+EXPERT_FAMILIES = (
+    FamilyRow(
+        "MixtralForCausalLM",
+        DEFAULTS
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        NEUTRAL_MIXTRAL | {"layer_types": (None,)},
+        mixtral_settings,
+        one_window,
+        sources=mixtral_sources,
+        mappings=expert_mappings,
+    ),
+    FamilyRow(
+        "Qwen2MoeForCausalLM",
+        DEFAULTS
+        | {
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+        },
+        NEUTRAL_QWEN | {"qkv_bias": (None, True)},
+        qwen2_moe_settings,
+        no_local_layers,
+        keys={"intermediate_size": "moe_intermediate_size"},
+        biases=QKV,
+        mappings=expert_mappings,
+    ),
+    FamilyRow(
+        "Qwen3MoeForCausalLM",
+        DEFAULTS
+        | {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        NEUTRAL_QWEN,
+        qwen3_moe_settings,
+        no_local_layers,
+        keys={"intermediate_size": "moe_intermediate_size"},
+        mappings=expert_mappings,
+    ),
+)

@@ -1,0 +1,166 @@
+"""What a family is: a row of a table, and what follows from it for one configuration.
+
+Every key of config.json that changes the computation is either read, or listed with the values under which it changes nothing;
+any other value is refused by key.  Keys that neither this table nor transformers' model code reads cannot change the
+computation and are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgeq.config import ModelConfig
+from edgeq.converters.checkpoint import Source
+from edgeq.layout import layer_contents
+
+Values = Mapping[str, Any]
+
+EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
+NORM, NORM_BIAS, HEAD = "model.norm.weight", "model.norm.bias", "lm_head.weight"
+# Part of a decoder layer -> its module (decoder.py).
+LINEARS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "post_attention_norm": "attention_output_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "post_mlp_norm": "mlp_output_norm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+ROUTING = {"router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"}
+
+
+def linear_module(part: str) -> str:
+    """The module of a linear part of a decoder layer: q ... down, router, shared_gate, experts.7.gate, shared.gate ..."""
+    if part in LINEARS or part in ROUTING:
+        return {**LINEARS, **ROUTING}[part]
+    owner, _, name = part.rpartition(".")
+    return f"mlp.{'shared_expert' if owner == 'shared' else owner}.{name}_proj"
+
+
+@dataclass(frozen=True)
+class ScaleMapping:
+    """One AWQ scale: `absorber` divides its output channels by s, `consumers` multiply their input channels by it.
+
+    inspected         the module of the decoder layer whose output error chooses s
+    multi_head_only   outputs of the absorber are inputs of the consumer one to one only if every query head has a value head
+    followers         floats that read the same channels: multiplied by s too, never rounded
+    """
+
+    absorber: str
+    consumers: tuple[str, ...]
+    inspected: str
+    multi_head_only: bool = False
+    followers: tuple[str, ...] = ()
+
+
+ATTENTION_MAPPINGS = (
+    ScaleMapping("attention_norm", ("q", "k", "v"), "self_attn"),
+    ScaleMapping("v", ("o",), "self_attn.o_proj", multi_head_only=True),
+)
+MLP_MAPPINGS = (
+    ScaleMapping("mlp_norm", ("gate", "up"), "mlp"),
+    ScaleMapping("up", ("down",), "mlp.down_proj"),
+)
+
+
+def llama_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+    return (*ATTENTION_MAPPINGS, *MLP_MAPPINGS)
+
+
+def no_windows(values: Values, layers: int) -> tuple[int, ...]:
+    return ()
+
+
+def no_sources(config: ModelConfig) -> dict[str, Source]:
+    return {}
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """
+    defaults   transformers' own, for keys that config.json may leave out
+    neutral    values of other keys that have no effect
+    settings   fields of `ModelConfig` that not all families have in the same way, constant or read from config.json
+    windows    sliding window of every layer
+    keys       what config.json calls a key of `ModelConfig`, where it differs
+    biases     linear parts of a decoder layer that have one
+    sources    where the tensors lie that the checkpoint does not have under the names used here
+    derived    ends of names of tensors that follow from the configuration: old checkpoints carry them
+    """
+
+    architecture: str
+    defaults: Values
+    neutral: Mapping[str, tuple[Any, ...]]
+    settings: Callable[[Values], dict[str, Any]]
+    windows: Callable[[Values, int], tuple[int, ...]] = no_windows
+    keys: Mapping[str, str] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    sources: Callable[[ModelConfig], dict[str, Source]] = no_sources
+    derived: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    mappings: Callable[[ModelConfig], tuple[ScaleMapping, ...]] = llama_mappings
+
+
+@dataclass(frozen=True)
+class Family:
+    """The family of one checkpoint, whose network is `config`."""
+
+    row: FamilyRow
+    config: ModelConfig
+
+    @property
+    def architecture(self) -> str:
+        return self.row.architecture
+
+    def sources(self) -> dict[str, Source]:
+        return self.row.sources(self.config)
+
+    def layer_parts(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Part of a decoder layer -> tensor name and shape, in execution order: attention_norm, q, q.bias, k ... down."""
+        prefix, tensors = f"layers.{layer}.", f"model.layers.{layer}."
+        parts: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, content in layer_contents(self.config, layer).items():
+            if isinstance(content, tuple):
+                part = name.removeprefix(prefix)
+                kind = "bias" if part.endswith("_bias") else "weight"
+                parts[part] = f"{tensors}{NORMS[part.removesuffix('_bias')]}.{kind}", content
+                continue
+            for linear, (rows, columns) in content.items():
+                part = linear.removeprefix(prefix)
+                parts[part] = f"{tensors}{linear_module(part)}.weight", (rows, columns)
+                if part in self.row.biases:
+                    parts[f"{part}.bias"] = f"{tensors}{linear_module(part)}.bias", (rows,)
+        return parts
+
+    def layer_tensors(self, layer: int) -> dict[str, str]:
+        """Part of a decoder layer -> tensor name."""
+        return {part: name for part, (name, _) in self.layer_parts(layer).items()}
+
+    def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Every tensor the model needs and its shape."""
+        hidden = config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), NORM: (hidden,)}
+        if config.layer_norm:
+            shapes[NORM_BIAS] = (hidden,)
+        if config.rope.kind == "learned":
+            shapes[POSITIONS] = (config.max_position_embeddings, hidden)
+        if not config.tie_word_embeddings:
+            shapes[HEAD] = (config.vocab_size, hidden)
+        for layer in range(config.num_hidden_layers):
+            shapes.update(dict(self.layer_parts(layer).values()))
+        return shapes
+
+    def awq_mappings(self, config: ModelConfig) -> list[ScaleMapping]:
+        """The scales that this model can absorb: v -> o only where v has as many outputs as o has inputs (no GQA)."""
+        multi_head = config.kv_size == config.query_size
+        return [m for m in self.row.mappings(config) if multi_head or not m.multi_head_only]

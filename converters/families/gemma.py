@@ -1,0 +1,99 @@
+"""Gemma 3, the text model.
+
+The token embedding is multiplied by sqrt(hidden_size), not rounded.  transformers rounds that number to the type it computes
+in (50.5 instead of 50.596 for hidden_size 2560 in bfloat16), and in float32, with which results are compared here, not at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgeq.config import ModelConfig
+from edgeq.converters.checkpoint import Source
+from edgeq.converters.families.family import ATTENTION_MAPPINGS, MLP_MAPPINGS, NORM, FamilyRow, ScaleMapping, Values
+from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, head_settings
+from edgeq.converters.families.positions import rope_of, typed_windows, window
+from edgeq.errors import FormatError
+
+# Module of decoder.py -> transformers' own; all hold w of a gain 1 + w.
+GAINS = {
+    "input_layernorm": "input_layernorm",
+    "attention_output_norm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+HEAD_GAINS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def gemma_windows(values: Values, layers: int) -> tuple[int, ...]:
+    """Local layers as `layer_types` says; without it, all but every `sliding_window_pattern`-th."""
+    types, pattern = values["layer_types"], values["sliding_window_pattern"]
+    if types is None:
+        if type(pattern) is not int or pattern < 1:
+            raise FormatError(f"sliding_window_pattern is {pattern!r}; expected a positive integer")
+        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+    found = window(values)
+    if not found:
+        raise FormatError("sliding_window is null; local layers need a positive integer")
+    return typed_windows(found, types, layers)
+
+
+def gemma_settings(values: Values) -> dict[str, Any]:
+    """Both spellings: `rope_theta`, `rope_scaling`, `rope_local_base_freq`, and `rope_parameters` by type of layer."""
+    by_type = values["rope_parameters"] or {}
+    if not isinstance(by_type, dict) or not set(by_type) <= {"full_attention", "sliding_attention"}:
+        raise FormatError(f"rope_parameters is {by_type!r}; expected one object for each of the layer_types")
+    scaling = by_type.get("full_attention", values["rope_scaling"]) or {}
+    local = by_type.get("sliding_attention") or {}
+    return head_settings(values) | {
+        "rope": rope_of(values, "rope_parameters of full_attention", scaling, values["rope_theta"]),
+        "local_rope": rope_of(values, "rope_parameters of sliding_attention", local, values["rope_local_base_freq"]),
+        "qk_norm": True,
+        "post_norms": True,
+        "embedding_multiplier": values["hidden_size"] ** 0.5,
+        "query_pre_attn_scalar": values["query_pre_attn_scalar"],
+    }
+
+
+def gemma_sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, head = (config.hidden_size,), (config.head_dim,)
+    sources = {NORM: Source(NORM, hidden, hidden, added=1.0)}
+    for layer in range(config.num_hidden_layers):
+        p = f"model.layers.{layer}."
+        for module, theirs in GAINS.items():
+            sources[f"{p}{module}.weight"] = Source(f"{p}{theirs}.weight", hidden, hidden, added=1.0)
+        for module in HEAD_GAINS:
+            sources[f"{p}{module}.weight"] = Source(f"{p}{module}.weight", head, head, added=1.0)
+    return sources
+
+
+def gemma_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+    """Without the norm before q, k, v: behind them come norms of their own, and scales were found to hurt there."""
+    return (*ATTENTION_MAPPINGS[1:], *MLP_MAPPINGS)
+
+
+GEMMA_FAMILIES = (
+    FamilyRow(
+        "Gemma3ForCausalLM",
+        DEFAULTS
+        | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "layer_types": None,
+        },
+        NEUTRAL | {"use_bidirectional_attention": (None, False)},
+        gemma_settings,
+        gemma_windows,
+        keys={"hidden_act": "hidden_activation"},
+        sources=gemma_sources,
+        mappings=gemma_mappings,
+    ),
+)

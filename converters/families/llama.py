@@ -1,0 +1,112 @@
+"""Llama, Mistral, Qwen2, Qwen3 and Phi-3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgeq.config import ModelConfig
+from edgeq.converters.checkpoint import Source
+from edgeq.converters.families.family import FamilyRow, Values
+from edgeq.converters.families.positions import one_window, partial_rope, qwen_windows, rope
+
+DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+NO_EXPERTS: dict[str, tuple[Any, ...]] = {"num_local_experts": (None, 0), "num_experts": (None, 0)}
+NEUTRAL_LAYER: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "no_rope_layers": (None, []),
+    "attention_chunk_size": (None,),
+}
+NEUTRAL = NEUTRAL_LAYER | NO_EXPERTS | {"partial_rotary_factor": (None, 1)}
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+QKV = ("q", "k", "v")
+
+
+def llama_settings(values: Values) -> dict[str, Any]:
+    return head_settings(values) | {"rope": rope(values)}
+
+
+def head_settings(values: Values) -> dict[str, Any]:
+    """What the Llama line reads besides its rope."""
+    heads, head_dim, kv_heads = values["num_attention_heads"], values["head_dim"], values["num_key_value_heads"]
+    return {
+        "num_key_value_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": values["hidden_size"] // heads if head_dim is None else head_dim,
+        "rms_norm_eps": values["rms_norm_eps"],
+    }
+
+
+def qwen3_settings(values: Values) -> dict[str, Any]:
+    return llama_settings(values) | {"qk_norm": True}
+
+
+def phi3_settings(values: Values) -> dict[str, Any]:
+    return head_settings(values) | {"rope": partial_rope(values)}
+
+
+def phi3_sources(config: ModelConfig) -> dict[str, Source]:
+    """Rows of q, k, v lie one below the other in one matrix, and so do those of gate and up."""
+    q, kv, inner, hidden = config.query_size, config.kv_size, config.intermediate_size, config.hidden_size
+    sources = {}
+    for layer in range(config.num_hidden_layers):
+        p = f"model.layers.{layer}."
+        matrix, shape = f"{p}self_attn.qkv_proj.weight", (q + 2 * kv, hidden)
+        for part, row, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+            sources[f"{p}self_attn.{part}_proj.weight"] = Source(matrix, shape, (rows, hidden), row)
+        matrix, shape = f"{p}mlp.gate_up_proj.weight", (2 * inner, hidden)
+        sources[f"{p}mlp.gate_proj.weight"] = Source(matrix, shape, (inner, hidden), 0)
+        sources[f"{p}mlp.up_proj.weight"] = Source(matrix, shape, (inner, hidden), inner)
+    return sources
+
+
+LLAMA_FAMILIES = (
+    FamilyRow("LlamaForCausalLM", DEFAULTS, NEUTRAL, llama_settings),
+    FamilyRow(
+        "MistralForCausalLM",
+        DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        NEUTRAL | {"layer_types": (None,)},
+        llama_settings,
+        one_window,
+    ),
+    FamilyRow(
+        "Qwen2ForCausalLM",
+        DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768} | QWEN_WINDOW,
+        NEUTRAL,
+        llama_settings,
+        qwen_windows,
+        biases=QKV,
+    ),
+    FamilyRow(
+        "Qwen3ForCausalLM",
+        DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768} | QWEN_WINDOW,
+        NEUTRAL,
+        qwen3_settings,
+        qwen_windows,
+    ),
+    FamilyRow(
+        "Phi3ForCausalLM",
+        DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None},
+        NEUTRAL_LAYER | NO_EXPERTS | {"layer_types": (None,)},
+        phi3_settings,
+        one_window,
+        sources=phi3_sources,
+    ),
+)

@@ -1,0 +1,225 @@
+"""A linear layer as it will be stored: which parts, in which codecs, of which size; and how they are written.
+
+A `Recipe` follows from the method, its options and the configuration, so that every segment is known before a weight is read.
+What has to be computed from the weights comes as a `Delivery` when the layer is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgeq.codec import AnyArray, Codec, Kind, pack_floats, pack_groups, pack_integers
+from edgeq.converters.quantizer import AWQ, Preset, Quantized, quantize
+from edgeq.converters.rows import RowReader, fitting_f16, slabs, stored
+from edgeq.errors import UnsupportedError
+from edgeq.linear import Activation, ArrayRef, LinearSpec, LowRank, Transform, Weight
+from edgeq.writer import Writer
+
+Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """The parts of a linear layer (see edgeq.linear.LinearSpec), all but its name and its bias.
+
+    codec         of the weight, or of its first block
+    preset        how the integers of all blocks and of the master are chosen where a delivery does not bring them
+    high          codec of the second block: the last `high_columns` columns, in stored order
+    order         i32 [columns], a constant: column j of the stored weight is column order[j] of the matrix
+    transform     size, stride and the constant base f32 [K, K] or None, of edgeq.linear.Transform; the matrix is the one behind
+                  the transform, that is already multiplied by its inverse
+    input_scale   there is one, delivered
+    activation    how the input is quantized
+    rank          of the low-rank part, delivered, stored as `rank_kind`; 0: none
+    master        codec of the master: another copy of the rows that the weight is rounded from
+    """
+
+    codec: Codec
+    preset: Preset = AWQ
+    high: Codec | None = None
+    high_columns: int = 0
+    order: NDArray[np.int32] | None = None
+    transform: tuple[int, int, NDArray[np.float32] | None] | None = None
+    input_scale: bool = False
+    activation: Activation | None = None
+    rank: int = 0
+    rank_kind: Kind = "f16"
+    master: Codec | None = None
+
+    def blocks(self, columns: int) -> tuple[tuple[Codec, slice], ...]:
+        """Codec and columns, in stored order, of each weight block."""
+        if self.high is None:
+            return ((self.codec, slice(0, columns)),)
+        split = columns - self.high_columns
+        return ((self.codec, slice(0, split)), (self.high, slice(split, columns)))
+
+    def check(self, name: str, columns: int) -> None:
+        """UnsupportedError: a group size that does not divide the columns of its block."""
+        for codec, block in self.blocks(columns):
+            try:
+                codec.groups(block.stop - block.start)
+            except UnsupportedError as error:
+                behind = f" (of {columns}, {self.high_columns} are kept in {self.high.bits} bits)" if self.high else ""
+                raise UnsupportedError(f"{name}: {error}{behind}") from None
+        if self.master:
+            self.master.groups(columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Delivery:
+    """What a method worked out for one linear layer.
+
+    read          rows of its tensors; fused layers are read as one matrix whose rows are those of its parts
+    quantized     integers of each weight block, columns in stored order; empty: rows are rounded by the recipe's preset
+    low_rank      b float32 [rows, rank] and a float32 [rank, columns]; `read` gives the weight less b a
+    input_scale   float32 [columns]
+    """
+
+    read: RowReader
+    quantized: tuple[Quantized, ...] = ()
+    low_rank: tuple[Tensor, Tensor] | None = None
+    input_scale: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class LinearItem:
+    """A linear layer of the rows of `tensors` (name, rows) one after another; `biases` likewise, stored as `bias_dtype`."""
+
+    name: str
+    tensors: tuple[tuple[str, int], ...]
+    columns: int
+    recipe: Recipe
+    biases: tuple[tuple[str, int], ...] = ()
+    bias_dtype: str = "f32"
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.tensors)
+
+    @property
+    def title(self) -> str:
+        """The names of its tensors, for messages."""
+        return ", ".join(name for name, _ in self.tensors)
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """Of each segment, in the order in which `write_linear` appends them."""
+        return _lay(self, 0)[1]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of the scales and zero points that wait in memory while the integers are written."""
+        weights = [*self.spec(0).weights, *([master] if (master := self.spec(0).master) else [])]
+        return max(w.nbytes - w.q.nbytes for w in weights)
+
+    def spec(self, segment: int) -> LinearSpec:
+        """The record of this layer when its first segment is `segment`."""
+        return _lay(self, segment)[0]
+
+
+@dataclass
+class _Layout:
+    """Hands out segments from `first` on."""
+
+    first: int
+    nbytes: list[int] = field(default_factory=list)
+
+    def array(self, dtype: str, shape: tuple[int, ...]) -> ArrayRef:
+        ref = ArrayRef(dtype, shape, self.first + len(self.nbytes))
+        self.nbytes.append(ref.nbytes)
+        return ref
+
+    def weight(self, codec: Codec, rows: int, columns: int) -> Weight:
+        refs: dict[str, ArrayRef] = {}
+        for name, part in codec.parts(rows, columns).items():
+            dtype = {"float32": "f32", "float16": "f16", "uint8": "u8", "uint16": codec.kind}[part.dtype]
+            refs[name] = self.array(dtype, part.shape)
+        return Weight(codec, rows, columns, refs["q"], refs.get("scale"), refs.get("zero"))
+
+
+def _lay(item: LinearItem, segment: int) -> tuple[LinearSpec, tuple[int, ...]]:
+    """The record of `item` and the bytes of its segments, which lie in this order."""
+    recipe, rows, columns, out = item.recipe, item.rows, item.columns, _Layout(segment)
+    weights = tuple(out.weight(codec, rows, block.stop - block.start) for codec, block in recipe.blocks(columns))
+    bias = out.array(item.bias_dtype, (rows,)) if item.biases else None
+    order = out.array("i32", (columns,)) if recipe.order is not None else None
+    transform = None
+    if recipe.transform:
+        size, stride, base = recipe.transform
+        transform = Transform(size, stride, None if base is None else out.array("f32", (len(base), len(base))))
+    scale = out.array("f32", (columns,)) if recipe.input_scale else None
+    low_rank = None
+    if recipe.rank:
+        kind = Codec(recipe.rank_kind)
+        low_rank = LowRank(out.weight(kind, rows, recipe.rank), out.weight(kind, recipe.rank, columns))
+    master = out.weight(recipe.master, rows, columns) if recipe.master else None
+    spec = LinearSpec(item.name, weights, bias, order, transform, scale, recipe.activation, low_rank, master)
+    return spec, tuple(out.nbytes)
+
+
+def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: Counted) -> None:
+    """Append the segments of `item`: one pass over its rows for every weight block, and one for the master."""
+    recipe = item.recipe
+
+    def rows(codec: Codec, block: slice) -> Iterator[NDArray[np.float32]]:
+        read = fitting_f16(delivery.read) if codec.kind == "f16" else delivery.read
+        for slab in slabs(item.tensors, item.columns, read):
+            yield slab[:, block] if recipe.order is None else slab[:, recipe.order[block]]
+
+    for index, (codec, block) in enumerate(recipe.blocks(item.columns)):
+        if delivery.quantized:
+            _write_integers(writer, codec, delivery.quantized[index].slabs(), counted)
+        else:
+            _write_weight(writer, codec, rows(codec, block), recipe.preset, item.title, counted)
+    if item.biases:
+        bias = np.concatenate([delivery.read(name, 0, count) for name, count in item.biases])
+        writer.append(counted(iter([stored(bias, item.bias_dtype, item.biases[0][0])])))
+    if recipe.order is not None:
+        writer.append(counted(iter([np.ascontiguousarray(recipe.order, np.int32)])))
+    if recipe.transform and recipe.transform[2] is not None:
+        writer.append(counted(iter([np.ascontiguousarray(recipe.transform[2], np.float32)])))
+    if recipe.input_scale:
+        assert delivery.input_scale is not None
+        writer.append(counted(iter([np.ascontiguousarray(delivery.input_scale, np.float32)])))
+    if recipe.rank:
+        assert delivery.low_rank is not None
+        for factor in delivery.low_rank:
+            _write_weight(writer, Codec(recipe.rank_kind), iter([factor.numpy()]), recipe.preset, item.title, counted)
+    if recipe.master:
+        # A master serves other input scales: its own rounding is the plain one.
+        _write_weight(writer, recipe.master, rows(recipe.master, slice(0, item.columns)), AWQ, item.title, counted)
+
+
+def _write_weight(
+    writer: Writer, codec: Codec, matrix: Iterator[NDArray[np.float32]], preset: Preset, title: str, counted: Counted
+) -> None:
+    """Rows, slab by slab, rounded or packed as floats."""
+    if codec.kind == "int":
+        slabs_ = (torch.from_numpy(np.ascontiguousarray(a)) for a in matrix)
+        _write_integers(writer, codec, (quantize(a, codec, title, preset) for a in slabs_), counted)
+    else:
+        writer.append(counted(pack_floats(a, codec.kind) for a in matrix))
+
+
+def _write_integers(writer: Writer, codec: Codec, parts: Iterator[Quantized], counted: Counted) -> None:
+    # One pass over the weights fills q; its scales, a hundredth of the matrix, wait for their own segments.
+    scales: list[AnyArray] = []
+    zeros: list[AnyArray] = []
+
+    def packed() -> Iterator[AnyArray]:
+        for part in parts:
+            scales.append(pack_groups(part.scale.numpy()))
+            if part.zero is not None:
+                zeros.append(pack_groups(part.zero.numpy()))
+            yield pack_integers(part.q.numpy(), codec.bits)
+
+    writer.append(counted(packed()))
+    writer.append(counted(iter(scales)))
+    if zeros:
+        writer.append(counted(iter(zeros)))

@@ -1,0 +1,197 @@
+"""What a quantization method is to the conversion.
+
+A conversion goes once through the model: embedding, decoder layers, norm and head.  A `Method` says beforehand what is stored
+and how, so that all sizes are known, and works on one layer at a time.  The defaults are those of rounding to nearest; a method
+overrides what it does differently.  In the order in which they are called:
+
+    __init__     options, family and configuration; refuses what the method cannot do
+    stored_config, recipe, dtype, extras, mode, kv
+                 what is stored: from the configuration alone
+    study        with `studies`: once, through all unquantized layers; the result is kept for a resumed run
+    tensors      the checkpoint's tensors, changed where the method changes the whole model
+    install      whenever a decoder layer has been loaded: what acts on the inputs of its modules at run time
+    prepare      with `calibrates`: changes a loaded layer, or quantizes it
+    deliver      what is written of one linear layer
+
+A run that was killed goes on in front of the first step it did not finish.  It ends in the same bytes if everything follows
+from the arguments: no state in the method from one layer to the next, no clock, every random number from a fixed seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from numpy.typing import NDArray
+from torch import nn
+
+from edgeq.codec import BITS, Codec, Kind
+from edgeq.config import ModelConfig
+from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.families import Family
+from edgeq.converters.linears import Delivery, LinearItem, Recipe
+from edgeq.converters.quantizer import AWQ, Preset
+from edgeq.converters.rows import RowReader, Tensors
+from edgeq.linear import Activation, KvCodec, Mode
+
+if TYPE_CHECKING:
+    from edgeq.converters.options import ConvertOptions
+
+Study = dict[str, NDArray[Any]]
+MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 4: "a4"}
+KV_OF_BITS: dict[int | None, KvCodec] = {
+    None: KvCodec(),
+    16: KvCodec(),
+    8: KvCodec("int8"),
+    4: KvCodec("int4"),
+    3: KvCodec("int4", bits=3),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder layer at hand.
+
+    index     of the layer
+    module    the decoder layer (decoder.py) with its weights in float32, `install` called
+    linears   its linear layers as they will be stored, in execution order
+    read      rows of its tensors as `module` has them when they are asked for
+    forward   `forward.hidden` are the inputs of this layer; `prepare` leaves those of the next there
+    warn      takes a line for the user
+    """
+
+    index: int
+    module: nn.Module
+    linears: tuple[LinearItem, ...]
+    read: RowReader
+    forward: BlockForward
+    warn: Callable[[str], None]
+
+    def modules(self, item: LinearItem) -> list[nn.Linear]:
+        """The modules of whose rows `item` is made, in its order."""
+        found = []
+        for name, _ in item.tensors:
+            module = self.module.get_submodule(name.removeprefix(f"model.layers.{self.index}.").removesuffix(".weight"))
+            assert isinstance(module, nn.Linear)
+            found.append(module)
+        return found
+
+
+class Method:
+    """Base of all methods; see the module's text for when what is called.
+
+    name         as in --method
+    defaults     every option that the method has a use for -> its value when not given; an option that is not here is refused.
+                 Keys are fields of ConvertOptions; None: `head` and `activation_bits` measured, `calibration` none or the
+                 built-in text, `kv_bits` 16
+    bits         widths of weights that the method can store
+    calibrates   needs calibration text; decoder layers go through `prepare`
+    propagates   with `calibrates`: the inputs of a layer are the outputs of the layers before it as stored, not as they were; a
+                 resumed run then loads finished layers from the unfinished file
+    studies      has a `study`
+    """
+
+    name: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    bits: ClassVar[range] = BITS
+    calibrates: bool = False
+    propagates: bool = False
+    studies: bool = False
+
+    def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
+        """`config` is the network of the checkpoint.  UnsupportedError: the method cannot do this one, and why."""
+        self.options, self.family, self.config = options, family, config
+
+    @property
+    def codec(self) -> Codec:
+        """Of a weight of a decoder layer: what the options say."""
+        options = self.options
+        assert options.bits is not None and options.group_size is not None
+        return Codec("int", options.bits, options.group_size, bool(options.symmetric))
+
+    @property
+    def preset(self) -> Preset:
+        """How integers are chosen; its name goes into the provenance."""
+        return AWQ
+
+    @property
+    def stored_config(self) -> ModelConfig:
+        """The network as it will be stored: a method that folds the last norm into the head unties it."""
+        return self.config
+
+    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+        """The parts of linear layer `name`, such as layers.3.qkv, of a decoder layer; `stored`: its type in the checkpoint."""
+        # In 8 bits the runtime's own scales, a block each, are finer and lose nothing; in 4 a baseline is what its paper says.
+        four = self.options.activation_bits == 4
+        return Recipe(self.codec, self.preset, activation=Activation(4, symmetric=False) if four else None)
+
+    def dtype(self, part: str, stored: str) -> str:
+        """Type of an array, `stored` in the checkpoint.
+
+        part: embedding or norm; of a decoder layer attention_norm, mlp_norm ..., and qkv.bias ... of a linear layer
+        """
+        return stored
+
+    def extras(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Arrays that are added to a decoder layer: name in the file -> (dtype, shape).  Their values are rows of `tensors`."""
+        return {}
+
+    @property
+    def mode(self) -> Mode | None:
+        """In which the file runs by default; None: measured, or a16 without text."""
+        return MODE_OF_BITS[self.options.activation_bits]
+
+    @property
+    def head_activation(self) -> Activation | None:
+        """How the input of the head is quantized; None: as the mode says.
+
+        In 4 bits, right in front of the softmax, it would double what a file of 4-bit activations loses.
+        """
+        return Activation(8) if self.mode == "a4" else None
+
+    @property
+    def kv(self) -> KvCodec:
+        """The cache that the file is made for."""
+        return KV_OF_BITS[self.options.kv_bits]
+
+    @property
+    def details(self) -> dict[str, object]:
+        """What else the provenance should say: how the method read its options, seeds; as JSON."""
+        return {}
+
+    def memory_bytes(self, tokens: int) -> int:
+        """Beside a streamed slab and, with text of `tokens`, four layers and the activations of one."""
+        return 0
+
+    def study(self, forward: BlockForward, heard: Callable[[int], None]) -> Study:
+        """Statistics of the unquantized model: for every index `layer = forward.load(index)`, observe, `forward.unload(layer)`.
+
+        `heard` takes the index of the layer begun.  The arrays are small: they are stored beside the unfinished file.
+        """
+        raise NotImplementedError
+
+    def tensors(self, source: Tensors, study: Study) -> Tensors:
+        """The model to be quantized: the same names, and those of `extras` and of an untied head.
+
+        Without what `install` adds, and without rounding, it is the same function as `source`.  Asked for rows in any order.
+        """
+        return source
+
+    def install(self, index: int, module: nn.Module) -> None:
+        """Add to a freshly loaded decoder layer what acts on inputs of its modules at run time (forward pre-hooks).
+
+        Its weights are those of `tensors`, or what is stored of them: second blocks in their place, columns in the order of the
+        matrix, the low-rank part added.
+        """
+
+    def prepare(self, block: Block) -> dict[str, Delivery]:
+        """Quantize, or change for rounding, the layer of `block`, and advance `block.forward` to the inputs of the next.
+
+        Returns deliveries by the name of the linear layer; the others are rounded from the module's weights as they are now.
+        """
+        raise NotImplementedError
+
+    def deliver(self, item: LinearItem, read: RowReader) -> Delivery:
+        """What is written of a linear layer that `prepare` did not deliver; `read`: of the model or of the prepared layer."""
+        return Delivery(read)

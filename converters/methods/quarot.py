@@ -1,0 +1,82 @@
+"""QuaRot: outlier-free 4-bit inference in rotated models (Ashkboos et al. 2024, arXiv 2404.00456).
+
+Hadamard matrices everywhere: diag(+-1) H on the residual stream, H of head_dim on every head's values and, with a cache of 4
+bits, on queries and keys; online H across the heads in front of the output projection, which with the per-head ones makes the
+whole H (x) H, and H in front of the down projection.  Any order is allowed, not only powers of two.  Activations are symmetric,
+one scale per token; keys and values asymmetric, a scale per position and head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from edgeq.codec import Kind
+from edgeq.config import ModelConfig
+from edgeq.converters.families import Family
+from edgeq.converters.linears import Recipe
+from edgeq.converters.method import Study
+from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
+from edgeq.converters.rotation.fuse import Rotation
+from edgeq.converters.rotation.hadamard import Hadamard, hadamard
+from edgeq.converters.rotation.orthogonal import signs
+from edgeq.linear import Activation
+
+if TYPE_CHECKING:
+    from edgeq.converters.options import ConvertOptions
+
+SIGNS_SEED = 0
+
+
+class QuaRot(Rotated):
+    """W, A and KV in 4 bits by default, weights rounded or by GPTQ."""
+
+    name = "quarot"
+    defaults = {
+        "bits": 4,
+        "activation_bits": 4,
+        "kv_bits": 4,
+        "group_size": 0,
+        "gptq": False,
+        "head": None,
+        "calibration": None,
+    }
+
+    def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
+        super().__init__(options, family, config)
+        self._head: Hadamard = hadamard(config.head_dim)
+        self._across: Hadamard = hadamard(config.num_attention_heads)
+
+    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+        bits, part = self.options.activation_bits, name.rpartition(".")[2]
+        transform = None
+        if part == "down":
+            transform = stored_transform(hadamard(columns))
+        elif part == "o" and self.before_o():
+            transform = stored_transform(self._across, self.config.head_dim)
+        activation = Activation(bits) if bits in (4, 8) else None
+        return Recipe(self.codec, self.preset, transform=transform, activation=activation)
+
+    @property
+    def details(self) -> dict[str, object]:
+        return {"seeds": {"signs": SIGNS_SEED}, "activation_scales": "token"}
+
+    def transformed_sizes(self) -> tuple[int, ...]:
+        return (*super().transformed_sizes(), self.config.hidden_size)
+
+    def residual(self, study: Study) -> Rotation:
+        size = self.config.hidden_size
+        sign, full = signs(size, generator(SIGNS_SEED)), hadamard(size)
+        return lambda x: full(x * sign)
+
+    def values(self, layer: int, study: Study) -> list[Rotation]:
+        return [self._head] * self.config.num_key_value_heads
+
+    def keys(self, layer: int, study: Study) -> Tensor:
+        return self._head.matrix()
+
+    def before_o(self) -> Rotation | None:
+        if self._across.size == 1:
+            return None
+        return lambda x: self._across(x, self.config.head_dim)

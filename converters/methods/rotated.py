@@ -1,0 +1,168 @@
+"""What QuaRot and ResQ have in common: a model in another basis, absorbed by its weights, and what is left to be done online.
+
+The residual stream is rotated by one Q for the whole model, the values of every KV head by one of their own; the norms' gains
+move into the linear layers behind them, the last one's into the head, which therefore is no longer the embedding.  What is left
+to do online is an orthogonal transform in front of the down projection (and QuaRot's in front of the output projection), and a
+rotation of queries and keys behind RoPE where the cache has 4 bits: it changes no score, q Q (k Q)^T = q k^T, but spreads the
+outliers of the keys.  A cache of 8 bits does without: the online rotation rounds queries and keys to 8 bits itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from edgeq.codec import Codec
+from edgeq.config import ModelConfig
+from edgeq.converters.families import LINEARS, Family
+from edgeq.converters.linears import Delivery
+from edgeq.converters.method import Block, Method, Study
+from edgeq.converters.methods.gptq import gptq_layer, hessian_bytes
+from edgeq.converters.quantizer import QUAROT, Preset
+from edgeq.converters.rotation.fuse import LayerRotation, Rotation
+from edgeq.converters.rotation.hadamard import Hadamard, hadamard
+from edgeq.converters.rotation.model import RotatedModel
+from edgeq.converters.rows import SLAB_BYTES, Tensors
+from edgeq.errors import UnsupportedError
+from edgeq.layout import FLOAT_PARTS
+
+if TYPE_CHECKING:
+    from edgeq.converters.options import ConvertOptions
+
+
+def generator(seed: int) -> torch.Generator:
+    """Fixed random numbers, the same in every conversion."""
+    return torch.Generator().manual_seed(seed)
+
+
+class Rotated(Method):
+    """Base of the rotated methods: weights symmetric, a scale per row and block, ranges by QuaRot's search."""
+
+    def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
+        super().__init__(options, family, config)
+        _refuse(self.name, config)
+        self.calibrates = self.propagates = bool(options.gptq)
+        # A size without a transform is refused here, not behind the first layer.
+        for size in self.transformed_sizes():
+            hadamard(size)
+
+    # What a method says -------------------------------------------------------------------------------------------------------
+
+    def transformed_sizes(self) -> tuple[int, ...]:
+        """Numbers of channels that go through a Hadamard transform, online or absorbed."""
+        shared = self.config.shared_expert_intermediate_size
+        return (self.config.intermediate_size, *([shared] if shared else []))
+
+    def residual(self, study: Study) -> Rotation:
+        """The rotation of the residual stream."""
+        raise NotImplementedError
+
+    def values(self, layer: int, study: Study) -> list[Rotation]:
+        """The rotations of a layer's values, one per KV head."""
+        raise NotImplementedError
+
+    def keys(self, layer: int, study: Study) -> Tensor:
+        """Q float64 [head_dim, head_dim] of queries and keys behind RoPE."""
+        raise NotImplementedError
+
+    def before_o(self) -> Rotation | None:
+        """The online transform of the output projection's input; None: there is none."""
+        return None
+
+    # What follows from it -----------------------------------------------------------------------------------------------------
+
+    @property
+    def codec(self) -> Codec:
+        assert self.options.bits is not None and self.options.group_size is not None
+        return Codec("int", self.options.bits, self.options.group_size, symmetric=True)
+
+    @property
+    def preset(self) -> Preset:
+        return QUAROT
+
+    @property
+    def stored_config(self) -> ModelConfig:
+        return replace(self.config, tie_word_embeddings=False)
+
+    @property
+    def rotates_keys(self) -> bool:
+        return self.kv.kind == "int4"
+
+    def dtype(self, part: str, stored: str) -> str:
+        # A rotated bias or router is no longer a value of its old type, and small.
+        return "f32" if part.endswith(".bias") or part in FLOAT_PARTS else stored
+
+    def extras(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        if not self.rotates_keys:
+            return {}
+        size = self.config.head_dim
+        return {f"layers.{layer}.key_rotation": ("i8", (size, size)), f"layers.{layer}.key_rotation_scale": ("f32", (1,))}
+
+    def memory_bytes(self, tokens: int) -> int:
+        """One matrix, and the rows of a slab, with their copies in float64; what GPTQ needs."""
+        c = self.config
+        widest = max(c.hidden_size, c.intermediate_size, c.query_size)
+        rotating = 24 * c.hidden_size * widest + 24 * c.hidden_size**2 + 8 * SLAB_BYTES
+        return rotating + (hessian_bytes(widest) if self.options.gptq else 0)
+
+    def tensors(self, source: Tensors, study: Study) -> Tensors:
+        residual, before_o = self.residual(study), self.before_o()
+
+        def layer(index: int) -> LayerRotation:
+            return LayerRotation(residual, self.values(index, study), before_o, before_down)
+
+        constants: dict[str, NDArray[np.float32]] = {}
+        if self.rotates_keys:
+            for index in range(self.config.num_hidden_layers):
+                rounded, scale = to_int8(self.keys(index, study))
+                constants[f"layers.{index}.key_rotation"] = rounded
+                constants[f"layers.{index}.key_rotation_scale"] = scale
+        return RotatedModel(source, self.family, self.config, residual, layer, constants)
+
+    def install(self, index: int, module: nn.Module) -> None:
+        before_o = self.before_o()
+        for path, found in module.named_modules():
+            if path == LINEARS["o"] and before_o:
+                found.register_forward_pre_hook(_before(before_o))
+            elif path.endswith(".down_proj"):
+                found.register_forward_pre_hook(_before(before_down))
+
+    def prepare(self, block: Block) -> dict[str, Delivery]:
+        return gptq_layer(block, act_order=False)
+
+
+def to_int8(q: Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """A matrix as integers of -127 ... 127 and one scale [1] for all of them, both float32."""
+    scale = (q.abs().max() / 127).float()
+    return (q / scale).round().float().numpy(), scale[None].numpy()
+
+
+def before_down(x: Tensor) -> Tensor:
+    """The online transform of the down projection's input [..., channels], of an expert's, too: over all its channels."""
+    return hadamard(x.shape[-1])(x)
+
+
+def stored_transform(transform: Hadamard, stride: int = 1) -> tuple[int, int, NDArray[np.float32] | None]:
+    """An online transform as a recipe has it."""
+    return transform.size, stride, None if transform.base is None else transform.base.float().numpy()
+
+
+def _before(online: Rotation) -> Callable[..., tuple[Any, ...]]:
+    return lambda module, args: (online(args[0]), *args[1:])
+
+
+def _refuse(method: str, config: ModelConfig) -> None:
+    """UnsupportedError: the network has something between its linear layers that a rotation cannot pass, or no place here."""
+    reason = None
+    if config.post_norms:
+        reason = "norms behind attention and MLP, whose gains stand between the last linear layer and the residual stream"
+    elif config.layer_norm:
+        reason = "LayerNorm with a bias"
+    if reason:
+        raise UnsupportedError(f"{method} cannot rotate a {config.model_type}: it has {reason}; choose gptq, awq, ttq or rtn")

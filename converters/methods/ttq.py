@@ -1,0 +1,130 @@
+"""TTQ (Koike-Akino et al. 2026, arXiv 2603.19296): weights are quantized on the device, for the prompt at hand.
+
+A file for it holds of every layer the static low-rank part B A in 16 bits, the master W - B A at higher precision, from which
+the device makes integers under the input scales of a prompt, and W - B A rounded to nearest, for where there is no prompt yet.
+B and A are the first singular vectors of W, B = U S^1/2 and A = S^1/2 V^T, found from products with W (Halko, Martinsson, Tropp
+2011, arXiv 0909.4061), so that a matrix is streamed and never held.
+
+Layers stored as one matrix (q,k,v and gate,up) share one B and one A, of the rank at which they have about as many numbers as a
+pair of rank r for each would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgeq.codec import GROUP_SIZES, ROWS, Codec, Kind
+from edgeq.config import ModelConfig
+from edgeq.converters.families import Family
+from edgeq.converters.linears import Delivery, LinearItem, Recipe
+from edgeq.converters.method import Method
+from edgeq.converters.methods.rtn import RoundToNearest
+from edgeq.converters.rows import RowReader, slabs
+from edgeq.errors import InputError
+from edgeq.layout import layer_contents
+
+if TYPE_CHECKING:
+    from edgeq.converters.options import ConvertOptions
+
+SPARE_COLUMNS = 16
+ITERATIONS = 4
+
+
+class Ttq(Method):
+    name = "ttq"
+    defaults = {**RoundToNearest.defaults, "group_size": 32, "rank": 16, "master": "i8"}
+    bits = range(2, 6)
+
+    def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
+        super().__init__(options, family, config)
+        narrowest = min(config.hidden_size, config.query_size, config.intermediate_size)
+        if self.rank > narrowest:
+            raise InputError(f"--rank {self.rank}: this model's narrowest matrix has {narrowest} channels; choose a lower rank")
+
+    @property
+    def rank(self) -> int:
+        return self.options.rank or 0
+
+    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+        matrices = layer_contents(self.config, int(name.split(".")[1]))[name]
+        assert isinstance(matrices, dict)
+        rank = shared_rank(self.rank, [rows for rows, _ in matrices.values()], columns)
+        return Recipe(self.codec, self.preset, rank=rank, master=self._master(columns))
+
+    def _master(self, columns: int) -> Codec:
+        if self.options.master == "bf16":
+            return Codec("bf16")
+        return Codec("int", 8, next((g for g in reversed(GROUP_SIZES) if columns % g == 0), 0), symmetric=True)
+
+    def memory_bytes(self, tokens: int) -> int:
+        rows = max(self.config.query_size + 2 * self.config.kv_size, 2 * self.config.intermediate_size)
+        return 4 * 4 * (3 * self.rank + SPARE_COLUMNS) * (rows + max(self.config.hidden_size, self.config.intermediate_size))
+
+    def deliver(self, item: LinearItem, read: RowReader) -> Delivery:
+        if not self.rank:
+            return Delivery(read)
+        b, a = (factor.half().float() for factor in factors(item, read, item.recipe.rank))
+        first = dict(zip((name for name, _ in item.tensors), np.cumsum([0, *(rows for _, rows in item.tensors)]), strict=False))
+
+        def residual(name: str, start: int, stop: int) -> NDArray[np.float32]:
+            rows = read(name, start, stop)
+            if name not in first:
+                return rows
+            left: NDArray[np.float32] = rows - (b[first[name] + start : first[name] + stop] @ a).numpy()
+            return left
+
+        return Delivery(residual, low_rank=(b, a))
+
+
+def shared_rank(rank: int, parts: list[int], columns: int) -> int:
+    """Of one pair for matrices of `parts` rows each and the same `columns`, instead of a pair of `rank` for each.
+
+    The nearest multiple of 16, to which stored rows are padded anyway.
+    """
+    if rank == 0 or len(parts) == 1:
+        return rank
+    rows = sum(parts)
+    same_size = rank * (rows + len(parts) * columns) / (rows + columns)
+    return min(max(rank, round(same_size / ROWS) * ROWS), rows, columns)
+
+
+@torch.no_grad()
+def factors(item: LinearItem, read: RowReader, rank: int) -> tuple[Tensor, Tensor]:
+    """b float32 [rows, rank] and a float32 [rank, columns] of the first `rank` singular triples of the matrix of `item`."""
+    width = min(rank + SPARE_COLUMNS, item.rows, item.columns)
+    start = torch.randn(item.columns, width, generator=torch.Generator().manual_seed(0))
+    basis = _orthonormal(_times(item, read, start))
+    for _ in range(ITERATIONS):
+        basis = _orthonormal(_times(item, read, _orthonormal(_transposed_times(item, read, basis))))
+    u, s, v = torch.linalg.svd(_transposed_times(item, read, basis).T, full_matrices=False)
+    root = s[:rank].sqrt()
+    return (basis @ u[:, :rank]) * root, root[:, None] * v[:rank]
+
+
+def _orthonormal(x: Tensor) -> Tensor:
+    basis: Tensor = torch.linalg.qr(x).Q
+    return basis
+
+
+def _slabs(item: LinearItem, read: RowReader) -> Iterator[Tensor]:
+    return (torch.from_numpy(a) for a in slabs(item.tensors, item.columns, read))
+
+
+def _times(item: LinearItem, read: RowReader, x: Tensor) -> Tensor:
+    """W x, for x [columns, any]."""
+    return torch.cat([slab @ x for slab in _slabs(item, read)])
+
+
+def _transposed_times(item: LinearItem, read: RowReader, x: Tensor) -> Tensor:
+    """W^T x, for x [rows, any]."""
+    total, row = torch.zeros(item.columns, x.shape[1]), 0
+    for slab in _slabs(item, read):
+        total += slab.T @ x[row : row + len(slab)]
+        row += len(slab)
+    return total

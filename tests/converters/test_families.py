@@ -1,0 +1,284 @@
+"""What a family's configuration becomes, what is refused by which key, and that every family's decoder layer is its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from edgeq.codec import Codec, from_bf16
+from edgeq.config import ModelConfig
+from edgeq.container import ModelFile
+from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.checkpoint import Checkpoint, HubAccess, Source
+from edgeq.converters.decoder import Norm
+from edgeq.converters.families import HEAD, NORM, NORM_BIAS, Family, linear_module, recognise
+from edgeq.converters.method import Block
+from edgeq.converters.methods.awq import Awq, apply_scale
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.plan import convert
+from edgeq.errors import CheckpointError, UnsupportedError
+
+FAMILIES = ("qwen2", "phi3", "phi3_longrope", "gemma3", "opt", "mixtral", "qwen2_moe", "qwen3_moe")
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+LONG = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+TOKENS = torch.randint(0, 2048, (3, 40), generator=torch.Generator().manual_seed(5))
+
+
+def config_of(architecture: str, **keys: Any) -> ModelConfig:
+    return recognise({"architectures": [architecture], **SIZES, **keys})[1]
+
+
+def opened(folder: Path) -> tuple[Checkpoint, Family, ModelConfig]:
+    source = Checkpoint.open(str(folder), HubAccess())
+    source.open_weights()
+    family, config = recognise(source.config)
+    source.arrange(family.sources())
+    return source, family, config
+
+
+def test_phi3_reads_the_rope_of_its_old_configurations() -> None:
+    config = config_of(
+        "Phi3ForCausalLM", rope_scaling=LONG, max_position_embeddings=131072, original_max_position_embeddings=4096
+    )
+    assert (config.rope.kind, config.rope.long_factor, config.rope.factor) == ("longrope", (2.0,) * 4, 32.0)
+    assert config.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    partial = config_of("Phi3ForCausalLM", partial_rotary_factor=0.75, head_dim=16)
+    assert partial.rope.rotary_size(16) == 12
+    assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_gemma3_reads_the_rope_of_its_old_configurations() -> None:
+    config = config_of(
+        "Gemma3ForCausalLM",
+        rope_theta=5e5,
+        rope_local_base_freq=777.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window=12,
+        sliding_window_pattern=3,
+    )
+    assert config.sliding_windows == (12, 12, 0, 12, 12, 0, 12, 12)
+    assert (config.layer_rope(2).theta, config.layer_rope(2).factor) == (5e5, 8.0)
+    assert (config.layer_rope(1).theta, config.layer_rope(1).kind) == (777.0, "default")
+    assert config.embedding_multiplier == math.sqrt(32) and config.hidden_act == "gelu_pytorch_tanh"
+    assert config.head_dim == 256 and config.attention_scale == 256**-0.5
+    assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_opt_ignores_keys_that_only_other_families_have() -> None:
+    config = config_of("OPTForCausalLM", ffn_dim=96, num_key_value_heads=2, rope_theta=5.0)
+    assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (96, 4, 8)
+    assert config.rope.kind == "learned" and config.layer_norm and not config.gated
+
+
+def test_experts_are_as_large_as_their_own_key_says() -> None:
+    config = config_of("Qwen2MoeForCausalLM", moe_intermediate_size=16, num_experts=6, num_experts_per_tok=2)
+    assert (config.intermediate_size, config.num_experts, config.num_experts_per_tok) == (16, 6, 2)
+    assert config.shared_expert_intermediate_size == 5632 and not config.norm_topk_prob
+    assert config_of("MixtralForCausalLM").norm_topk_prob
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "norms behind the blocks": ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+    "a projected embedding": ("OPTForCausalLM", {"word_embed_proj_dim": 16}, r"word_embed_proj_dim is 16.*opt-350m"),
+    "no final norm": ("OPTForCausalLM", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+    "another activation": ("OPTForCausalLM", {"activation_function": "gelu"}, "hidden_act 'gelu' is not supported"),
+    "capped logits": ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    "capped scores": ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    "looking ahead": ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "an unknown rope": ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope kind 'yarn'"),
+    "another rope's key": ("LlamaForCausalLM", {"rope_scaling": {**LONG, "type": "linear"}}, "long_factor"),
+    "a rotation of a part": ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "dense layers between": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+    "every second layer": ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    "windows of experts": ("Qwen2MoeForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
+}
+BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "factors for another size": (
+        "Phi3ForCausalLM",
+        {"rope_scaling": {**LONG, "long_factor": [1.0] * 3}, "original_max_position_embeddings": 64},
+        "long_factor has 3 entries for 4 pairs",
+    ),
+    "a factor that is none": ("Phi3ForCausalLM", {"rope_scaling": {**LONG, "long_factor": [0, 1, 1, 1]}}, r"long_factor\[0\]"),
+    "factors that are no list": ("Phi3ForCausalLM", {"rope_scaling": {**LONG, "long_factor": 2.0}}, "long_factor is 2.0"),
+    "half a pair": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.4}, "rotates 3 of 8 channels"),
+    "types of other layers": ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "not a list of 8 entries"),
+    "no window": ("Gemma3ForCausalLM", {"sliding_window": None}, "sliding_window is null"),
+    "no pattern": ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    "no scale": ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+    "heads that do not divide": ("OPTForCausalLM", {"hidden_size": 34}, "hidden_size 34 is not a multiple"),
+    "more chosen than there are": ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+    "none chosen": ("MixtralForCausalLM", {"num_experts_per_tok": 0}, "uses none"),
+    "too many": ("MixtralForCausalLM", {"num_local_experts": 1 << 20}, "num_experts is 1048576"),
+}
+
+
+@pytest.mark.parametrize(("architecture", "keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_supported_is_refused_by_its_key(architecture: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        config_of(architecture, **keys)
+
+
+@pytest.mark.parametrize(("architecture", "keys", "message"), BROKEN.values(), ids=BROKEN)
+def test_values_out_of_range_are_named(architecture: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_of(architecture, **keys)
+
+
+def hidden_behind(source: Checkpoint, family: Family, config: ModelConfig, scaled: int | None = None) -> torch.Tensor:
+    """Hidden states behind the last layer; with `scaled` every scale that can be folded is, at random from that seed."""
+    blocks = BlockForward(source, family, config, TOKENS)
+    generator = torch.Generator().manual_seed(scaled or 0)
+    for index in range(config.num_hidden_layers):
+        layer = blocks.load(index)
+        for mapping in family.awq_mappings(config) if scaled is not None else ():
+            columns = layer.get_parameter(f"{linear_module(mapping.consumers[0])}.weight").shape[1]
+            apply_scale(layer, mapping, torch.rand(columns, generator=generator) * 3 + 0.2)
+        blocks.advance(index, layer)
+    return blocks.hidden
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_block_by_block_gives_the_logits_of_transformers(checkpoint: Callable[..., Path], name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoint(name, dtype="float32", initializer_range=0.05)
+    source, family, config = opened(folder)
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
+    norm.load_state_dict({part: torch.from_numpy(source.whole(tensor)) for part, tensor in names.items()})
+    head = HEAD if not config.tie_word_embeddings else "model.embed_tokens.weight"
+    with torch.no_grad():
+        logits = norm(hidden_behind(source, family, config)) @ torch.from_numpy(source.whole(head)).T
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS, use_cache=False).logits
+    assert (logits - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_folding_scales_without_rounding_changes_nothing(checkpoint: Callable[..., Path], name: str) -> None:
+    """Of experts the router follows, else tokens would go elsewhere."""
+    source, family, config = opened(checkpoint(name, dtype="float32", initializer_range=0.05))
+    with torch.no_grad():
+        before, after = hidden_behind(source, family, config), hidden_behind(source, family, config, scaled=3)
+    assert family.awq_mappings(config)
+    assert (after - before).abs().max() < 1e-3 * before.abs().max()
+
+
+def test_gemma3_keeps_the_scale_out_of_its_queries() -> None:
+    family, config = recognise({"architectures": ["Gemma3ForCausalLM"], **SIZES})
+    assert {m.absorber for m in family.awq_mappings(config)} == {"v", "mlp_norm", "up"}
+
+
+def test_gains_above_one_are_folded_exactly(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint("gemma3")
+    file = convert(str(folder), tmp_path / "a.edgeq", ConvertOptions(method="rtn", group_size=32), lambda *_: None)
+    tensors = load_file(folder / "model.safetensors")
+    theirs = {"attention_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    theirs |= {"mlp_norm": "pre_feedforward_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+    theirs |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    for ours, name in theirs.items():
+        stored = file.metadata.arrays[f"layers.1.{ours}"]
+        assert stored.dtype == "f32"
+        assert np.array_equal(file.array(stored), 1 + tensors[f"model.layers.1.{name}.weight"].float().numpy())
+
+
+def test_the_first_two_learned_positions_are_left_out(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint("opt")
+    file = convert(str(folder), tmp_path / "a.edgeq", ConvertOptions(method="rtn", group_size=32), lambda *_: None)
+    table = load_file(folder / "model.safetensors")["model.decoder.embed_positions.weight"].float().numpy()
+    stored = file.metadata.arrays["positions"]
+    assert stored.shape == (512, 128) and np.array_equal(from_bf16(file.array(stored)), table[2:])
+
+
+def test_experts_are_layers_of_their_own_and_the_router_stays_a_float(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder, path = checkpoint("qwen2_moe"), tmp_path / "a.edgeq"
+    file = convert(str(folder), path, ConvertOptions(method="rtn", group_size=32), lambda *_: None)
+    linears = file.metadata.linears
+    assert linears["layers.1.experts.5.gate_up"].weights[0].codec == Codec("int", 4, 32, symmetric=False)
+    assert linears["layers.1.shared.down"].columns == 96
+    assert [linears[f"layers.1.{name}"].weights[0].codec.kind for name in ("router", "shared_gate")] == ["bf16"] * 2
+    experts = sum(x.nbytes for name, x in linears.items() if ".experts." in name)
+    every = sum(x.nbytes for name, x in linears.items() if name != "head")
+    arrays = sum(x.nbytes for name, x in file.metadata.arrays.items() if name != "embedding")
+    assert ModelFile.open(path).metadata.bytes_per_token()["weights"] == every - experts // 2 + arrays
+
+
+def test_an_expert_without_tokens_is_rounded_plainly_with_a_warning(checkpoint: Callable[..., Path]) -> None:
+    source, family, config = opened(checkpoint("mixtral", dtype="float32"))
+    method = Awq(ConvertOptions(method="awq", bits=3, group_size=32), family, config)
+    blocks, said = BlockForward(source, family, config, TOKENS), list[str]()
+    layer = blocks.load(0)
+    direction = torch.randn(128, generator=torch.Generator().manual_seed(1))
+    # The last logit is 0 and never among the two largest.
+    layer.get_parameter("mlp.gate.weight").data = torch.stack([direction, direction, -direction, -direction, 0 * direction])
+    paths = [f"mlp.experts.{expert}.{part}_proj.weight" for expert in (3, 4) for part in ("up", "down")]
+    before = [layer.get_parameter(path).data.clone() for path in paths]
+    method.prepare(Block(0, layer, (), source.rows, blocks, said.append))
+    assert said == ["layer 1: no calibration token reached the experts 4: they are rounded to nearest"]
+    same = [torch.equal(layer.get_parameter(path), weight) for path, weight in zip(paths, before, strict=True)]
+    # The scale of what enters all experts reaches this one too; its own channels and ranges stay.
+    assert same == [False, False, False, True]
+
+
+def changed(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Checkpoint:
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    source = Checkpoint.open(str(target), HubAccess())
+    source.open_weights()
+    return source
+
+
+def test_a_missing_or_misshapen_part_of_a_fused_matrix_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder, name = checkpoint("phi3"), "model.layers.1.self_attn.qkv_proj.weight"
+    family, _ = recognise(json.loads((folder / "config.json").read_text()))
+    source = changed(folder, tmp_path / "a", lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
+        source.arrange(family.sources())
+    source = changed(folder, tmp_path / "b", lambda t: t.update({name: t[name][:-1].contiguous()}))
+    with pytest.raises(CheckpointError, match=rf"{name} has the shape \(255, 128\); config.json says \(256, 128\)"):
+        source.arrange(family.sources())
+    source = changed(folder, tmp_path / "c", lambda t: t.update({name.replace("qkv", "q"): torch.zeros(128, 128)}))
+    with pytest.raises(CheckpointError, match="has both .*q_proj.*qkv_proj"):
+        source.arrange(family.sources())
+
+
+def test_bad_values_are_reported_under_the_name_in_the_checkpoint(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.gate_up_proj.weight"][300, 5] = math.nan
+
+    source = changed(checkpoint("phi3"), tmp_path / "a", spoil)
+    family, _ = recognise(source.config)
+    source.arrange(family.sources())
+    with pytest.raises(CheckpointError, match="gate_up_proj.weight has NaN"):
+        source.whole("model.layers.0.mlp.up_proj.weight")
+    assert np.isfinite(source.whole("model.layers.0.mlp.gate_proj.weight")).all()
+
+
+def test_a_source_is_rows_of_what_is_stored(tmp_path: Path) -> None:
+    values = torch.arange(24, dtype=torch.float32).reshape(6, 4)
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": values}, tmp_path / "model.safetensors")
+    source = Checkpoint.open(str(tmp_path), HubAccess())
+    source.open_weights()
+    source.arrange({"b": Source("a", (6, 4), (3, 4), 2, 0.5), "c": Source("a", (6, 4), (1, 4), 5)})
+    assert np.array_equal(source.whole("b"), values[2:5].numpy() + 0.5)
+    assert np.array_equal(source.rows("b", 1, 2), values[3:4].numpy() + 0.5)
+    assert np.array_equal(source.whole("c"), values[5:].numpy())
+    assert sorted(source.tensors) == ["b", "c"]

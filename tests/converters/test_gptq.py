@@ -1,0 +1,177 @@
+"""GPTQ: the error of a layer's output, grids and integers, dead columns, and what happens where it cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edgeq.codec import Codec
+from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.linears import LinearItem, Recipe
+from edgeq.converters.method import Block
+from edgeq.converters.methods.gptq import gptq_layer, inverse_factor, quantize_matrix
+from edgeq.converters.plan import ConvertOptions, convert, preflight
+from edgeq.converters.quantizer import GPTQ, QUAROT, Quantized, fake, quantize
+
+ROWS, COLUMNS = 48, 160
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def x() -> torch.Tensor:
+    """Correlated inputs [tokens, columns] with a few large channels."""
+    mixed = torch.randn(400, COLUMNS, generator=generator(0)) @ torch.randn(COLUMNS, COLUMNS, generator=generator(1))
+    mixed[:, ::37] *= 8
+    return mixed / mixed.std()
+
+
+@pytest.fixture(scope="module")
+def weight() -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=generator(2))
+
+
+def gptq(
+    weight: torch.Tensor, x: torch.Tensor, recipe: Recipe, act_order: bool = False
+) -> tuple[tuple[Quantized, ...], torch.Tensor]:
+    factor = inverse_factor(x.T @ x, recipe, act_order)
+    assert factor is not None
+    return quantize_matrix(weight, factor, recipe, "w")
+
+
+def output_error(x: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor) -> float:
+    return float((x @ (rounded - weight).T).square().sum())
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("group_size", [32, 0])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_output_error_is_below_that_of_rounding(
+    x: torch.Tensor, weight: torch.Tensor, bits: int, group_size: int, symmetric: bool, act_order: bool
+) -> None:
+    codec = Codec("int", bits, group_size, symmetric)
+    _, rounded = gptq(weight, x, Recipe(codec, GPTQ), act_order)
+    nearest = output_error(x, weight, fake(weight, codec, GPTQ))
+    assert output_error(x, weight, rounded) < (0.95 if bits == 2 else 0.5) * nearest
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_the_returned_weight_is_what_the_integers_stand_for(x: torch.Tensor, weight: torch.Tensor, act_order: bool) -> None:
+    (q,), rounded = gptq(weight, x, Recipe(Codec("int", 3, 32, symmetric=False), GPTQ), act_order)
+    assert q.zero is not None
+    scale, zero = (part.float().repeat_interleave(32, 1) for part in (q.scale, q.zero))
+    assert torch.equal((q.q.float() - zero) * scale, rounded)
+
+
+def test_act_order_fixes_the_grids_of_the_original_weights(x: torch.Tensor, weight: torch.Tensor) -> None:
+    codec = Codec("int", 4, 32, symmetric=False)
+    (static,), _ = gptq(weight, x, Recipe(codec, GPTQ), act_order=True)
+    (dynamic,), _ = gptq(weight, x, Recipe(codec, GPTQ))
+    plain = quantize(weight, codec, "w", GPTQ)
+    assert static.zero is not None and plain.zero is not None
+    assert torch.equal(static.scale, plain.scale) and torch.equal(static.zero, plain.zero)
+    assert not torch.equal(dynamic.scale, plain.scale)
+    # The first group is reached before there is an error to take over.
+    assert torch.equal(dynamic.scale[:, 0], plain.scale[:, 0])
+
+
+def test_with_uncorrelated_inputs_it_is_rounding(weight: torch.Tensor) -> None:
+    recipe = Recipe(Codec("int", 4, 32, symmetric=False), GPTQ)
+    factor = inverse_factor(torch.eye(COLUMNS), recipe, act_order=False)
+    (q,), _ = quantize_matrix(weight, factor, recipe, "w")
+    assert torch.equal(q.q, quantize(weight, recipe.codec, "w", GPTQ).q)
+
+
+def test_without_a_factor_it_is_rounding_bit_for_bit(weight: torch.Tensor) -> None:
+    recipe = Recipe(Codec("int", 3, 32, symmetric=True), GPTQ)
+    (q,), rounded = quantize_matrix(weight, None, recipe, "w")
+    plain = quantize(weight, recipe.codec, "w", GPTQ)
+    assert torch.equal(q.q, plain.q) and torch.equal(q.scale, plain.scale)
+    assert torch.equal(rounded, fake(weight, recipe.codec, GPTQ))
+
+
+def test_columns_without_input_become_zero_and_take_no_error(x: torch.Tensor, weight: torch.Tensor) -> None:
+    unused = x.clone()
+    unused[:, 5:9] = 0
+    _, rounded = gptq(weight, unused, Recipe(Codec("int", 4, 0, symmetric=True), GPTQ))
+    assert not rounded[:, 5:9].any() and rounded[:, 9].any()
+
+
+def test_a_second_block_has_its_own_grid_and_takes_over_error(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """The layout of ResQ: columns gathered by a constant order, the last ones in 8 bits, a scale per row and block."""
+    order = torch.randperm(COLUMNS, generator=generator(4)).numpy().astype(np.int32)
+    low, high = Codec("int", 3, 0, symmetric=True), Codec("int", 8, 0, symmetric=True)
+    recipe = Recipe(low, QUAROT, high, 32, order=order)
+    (first, second), rounded = gptq(weight, x, recipe)
+    assert first.q.shape == (ROWS, 128) and second.q.shape == (ROWS, 32)
+    assert torch.equal(first.scale, quantize(weight[:, order[:128]], low, "w", QUAROT).scale)
+    back = torch.cat([(first.q.float() - 4) * first.scale.float(), (second.q.float() - 128) * second.scale.float()], 1)
+    assert torch.equal(back, rounded[:, order])
+    plain, _ = quantize_matrix(weight, None, recipe, "w")
+    nearest = torch.empty_like(weight)
+    nearest[:, order] = torch.cat(
+        [(p.q.float() - c.center) * p.scale.float() for p, c in zip(plain, (low, high), strict=True)], 1
+    )
+    assert output_error(x, weight, rounded) < 0.5 * output_error(x, weight, nearest)
+
+
+def test_too_few_tokens_are_helped_by_damping(weight: torch.Tensor) -> None:
+    few = torch.randn(3, COLUMNS, generator=generator(5))
+    assert inverse_factor(few.T @ few, Recipe(Codec("int", 4, 32)), act_order=True) is not None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+def test_a_hessian_that_cannot_be_factored_is_said_to_be_none(value: float) -> None:
+    hessian = torch.eye(COLUMNS) * value if value in (-1.0, 0.0) else torch.full((COLUMNS, COLUMNS), value)
+    assert inverse_factor(hessian, Recipe(Codec("int", 4, 32)), act_order=False) is None
+
+
+@pytest.mark.parametrize("family", ["llama_gqa", "qwen2"])
+def test_a_decoder_layer_loses_less_of_its_output_than_by_rounding(
+    checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(200)))
+    options = ConvertOptions(method="gptq", bits=3, group_size=32, calibration=text, calibration_length=64)
+    plan = preflight(str(checkpoint(family)), options)
+    assert plan.calibration is not None
+    linears = tuple(item for item in plan.steps[1].items if isinstance(item, LinearItem))
+    errors = []
+    for method in ("gptq", "rtn"):
+        forward = BlockForward(plan.checkpoint, plan.method.family, plan.method.config, plan.calibration.rows)
+        layer, hidden = forward.load(0), forward.hidden
+        exact = layer(hidden, **forward.attention_arguments(0))
+        if method == "gptq":
+            gptq_layer(Block(0, layer, linears, plan.checkpoint.rows, forward, print), act_order=False)
+            now = forward.hidden
+        else:
+            for module in layer.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.weight.data = fake(module.weight.data, plan.method.codec, GPTQ)
+            now = layer(hidden, **forward.attention_arguments(0))
+        errors.append(float((now - exact).square().sum()))
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_a_layer_without_a_factor_is_rounded_with_one_line_that_names_it(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_o(hessian: torch.Tensor, recipe: Recipe, act_order: bool) -> object:
+        return None if len(hessian) == 256 else inverse_factor(hessian, recipe, act_order)
+
+    monkeypatch.setattr("edgeq.converters.methods.gptq.inverse_factor", only_o)
+    text = tmp_path / "text.txt"
+    text.write_text("import os\nprint(os.name)\n" * 20)
+    said: list[str] = []
+    options = ConvertOptions(method="gptq", group_size=32, calibration=text, head=8)
+    folder = str(checkpoint("llama_gqa", max_position_embeddings=64))
+    convert(folder, tmp_path / "o.edgeq", options, lambda *_: None, said.append)
+    assert [line.split(":")[0] for line in said] == ["layers.0.down", "layers.1.down"]
+    assert all("Cholesky failed" in line and "\n" not in line for line in said)
