@@ -22,12 +22,13 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from edgeq.codec import CHUNK, ROWS, Codec
+from edgeq.commands import Command
 from edgeq.config import ModelConfig, Rope
 from edgeq.devices import DEVICES
 from edgeq.layout import fused_shapes
 from edgeq.targets.cpu.arm import settings
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.lower import LARGEST_BLOCK
+from edgeq.targets.cpu.lower_linear import LARGEST_BLOCK
 from edgeq.targets.cpu.tile import IntegerTile
 
 TRIPLE = "aarch64-unknown-linux-gnu"
@@ -225,7 +226,7 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def main(as_json: bool) -> None:
     """Print the computed roofline of the Raspberry Pi 4 and 5, in tokens per second."""

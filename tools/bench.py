@@ -1,7 +1,7 @@
 """`edgeq bench`: prefill (pp) and decode (tg) at any depth, as rows that name what was measured.
 
 pp512 is 512 tokens prefilled, tg128 is 128 tokens decoded one by one; `@ d512` is behind 512 tokens already in the cache, which
-are run before the clock starts.
+are run before the clock starts.  With --operations each test is followed by where its time goes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -22,38 +22,48 @@ import numpy as np
 
 from edgeq.errors import InputError
 from edgeq.runtime import Model
+from edgeq.runtime.measure import LONGEST_DRAFT
+from edgeq.runtime.session import Part, run_together
+from edgeq.runtime.speculate import DraftSource
 from edgeq.targets import machine
+from edgeq.tools import breakdown, drafting
 from edgeq.tools.report import codec_label, model_name, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
-from edgeq.tools.terminal import Report, progress
+from edgeq.tools.terminal import Report, compilation, progress
 
 SEED = 0
-WARM_UP_TOKENS = 4
+WARM_UP_TOKENS = {"pp": 512, "tg": 4}
 
 
 @dataclass(frozen=True)
 class Test:
-    """`count` tokens prefilled ("pp") or decoded ("tg") behind `depth` others."""
+    """`count` tokens prefilled ("pp") or decoded ("tg") behind `depth` others; decoded, in `batch` texts at once."""
 
     kind: Literal["pp", "tg"]
     count: int
     depth: int
+    batch: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{self.count}" + (f" @ d{self.depth}" if self.depth else "")
+        batch = f" x{self.batch}" if self.batch > 1 else ""
+        return f"{self.kind}{self.count}{batch}" + (f" @ d{self.depth}" if self.depth else "")
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the table.
 
+    kv             codec of the cache; kv_bytes_per_position: of all layers
     samples_s      seconds of each repetition
     step_s         tg: seconds of every token of all repetitions
-    tokens_per_s   median, smallest and largest over the repetitions
-    ms_per_token   median and 95th percentile: over the tokens for tg, over the repetitions for pp
+    batch          texts decoded at once
+    tokens_per_s   median, smallest and largest over the repetitions; of all texts together
+    ms_per_token   median and 95th percentile: over the tokens of a text for tg, over the repetitions for pp
     bytes_per_s    tg: weights, head and cache read, at the median speed; bandwidth_share: of what the machine was measured to
                    read from memory, above 1 where the model fits a cache of the processor
+    drafts         what drafts gain on a real text, if that was asked for
+    operations     where the time of a token goes, if that was asked for; measured in runs of its own
     peak_rss       bytes of memory of the process at its peak so far, the mapped file included
     """
 
@@ -63,11 +73,14 @@ class Row:
     identity: str
     runs_on: str
     mode: str
+    kv: str
+    kv_bytes_per_position: int
     threads: int
     test: str
     kind: str
     tokens: int
     depth: int
+    batch: int
     tokens_per_s: float
     tokens_per_s_min: float
     tokens_per_s_max: float
@@ -79,6 +92,8 @@ class Row:
     peak_rss: int | None
     samples_s: list[float]
     step_s: list[float]
+    operations: list[breakdown.Line] | None = None
+    drafts: drafting.Drafting | None = None
 
 
 def bench(
@@ -89,6 +104,10 @@ def bench(
     depths: tuple[int, ...],
     threads: tuple[int, ...],
     repetitions: int,
+    batches: tuple[int, ...],
+    draft: DraftSource,
+    gamma: int | None,
+    operations: bool,
     output: str,
     **options: Any,
 ) -> None:
@@ -96,20 +115,32 @@ def bench(
 
     InputError: nothing to measure, or more positions than the model takes.
     """
-    tests = [Test("pp", n, d) for d in depths for n in prompts if n] + [Test("tg", n, d) for d in depths for n in tokens if n]
+    tests = [Test("pp", n, d) for d in depths for n in prompts if n]
+    tests += [Test("tg", n, d, b) for d in depths for n in tokens for b in batches if n]
     if not tests:
         raise InputError("nothing to measure: give -p or -n a number above 0")
     context = max(test.count + test.depth for test in tests)
+    generated = max(tokens) if draft != "off" else 0
+    if generated:
+        context = max(context, drafting.PROMPT + generated)
     rows: list[Row] = []
-    with progress() as report:
-        for i, count in enumerate(threads):
-            loaded = Model.load(model, threads=count, context=context, report=report, **options)
-            # Of this minute: on a shared machine what was measured before may be far off.
-            bandwidth = read_bandwidth(loaded, refresh=True)
-            machine.forget_peak()
+    most = max(*batches, LONGEST_DRAFT + 1)
+    for i, count in enumerate(threads):
+        with compilation() as report:
+            loaded = Model.load(model, threads=count, context=context, max_logits=most, report=report, **options)
+        # Of this minute: on a shared machine what was measured before may be far off.
+        bandwidth = read_bandwidth(loaded, refresh=True)
+        machine.forget_peak()
+        with progress() as report:
             for j, test in enumerate(tests):
                 part = _part(report, i * len(tests) + j, len(threads) * len(tests))
-                rows.append(measure(loaded, test, repetitions, bandwidth, part))
+                measured = measure(loaded, test, repetitions, bandwidth, part)
+                if operations and test.batch == 1:
+                    measured = replace(measured, operations=where_time_goes(loaded, test, repetitions))
+                if draft != "off" and test.kind == "tg" and test.batch == 1:
+                    gain = drafting.measure(loaded, draft, gamma, test.count, repetitions, part)
+                    measured = replace(measured, drafts=gain)
+                rows.append(measured)
     write = {"md": markdown, "json": as_json, "csv": as_csv}[output]
     click.echo(write(rows))
 
@@ -119,31 +150,47 @@ def _part(report: Report, index: int, total: int) -> Callable[[float, str], None
     return lambda share, name: report(index + share, total, name)
 
 
-def measure(
-    model: Model, test: Test, repetitions: int, bandwidth: float | None, report: Callable[[float, str], None]
-) -> Row:
+def measure(model: Model, test: Test, repetitions: int, bandwidth: float | None, report: Callable[[float, str], None]) -> Row:
     """A warm-up, then `repetitions` timed runs."""
     samples: list[float] = []
     steps: list[float] = []
     for i in range(repetitions + 1):
         report(i / (repetitions + 1), test.name)
         warm_up = i == 0
-        times = list(run(model, test, min(test.count, WARM_UP_TOKENS) if warm_up and test.kind == "tg" else test.count))
+        times = list(run(model, test, min(test.count, WARM_UP_TOKENS[test.kind]) if warm_up else test.count))
         if not warm_up:
             samples.append(sum(times))
             steps += times if test.kind == "tg" else []
     return row(model, test, samples, steps, bandwidth)
 
 
+def where_time_goes(model: Model, test: Test, repetitions: int) -> list[breakdown.Line]:
+    """The same test once more, with the time of every operation."""
+    if test.kind == "tg":
+        return breakdown.decode(model, random_tokens(model, test.depth), test.count)
+    return breakdown.prefill(model, random_tokens(model, test.depth + test.count), test.depth, repetitions)
+
+
+def random_tokens(model: Model, count: int) -> list[int]:
+    """Always the same."""
+    return list(np.random.default_rng(SEED).integers(0, model.config.vocab_size, count).tolist())
+
+
 def run(model: Model, test: Test, count: int) -> Iterator[float]:
     """Seconds of each timed run: the whole prompt, or every token."""
-    random = np.random.default_rng(SEED).integers(0, model.config.vocab_size, test.depth + count).tolist()
-    session = model.session()
-    if test.depth:
+    random = random_tokens(model, test.depth + count)
+    sessions = [model.session() for _ in range(test.batch)]
+    for session in sessions if test.depth else ():
         session.prefill(random[: test.depth])
-    for part in [random[test.depth :]] if test.kind == "pp" else [[token] for token in random[test.depth :]]:
+        session.requantize()
+    if test.kind == "pp":
         started = perf_counter()
-        session.prefill(part)
+        sessions[0].prefill(random[test.depth :])
+        yield perf_counter() - started
+        return
+    for token in random[test.depth :]:
+        started = perf_counter()
+        run_together([Part(session, [token], [0]) for session in sessions])
         yield perf_counter() - started
 
 
@@ -151,10 +198,11 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float], band
     """What the timings say."""
     metadata = model.file.metadata
     each = steps if test.kind == "tg" else [sample / test.count for sample in samples]
-    rates = [test.count / sample for sample in samples]
+    rates = [test.batch * test.count / sample for sample in samples]
     rate = statistics.median(rates)
     # The cache grows by one position a token: its middle length stands for all.
-    read = step_bytes(model, test.depth + (test.count + 1) // 2) * rate if test.kind == "tg" else None
+    step = step_bytes(model, test.depth + (test.count + 1) // 2, test.batch)
+    read = step * rate / test.batch if test.kind == "tg" else None
     return Row(
         model=model_name(metadata),
         codec=codec_label(metadata),
@@ -162,11 +210,14 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float], band
         identity=model.file.identity,
         runs_on=model.description,
         mode=model.program.options.mode,
+        kv=model.program.options.kv.name,
+        kv_bytes_per_position=model.position_bytes,
         threads=model.program.threads,
         test=test.name,
         kind=test.kind,
         tokens=test.count,
         depth=test.depth,
+        batch=test.batch,
         tokens_per_s=rate,
         tokens_per_s_min=min(rates),
         tokens_per_s_max=max(rates),
@@ -186,6 +237,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("codec", lambda r: r.codec),
     ("size", lambda r: f"{r.file_bytes / 1e6:,.1f} MB"),
     ("runs on", lambda r: re.sub(r" \(.*?\)|;.*", "", r.runs_on)),
+    ("cache", lambda r: f"{r.kv}, {r.kv_bytes_per_position:,} B"),
     ("t", lambda r: str(r.threads)),
     ("test", lambda r: r.test),
     ("tok/s", lambda r: f"{r.tokens_per_s:,.2f}"),
@@ -199,9 +251,21 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table, its numbers aligned."""
-    cells = [[name for name, _ in COLUMNS]] + [[show(row) for _, show in COLUMNS] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+    """A table of all tests; then one for each whose operations were timed."""
+    parts = [aligned([[name for name, _ in COLUMNS]] + [[show(row) for _, show in COLUMNS] for row in rows])]
+    for row in rows:
+        if row.operations is not None:
+            spent = 1000 * sum(line.seconds for line in row.operations)
+            named = f"{row.test}, {row.threads} thread{'s' * (row.threads > 1)}: {spent:.3f} ms per token"
+            parts.append(f"{named}\n\n{aligned(breakdown.cells(row.operations, row.kind == 'tg'))}")
+    if drafts := [row.drafts for row in rows if row.drafts]:
+        parts.append(aligned(drafting.cells(drafts)))
+    return "\n\n".join(parts)
+
+
+def aligned(cells: list[list[str]]) -> str:
+    """A markdown table, its heading first."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
@@ -212,9 +276,9 @@ def as_json(rows: list[Row]) -> str:
 
 
 def as_csv(rows: list[Row]) -> str:
-    """Every field but the raw samples."""
+    """Every field that is one number or text."""
     out = io.StringIO()
-    lines = [{key: value for key, value in asdict(row).items() if key not in ("samples_s", "step_s")} for row in rows]
+    lines = [{k: v for k, v in asdict(row).items() if k not in ("samples_s", "step_s", "operations", "drafts")} for row in rows]
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)

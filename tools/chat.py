@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.runtime import Generation, Model, Sampling
-from edgeq.tools.report import describe
+from edgeq.runtime import Generation, Model
+from edgeq.runtime.speculate import DraftSource
+from edgeq.tools.report import cache_label, describe
 from edgeq.tools.run import load, sampling_of
 from edgeq.tools.terminal import note, write
 
@@ -25,6 +26,8 @@ def chat(
     chat_template: Path | None,
     tokens: int,
     stop: tuple[str, ...],
+    draft: DraftSource,
+    gamma: int | None,
     **options: Any,
 ) -> None:
     """Lines from standard input are messages, answers go to standard output, everything else to standard error.
@@ -34,8 +37,11 @@ def chat(
     loaded = load(model, chat_template, options)
     if loaded.template is None:
         raise UnsupportedError(f"{model}: no chat template in the file; pass one with --chat-template FILE, or use edgeq run")
-    conversation = Conversation(loaded, system, sampling_of(loaded, options), tokens, stop)
-    note(f"{describe(loaded.file)}; {loaded.description}; context {loaded.context}")
+    # Wrong values are refused before the first question.
+    loaded.speculator(draft, gamma)
+    wishes = {"max_tokens": tokens, "sampling": sampling_of(loaded, options), "stop": stop, "draft": draft, "gamma": gamma}
+    conversation = Conversation(loaded, system, tokens, wishes)
+    note(f"{describe(loaded.file)}; {loaded.description}; cache {cache_label(loaded)}; context {loaded.context}")
     note(HELP)
     for line in lines():
         if line == "/exit":
@@ -87,14 +93,13 @@ def answer(conversation: Conversation, question: str) -> None:
 
 
 class Conversation:
-    """Messages and the session that holds their keys and values."""
+    """Messages and the session that holds their keys and values; `wishes` are arguments of Model.chat."""
 
-    def __init__(self, model: Model, system: str | None, sampling: Sampling, tokens: int, stop: tuple[str, ...]) -> None:
+    def __init__(self, model: Model, system: str | None, tokens: int, wishes: dict[str, Any]) -> None:
         self._model = model
         self._system = [{"role": "system", "content": system}] if system is not None else []
-        self._sampling = sampling
         self._tokens = tokens
-        self._stop = stop
+        self._wishes = wishes
         self.clear()
 
     def clear(self) -> None:
@@ -104,13 +109,7 @@ class Conversation:
     def ask(self, question: str) -> Generation:
         """Start the answer.  InputError: the question alone is too long for the context; the conversation stays as it was."""
         turns = self._fitting([*self.turns, {"role": "user", "content": question}])
-        generation = self._model.chat(
-            [*self._system, *turns],
-            max_tokens=self._tokens,
-            sampling=self._sampling,
-            stop=self._stop,
-            session=self._session,
-        )
+        generation = self._model.chat([*self._system, *turns], session=self._session, **self._wishes)
         self.turns = turns
         return generation
 

@@ -48,9 +48,21 @@ class FileScorer:
         self.name = path.name
         self.vocab_size = self.model.config.vocab_size
         self.longest = self.model.context
+        self._session = self.model.session()
+
+    @property
+    def weights(self) -> str:
+        """What the logits come from."""
+        return "made for each window from all of its own tokens" if self.model.requantization else "the file's"
 
     def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
-        return self.model.session().all_logits(tokens)
+        """Where weights are made on the device, a window is read twice: exactly, by the masters, then with what that made."""
+        self._session.trim(0)
+        if self.model.requantization:
+            self._session.prefill(tokens)
+            self._session.requantize()
+            self._session.trim(0)
+        return self._session.all_logits(tokens)
 
 
 class SourceScorer:
@@ -83,9 +95,10 @@ class SourceScorer:
 
 @dataclass
 class Scores:
-    """Of one model, per window: sums over its predicted tokens; divergences from the source per token."""
+    """Of one model, per window: sums over its predicted tokens; divergences from the source per token.  `weights`: which."""
 
     name: str
+    weights: str = ""
     nll: list[float] = field(default_factory=list)
     kl: list[Array] = field(default_factory=list)
     agree: int = 0
@@ -111,11 +124,13 @@ def compare(
     InputError: a text that cannot be read or is too short, or models that do not share a vocabulary.
     """
 
-    def open_file(path: Path) -> FileScorer:
-        return FileScorer(path, window, options)
-
-    files = [open_file(path) for path in models]
-    source: Scorer = open_file(Path(against)) if against.endswith(".edgeq") else SourceScorer(against)
+    files = [FileScorer(path, window, options) for path in models]
+    source: Scorer
+    if against.endswith(".edgeq"):
+        # How the weights of files are made anew is no matter of the source's.
+        source = FileScorer(Path(against), window, options | {"requantization": None})
+    else:
+        source = SourceScorer(against)
     for scorer in files:
         if scorer.vocab_size != source.vocab_size:
             raise InputError(
@@ -154,7 +169,7 @@ def read_documents(text: str) -> list[str]:
 
 def score(source: Scorer, files: Sequence[FileScorer], windows: Sequence[Sequence[int]]) -> tuple[Scores, list[Scores]]:
     """All models over all windows, one window of source log-probabilities at a time."""
-    reference, scores = Scores(source.name), [Scores(scorer.name) for scorer in files]
+    reference, scores = Scores(source.name), [Scores(scorer.name, scorer.weights) for scorer in files]
     with progress() as report:
         for i, window in enumerate(windows):
             report(i, len(windows), "windows")
@@ -202,10 +217,12 @@ def summarize(reference: Scores, scores: Sequence[Scores], windows: Sequence[Seq
         files.append(
             {
                 "file": s.name,
+                "weights": s.weights,
                 "perplexity": float(np.exp(s.mean_nll(tokens))),
                 "kl_mean": float(kl.mean()),
                 "kl_p99": percentile(kl.tolist(), 99),
                 "top1_agreement": s.agree / tokens,
+                "window_nll": s.nll,
                 "nll_difference": vars(difference),
                 "perplexity_ratio": vars(difference.exp()),
             }
@@ -242,6 +259,7 @@ def table(result: dict[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for pair in result["pairs"]:
         lines.append(f"{pair['file']} against {pair['against']}: perplexity {percent(pair['perplexity_ratio'])}")
+    lines += [f"{f['file']}: weights {f['weights']}" for f in result["files"] if f["weights"] != "the file's"]
     lines.append(
         f"{result['windows']} windows of {result['window']} tokens of {result['text']} "
         f"(sha256 {result['text_sha256'][:16]}); KL in nats; intervals: 95 %, paired bootstrap over windows"

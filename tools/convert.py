@@ -43,7 +43,7 @@ def convert(source: str, output: Path, options: dict[str, Any]) -> None:
         def heard(step: int, steps: int, label: str, done: int, size: int) -> None:
             report(step + done / size, steps + 1, label)
 
-        file = carry_out(source, output, ConvertOptions(**options), heard)
+        file = carry_out(source, output, ConvertOptions(**options), heard, note)
     note(f"{output}: {summary(file)}")
     if profile:
         note(verdict(profile, file.metadata, file.size))

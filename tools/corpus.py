@@ -19,8 +19,12 @@ SKIPPED = ("site-packages", "/test", "/tests", "idlelib", "lib2to3", "encodings"
 
 def evaluation_code() -> list[str]:
     """Held-out modules."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    return [(library / name).read_text(encoding="utf-8") for name in EVALUATION]
+    return _modules(EVALUATION)
+
+
+def calibration_code() -> list[str]:
+    """The modules that calibration reads."""
+    return _modules(CALIBRATION)
 
 
 def evaluation_docs() -> list[str]:
@@ -35,6 +39,11 @@ def training_texts() -> list[str]:
 
 def digest(documents: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(documents).encode()).hexdigest()
+
+
+def _modules(names: Sequence[str]) -> list[str]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    return [(library / name).read_text(encoding="utf-8") for name in names]
 
 
 def _topics() -> list[str]:

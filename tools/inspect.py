@@ -62,6 +62,7 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
             "head": bits_per_weight(metadata, lambda name: name == "head"),
         },
         "bytes_per_token": sizes,
+        "kv": metadata.kv.name,
         "read_bandwidth": bandwidth,
         "ceiling_tokens_per_s": bandwidth / per_token if bandwidth else None,
     }
@@ -120,7 +121,7 @@ def show(facts: dict[str, Any]) -> None:
     sizes = facts["bytes_per_token"]
     console.print(
         f"read per token: {sizes['weights'] / 1e6:,.2f} MB of layers, {sizes['head'] / 1e6:,.2f} MB of head, "
-        f"{sizes['kv_per_position']:,} bytes of cache per position; default mode {facts['default_mode']}"
+        f"{sizes['kv_per_position']:,} bytes of {facts['kv']} cache per position; default mode {facts['default_mode']}"
     )
     if facts["read_bandwidth"]:
         bandwidth = f"the {facts['read_bandwidth'] / 1e9:.1f} GB/s that this machine reads from memory"

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edgeq.codec import to_bf16
+from edgeq.commands import Command
 from edgeq.errors import InputError
 from edgeq.tools.terminal import note, progress
 
@@ -42,6 +43,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(2048, 256, 768, 2, 8, 4, 32, True),
+    "smollm-135m": Shape(49152, 576, 1536, 30, 9, 3, 64, True),
     "llama-3.2-1b": Shape(128256, 2048, 8192, 16, 32, 8, 64, True),
     "llama-3.2-3b": Shape(128256, 3072, 8192, 28, 24, 8, 128, True),
     "llama-3.1-8b": Shape(128256, 4096, 14336, 32, 32, 8, 128, False),
@@ -166,7 +168,7 @@ def make(folder: Path, shape: Shape, seed: int) -> None:
         raise InputError(f"{folder}: cannot write it: {error.strerror}") from None
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-3.2-1b", show_default=True)
 @click.option("--seed", default=0, show_default=True)

@@ -39,9 +39,14 @@ def describe(file: ModelFile) -> str:
     return f"{model_name(file.metadata)}, {codec_label(file.metadata)}, {file.size / 1e6:,.1f} MB"
 
 
-def step_bytes(model: Model, length: int) -> float:
-    """Bytes read to decode the token at position `length` - 1."""
-    return model.weight_bytes + model.position_bytes * model.config.positions_read(length)
+def cache_label(model: Model) -> str:
+    """How keys and values are cached, and what a position takes in all layers."""
+    return f"{model.program.options.kv.name}, {model.position_bytes:,} bytes per position"
+
+
+def step_bytes(model: Model, length: int, texts: int = 1) -> float:
+    """Bytes read to decode the token at position `length` - 1 of each of `texts` texts at once."""
+    return model.weight_bytes + texts * model.position_bytes * model.config.positions_read(length)
 
 
 def read_bandwidth(model: Model, refresh: bool = False) -> float | None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from edgeq import targets
+from edgeq.commands import Command
 from edgeq.targets import machine
 from edgeq.tools.terminal import progress
 
@@ -58,7 +59,7 @@ def text(found: Roofline) -> str:
     return "\n".join([*lines, "", f"decode is fastest with {found.decode_threads} thread{'s' * (found.decode_threads > 1)}"])
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--refresh", is_flag=True, help="Measure again instead of showing what is kept.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def main(refresh: bool, as_json: bool) -> None:

@@ -11,10 +11,12 @@ import click
 
 from edgeq.errors import FormatError, InputError
 from edgeq.runtime import Generation, Model, Sampling
-from edgeq.tools.report import describe, read_bandwidth
-from edgeq.tools.terminal import note, progress, write
+from edgeq.runtime.measure import Measurement, Speculation
+from edgeq.runtime.speculate import DraftSource
+from edgeq.tools.report import cache_label, describe, read_bandwidth
+from edgeq.tools.terminal import compilation, note, progress, write
 
-LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context")
+LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context", "requantization")
 # Field of Sampling: (option of the command line, key in the file, as Hugging Face's generation_config.json has it).
 SAMPLING = {
     "temperature": ("temp", "temperature"),
@@ -37,6 +39,8 @@ def run(
     as_json: bool,
     tokens: int,
     stop: tuple[str, ...],
+    draft: DraftSource,
+    gamma: int | None,
     **options: Any,
 ) -> None:
     """Text goes to standard output as it is generated, then a summary to standard error; or one JSON object and nothing else.
@@ -47,7 +51,13 @@ def run(
         raise InputError("--system and --chat-template go with --chat")
     text = prompt_text(prompt, file)
     loaded = load(model, chat_template, options)
-    sampling = sampling_of(loaded, options)
+    wishes: dict[str, Any] = {
+        "max_tokens": tokens,
+        "sampling": sampling_of(loaded, options),
+        "stop": stop,
+        "draft": draft,
+        "gamma": gamma,
+    }
     with progress() as report:
 
         def prefilled(done: int, total: int) -> None:
@@ -56,9 +66,9 @@ def run(
         if chat:
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": text})
-            generation = loaded.chat(messages, max_tokens=tokens, sampling=sampling, stop=stop, progress=prefilled)
+            generation = loaded.chat(messages, progress=prefilled, **wishes)
         else:
-            generation = loaded.generate(text, max_tokens=tokens, sampling=sampling, stop=stop, progress=prefilled)
+            generation = loaded.generate(text, progress=prefilled, **wishes)
         # The bar has to be gone before text is written.
         first = next(generation, "")
     if as_json:
@@ -100,7 +110,7 @@ def utf8(data: bytes, name: str) -> str:
 
 def load(model: Path, chat_template: Path | None, options: dict[str, Any]) -> Model:
     template = None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
-    with progress() as report:
+    with compilation() as report:
         return Model.load(model, chat_template=template, report=report, **{name: options[name] for name in LOAD})
 
 
@@ -129,6 +139,8 @@ def as_object(model: Model, generation: Generation, text: str) -> dict[str, Any]
         "runs_on": model.description,
         "threads": model.program.threads,
         "mode": model.program.options.mode,
+        "kv": model.program.options.kv.name,
+        "kv_bytes_per_position": model.position_bytes,
         "context": model.context,
         "measurement": measurement.as_dict(),
         "read_bandwidth": bandwidth,
@@ -143,6 +155,7 @@ def summary(model: Model, generation: Generation) -> list[str]:
         "",
         f"model    {describe(model.file)}",
         f"runs on  {model.description}",
+        f"cache    {cache_label(model)}, context {model.context:,}",
         f"prefill  {m.prefill_rate:,.1f} tok/s ({m.prompt_tokens - m.cached_tokens} tokens), TTFT {1000 * m.ttft_s:,.0f} ms",
     ]
     if m.decode_steps:
@@ -152,4 +165,24 @@ def summary(model: Model, generation: Generation) -> list[str]:
             percent = 100 * m.decode_bytes_per_s / bandwidth
             share = f", {percent:.0f} % of the {bandwidth / 1e9:.1f} GB/s that this machine reads"
         lines.append(f"{decode}, {m.decode_bytes_per_s / 1e9:.2f} GB/s{share}")
+    if any(m.speculation.drafted):
+        lines.append(f"drafts   {drafting(m.speculation)}")
+    if model.requantization and m.decode_steps:
+        lines.append(f"weights  {requantized(m, model.requantization.min_tokens)}")
     return lines
+
+
+def requantized(m: Measurement, needed: int) -> str:
+    """Which weights the text was decoded with, and what they took."""
+    if not m.requantized_tokens:
+        return f"the file's own: {needed} tokens are needed to make others for a prompt"
+    made = f"made for {m.requantized_tokens} tokens in {m.requantize_s:.2f} s: {m.copy_bytes / 1e6:,.0f} MB"
+    held = f"{m.anonymous_bytes / 1e6:,.0f} MB without files, {m.peak_bytes / 1e6:,.0f} MB at its peak"
+    return f"{made}; the process holds {held}"
+
+
+def drafting(s: Speculation) -> str:
+    """What drafts did, in one line: acceptance, tokens a run, the costs that were measured and the speed-up they predict."""
+    costs = ", ".join(f"{name} {value:.2f}" for name, value in (("c", s.c), ("v", s.v), ("β", s.beta)) if value is not None)
+    accepted = f"{sum(s.accepted)} of {sum(s.drafted)} accepted"
+    return f"{accepted}, {s.tokens_per_cycle:.2f} tokens a cycle; {costs}; predicted {s.predicted:.2f} times as fast"

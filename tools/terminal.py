@@ -1,10 +1,11 @@
-"""What commands have in common on standard error: progress with ETA, only when a person is watching."""
+"""What commands have in common on standard error: progress with ETA, when a person is watching, and how long compiling took."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -40,3 +41,22 @@ def progress() -> Iterator[Report]:
             bar.update(task, completed=done, total=total, description=what)
 
         yield report
+
+
+@contextmanager
+def compilation() -> Iterator[Report]:
+    """For Model.load, which reports only what is compiled now: a bar, or a line where nobody watches; then how long it took."""
+    started: float | None = None
+    with progress() as bar:
+
+        def report(done: float, total: float, what: str) -> None:
+            nonlocal started
+            if started is None:
+                started = perf_counter()
+                if not sys.stderr.isatty():
+                    note(f"compiling {total:.0f} kernels, once on this machine ...")
+            bar(done, total, what)
+
+        yield report
+    if started is not None:
+        note(f"kernels compiled in {perf_counter() - started:.1f} s")

@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from edgeq.commands import Command
 from edgeq.tools.corpus import evaluation_code, evaluation_docs, training_texts
 from edgeq.tools.terminal import note
 
@@ -101,7 +102,7 @@ def perplexity(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
     return math.exp(sum(losses) / len(rows))
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--seconds", default=4200.0, show_default=True)
 def main(out: Path, seconds: float) -> None:

@@ -6,19 +6,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgeq.linear import Mode
+from edgeq.linear import MODES, Mode
 from edgeq.runtime import Model
 from edgeq.targets import machine
-from edgeq.tools.terminal import note, progress
-
-MODES: tuple[Mode, ...] = ("a16", "a8")
+from edgeq.tools.terminal import compilation, note
 
 
 def warm(*, model: Path, mode: Mode | None, **options: Any) -> None:
     """Compile for `mode`, or for every mode; what was compiled before is found in the cache.  Says how long it took."""
     for each in (mode,) if mode else MODES:
         started = perf_counter()
-        with progress() as report:
+        with compilation() as report:
             loaded = Model.load(model, mode=each, report=report, **options)
         note(f"{loaded.description}: ready after {perf_counter() - started:.1f} s")
     note(f"kernels are kept in {machine.cache_folder()}")

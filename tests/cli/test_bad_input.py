@@ -145,6 +145,15 @@ def test_a_nan_in_a_weight_names_the_tensor(convert: Convert, copy: Path) -> Non
         (["--group-size", 48], ["group size 48", "16, 32, 64, 128"]),
         (["--group-size", "many"], ["'many'", "row"]),
         (["--method", "magic"], ["'magic'", "none, rtn, awq"]),
+        (["--bits", "4/8/4/2"], ["'4/8/4/2'", "4/4/4"]),
+        (["--bits", "four"], ["'four'", "such as 4"]),
+        (["--bits", "4/5"], ["5 bits of activations", "4, 8, 16"]),
+        (["--method", "resq", "--bits", "3/8/2"], ["cache of 2 bits", "3, 4, 8, 16"]),
+        (["--method", "ttq", "--bits", 6], ["6 bits", "ttq", "2 to 5"]),
+        (["--rank", 16], ["--rank", "ttq", "rtn"]),
+        (["--method", "ttq", "--alpha", 0.5], ["--alpha", "smoothquant"]),
+        (["--high-fraction", 0.1], ["--high-fraction", "resq"]),
+        (["--calibration-rows", 4], ["rtn", "--calibration"]),
         (["--head", 5], ["5 bits", "4, 6, 8, 16"]),
         (["--method", "none", "--dtype", "f8"], ["'f8'", "bf16"]),
         (["--for", "toaster"], ["'toaster'", "raspberry-pi-5"]),
@@ -252,6 +261,9 @@ def test_a_name_from_a_file_cannot_control_the_terminal(edgeq: Run, tmp_path: Pa
         (["-p", "x", "--target", "cpu", "--isa", "mmx"], ["'mmx'", "portable"]),
         (["-p", "x", "-t", "0"], ["'0'", "auto"]),
         (["-p", "x", "-t", "all"], ["'all'", "auto"]),
+        (["-p", "x", "-t", "100000"], ["'100000'", "1 to 1024"]),
+        (["-p", "x", "-t", "-2"], ["'-2'", "1 to 1024"]),
+        (["-p", "x", "--threads-prefill", "0"], ["'0'", "auto"]),
         (["-p", "x", "--chat"], ["no chat template", "--chat-template"]),
         (["-p", "x", "--system", "y"], ["--chat"]),
     ],
@@ -260,6 +272,16 @@ def test_a_name_from_a_file_cannot_control_the_terminal(edgeq: Run, tmp_path: Pa
 def test_options_of_run(edgeq: Run, demo: Path, options: list[object], words: list[str]) -> None:
     target = () if "--target" in options else REFERENCE
     refused(edgeq("run", demo, *options, *target), *words)
+
+
+def test_an_instruction_set_of_another_processor_names_those_of_this_one(edgeq: Run, demo: Path) -> None:
+    from edgeq.targets.cpu.isa import all_isas
+    from edgeq.targets.machine import cpu
+
+    for isa in all_isas():
+        if isa.needs - cpu().features:
+            words = [f"isa {isa.name} needs", "this processor does not have", "can run", "portable"]
+            refused(edgeq("run", demo, "-p", "x", "--target", "cpu", "--isa", isa.name), *words)
 
 
 def test_a_prompt_that_is_not_text(edgeq: Run, demo: Path, tmp_path: Path) -> None:

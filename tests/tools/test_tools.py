@@ -82,3 +82,20 @@ def test_a_sliding_window_reads_fewer_positions() -> None:
 
 def test_rows_of_the_benchmark_are_named_as_llama_bench_names_them() -> None:
     assert bench.Test("pp", 512, 0).name == "pp512" and bench.Test("tg", 128, 512).name == "tg128 @ d512"
+
+
+def test_compiling_is_told_in_two_lines_where_nobody_watches_and_not_at_all_when_nothing_is_compiled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from edgeq.tools.terminal import compilation
+
+    with compilation():
+        pass
+    assert capsys.readouterr() == ("", "")
+    with compilation() as report:
+        for done in range(4):
+            report(done, 3, "compiling norm")
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert not out and len(lines) == 2 and lines[0] == "compiling 3 kernels, once on this machine ..."
+    assert lines[1].startswith("kernels compiled in ") and lines[1].endswith(" s")

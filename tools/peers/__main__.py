@@ -11,8 +11,9 @@ from pathlib import Path
 import click
 
 from edgeq import targets
+from edgeq.commands import Command
 from edgeq.config import ModelConfig, Rope
-from edgeq.errors import EdgeqError, InputError
+from edgeq.errors import InputError
 from edgeq.targets import machine
 from edgeq.tools.make_checkpoint import SHAPES
 from edgeq.tools.peers.contest import Contest, Entry
@@ -104,7 +105,7 @@ def chosen(only: str | None) -> list[str]:
     return wanted
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--shape", type=click.Choice(["tiny", "llama-3.2-1b"]), default="llama-3.2-1b", show_default=True)
 @click.option("-t", "--threads", help="Numbers of threads, such as 1,2; by default all cores.")
 @click.option("-p", "--prompt", type=click.IntRange(1, MOST_TOKENS), default=512, show_default=True, help="Of the prompt.")
@@ -139,8 +140,6 @@ def main(
                 here = [Entry(variant, n, sizes[variant.name]) for variant in found if variant.name in sizes]
                 contest.compete(here, repetitions, limits[n].measure)
                 entries += here
-    except EdgeqError as error:
-        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from None
     cpu, cache = machine.cpu(), last_level_cache()

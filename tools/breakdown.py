@@ -1,0 +1,170 @@
+"""Where the time of a token goes: in each kind of operation, between operations, and outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.runtime import Model, Sampling
+from edgeq.runtime.sampling import Sampler
+from edgeq.runtime.text import TextStream
+from edgeq.targets import Program, Step, StepTimes
+from edgeq.targets.operations import Linear, Rows
+
+PRODUCTS = ("integer_matmul", "float_matmul", "linear")
+"""Kernels that read the weights of a layer; others of the same operation prepare its input."""
+WAITING = "waiting for other threads"
+OUTSIDE = "outside: Python, rows, sampling"
+
+Key = tuple[str, str]
+"""Name and kind of a line."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of work.
+
+    name            part of a layer for products ("gate_up"), the kernel for the rest, or one of WAITING and OUTSIDE
+    kind            class name of the operation, "" for those two
+    share           of the time of a token
+    seconds         of a token, a mean over the quicker half of the tokens for decode, of the repetitions for prefill
+    bytes_per_s     weights read by products in decode
+    operations_per_s   multiplications and additions of products in prefill; not of the head, which runs for the last token only
+    """
+
+    name: str
+    kind: str
+    share: float
+    seconds: float
+    bytes_per_s: float | None = None
+    operations_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One sample: its wall time in seconds, its tokens, and what the target ran."""
+
+    seconds: float
+    tokens: int
+    parts: list[StepTimes]
+
+
+class Recorder:
+    """A program that keeps the times of what it runs."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.times: list[StepTimes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def run(self, rows: Rows, *arguments: Any, **options: Any) -> NDArray[np.float32]:
+        return self._program.run(rows, *arguments, times=self.times, **options)
+
+    def taken(self) -> list[StepTimes]:
+        """What was kept since the last time."""
+        times, self.times = self.times, []
+        return times
+
+
+@contextmanager
+def _recorded(model: Model) -> Iterator[Recorder]:
+    """Sessions that `model` makes meanwhile are recorded."""
+    program, recorder = model.program, Recorder(model.program)
+    model.program = cast(Program, recorder)
+    try:
+        yield recorder
+    finally:
+        model.program = program
+
+
+def decode(model: Model, tokens: Sequence[int], count: int) -> list[Line]:
+    """`count` tokens one by one behind `tokens`, drawn greedily and made text as `generate` does; stop tokens do not stop."""
+    runs: list[Run] = []
+    with _recorded(model) as recorder:
+        session, sampler, stream = model.session(), Sampler(Sampling()), TextStream(model.text)
+        history = [*tokens, 0]
+        if tokens:
+            session.prefill(tokens)
+        for _ in range(count):
+            recorder.taken()
+            started = perf_counter()
+            token = sampler.draw(session.decode(history[-1]), history)
+            history.append(token)
+            stream.push(token)
+            runs.append(Run(perf_counter() - started, 1, recorder.taken()))
+    return lines(runs, decoded=True)
+
+
+def prefill(model: Model, tokens: Sequence[int], depth: int, repetitions: int) -> list[Line]:
+    """The prompt tokens[depth:] behind the rest."""
+    runs: list[Run] = []
+    with _recorded(model) as recorder:
+        for _ in range(repetitions):
+            session = model.session()
+            if depth:
+                session.prefill(tokens[:depth])
+            recorder.taken()
+            started = perf_counter()
+            session.prefill(tokens[depth:])
+            runs.append(Run(perf_counter() - started, len(tokens) - depth, recorder.taken()))
+    return lines(runs, decoded=False)
+
+
+def lines(runs: list[Run], decoded: bool) -> list[Line]:
+    """In the order of execution; then what is left of a token.  The slower half of the runs, which something disturbed, is left
+    out.
+    """
+    quick = sorted(runs, key=lambda run: run.seconds / run.tokens)[: (len(runs) + 1) // 2]
+    tokens = sum(run.tokens for run in quick)
+    whole = sum(run.seconds for run in quick) / tokens
+    sums: dict[Key, float] = {}
+    waiting = 0.0
+    for part in (part for run in quick for part in run.parts):
+        for step, (worked, waited) in zip(part.steps, part.seconds.tolist(), strict=True):
+            sums[_key(step)] = sums.get(_key(step), 0.0) + worked / tokens
+            waiting += waited / tokens
+    sums[WAITING, ""] = waiting
+    sums[OUTSIDE, ""] = whole - sum(sums.values())
+    work = _work(quick[0].parts[0].steps, decoded)
+    found = []
+    for key, seconds in sums.items():
+        rate = work[key] / seconds if key in work and seconds > 0 else None
+        found.append(Line(*key, seconds / whole, seconds, *((rate, None) if decoded else (None, rate))))
+    return found
+
+
+def _key(step: Step) -> Key:
+    operation, kernel = step
+    if isinstance(operation, Linear) and kernel in PRODUCTS:
+        return operation.linear.name.rpartition(".")[2], type(operation).__name__
+    return kernel, type(operation).__name__
+
+
+def _work(steps: Sequence[Step], decoded: bool) -> dict[Key, int]:
+    """Of products: bytes that a decoded token reads, or multiplications and additions of a token of a prompt."""
+    work: dict[Key, int] = {}
+    for step in steps:
+        operation, kernel = step
+        if isinstance(operation, Linear) and kernel in PRODUCTS and (decoded or operation.layer >= 0):
+            layer = operation.linear
+            work[_key(step)] = work.get(_key(step), 0) + (layer.nbytes if decoded else 2 * layer.rows * layer.columns)
+    return work
+
+
+def cells(found: list[Line], decoded: bool) -> list[list[str]]:
+    """A table for people, its heading first."""
+    heading = ["operation", "% of time", "µs/token", "GB/s" if decoded else "GOPS"]
+    rows = [heading]
+    for line in found:
+        rate = (line.bytes_per_s if decoded else line.operations_per_s) or 0
+        time = (f"{100 * line.share:.1f} %", f"{1e6 * line.seconds:,.1f}")
+        rows.append([line.name, *time, f"{rate / 1e9:,.1f}" if rate else ""])
+    return rows
