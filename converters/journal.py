@@ -64,7 +64,7 @@ class Journal:
         try:
             with np.load(self._study_path, allow_pickle=False) as kept:
                 return dict(kept) if self.path.exists() else None
-        except (OSError, ValueError, zipfile.BadZipFile):
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
             return None
 
     def keep(self, study: dict[str, NDArray[Any]], segments: list[Segment]) -> None:

@@ -35,7 +35,7 @@ class Gamma(click.ParamType):  # type: ignore[type-arg]
     name = "auto|N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "auto" or value is None:
+        if value == "auto":
             return None
         if str(value).isdecimal():
             return int(value)
@@ -115,7 +115,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 TARGET_OPTIONS = decorated(
     click.option("--target", metavar="reference|cpu", help="Where to run; by default the best that this machine has."),
     click.option("--isa", metavar="NAME", help="Instruction set of the CPU target, such as avx2 or portable."),
-    click.option("--mode", metavar="a16|a8", help="16-bit or 8-bit activations; by default what the file says."),
+    click.option("--mode", metavar="a16|a8|a4", help="Bits of activations; by default what the file says."),
     click.option(
         "--kv",
         metavar="file|f16|int8|int4",

@@ -7,7 +7,6 @@ every key is known, every value in range, before anything is allocated from it.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -225,8 +224,8 @@ class ModelConfig:
 
 
 def check_positive(name: str, value: object) -> None:
-    """FormatError unless `value` is a number above 0 and at most 1e12."""
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value <= 1e12:  # type: ignore[arg-type,operator]
+    """FormatError unless `value` is a number from 1e-30 to 1e12: powers of smaller ones overflow where they are used."""
+    if type(value) not in (int, float) or not 1e-30 <= value <= 1e12:  # type: ignore[operator]
         raise FormatError(f"config {name} is {value!r}; expected a positive number")
 
 

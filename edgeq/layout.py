@@ -12,8 +12,6 @@ from edgeq.linear import ArrayRef, LinearSpec, Metadata, Transform, Weight
 Shape = tuple[int, int]
 MAX_BASE = 4096
 """Rows of the dense factor of a transform: far above any order that is not a power of two times a smaller one."""
-
-
 FLOAT_PARTS = ("router", "shared_gate")
 """Linear layers of a decoder layer that stay floats: a rounding error in them sends a token to another expert."""
 
@@ -155,11 +153,15 @@ def _check_vector(name: str, part: str, array: ArrayRef | None, length: int, dty
 
 
 def _check_transform(name: str, transform: Transform, columns: int) -> None:
-    size, stride, base = transform.size, transform.stride, transform.base_size
+    size, stride, dense = transform.size, transform.stride, transform.base
     if size < 1 or stride < 1 or columns % (size * stride):
         raise FormatError(f"{name}: a transform of {size} channels {stride} apart does not fit {columns} channels")
-    if transform.base and (transform.base.shape != (base, base) or transform.base.dtype != "f32" or base > MAX_BASE):
-        raise FormatError(f"{name}: the base of its transform is {transform.base.dtype} {transform.base.shape}, not a square")
+    # Asked first: `base_size` takes the shape for one of a matrix, and what follows divides by it.
+    if dense and (dense.dtype != "f32" or len(set(dense.shape)) != 1 or len(dense.shape) != 2):
+        raise FormatError(f"{name}: the base of its transform is {dense.dtype} {dense.shape}, not a square of f32")
+    base = transform.base_size
+    if not 1 <= base <= MAX_BASE:
+        raise FormatError(f"{name}: the base of its transform has {base} rows; supported: 1 to {MAX_BASE}")
     if size % base or (size // base).bit_count() != 1:
         raise FormatError(f"{name}: a transform of {size} channels is not {base} times a power of two")
 

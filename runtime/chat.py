@@ -46,9 +46,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise UnsupportedError(
-                f"the chat template cannot be read: {error}; pass another with --chat-template FILE"
-            ) from None
+            raise UnsupportedError(f"the chat template cannot be read: {error}; {OTHER_TEMPLATE}") from None
 
     def encode(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Tokens of a conversation, ready for the assistant's turn.

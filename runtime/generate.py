@@ -171,7 +171,9 @@ class Model:
         mode = made_for if made_for in cheaper else cheaper[0] if cheaper else exact
         source = "lookup" if draft in ("both", "auto") and not cheaper else draft
         if source in ("qspec", "both", "auto"):
-            self.program.prepare(mode)
+            # It may replace the threads, on which another session may be running.
+            with self._turn:
+                self.program.prepare(mode)
         return Speculator(source, gamma, mode)
 
     def session(self) -> Session:

@@ -118,11 +118,12 @@ class Requantizer:
         self.tokens = 0
         self._program, self._settings, self._turn = program, settings, turn
         self._scales: list[ArrayF32] = []
+        self._judged = 0  # tokens read when `update` last decided: it is asked before every step
 
     def begin(self) -> None:
         """Nothing is left of what was read."""
         self.sums.clear()
-        self.tokens = 0
+        self.tokens = self._judged = 0
 
     def keeps(self, common: int) -> bool:
         """Whether sums over a prompt of which the first `common` tokens stay still speak for it."""
@@ -133,10 +134,11 @@ class Requantizer:
 
         With too few tokens read there is none.
         """
-        if self.sums.tokens == self.tokens:
+        if self.sums.tokens == self._judged:
             return 0.0
         if self.sums.tokens < self._settings.min_tokens:
             self.weights, self.tokens = None, self.sums.tokens
+            self._judged = self.tokens
             return 0.0
         before = perf_counter()
         new = scales(self.sums, self._settings)
@@ -146,6 +148,7 @@ class Requantizer:
                     self.weights = self._program.new_weights()
                 self._program.requantize(self.weights, new)
             self._scales, self.tokens = new, self.sums.tokens
+        self._judged = self.sums.tokens
         return perf_counter() - before
 
     def _is_time(self, new: Sequence[ArrayF32]) -> bool:

@@ -55,7 +55,8 @@ class Session:
     @property
     def most_logits(self) -> int:
         """Rows whose logits one run can give."""
-        return self._program.options.max_logits
+        options = self._program.options
+        return min(options.max_logits, options.max_rows)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits:
         """Run `tokens` behind those already here, in chunks; logits behind the last.
@@ -100,11 +101,10 @@ class Session:
         return self._requantizer.tokens if self._requantizer and self._requantizer.weights else 0
 
     def all_logits(self, tokens: Sequence[int]) -> Iterator[Logits]:
-        """Run `tokens` and give the logits behind each of them, in parts [n, vocab] of at most `max_logits` rows."""
+        """Run `tokens` and give the logits behind each of them, in parts [n, vocab] of at most `most_logits` rows."""
         self._check(tokens)
-        step = min(self._program.options.max_rows, self._program.options.max_logits)
-        for start in range(0, len(tokens), step):
-            chunk = tokens[start : start + step]
+        for start in range(0, len(tokens), self.most_logits):
+            chunk = tokens[start : start + self.most_logits]
             logits = self._run(chunk, range(len(chunk)))
             self.logits = logits[-1]
             yield logits

@@ -125,7 +125,7 @@ class RopeRotate(Operation):
 
 @dataclass(frozen=True)
 class HeadRotate(Operation):
-    """Each head v of x[:, offset : offset + heads * head_dim] becomes v M, in place (ResQ, arXiv 2412.14363, U_C).
+    """Each head v of x[:, offset : offset + heads * head_dim] becomes v M, in place (arXiv 2412.14363, U_C).
 
     v is first rounded to 8 bits, asymmetric, over a range that has 0 in it.  M = scale * matrix, i8 [head_dim, head_dim] and
     f32 [1].

@@ -202,9 +202,6 @@ def attention(program: ReferenceProgram, op: Attention, rows: Rows, state: State
         out[r] = np.matmul(weights, values).reshape(-1)
 
 
-
-
-
 def select(program: ReferenceProgram, op: Select, rows: Rows, state: State) -> None:
     state[op.out] = state[op.x][rows.logits]
 

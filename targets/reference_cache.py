@@ -62,7 +62,7 @@ def cached(x: ArrayF32, kv: KvCodec, keys: bool) -> ArrayF32:
 
 
 def in_range(x: ArrayF32, bits: int, with_zero: bool) -> ArrayF32:
-    """x [rows, heads, n] as offset + scale * code, with 2^bits codes over the range of every head (ResQ, equation 1).
+    """x [rows, heads, n] as offset + scale * code, with 2^bits codes over the range of a head (arXiv 2412.14363, equation 1).
 
     offset is the least number and scale (max - min) / (2^bits - 1), with the numbers limited as in f16.  `with_zero`: the
     range has 0 in it, as keys' has and values' has not.  A head that is one number has scale 0.

@@ -163,7 +163,7 @@ def quantize_blocks(x: ArrayF32, group_size: int, limit: int = 127) -> ArrayF32:
 
 
 def quantize_tokens(x: ArrayF32, bits: int, symmetric: bool) -> ArrayF32:
-    """x [rows, channels] in integers of `bits` with one scale per row, dequantized again (ResQ, arXiv 2412.14363, section 4).
+    """x [rows, channels] in integers of `bits` with one scale per row, dequantized again (arXiv 2412.14363, section 4).
 
     symmetric   scale = max|x| / (2^(bits-1) - 1), q = rint(x / scale)
     else        over the range that x and 0 span: scale = (max - min) / (2^bits - 1), zero = rint(-min / scale),

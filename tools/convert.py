@@ -12,6 +12,7 @@ from edgeq.devices import Device, device
 from edgeq.errors import InputError
 from edgeq.linear import Metadata
 from edgeq.runtime.memory import DEFAULT_CONTEXT
+from edgeq.tools.report import bits_per_weight
 from edgeq.tools.terminal import note, progress
 
 CONVERT_EXTRA = {"torch", "transformers", "safetensors", "huggingface_hub"}
@@ -41,7 +42,7 @@ def convert(source: str, output: Path, options: dict[str, Any]) -> None:
     with progress() as report:
 
         def heard(step: int, steps: int, label: str, done: int, size: int) -> None:
-            report(step + done / size, steps + 1, label)
+            report(step + done / size, steps, label)
 
         file = carry_out(source, output, ConvertOptions(**options), heard, note)
     note(f"{output}: {summary(file)}")
@@ -51,8 +52,7 @@ def convert(source: str, output: Path, options: dict[str, Any]) -> None:
 
 def summary(file: ModelFile) -> str:
     """Size and effective bits in one line."""
-    linears = file.metadata.linears.values()
-    bits = 8 * sum(x.nbytes for x in linears) / sum(x.rows * x.columns for x in linears)
+    bits = bits_per_weight(file.metadata, lambda name: True)
     return f"{file.size / 1e6:,.1f} MB, {bits:.2f} bits per weight, identity {file.identity[:16]}"
 
 

@@ -26,12 +26,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from edgeq.commands import Command
+from edgeq.converters.families import EMBEDDING, HEAD, NORM
 from edgeq.errors import InputError
 from edgeq.tools import corpus
 from edgeq.tools.terminal import note, progress
 
 Tensors = dict[str, Tensor]
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 WINDOW, WINDOWS = 256, 32
 """Of the text whose principal components become the basis."""
 
@@ -77,6 +77,9 @@ def read_config(source: Path) -> dict[str, Any]:
         raise InputError(f"{source}: no readable config.json: {error}") from None
     if config.get("model_type") != "llama":
         raise InputError(f"{source}: model_type {config.get('model_type')!r}; outliers can be planted in: llama")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise InputError(f"{source}: {key} is true; outliers can be planted in a llama without biases")
     return config
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any
 
@@ -60,13 +61,15 @@ def run(job: Job) -> Json:
         kept: Json = json.loads(job.result.read_text(encoding="utf-8"))
         return kept
     started = perf_counter()
-    process = subprocess.Popen(job.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    out, err = process.stdout, process.stderr
-    assert out is not None and err is not None
-    # Little goes to standard error, far less than a pipe holds.
-    printed, said = out.read(), err.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    # Not a pipe: a warning for every expert is more than one holds.
+    with TemporaryFile("w+") as err:
+        process = subprocess.Popen(job.command, stdout=subprocess.PIPE, stderr=err, text=True)
+        assert process.stdout is not None
+        printed = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        err.seek(0)
+        said = err.read()
     if process.returncode:
         raise InputError(f"{job.label}: {' '.join(said.split())[-500:] or f'exit code {process.returncode}'}")
     result = job.after(printed) | {"seconds": perf_counter() - started, "peak_bytes": usage.ru_maxrss << 10}
@@ -112,9 +115,7 @@ def comparison(source: str, recipe: str, file: Path, text: str, window: int, lim
     return Job(f"compare {recipe} on {text}", command, file.with_name(name), json.loads)
 
 
-def measure(
-    source: str, work: Path, recipes: Sequence[str], texts: Sequence[str], window: int, limit: int, jobs: int
-) -> Json:
+def measure(source: str, work: Path, recipes: Sequence[str], texts: Sequence[str], window: int, limit: int, jobs: int) -> Json:
     """Everything that the table shows, as plain values."""
     try:
         work.mkdir(parents=True, exist_ok=True)

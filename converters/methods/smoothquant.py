@@ -42,8 +42,12 @@ class SmoothQuant(Method):
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
-        smooth(block, self.family.awq_mappings(self.config), self.options.alpha or 0.0)
+        inputs = block.forward.hidden
+        # Of the layer as it was: a resumed run has no other, and its sums have to be the same to the last bit.
         block.forward.advance(block.index, block.module)
+        outputs, block.forward.hidden = block.forward.hidden, inputs
+        smooth(block, self.family.awq_mappings(self.config), self.options.alpha or 0.0)
+        block.forward.hidden = outputs
         return {}
 
 
@@ -75,7 +79,8 @@ def smooth(block: Block, mappings: list[ScaleMapping], alpha: float) -> None:
     largest = {mapping.inspected: _Largest() for mapping in behind_norms}
     block.forward.watch(block.index, block.module, {path: found.add for path, found in largest.items()})
     for mapping in behind_norms:
-        weights = [block.module.get_parameter(f"{linear_module(part)}.weight").data for part in mapping.consumers]
+        readers = (*mapping.consumers, *mapping.followers)
+        weights = [block.module.get_parameter(f"{linear_module(part)}.weight").data for part in readers]
         apply_scale(block.module, mapping, smoothing(largest[mapping.inspected].value, weights, alpha))
 
 

@@ -43,7 +43,8 @@ class Ttq(Method):
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
-        narrowest = min(config.hidden_size, config.query_size, config.intermediate_size)
+        shared = config.shared_expert_intermediate_size or config.hidden_size
+        narrowest = min(config.hidden_size, config.query_size, config.intermediate_size, shared)
         if self.rank > narrowest:
             raise InputError(f"--rank {self.rank}: this model's narrowest matrix has {narrowest} channels; choose a lower rank")
 

@@ -61,8 +61,9 @@ def route(normalized: int) -> Kernel:
 
 def dispatch() -> Kernel:
     """Row words: 2 routing, 3 bytes of its rows, 4 experts, 5 how many are chosen; results: 6 rows of each expert i64, 7 where
-    they end i64, 8 the sum i64, 9 the row of each place i32, 10 the place of each row and choice i32; 11 for each expert, and
-    behind the last, the first of its moves i64, 12 moves, each an address, and what stands there for place 0 and per place.
+    they end i64, 8 the places i64, every expert's first one a multiple of four, 9 the row of each place i32, 10 the place of
+    each row and choice i32; 11 for each expert, and behind the last, the first of its moves i64, 12 moves, each an address, and
+    what stands there for place 0 and per place.
     """
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
@@ -85,7 +86,7 @@ def dispatch() -> Kernel:
                 for i in range(get_i64(word(row, 11) + 8 * e), get_i64(word(row, 11) + 8 * (e + 1))):
                     move = word(row, 12) + 24 * i
                     put_i64(get_i64(move), get_i64(move + 8) + first * get_i64(move + 16))
-            first += get_i64(rows + 8 * e)
+            first += (get_i64(rows + 8 * e) + 3) // 4 * 4
         put_i64(word(row, 8), first)
         for r in range(count):
             names = word(row, 2) + r * word(row, 3) + 4 * chosen

@@ -18,7 +18,7 @@ from edgeq.linear import ArrayRef
 from edgeq.targets import operations as op
 from edgeq.targets.cpu import experts as kernels
 from edgeq.targets.cpu.lower_layers import buffer
-from edgeq.targets.cpu.memory import Memory
+from edgeq.targets.cpu.memory import Memory, padded
 from edgeq.targets.cpu.table import ROW_WORDS, Kernel, kernel
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def route(lowering: Lowering, o: op.Route) -> None:
 
 def experts(lowering: Lowering, o: op.Experts) -> None:
     memory, count = lowering.memory, len(o.downs)
-    places = lowering.most * o.chosen
+    # The rows of every expert begin at a multiple of four: its last ones may have a tile of four to themselves.
+    places = padded(lowering.most * o.chosen + 3 * count, 4)
     row_memory = RowMemory(memory, places)
     sizes = {"rows": 8 * count, "ends": 8 * count, "sum": 8, "rows of places": 4 * places, "places of rows": 4 * places}
     rows, ends, total, row_of, place_of = (memory.shared(("experts", name), size) for name, size in sizes.items())

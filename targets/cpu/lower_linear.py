@@ -137,7 +137,9 @@ def form(lowering: Lowering, buffer: str, read: Reading) -> Form:
     row_bytes = padded(read.columns, CHUNK) // CHUNK * per_chunk
     sizes = (row_bytes, 4 * read.blocks, 4 * read.blocks)
     name = (buffer, len(known))
-    places = [lowering.memory.shared((*name, part), lowering.most * size) for part, size in enumerate(sizes)]
+    # The last rows may have a tile of four to themselves.
+    rows = padded(lowering.most, 4)
+    places = [lowering.memory.shared((*name, part), rows * size) for part, size in enumerate(sizes)]
     made = Form(read, row_bytes, *places)
     whole = read.first == 0 and read.columns == lowering.graph.buffers.get(buffer)
     if whole and read.scaling == quantize.BLOCK and buffer in lowering.open_slots:

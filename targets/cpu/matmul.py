@@ -51,14 +51,17 @@ def share(row, part, parts, together):  # type: ignore[no-untyped-def]
 
 # Into the kernel before it is typed: a function of its own would be compiled twice.
 @njit(inline="always")  # type: ignore[misc]
-def tiles(kind, isa, bits, mode16, zero, half, tokens, together, row, start, stop, r, scratch):  # type: ignore[no-untyped-def]
-    """Blocks [start, stop) times rows from r on, as many as whole tiles of `tokens` take; returns the row behind them."""
-    while get_i64(word(row, COUNT)) - r >= tokens:
+def tiles(kind, isa, bits, mode16, zero, half, tokens, least, together, row, start, stop, r, scratch):  # type: ignore[no-untyped-def]
+    """Blocks [start, stop) times rows from r on, as many as tiles of `tokens` take, the last of them with `least` rows or more;
+    returns the row behind them."""
+    count = get_i64(word(row, COUNT))
+    while count - r >= least:
+        here = min(tokens, count - r)
         for n in range(start, stop, together):
             product_tile(kind, isa, bits, mode16, zero, half, tokens, together, row, n, r, scratch)
             for i in range(min(together, stop - n)):
-                finish(row, scratch + 64 * tokens * i, tokens, n + i, r)
-        r += tokens
+                finish(row, scratch + 64 * tokens * i, here, n + i, r)
+        r += here
     return r
 
 
@@ -69,13 +72,14 @@ def integer_matvec(isa: int, bits: int, mode16: int, zero: int, half: int) -> Ke
         if get_i64(word(row, COUNT)) == 1:
             first, last = share(row, part, parts, 1)
             scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
-            tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, row, first, last, 0, scratch)
+            tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, 1, row, first, last, 0, scratch)
 
     return kernel
 
 
 def integer_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: int, together: int) -> Kernel:
-    """Packed integers times any number of tokens, in tiles of `big`, 4 and 1; of the larger ones `together` blocks at once."""
+    """Packed integers times any number of tokens, in tiles of `big`, 4 and 1, two or three in one of 4; of the larger tiles
+    `together` blocks at once."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         group = (word(row, GROUP) + together - 1) // together * together
@@ -83,15 +87,15 @@ def integer_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: 
         scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)
-            r = tiles(INTEGERS, isa, bits, mode16, zero, half, big, together, row, start, stop, 0, scratch)
-            r = tiles(INTEGERS, isa, bits, mode16, zero, half, 4, together, row, start, stop, r, scratch)
-            tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, row, start, stop, r, scratch)
+            r = tiles(INTEGERS, isa, bits, mode16, zero, half, big, big, together, row, start, stop, 0, scratch)
+            r = tiles(INTEGERS, isa, bits, mode16, zero, half, 4, 2, together, row, start, stop, r, scratch)
+            tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, 1, row, start, stop, r, scratch)
 
     return kernel
 
 
 def float_matmul(kind: int, big: int) -> Kernel:
-    """Floats times any number of tokens, in tiles of `big`, 4 and 1."""
+    """Floats times any number of tokens, in tiles of `big`, 4 and 1, two or three in one of 4."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         group = word(row, GROUP)
@@ -99,8 +103,8 @@ def float_matmul(kind: int, big: int) -> Kernel:
         scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)
-            r = tiles(kind, 0, 0, 0, 0, 0, big, 1, row, start, stop, 0, scratch)
-            r = tiles(kind, 0, 0, 0, 0, 0, 4, 1, row, start, stop, r, scratch)
-            tiles(kind, 0, 0, 0, 0, 0, 1, 1, row, start, stop, r, scratch)
+            r = tiles(kind, 0, 0, 0, 0, 0, big, big, 1, row, start, stop, 0, scratch)
+            r = tiles(kind, 0, 0, 0, 0, 0, 4, 2, 1, row, start, stop, r, scratch)
+            tiles(kind, 0, 0, 0, 0, 0, 1, 1, 1, row, start, stop, r, scratch)
 
     return kernel

@@ -84,14 +84,13 @@ ABSENT = Form(Reading(NONE, 0, 16), 0, 0, 0, 0)
 
 @inline
 def tile_of(r, count, big):  # type: ignore[no-untyped-def]
-    """Row r of `count` lies in a tile of how many tokens, and which row is its first: tiles of `big`, then of 4, then of 1."""
+    """Row r of `count` lies in a tile of how many tokens, and which row is its first: tiles of `big`, then of 4, one of 4 for
+    two or three that are left, or of 1."""
     many = count // big * big
     if r < many:
         return r // big * big, big
-    some = many + (count - many) // 4 * 4
-    if r < some:
-        return many + (r - many) // 4 * 4, 4
-    return r, 1
+    base = many + (r - many) // 4 * 4
+    return (base, 4) if count - base >= 2 else (r, 1)
 
 
 @inline

@@ -272,6 +272,7 @@ class Crash(Exception):
     [
         {"method": "gptq", "group_size": 32, "act_order": True},
         {"method": "awq+gptq", "bits": 3, "group_size": 32},
+        {"method": "smoothquant", "bits": 4},
         {"method": "smoothquant+gptq", "bits": 4},
         {"method": "ttq", "rank": 4},
     ],

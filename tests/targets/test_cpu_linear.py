@@ -187,8 +187,8 @@ def test_asymmetric_integers_stay_in_their_range_and_hold_zero_exactly():
 @pytest.mark.parametrize("factory, literals", [(quantize.quantize, (4,)), (quantize.quantize_tokens, (4, 1))])
 @pytest.mark.parametrize("columns", [5, 16, 40, 200])
 def test_channels_up_to_a_whole_chunk_are_zero_whatever_lay_there(factory, literals, columns):
-    """Tiles of 4, 1 and 1 tokens put them in other places: what a longer run left must not be multiplied."""
-    count, tiles, row_bytes = 6, ((0, 4), (4, 1), (5, 1)), -(-columns // 32) * 32
+    """Tiles of 4 tokens and of 1 put them in other places: what a longer run left must not be multiplied."""
+    count, tiles, row_bytes = 9, ((0, 4), (4, 4), (8, 1)), -(-columns // 32) * 32
     x = np.zeros((count, 256), np.float32)
     x[:, :columns] = np.random.default_rng(columns).standard_normal((count, columns))
     data = np.full(count * row_bytes + 64, 85, np.int8)
