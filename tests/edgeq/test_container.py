@@ -268,6 +268,17 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
         FormatError,
         "base of its transform",
     ),
+    "transform with a base of no dimensions": (
+        setting("linears.1.transform", fb.TransformT(size=32, base=array(dtype=0, shape=[]))),
+        FormatError,
+        "base of its transform",
+    ),
+    "transform with an empty base": (
+        setting("linears.1.transform", fb.TransformT(size=32, base=array(dtype=0, shape=[0, 0]))),
+        FormatError,
+        "base of its transform",
+    ),
+    "rope of next to nothing": (config(rope={"theta": 1e-300}), FormatError, "rope.theta is 1e-300"),
     "activation of no bits": (setting("linears.1.activation", fb.ActivationT()), FormatError, "0 and 0 activation bits"),
     "activation of a block that is not there": (
         setting("linears.1.activation", fb.ActivationT(bits=4, highBits=8)),
