@@ -28,6 +28,13 @@ BATCH_ROWS = 4
 """Calibration rows in one forward: bounds what a layer holds inside."""
 
 
+def token_activations(c: ModelConfig) -> int:
+    """Numbers that a decoder layer computes from a token."""
+    mlps = c.num_experts_per_tok + bool(c.shared_expert_intermediate_size)
+    inner = max(c.num_experts_per_tok, 1) * c.intermediate_size + c.shared_expert_intermediate_size
+    return (8 + 3 * mlps) * c.hidden_size + c.query_size + 2 * inner
+
+
 @dataclass
 class Observed:
     """What the inspected modules of one decoder layer saw and gave, over all calibration rows.

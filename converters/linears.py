@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.codec import AnyArray, Codec, Kind, pack_floats, pack_groups, pack_integers
+from edgeq.codec import AnyArray, Codec, pack_floats, pack_groups, pack_integers
 from edgeq.converters.quantizer import AWQ, Preset, Quantized, quantize
 from edgeq.converters.rows import RowReader, fitting_f16, slabs, stored
 from edgeq.errors import UnsupportedError
@@ -22,6 +22,10 @@ from edgeq.linear import Activation, ArrayRef, LinearSpec, LowRank, Transform, W
 from edgeq.writer import Writer
 
 Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
+
+
+FACTOR = Codec("f16")
+"""Of both low-rank factors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +38,8 @@ class Recipe:
     order         i32 [columns], a constant: column j of the stored weight is column order[j] of the matrix
     transform     size, stride and the constant base f32 [K, K] or None, of edgeq.linear.Transform; the matrix is the one behind
                   the transform, that is already multiplied by its inverse
-    input_scale   there is one, delivered
     activation    how the input is quantized
-    rank          of the low-rank part, delivered, stored as `rank_kind`; 0: none
+    rank          of the low-rank part, delivered, stored in f16; 0: none
     master        codec of the master: another copy of the rows that the weight is rounded from
     """
 
@@ -46,10 +49,8 @@ class Recipe:
     high_columns: int = 0
     order: NDArray[np.int32] | None = None
     transform: tuple[int, int, NDArray[np.float32] | None] | None = None
-    input_scale: bool = False
     activation: Activation | None = None
     rank: int = 0
-    rank_kind: Kind = "f16"
     master: Codec | None = None
 
     def blocks(self, columns: int) -> tuple[tuple[Codec, slice], ...]:
@@ -78,13 +79,11 @@ class Delivery:
     read          rows of its tensors; fused layers are read as one matrix whose rows are those of its parts
     quantized     integers of each weight block, columns in stored order; empty: rows are rounded by the recipe's preset
     low_rank      b float32 [rows, rank] and a float32 [rank, columns]; `read` gives the weight less b a
-    input_scale   float32 [columns]
     """
 
     read: RowReader
     quantized: tuple[Quantized, ...] = ()
     low_rank: tuple[Tensor, Tensor] | None = None
-    input_scale: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,13 +152,11 @@ def _lay(item: LinearItem, segment: int) -> tuple[LinearSpec, tuple[int, ...]]:
     if recipe.transform:
         size, stride, base = recipe.transform
         transform = Transform(size, stride, None if base is None else out.array("f32", (len(base), len(base))))
-    scale = out.array("f32", (columns,)) if recipe.input_scale else None
     low_rank = None
     if recipe.rank:
-        kind = Codec(recipe.rank_kind)
-        low_rank = LowRank(out.weight(kind, rows, recipe.rank), out.weight(kind, recipe.rank, columns))
+        low_rank = LowRank(out.weight(FACTOR, rows, recipe.rank), out.weight(FACTOR, recipe.rank, columns))
     master = out.weight(recipe.master, rows, columns) if recipe.master else None
-    spec = LinearSpec(item.name, weights, bias, order, transform, scale, recipe.activation, low_rank, master)
+    spec = LinearSpec(item.name, weights, bias, order, transform, None, recipe.activation, low_rank, master)
     return spec, tuple(out.nbytes)
 
 
@@ -184,13 +181,10 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
         writer.append(counted(iter([np.ascontiguousarray(recipe.order, np.int32)])))
     if recipe.transform and recipe.transform[2] is not None:
         writer.append(counted(iter([np.ascontiguousarray(recipe.transform[2], np.float32)])))
-    if recipe.input_scale:
-        assert delivery.input_scale is not None
-        writer.append(counted(iter([np.ascontiguousarray(delivery.input_scale, np.float32)])))
     if recipe.rank:
         assert delivery.low_rank is not None
         for factor in delivery.low_rank:
-            _write_weight(writer, Codec(recipe.rank_kind), iter([factor.numpy()]), recipe.preset, item.title, counted)
+            _write_weight(writer, FACTOR, iter([factor.numpy()]), recipe.preset, item.title, counted)
     if recipe.master:
         # A master serves other input scales: its own rounding is the plain one.
         _write_weight(writer, recipe.master, rows(recipe.master, slice(0, item.columns)), AWQ, item.title, counted)

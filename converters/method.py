@@ -161,7 +161,7 @@ class Method:
         return {}
 
     def memory_bytes(self, tokens: int) -> int:
-        """Beside a streamed slab and, with text of `tokens`, four layers and the activations of one."""
+        """Beside a streamed slab and, with text of `tokens`, four layers, what goes in and out of one, and a batch within."""
         return 0
 
     def study(self, forward: BlockForward, heard: Callable[[int], None]) -> Study:

@@ -22,6 +22,7 @@ import edgeq
 from edgeq.codec import GROUP_SIZES, Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.container import DATA_OFFSET
+from edgeq.converters.calibrate import BATCH_ROWS, token_activations
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS, Family, recognise
 from edgeq.converters.gate import Verdict
@@ -89,12 +90,12 @@ class Plan:
         streaming = BASELINE + 6 * SLAB_BYTES + scales + self.method.memory_bytes(tokens)
         if self.calibration is None:
             return streaming
-        c = self.method.config
+        c, (_, length) = self.method.config, self.calibration.rows.shape
         layer = 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-        mlps = c.num_experts_per_tok + bool(c.shared_expert_intermediate_size)
-        inner = max(c.num_experts_per_tok, 1) * c.intermediate_size + c.shared_expert_intermediate_size
-        activations = 4 * tokens * ((8 + 3 * mlps) * c.hidden_size + c.query_size + 2 * inner)
-        return streaming + 4 * layer + activations
+        hidden = 3 * 4 * tokens * c.hidden_size
+        # Scores of attention, where torch keeps them whole, and what a layer computes from a batch.
+        batch = 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
+        return streaming + 4 * layer + hidden + batch
 
     def metadata(self) -> Metadata:
         """Of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""

@@ -62,8 +62,6 @@ def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -
         spec = item.spec(segment)
         blocks = [weights(weight) for weight in spec.weights]
         found = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
-        if spec.input_scale:
-            found = found * array(spec.input_scale)
         if item.recipe.order is not None:
             behind, found = found, np.empty_like(found)
             found[:, item.recipe.order] = behind

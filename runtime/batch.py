@@ -82,6 +82,12 @@ class Batch:
 
         InputError: a prompt is empty or longer than the context.
         """
+        longest = max(map(len, prompts), default=0)
+        if longest > self._model.context or not all(prompts):
+            raise InputError(
+                f"the longest prompt has {longest} tokens, the context {self._model.context} positions; prompts of none or of "
+                "more must be left out or shortened"
+            )
         waiting = deque(enumerate(prompts))
         seats: list[_Seat] = []
         while waiting or seats:

@@ -146,6 +146,8 @@ class Requantizer:
             with self._turn:
                 if self.weights is None:
                     self.weights = self._program.new_weights()
+                # Interrupted, it is half of one copy and half of another: made again, whatever was read since.
+                self.tokens = 0
                 self._program.requantize(self.weights, new)
             self._scales, self.tokens = new, self.sums.tokens
         self._judged = self.sums.tokens

@@ -110,10 +110,17 @@ class Weights:
 
 
 def copied(inputs: Iterable[SharedInput]) -> dict[ArrayRef, tuple[str, tuple[int, ...]]]:
-    """The arrays of a copy: numpy dtype and shape by the record that each stands for."""
+    """The arrays of a copy: numpy dtype and shape by the record that each stands for.
+
+    UnsupportedError: a layer's own weights are floats, which nothing is rounded to.
+    """
     found = {}
     for layer in (layer for each in inputs for layer in each.layers):
         weight = layer.weights[0]
+        if weight.codec.kind != "int":
+            raise UnsupportedError(
+                f"{layer.name}: weights in {weight.codec.name} are not rounded anew; run with --requantize never"
+            )
         for name, part in weight.codec.parts(weight.rows, weight.columns).items():
             found[dict(weight.arrays())[name]] = part.dtype, part.shape
     return found

@@ -136,7 +136,7 @@ class ReferenceProgram:
         """A layer as this run has it, its matrices, and what a copy multiplies its input x by; x is counted."""
         if self._sums is not None:
             reference_requantize.add_squares(self._sums, layer, x, rows)
-            return reference_requantize.with_master(layer), self.matrices, None
+            return reference_requantize.with_master(self._sums, layer), self.matrices, None
         if isinstance(self._copy, ReferenceWeights) and layer.name in self._copy.scale_of:
             return layer, self._copy.matrices, self._copy.input_scales[self._copy.scale_of[layer.name]]
         return layer, self.matrices, None

@@ -15,7 +15,6 @@ from edgeq.container import ModelFile
 from edgeq.linear import LinearSpec, Mode, Transform, Weight
 from edgeq.targets.copies import Weights
 from edgeq.targets.operations import Linear, Rows, mode_of
-from edgeq.targets.order import input_order
 
 if TYPE_CHECKING:
     from edgeq.targets.reference import ReferenceProgram
@@ -106,7 +105,7 @@ def prepared(program: ReferenceProgram, layer: LinearSpec, x: ArrayF32) -> Array
 
     FormatError: the order names a channel that is not there.
     """
-    order = input_order(program.file, layer)
+    order = program.file.array(layer.input_order) if layer.input_order else None
     if order is not None:
         x = x[:, order]
     if layer.transform is not None:

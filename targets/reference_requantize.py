@@ -55,5 +55,7 @@ def add_squares(sums: InputSums, layer: LinearSpec, x: ArrayF32, rows: Rows) -> 
                     total += x[r] * x[r]
 
 
-def with_master(layer: LinearSpec) -> LinearSpec:
-    return replace(layer, weights=(layer.master,)) if layer.master else layer
+def with_master(sums: InputSums, layer: LinearSpec) -> LinearSpec:
+    """The layer with its master for its weight, where its input is one of those that sums are taken of."""
+    takes_part = any(layer.name == each.name for shared in sums.inputs for each in shared.layers)
+    return replace(layer, weights=(layer.master,)) if layer.master and takes_part else layer

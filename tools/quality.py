@@ -25,6 +25,7 @@ from typing import Any
 
 import click
 
+from edgeq import __version__
 from edgeq.commands import Command
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
@@ -91,6 +92,12 @@ def run_all(jobs: Sequence[Job], at_once: int) -> list[Json]:
         return [future.result() for future in running]
 
 
+def stamps(path: Path) -> list[int]:
+    """What changes when a file, or the files of a folder, do: a name that is neither has nothing."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+    return [number for file in files for number in (file.stat().st_size, file.stat().st_mtime_ns)]
+
+
 def conversion(source: str, recipe: str, file: Path) -> Job:
     def after(printed: str) -> Json:
         metadata = ModelFile.open(file).metadata
@@ -110,7 +117,7 @@ def conversion(source: str, recipe: str, file: Path) -> Job:
 def comparison(source: str, recipe: str, file: Path, text: str, window: int, limit: int) -> Job:
     options = ("--window", str(window), "--limit", str(limit), "--json", "-t", "1")
     command = (sys.executable, "-m", "edgeq", "compare", str(file), "--against", source, "--text", text, *options)
-    settings = json.dumps([text, window, limit])
+    settings = json.dumps([text, *stamps(Path(text)), window, limit])
     name = f"{file.stem}.{hashlib.sha256(settings.encode()).hexdigest()[:8]}.json"
     return Job(f"compare {recipe} on {text}", command, file.with_name(name), json.loads)
 
@@ -124,7 +131,8 @@ def measure(source: str, work: Path, recipes: Sequence[str], texts: Sequence[str
     every = [part for recipe in recipes for part in expand(recipe)]
     if len(set(every)) != len(every):
         raise InputError("a recipe is there twice; every recipe gives the same file each time")
-    files = [work / f"{hashlib.sha256(f'{source} {recipe}'.encode()).hexdigest()[:16]}.edgeq" for recipe in every]
+    made_of = [__version__, source, *stamps(Path(source))]
+    files = [work / f"{hashlib.sha256(json.dumps([*made_of, recipe]).encode()).hexdigest()[:16]}.edgeq" for recipe in every]
     made = run_all([conversion(source, recipe, file) for recipe, file in zip(every, files, strict=True)], jobs)
     pairs = [(text, recipe, file) for text in texts for recipe, file in zip(every, files, strict=True)]
     compared = run_all([comparison(source, recipe, file, text, window, limit) for text, recipe, file in pairs], jobs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.codec import Codec
-from edgeq.converters.calibrate import Observed
+from edgeq.converters.calibrate import Observed, token_activations
 from edgeq.converters.decoder import quantized_linears
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery
@@ -36,6 +36,10 @@ class Awq(Method):
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
+
+    def memory_bytes(self, tokens: int) -> int:
+        """All that a layer computes from the text is kept while its scales are searched."""
+        return 4 * tokens * token_activations(self.config)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         mappings = self.family.awq_mappings(self.config)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from edgeq.codec import Codec
+from edgeq.converters.calibrate import token_activations
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import observe, scaled_dtype, search_and_apply
@@ -59,6 +60,10 @@ class AwqGptq(Gptq):
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
+
+    def memory_bytes(self, tokens: int) -> int:
+        """All that a layer computes from the text is kept while its scales are searched."""
+        return super().memory_bytes(tokens) + 4 * tokens * token_activations(self.config)
 
     def scale(self, block: Block) -> None:
         mappings, before = self.family.awq_mappings(self.config), block.forward.hidden

@@ -186,7 +186,7 @@ class Moments:
     def _hear_residual(self, x: Tensor) -> None:
         x = x.reshape(-1, x.shape[-1])
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps)
-        self.residual += (x.T @ x).double()
+        self.residual += x.double().T @ x.double()
 
 
 def high_columns(columns: int, wanted: float) -> int:

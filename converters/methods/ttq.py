@@ -56,7 +56,9 @@ class Ttq(Method):
         matrices = layer_contents(self.config, int(name.split(".")[1]))[name]
         assert isinstance(matrices, dict)
         rank = shared_rank(self.rank, [rows for rows, _ in matrices.values()], columns)
-        return Recipe(self.codec, self.preset, rank=rank, master=self._master(columns))
+        # A prompt gives most experts too few tokens to go by: theirs stay as they are rounded here (TTQ, section 1).
+        master = None if ".experts." in name else self._master(columns)
+        return Recipe(self.codec, self.preset, rank=rank, master=master)
 
     def _master(self, columns: int) -> Codec:
         if self.options.master == "bf16":

@@ -20,7 +20,6 @@ from edgeq.targets.cpu.compiled import COUNT
 from edgeq.targets.cpu.memory import padded
 from edgeq.targets.cpu.quantize import Form, Reading
 from edgeq.targets.cpu.table import FLOAT_KINDS, channel_parts, float_bits, kernel
-from edgeq.targets.order import input_order
 
 if TYPE_CHECKING:
     from edgeq.targets.cpu.lower import Lowering
@@ -58,7 +57,7 @@ def linear(lowering: Lowering, o: op.Linear) -> None:
 
 def prepared(lowering: Lowering, layer: LinearSpec, buffer: str) -> str:
     """The buffer that holds x ordered and transformed: made unless another layer has done so since x was written."""
-    order = input_order(lowering.file, layer)
+    order = lowering.file.array(layer.input_order) if layer.input_order else None
     indices = 0 if order is None else lowering.memory.copied(order)
     size, stride, base = 1, 1, 0
     if layer.transform:

@@ -122,7 +122,7 @@ def best_decode_threads(most: int) -> int:
     More threads than it takes to fill the memory's bandwidth only disturb each other (two are best on a Raspberry Pi 5), so of
     counts within 3 % of the best the smallest is taken.  Takes about half a second.
     """
-    table, kept = _decode_table()
+    table, kept = _decode_table(most)
     candidates = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < most} | {most})
     rates = dict[int, float]()
     for n in candidates:
@@ -132,7 +132,7 @@ def best_decode_threads(most: int) -> int:
     return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values()))
 
 
-def _decode_table() -> tuple[Table, list[NDArray[Any]]]:
+def _decode_table(threads: int) -> tuple[Table, list[NDArray[Any]]]:
     """One product of a 64 MiB matrix, larger than caches, with a token of mode a8; and the arrays it needs."""
     codec, rows, columns = Codec("int", 4, 128), 64 << 10, 2 << 10
     parts = codec.parts(rows, columns)
@@ -140,7 +140,7 @@ def _decode_table() -> tuple[Table, list[NDArray[Any]]]:
     weights, scales = zeros(parts["q"].nbytes), zeros(parts["scale"].nbytes)
     weights[:] = 0x5A
     token, numbers, y = zeros(columns), zeros(4 * groups), zeros(4 * rows)
-    scratch, count = zeros(64 * SCRATCH_BYTES), np.array([1], np.int64)
+    scratch, count = zeros(threads * SCRATCH_BYTES), np.array([1], np.int64)
     words = [0] * (tile.WORDS + 1)
     words[0] = address(integer_matvec, [i.name for i in all_isas()].index(choose()[0].name), 4, 0, 0, 0)
     words[COUNT] = count.ctypes.data

@@ -297,6 +297,7 @@ class Pool:
         self._row_bytes = 8 * row_words
         self._first_time: tuple[float, int] | None = None
         # The memory of a whole number of cache lines more: the block starts on one.
+        self._tables: tuple[Table | None, Table | None] = (None, None)
         self._memory = np.zeros(STEPS + (LINE_BYTES // 8) * (operations + 1), np.int64)
         self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
         address = self._shared.ctypes.data
@@ -330,7 +331,7 @@ class Pool:
     def _walk(self, table: Table, threads: int, times: int) -> None:
         shared = self._shared.ctypes.data
         # A thread that comes late still reads the table.
-        self._table = table
+        self._tables = (self._tables[1], table)
         if threads > 1:
             tag = start(shared, table.ctypes.data, len(table), threads)
             walk_here(shared, tag, table.ctypes.data, len(table), self._row_bytes, 0, times)

@@ -69,8 +69,6 @@ Q, SCALE, ZERO = 15, 17, 19
 
 def literals(master: Weight, codec: Codec) -> tuple[int, int, int, int]:
     """Literals of the kernel that rounds `master` to `codec`.  UnsupportedError: it does not read such a master."""
-    if codec.kind != "int":
-        raise UnsupportedError(f"weights in {codec.name} are not rounded; run with --requantize never")
     kind = master.codec.kind
     if kind == "int" and master.codec.bits != 8:
         raise UnsupportedError(

@@ -6,19 +6,21 @@ import json
 import random
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import flatbuffers
 import numpy as np
 import pytest
-from sample_file import CONFIG, seal, split
+from sample_file import CONFIG, seal, split, write_body
 
 from edgeq import model_generated as fb
 from edgeq.codec import dequantize
 from edgeq.container import DATA_OFFSET, MAGIC, ModelFile
 from edgeq.errors import EdgeqError, FormatError, InputError, UnsupportedError
 from edgeq.metadata import decode, encode
+from edgeq.writer import Writer
 
 Forge = Callable[..., Path]
 MIB = 1 << 20
@@ -251,6 +253,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "input_scale of f16": (setting("linears.1.inputScale", array(dtype=1)), FormatError, "input_scale is f16 .*expected f32"),
     "input_scale short": (setting("linears.1.inputScale", array(dtype=0, shape=[31])), FormatError, "input_scale is f32 .31,"),
     "input_order of floats": (setting("linears.1.inputOrder", array()), FormatError, "input_order is bf16"),
+    "input_order elsewhere": (setting("linears.1.inputOrder", array(dtype=5, segment=99)), FormatError, "segment 99"),
     "transform that does not fit": (setting("linears.1.transform", fb.TransformT(size=24)), FormatError, "24 channels 1 apart"),
     "transform across too many": (
         setting("linears.1.transform", fb.TransformT(size=4, stride=16)),
@@ -372,6 +375,15 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
 def test_hostile_metadata_with_a_right_digest(forge: Forge, name: str) -> None:
     change, kind, match = HOSTILE[name]
     refused(forge(change), kind, match)
+
+
+def test_an_input_order_that_names_a_channel_twice_is_refused(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "order.edgeq")
+    metadata = write_body(writer)
+    order = writer.array(np.arange(32, dtype=np.int32) // 2, "i32")
+    metadata.linears["layers.0.o"] = replace(metadata.linears["layers.0.o"], input_order=order)
+    with pytest.raises(FormatError, match="layers.0.o: input_order is not an order of 32 channels"):
+        writer.finish(metadata)
 
 
 def test_an_absurd_segment_count_is_refused_before_the_loop(sample: bytes, write: Write) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from edgeq.codec import Codec, pack_floats
-from edgeq.errors import FormatError
 from edgeq.linear import Activation, LinearSpec, LowRank, Transform, Weight
 from edgeq.targets import Options, load
 from edgeq.targets.cpu import quantize
@@ -335,15 +334,3 @@ def test_modes_share_their_memory():
     before = program._memory.allocated
     program.run(rows_of(program, 4), "a8")
     assert program._memory.allocated - before <= 64 * 256 + 2 * 64 * 4 * 8, "only the 8-bit form of the input is new"
-
-
-def test_order_that_names_a_missing_channel_is_refused():
-    rng, arrays = np.random.default_rng(10), Arrays()
-    x = rng.standard_normal((2, 64)).astype(np.float32)
-    for bad in (-1, 64):
-        order = np.arange(64, dtype=np.int32)
-        order[5] = bad
-        each = replace(layer(arrays, rng, 16, [(I4, 64)]), input_order=arrays.add(order, "i32"))
-        for target in ("reference", "cpu"):
-            with pytest.raises(FormatError, match="layer: input_order has entries from"):
-                run(target, graph_of(arrays, x, each), arrays, 2, Options("a16"))
