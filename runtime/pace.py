@@ -94,6 +94,10 @@ class Pace:
             return a + slope * (rows - n)
         return above[0][1]
 
+    def knows_plain_steps(self, streams: int) -> bool:
+        """Whether a step without drafts was measured, in whose units c and v are."""
+        return bool(self._times[True, streams])
+
     def draft_cost(self, streams: int) -> float | None:
         """c: a step of the draft's mode, as a part of an exact one."""
         draft, exact = self.cost(False, streams), self.cost(True, streams)

@@ -103,9 +103,10 @@ class Speculator:
         s.cycles += 1
         s.tokens += sum(map(len, emitted))
         s.predicted += (plan.speedup - s.predicted) / s.cycles
-        if plan.gamma:
+        if plan.gamma and self.pace.knows_plain_steps(streams):
             s.c = self.pace.draft_cost(streams) if plan.source == "mode" else 0.0
             s.v = self.pace.verify_cost(streams, plan.gamma)
+        if plan.gamma:
             s.beta = self.pace.acceptance[plan.source].beta
 
 

@@ -165,10 +165,12 @@ def edit_task() -> tuple[str, str]:
     return task, source.replace("cur_line", "current")
 
 
-def edit(model: Model, draft: DraftSource, gamma: int | None, repetitions: int, report: Report) -> dict[str, Any]:
-    """Tokens per second of the edited text, plain and with drafts, alternating."""
+def edit(
+    model: Model, draft: DraftSource, gamma: int | None, tokens: int, repetitions: int, report: Report
+) -> dict[str, Any]:
+    """Tokens per second of the first `tokens` of the edited text, plain and with drafts, alternating."""
     task, wanted = edit_task()
-    prompt, text = model.text.encode(task), model.text.encode(wanted)
+    prompt, text = model.text.encode(task), model.text.encode(wanted)[:tokens]
     seconds: dict[str, list[float]] = {"plain": [], "drafts": []}
     speculation = Speculation()
     for i in range(repetitions):
@@ -266,15 +268,18 @@ def rows_command(model: Path, counts: str, depth: int, repetitions: int, as_json
 @click.argument("model", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--draft", default="lookup", show_default=True)
 @click.option("--gamma", type=click.IntRange(1, LONGEST_DRAFT), help="Tokens of a draft; by default what pays.")
+@click.option("-n", "--tokens", type=click.IntRange(2), default=256, show_default=True, help="Of the edited text.")
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 @MODE
 @THREADS
-def edit_command(model: Path, draft: DraftSource, gamma: int | None, repetitions: int, as_json: bool, **options: Any) -> None:
+def edit_command(
+    model: Path, draft: DraftSource, gamma: int | None, tokens: int, repetitions: int, as_json: bool, **options: Any
+) -> None:
     """Time a text that copies most of its prompt, with drafts and without."""
     loaded = Model.load(model, **options)
     with progress() as report:
-        result = edit(loaded, draft, gamma, repetitions, report)
+        result = edit(loaded, draft, gamma, tokens, repetitions, report)
     cycle = result["speculation"]["tokens_per_cycle"]
     spoken = (
         f"{result['tokens']} tokens: {result['plain_tokens_per_s']:.1f} tok/s plain, {result['tokens_per_s']:.1f} with drafts, "
