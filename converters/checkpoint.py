@@ -120,6 +120,15 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder / shard}: lacks {missing[0]}, which {INDEX} promises; download it again")
             self.tensors.update({name: found[name] for name in names or found})
 
+    def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """CheckpointError: there is none of this name, or it has another shape."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing; the checkpoint is incomplete or of another kind")
+        if tensor.shape != shape:
+            raise CheckpointError(f"{self.folder}: {name} has the shape {tensor.shape}; config.json says {shape}")
+        return tensor
+
     def arrange(self, sources: Mapping[str, Source]) -> None:
         """From now on `tensors` has those of `sources` under the names given, instead of what they are made of.
 
@@ -127,15 +136,7 @@ class Checkpoint:
         """
         arranged: dict[str, StoredTensor] = {}
         for name, source in sources.items():
-            tensor = self.tensors.get(source.name)
-            if tensor is None:
-                raise CheckpointError(
-                    f"{self.folder}: tensor {source.name} is missing; the checkpoint is incomplete or of another kind"
-                )
-            if tensor.shape != source.stored:
-                raise CheckpointError(
-                    f"{self.folder}: {source.name} has the shape {tensor.shape}; config.json says {source.stored}"
-                )
+            tensor = self.tensor(source.name, source.stored)
             skipped = source.row * math.prod(source.shape[1:]) * SIZES[tensor.dtype]
             arranged[name] = StoredTensor(
                 tensor.shard, tensor.dtype, source.shape, tensor.offset + skipped, source.added, source.name

@@ -34,7 +34,7 @@ from edgeq.converters.rows import SLAB_BYTES
 from edgeq.converters.storage import ArrayItem, BlobItem, Contents, Item
 from edgeq.converters.text import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.tokenizer import Text, read_text
-from edgeq.errors import CheckpointError, InputError, ResourceError, UnsupportedError
+from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.layout import FLOAT_PARTS, layer_contents
 from edgeq.linear import Metadata
 from edgeq.meminfo import available_bytes
@@ -195,13 +195,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) 
     """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
     expected = family.tensor_shapes(config)
     for name, shape in expected.items():
-        if name not in checkpoint.tensors:
-            raise CheckpointError(
-                f"{checkpoint.folder}: tensor {name} is missing; the checkpoint is incomplete or of another kind"
-            )
-        found = checkpoint.tensors[name].shape
-        if found != shape:
-            raise CheckpointError(f"{checkpoint.folder}: {name} has the shape {found}; config.json says {shape}")
+        checkpoint.tensor(name, shape)
         checkpoint.dtype(name)
     # A tied model may carry its head a second time.
     unknown = [n for n in checkpoint.tensors if n not in expected and n != HEAD and not n.endswith(family.row.derived)]

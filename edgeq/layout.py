@@ -70,17 +70,10 @@ def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | _norm(config, "norm")
 
 
-def rotation_shapes(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Arrays of a model whose queries and keys are rotated behind RoPE: dtype and shape.  All layers have them or none has."""
-    size = config.head_dim
-    return {
-        name: part
-        for i in range(config.num_hidden_layers)
-        for name, part in {
-            f"layers.{i}.key_rotation": ("i8", (size, size)),
-            f"layers.{i}.key_rotation_scale": ("f32", (1,)),
-        }.items()
-    }
+def rotation_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Arrays of a layer whose queries and keys are rotated behind RoPE: dtype and shape.  All layers have them or none has."""
+    size, p = config.head_dim, f"layers.{layer}."
+    return {f"{p}key_rotation": ("i8", (size, size)), f"{p}key_rotation_scale": ("f32", (1,))}
 
 
 def check(metadata: Metadata) -> None:
@@ -105,7 +98,8 @@ def check(metadata: Metadata) -> None:
     if config.tie_word_embeddings and any(part is not None for part in changing):
         raise FormatError("a head that is the embedding too can have one weight block and no part that changes its input")
     arrays = array_shapes(config)
-    rotations = rotation_shapes(config) if "layers.0.key_rotation" in metadata.arrays else {}
+    rotated = config.num_hidden_layers if "layers.0.key_rotation" in metadata.arrays else 0
+    rotations = {name: part for i in range(rotated) for name, part in rotation_shapes(config, i).items()}
     _same_names("arrays", {*arrays, *rotations}, set(metadata.arrays))
     for name, part in rotations.items():
         if (metadata.arrays[name].dtype, metadata.arrays[name].shape) != part:

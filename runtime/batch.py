@@ -82,12 +82,8 @@ class Batch:
 
         InputError: a prompt is empty or longer than the context.
         """
-        longest = max(map(len, prompts), default=0)
-        if longest > self._model.context or not all(prompts):
-            raise InputError(
-                f"the longest prompt has {longest} tokens, the context {self._model.context} positions; prompts of none or of "
-                "more must be left out or shortened"
-            )
+        for prompt in prompts:
+            self._model.check_prompt(prompt)
         waiting = deque(enumerate(prompts))
         seats: list[_Seat] = []
         while waiting or seats:

@@ -74,7 +74,7 @@ def drafted(streams: Sequence[Stream], counts: Sequence[int], mode: Mode) -> lis
     lengths = [len(stream.session.tokens) for stream in streams]
     for step in range(max(counts)):
         active = [i for i, count in enumerate(counts) if step < count]
-        parts = [Part(streams[i].session, [(streams[i].tokens + drafts[i].tokens)[-1]], [0]) for i in active]
+        parts = [Part(streams[i].session, [(drafts[i].tokens or streams[i].tokens)[-1]], [0]) for i in active]
         for i, logits in zip(active, run_together(parts, mode), strict=True):
             stream, draft = streams[i], drafts[i]
             draft.candidates.append(stream.sampler.candidates(logits[0], stream.tokens + draft.tokens))

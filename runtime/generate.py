@@ -23,7 +23,7 @@ from edgeq.runtime.memory import choose_context
 from edgeq.runtime.model import decoder
 from edgeq.runtime.requantize import Requantization, Requantizer, chosen
 from edgeq.runtime.sampling import Sampler, Sampling
-from edgeq.runtime.session import Progress, Session
+from edgeq.runtime.session import Progress, Session, check_length
 from edgeq.runtime.speculate import DRAFT_SOURCES, DraftSource, Speculator
 from edgeq.runtime.text import Text
 from edgeq.targets.operations import PAGE
@@ -176,6 +176,12 @@ class Model:
                 self.program.prepare(mode)
         return Speculator(source, gamma, mode)
 
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """InputError: a prompt that is empty, or longer than the context."""
+        if not prompt:
+            raise InputError("the prompt is empty; give at least one character")
+        check_length(len(prompt), self.context)
+
     def session(self) -> Session:
         """An empty session; its cache grows as it is filled."""
         requantizer = Requantizer(self.program, self.requantization, self._turn) if self.requantization else None
@@ -247,13 +253,7 @@ class Model:
         """Check what can be checked before anything runs."""
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}; expected at least 1")
-        if not prompt:
-            raise InputError("the prompt is empty; give at least one character")
-        if len(prompt) > self.context:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens, the context {self.context} positions; "
-                "shorten the prompt or pass a larger context with -c"
-            )
+        self.check_prompt(prompt)
         speculator = self.speculator(draft, gamma)
         measurement = Measurement(
             self.load_s, self.weight_bytes, self.position_bytes, len(prompt), speculation=speculator.statistics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -65,8 +65,8 @@ class Pace:
     def __init__(self, gamma: int | None, longest: int) -> None:
         self.acceptance: dict[Source, Acceptance] = {"mode": Acceptance(), "lookup": Acceptance()}
         self._gamma, self._longest = gamma, longest
-        self._times: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._begun: set[tuple[bool, int]] = set()
+        self._times: dict[tuple[bool, int], deque[float]] = {}
+        self._medians: dict[bool, dict[int, float]] = {True: {}, False: {}}
         self._cycle, self._probe, self._interval = 0, 0, FIRST_PROBE
 
     def ran(self, exact: bool, rows: int, seconds: float) -> None:
@@ -74,13 +74,16 @@ class Pace:
 
         The first of a kind does not count: it finds its code and its buffers cold.
         """
-        if (exact, rows) in self._begun:
-            self._times[exact, rows].append(seconds)
-        self._begun.add((exact, rows))
+        if (exact, rows) not in self._times:
+            self._times[exact, rows] = deque(maxlen=REMEMBERED)
+            return
+        times = self._times[exact, rows]
+        times.append(seconds)
+        self._medians[exact][rows] = statistics.median(times)
 
     def cost(self, exact: bool, rows: int) -> float | None:
         """Seconds of a run, from runs with the nearest numbers of rows; None if there was none of this kind."""
-        known = sorted((n, statistics.median(times)) for (kind, n), times in self._times.items() if kind == exact and times)
+        known = sorted(self._medians[exact].items())
         if not known:
             return None
         below = [pair for pair in known if pair[0] <= rows]
@@ -96,16 +99,16 @@ class Pace:
 
     def knows_plain_steps(self, streams: int) -> bool:
         """Whether a step without drafts was measured, in whose units c and v are."""
-        return bool(self._times[True, streams])
+        return streams in self._medians[True]
 
     def draft_cost(self, streams: int) -> float | None:
         """c: a step of the draft's mode, as a part of an exact one."""
         draft, exact = self.cost(False, streams), self.cost(True, streams)
         return draft / exact if draft and exact else None
 
-    def verify_cost(self, streams: int, gamma: int) -> float:
-        """v: verifying gamma drafts of every stream, as a part of an exact step."""
-        exact, verify = self.cost(True, streams), self.cost(True, streams * (gamma + 1))
+    def verify_cost(self, streams: int, gamma: float) -> float:
+        """v: verifying gamma drafts of a stream, in the mean over the streams, as a part of an exact step."""
+        exact, verify = self.cost(True, streams), self.cost(True, max(1, round(streams * (gamma + 1))))
         return verify / exact if exact and verify else 1.0 + ROW_COST * gamma
 
     def plan(self, streams: int, limit: int, lookup: Callable[[], float] | None, mode: bool) -> Plan:
@@ -140,12 +143,8 @@ class Pace:
 
     def _predicted(self, source: Source, gamma: int, streams: int, offered: float, c: float) -> Plan:
         """`offered`: the share of streams that have drafts; the others ride along with one row each."""
-        rows = 1 + offered * gamma
-        exact = self.cost(True, streams)
-        verify = self.cost(True, max(1, round(streams * rows)))
-        v = verify / exact if exact and verify else 1.0 + ROW_COST * (rows - 1)
         tokens = offered * expected_tokens(self.acceptance[source].beta, gamma) + 1 - offered
-        return Plan(source, gamma, tokens / (gamma * c + v))
+        return Plan(source, gamma, tokens / (gamma * c + self.verify_cost(streams, offered * gamma)))
 
     def _is_time_to_try(self, streams: int, limit: int, c: float | None) -> bool:
         """Seldom, and never if even drafts that are all accepted would not pay."""

@@ -139,18 +139,23 @@ class Session:
     def _check(self, tokens: Sequence[int]) -> None:
         if not tokens:
             raise InputError("there is nothing to run: the prompt is empty")
-        if len(tokens) > self.left:
-            behind = f" behind the {len(self.tokens)} already there" if self.tokens else ""
-            raise InputError(
-                f"the prompt has {len(tokens)} tokens{behind}, the context {self.context} positions; "
-                "shorten the prompt or pass a larger context with -c"
-            )
+        check_length(len(tokens), self.context, len(self.tokens))
         wrong = next((t for t in tokens if not 0 <= t < self._vocab_size), None)
         if wrong is not None:
             raise InputError(f"token {wrong} is not in the vocabulary of {self._vocab_size} tokens")
 
     def _run(self, tokens: Sequence[int], wanted: Sequence[int]) -> Logits:
         return run_together([Part(self, tokens, wanted)])[0]
+
+
+def check_length(tokens: int, context: int, held: int = 0) -> None:
+    """InputError: a prompt of so many tokens, behind `held` others, is longer than the context."""
+    if held + tokens > context:
+        behind = f" behind the {held} already there" if held else ""
+        raise InputError(
+            f"the prompt has {tokens} tokens{behind}, the context {context} positions; "
+            "shorten the prompt or pass a larger context with -c"
+        )
 
 
 class Part(NamedTuple):

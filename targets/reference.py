@@ -7,6 +7,7 @@ a fixed shape (a BLAS matrix product chooses its summation order by the number o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +19,7 @@ from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.linear import ArrayRef, LinearSpec, Mode
 from edgeq.targets import Options, Report, Step, StepTimes, reference_layers, reference_requantize, silent
-from edgeq.targets.copies import InputSums, Weights, shared_inputs
+from edgeq.targets.copies import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.operations import (
     PAGE,
     Attention,
@@ -81,6 +82,10 @@ class ReferenceProgram:
         self._copy: Weights | None = None
         self._sums: InputSums | None = None
 
+    @cached_property
+    def _inputs(self) -> tuple[SharedInput, ...]:
+        return shared_inputs(self._graph)
+
     @property
     def description(self) -> str:
         return f"reference target: numpy, mode {self.options.mode}"
@@ -92,14 +97,14 @@ class ReferenceProgram:
         return ReferencePage(self._graph)
 
     def new_sums(self) -> InputSums:
-        return InputSums(shared_inputs(self._graph))
+        return InputSums(self._inputs)
 
     def new_weights(self) -> ReferenceWeights:
-        return ReferenceWeights(shared_inputs(self._graph))
+        return ReferenceWeights(self._inputs)
 
     def requantize(self, weights: Weights, scales: Sequence[ArrayF32]) -> None:
         assert isinstance(weights, ReferenceWeights)
-        reference_requantize.requantize(self.file, shared_inputs(self._graph), weights, scales)
+        reference_requantize.requantize(self.file, self._inputs, weights, scales)
 
     def run(
         self,

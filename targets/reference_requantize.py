@@ -57,5 +57,6 @@ def add_squares(sums: InputSums, layer: LinearSpec, x: ArrayF32, rows: Rows) -> 
 
 def with_master(sums: InputSums, layer: LinearSpec) -> LinearSpec:
     """The layer with its master for its weight, where its input is one of those that sums are taken of."""
-    takes_part = any(layer.name == each.name for shared in sums.inputs for each in shared.layers)
-    return replace(layer, weights=(layer.master,)) if layer.master and takes_part else layer
+    if layer.master and any(each.name == layer.name for shared in sums.inputs for each in shared.layers):
+        return replace(layer, weights=(layer.master,))
+    return layer

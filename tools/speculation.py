@@ -24,6 +24,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.arguments import Gamma, Numbers
 from edgeq.commands import Commands
 from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model, Sampling
@@ -202,12 +203,6 @@ def cycles(speculator: Speculator, stream: Stream, length: int) -> Iterator[floa
         yield perf_counter() - started
 
 
-def numbers(text: str) -> list[int]:
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise InputError(f"{text!r}: expected numbers such as 1,8")
-    return [int(part) for part in text.split(",")]
-
-
 MODE = click.option("--mode", metavar="a16|a8|a4", default="a16", show_default=True, help="The exact mode.")
 THREADS = click.option("-t", "--threads", type=click.IntRange(0), default=0, help="0: what the machine decodes fastest with.")
 
@@ -222,23 +217,24 @@ def main() -> None:
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--draft", "drafts", metavar="NAME,NAME", default="qspec,lookup", show_default=True)
 @click.option("--gamma", "gammas", metavar="N,auto", default="1,2,3,4,5,6,7,auto", show_default=True)
-@click.option("--batch", "batches", metavar="N,N", default="1,8", show_default=True)
+@click.option("--batch", "batches", type=Numbers(1), default="1,8", show_default=True)
 @click.option("--prompts", type=click.IntRange(1), default=200, show_default=True)
 @click.option("--tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 @MODE
 @THREADS
 def identity_command(
-    work: Path, files: tuple[Path, ...], drafts: str, gammas: str, batches: str, prompts: int, tokens: int, as_json: bool,
+    work: Path, files: tuple[Path, ...], drafts: str, gammas: str, batches: tuple[int, ...], prompts: int, tokens: int,
+    as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
     """Compare greedy texts of every setting with the plain ones; results are kept in WORK."""
     cells = [
-        Cell(file.name, draft, None if gamma == "auto" else numbers(gamma)[0], batch, prompts, tokens)  # type: ignore[arg-type]
+        Cell(file.name, draft, Gamma().convert(gamma, None, None), batch, prompts, tokens)  # type: ignore[arg-type]
         for file in files
         for draft in drafts.split(",")
         for gamma in gammas.split(",")
-        for batch in numbers(batches)
+        for batch in batches
     ]
     with progress() as report:
         results = identity(files, cells, work, options, report)
@@ -247,18 +243,17 @@ def identity_command(
 
 @main.command("rows")
 @click.argument("model", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--counts", default="2,3,4,5,8,16,32", show_default=True)
+@click.option("--counts", type=Numbers(1), default="2,3,4,5,8,16,32", show_default=True)
 @click.option("-d", "--depth", type=click.IntRange(1), default=128, show_default=True)
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 @MODE
 @THREADS
-def rows_command(model: Path, counts: str, depth: int, repetitions: int, as_json: bool, **options: Any) -> None:
+def rows_command(model: Path, counts: tuple[int, ...], depth: int, repetitions: int, as_json: bool, **options: Any) -> None:
     """Time runs of several rows against a run of one."""
-    wanted = numbers(counts)
-    loaded = Model.load(model, max_logits=max(wanted), context=depth + max(wanted), **options)
+    loaded = Model.load(model, max_logits=max(counts), context=depth + max(counts), **options)
     with progress() as report:
-        result = row_costs(loaded, wanted, depth, repetitions, report)
+        result = row_costs(loaded, counts, depth, repetitions, report)
     lines = ["| rows | ms | of one row |", "|---|---|---|"]
     lines += [f"| {row['rows']} | {row['ms']:.2f} | {row['ratio']:.2f} |" for row in result["rows"]]
     click.echo(json.dumps(result, indent=1) if as_json else "\n".join([*lines, "", result["runs_on"]]))

@@ -33,15 +33,6 @@ class QuaRot(Rotated):
     """W, A and KV in 4 bits by default, weights rounded or by GPTQ."""
 
     name = "quarot"
-    defaults = {
-        "bits": 4,
-        "activation_bits": 4,
-        "kv_bits": 4,
-        "group_size": 0,
-        "gptq": False,
-        "head": None,
-        "calibration": None,
-    }
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)

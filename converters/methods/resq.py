@@ -52,16 +52,7 @@ class ResQ(Rotated):
     """W, A and KV in 4 bits by default, 1/8 of the channels in 8, weights rounded or by GPTQ."""
 
     name = "resq"
-    defaults = {
-        "bits": 4,
-        "activation_bits": 4,
-        "kv_bits": 4,
-        "group_size": 0,
-        "gptq": False,
-        "high_fraction": 0.125,
-        "head": None,
-        "calibration": None,
-    }
+    defaults = {**Rotated.defaults, "high_fraction": 0.125}
     studies = True
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:

@@ -30,7 +30,7 @@ from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.model import RotatedModel
 from edgeq.converters.rows import SLAB_BYTES, Tensors
 from edgeq.errors import UnsupportedError
-from edgeq.layout import FLOAT_PARTS
+from edgeq.layout import FLOAT_PARTS, rotation_shapes
 
 if TYPE_CHECKING:
     from edgeq.converters.options import ConvertOptions
@@ -43,6 +43,16 @@ def generator(seed: int) -> torch.Generator:
 
 class Rotated(Method):
     """Base of the rotated methods: weights symmetric, a scale per row and block, ranges by QuaRot's search."""
+
+    defaults = {
+        "bits": 4,
+        "activation_bits": 4,
+        "kv_bits": 4,
+        "group_size": 0,
+        "gptq": False,
+        "head": None,
+        "calibration": None,
+    }
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
@@ -99,10 +109,7 @@ class Rotated(Method):
         return "f32" if part.endswith(".bias") or part in FLOAT_PARTS else stored
 
     def extras(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        if not self.rotates_keys:
-            return {}
-        size = self.config.head_dim
-        return {f"layers.{layer}.key_rotation": ("i8", (size, size)), f"layers.{layer}.key_rotation_scale": ("f32", (1,))}
+        return rotation_shapes(self.config, layer) if self.rotates_keys else {}
 
     def memory_bytes(self, tokens: int) -> int:
         """One matrix, and the rows of a slab, with their copies in float64; what GPTQ needs."""

@@ -6,11 +6,9 @@ with a running maximum (online softmax: Milakov and Gimelshein 2018), in an orde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from edgeq.targets.cpu import attention_int4 as int4
 from edgeq.targets.cpu.attention_tile import score_tile, value_tile
-from edgeq.targets.cpu.compiled import COUNT, inline, word
+from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.memory import padded as padded_to_16
 from edgeq.targets.cpu.pages import (
     HEAD_DIM,
@@ -45,8 +43,6 @@ from edgeq.targets.cpu.vector import (
     vsub,
     vsum,
 )
-
-Kernel = Callable[[int, int, int, int], None]
 
 Q_OFFSET, OUT, OUT_ROW, WINDOW, SCALE, SCRATCH, STEP = 12, 13, 14, 15, 16, 17, 18
 """Table words: byte offset of the queries in a row of x, result and its row bytes, positions a row sees or 0, softmax scale

@@ -39,6 +39,8 @@ llvm.initialize_native_asmprinter()
 llvm.initialize_native_asmparser()
 
 SIGNATURE = types.void(types.intp, types.intp, types.intp, types.intp)
+Kernel = Callable[[int, int, int, int], None]
+"""A Python function (row address, part, parts, thread) that becomes machine code."""
 FUNCTION, COUNT = 0, 1
 """Words of every table row: the kernel's address, and the address of the number of rows it runs over."""
 
@@ -54,7 +56,7 @@ def cache_folder() -> Path:
 
 
 @cache
-def address(factory: Callable[..., Callable[[int, int, int, int], None]], *literals: int) -> int:
+def address(factory: Callable[..., Kernel], *literals: int) -> int:
     """Address of the kernel that `factory(*literals)` defines.  Literals become constants of the machine code."""
     return _loaded(_file(factory, *literals)) or _compiled(_file(factory, *literals), factory(*literals), SIGNATURE)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from edgeq.targets.cpu.compiled import COUNT, inline, word
-from edgeq.targets.cpu.quantize import write_form
+from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.quantize import channels_of, cuts_of, write_form
 from edgeq.targets.cpu.tile import F16_KIND, F32_KIND
 from edgeq.targets.cpu.vector import (
     get_bf16,
@@ -28,8 +27,6 @@ from edgeq.targets.cpu.vector import (
     vsub,
     vsum,
 )
-
-Kernel = Callable[[int, int, int, int], None]
 
 
 @inline
@@ -103,6 +100,17 @@ def embed_integer_tile(bits: int, zero: int) -> Kernel:
     return kernel
 
 
+@inline
+def inverse_rms(x, width, epsilon):  # type: ignore[no-untyped-def]
+    """1 / sqrt(mean x^2 + epsilon) of a row whose width is padded to 16 with zeros."""
+    even, odd = vsplat(0.0), vsplat(0.0)
+    for c in range(0, width, 32):
+        even = vfma(vload(x + 4 * c), vload(x + 4 * c), even)
+        if c + 16 < width:
+            odd = vfma(vload(x + 4 * c + 64), vload(x + 4 * c + 64), odd)
+    return 1.0 / math.sqrt(vsum(vadd(even, odd)) / width + epsilon)
+
+
 def norm(big: int) -> Kernel:
     """Row words: 2 x, 3 bytes of its rows, 4 width, 5 gain f32, 6 epsilon (bits of an f32), 7 out, 8 bytes of its rows, 9...
     form.
@@ -114,13 +122,7 @@ def norm(big: int) -> Kernel:
         count, width = get_i64(word(row, COUNT)), word(row, 4)
         for r in range(part, count, parts):
             x, out = word(row, 2) + r * word(row, 3), word(row, 7) + r * word(row, 8)
-            even, odd = vsplat(0.0), vsplat(0.0)
-            for c in range(0, width, 32):
-                even = vfma(vload(x + 4 * c), vload(x + 4 * c), even)
-                if c + 16 < width:
-                    odd = vfma(vload(x + 4 * c + 64), vload(x + 4 * c + 64), odd)
-            mean = vsum(vadd(even, odd)) / width
-            factor = vsplat(1.0 / math.sqrt(mean + get_f32(row + 8 * 6)))
+            factor = vsplat(inverse_rms(x, width, get_f32(row + 8 * 6)))
             for c in range(0, width, 16):
                 vstore(out + 4 * c, vmul(vmul(vload(x + 4 * c), factor), vload(word(row, 5) + 4 * c)))
             write_form(row, 9, out, r, count, big, 0, width)
@@ -133,13 +135,10 @@ def swiglu(big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        # Few rows are shared by channels, in pieces of whole activation blocks.
-        cuts = parts if count < parts else 1
-        pieces = (width + 127) // 128
+        cuts = cuts_of(count, parts)
         for unit in range(part, count * cuts, parts):
-            r, cut = unit // cuts, unit % cuts
+            r, first, last = channels_of(unit, cuts, width)
             x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
-            first, last = pieces * cut // cuts * 128, min(pieces * (cut + 1) // cuts * 128, width)
             for c in range(first, last, 16):
                 gate = vload(x + 4 * c)
                 sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(vsub(vsplat(0.0), gate))))

@@ -7,9 +7,8 @@ where in the buffers of all its rows begin; `dispatch` writes that, `each` runs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from edgeq.targets.cpu.compiled import COUNT, word
+from edgeq.targets.cpu.compiled import COUNT, Kernel, word
 from edgeq.targets.cpu.pool import invoke
 from edgeq.targets.cpu.vector import (
     get_f32,
@@ -23,8 +22,6 @@ from edgeq.targets.cpu.vector import (
     vsplat,
     vstore,
 )
-
-Kernel = Callable[[int, int, int, int], None]
 
 
 def route(normalized: int) -> Kernel:
@@ -96,19 +93,6 @@ def dispatch() -> Kernel:
                 put_i64(end, place + 1)
                 put_i32(word(row, 9) + 4 * place, r)
                 put_i32(word(row, 10) + 4 * (r * chosen + i), place)
-
-    return kernel
-
-
-def spread() -> Kernel:
-    """out[place] = x[row of the place].  Row words: COUNT of the places, 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of
-    its rows, 7 the row of each place i32."""
-
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        for place in range(part, get_i64(word(row, COUNT)), parts):
-            x = word(row, 2) + get_i32(word(row, 7) + 4 * place) * word(row, 3)
-            for c in range(0, word(row, 4), 16):
-                vstore(word(row, 5) + place * word(row, 6) + 4 * c, vload(x + 4 * c))
 
     return kernel
 

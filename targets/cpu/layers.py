@@ -4,11 +4,10 @@ activations of an MLP other than SwiGLU."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from edgeq.targets.cpu.compiled import COUNT, inline, word
-from edgeq.targets.cpu.elementwise import get_float
-from edgeq.targets.cpu.quantize import write_form
+from edgeq.targets.cpu.compiled import COUNT, Kernel, word
+from edgeq.targets.cpu.elementwise import get_float, inverse_rms
+from edgeq.targets.cpu.quantize import channels_of, cuts_of, write_form
 from edgeq.targets.cpu.vector import (
     get_f32,
     get_i32,
@@ -27,8 +26,6 @@ from edgeq.targets.cpu.vector import (
     vsub,
     vsum,
 )
-
-Kernel = Callable[[int, int, int, int], None]
 
 
 def layer_norm(big: int) -> Kernel:
@@ -77,13 +74,7 @@ def norm_add() -> Kernel:
         width = word(row, 4)
         for r in range(part, get_i64(word(row, COUNT)), parts):
             x, out = word(row, 2) + r * word(row, 3), word(row, 7) + r * word(row, 8)
-            even, odd = vsplat(0.0), vsplat(0.0)
-            for c in range(0, width, 32):
-                even = vfma(vload(x + 4 * c), vload(x + 4 * c), even)
-                if c + 16 < width:
-                    odd = vfma(vload(x + 4 * c + 64), vload(x + 4 * c + 64), odd)
-            mean = vsum(vadd(even, odd)) / width
-            factor = vsplat(1.0 / math.sqrt(mean + get_f32(row + 8 * 6)))
+            factor = vsplat(inverse_rms(x, width, get_f32(row + 8 * 6)))
             for c in range(0, width, 16):
                 scaled = vmul(vmul(vload(x + 4 * c), factor), vload(word(row, 5) + 4 * c))
                 vstore(out + 4 * c, vadd(vload(out + 4 * c), scaled))
@@ -117,22 +108,15 @@ def position_add(kind: int) -> Kernel:
     return kernel
 
 
-@inline
-def share(parts, count, width):  # type: ignore[no-untyped-def]
-    """Into how many cuts each of few rows goes, and how many pieces of whole activation blocks it has."""
-    return parts if count < parts else 1, (width + 127) // 128
-
-
 def geglu(big: int) -> Kernel:
     """Row words: 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7... form."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        cuts, pieces = share(parts, count, width)
+        cuts = cuts_of(count, parts)
         for unit in range(part, count * cuts, parts):
-            r, cut = unit // cuts, unit % cuts
+            r, first, last = channels_of(unit, cuts, width)
             x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
-            first, last = pieces * cut // cuts * 128, min(pieces * (cut + 1) // cuts * 128, width)
             for c in range(first, last, 16):
                 gate = vload(x + 4 * c)
                 # 1/2 (1 + tanh u) is the sigmoid of 2 u.
@@ -151,11 +135,10 @@ def relu(big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        cuts, pieces = share(parts, count, width)
+        cuts = cuts_of(count, parts)
         for unit in range(part, count * cuts, parts):
-            r, cut = unit // cuts, unit % cuts
+            r, first, last = channels_of(unit, cuts, width)
             x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
-            first, last = pieces * cut // cuts * 128, min(pieces * (cut + 1) // cuts * 128, width)
             for c in range(first, last, 16):
                 vstore(out + 4 * c, vmax(vload(x + 4 * c), vsplat(0.0)))
             write_form(row, 7, out, r, count, big, first, last)

@@ -5,8 +5,8 @@ Four partial sums, of every fourth column each, hide the latency of the addition
 
 from __future__ import annotations
 
-from edgeq.targets.cpu.compiled import COUNT, inline, word
-from edgeq.targets.cpu.matmul import SCRATCH_BYTES, Kernel, finish, share
+from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.matmul import SCRATCH_BYTES, finish, share
 from edgeq.targets.cpu.tile import BF16_KIND, CHUNKS, F32_KIND, ROWS, SCRATCH, W_BLOCK, X_ROW, W, X
 from edgeq.targets.cpu.vector import get_f32, get_i64, lane_bf16, lane_f16, vadd, vfma, vload, vsplat, vstore
 

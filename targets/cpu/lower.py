@@ -28,8 +28,8 @@ from edgeq.targets.cpu.table import (
     PARTS,
     PARTS_A_THREAD,
     ROW_WORDS,
-    Kernel,
     Table,
+    Variant,
     channel_parts,
     float_bits,
     kernel,
@@ -81,8 +81,8 @@ class Lowering:
         }
         self.rows: list[list[int]] = []
         self.origins: list[op.Operation] = []
-        self.functions: list[Kernel] = []
-        self.decode_functions: dict[int, Kernel] = {}
+        self.functions: list[Variant] = []
+        self.decode_functions: dict[int, Variant] = {}
         self.decode_parts: dict[int, int] = {}
         self.expert_stages: list[lower_experts.Stages] = []
         self.forms: dict[str, list[Form]] = {}
@@ -128,7 +128,7 @@ class Lowering:
         """What each row of the tables does."""
         return [(operation, factory.__name__) for operation, (factory, _) in zip(self.origins, self.functions, strict=True)]
 
-    def emit(self, function: Kernel, *words: int, parts: int = 1) -> int:
+    def emit(self, function: Variant, *words: int, parts: int = 1) -> int:
         """Append an operation; with one row there is work for at most `parts` parts."""
         self.decode_parts[len(self.rows)] = parts
         self.functions.append(function)

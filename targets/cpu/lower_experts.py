@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from edgeq.errors import UnsupportedError
 from edgeq.linear import ArrayRef
 from edgeq.targets import operations as op
+from edgeq.targets.cpu import elementwise
 from edgeq.targets.cpu import experts as kernels
 from edgeq.targets.cpu.lower_layers import buffer
 from edgeq.targets.cpu.memory import Memory, padded
-from edgeq.targets.cpu.table import ROW_WORDS, Kernel, kernel
+from edgeq.targets.cpu.table import ROW_WORDS, Variant, kernel
 
 if TYPE_CHECKING:
     from edgeq.targets.cpu.lower import Lowering
@@ -69,7 +70,7 @@ class Stages:
     """
 
     tables: list[NDArray[np.int64]]
-    functions: list[list[Kernel]]
+    functions: list[list[Variant]]
     parts: list[int]
     moves: list[list[tuple[int, int, int]]]
 
@@ -97,7 +98,7 @@ def experts(lowering: Lowering, o: op.Experts) -> None:
     routing, x, width = buffer(lowering, o.routing), buffer(lowering, o.x), lowering.graph.buffers[o.x]
     words = (*routing, count, o.chosen, rows, ends, total, row_of, place_of, first_address, move_address)
     lowering.emit(kernel(kernels.dispatch), *words)
-    spread = lowering.emit(kernel(kernels.spread), *x, width, row_memory.shared(("buffer", X), places * x[1]), x[1], row_of)
+    spread = lowering.emit(kernel(elementwise.select), *x, width, row_memory.shared(("buffer", X), places * x[1]), x[1], row_of)
     lowering.rows[spread][1] = total
     for table, parts in zip(stages.tables, stages.parts, strict=True):
         lowering.emit(kernel(kernels.each), int(table.ctypes.data), count, 8 * ROW_WORDS, parts=parts)

@@ -4,18 +4,14 @@ tokens pass by.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from numba import njit
 
-from edgeq.targets.cpu.compiled import COUNT, inline, word
+from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.tile import ADD, BIAS, GROUP, INTEGERS, ROWS, SCRATCH, Y_ROW, Y, product_tile
 from edgeq.targets.cpu.vector import get_f32, get_i64, put_f32, vadd, vload, vstore
 
 SCRATCH_BYTES = 1 << 12
 """Per thread; a tile's result has at most 2 blocks x 12 tokens x 64 bytes."""
-
-Kernel = Callable[[int, int, int, int], None]
 
 
 @inline

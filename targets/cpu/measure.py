@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.targets.cpu import tile
-from edgeq.targets.cpu.compiled import COUNT, address, word
+from edgeq.targets.cpu.compiled import COUNT, Kernel, address, word
 from edgeq.targets.cpu.isa import all_isas, choose
 from edgeq.targets.cpu.matmul import SCRATCH_BYTES, integer_matvec
 from edgeq.targets.cpu.memory import zeros
@@ -25,7 +24,6 @@ from edgeq.targets.cpu.vector import I8, I32, constant, get_i64, put_f32, store,
 
 BYTES = 256 << 20
 """Several times the largest cache of a machine this is for."""
-Kernel = Callable[[int, int, int, int], None]
 Table = NDArray[np.int64]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.linear import Mode
 from edgeq.targets import Options, Report, StepTimes, machine, silent
-from edgeq.targets.copies import InputSums, Weights, shared_inputs
+from edgeq.targets.copies import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.cpu import copies
 from edgeq.targets.cpu.copies import CpuWeights
 from edgeq.targets.cpu.isa import choose
@@ -70,7 +70,11 @@ class CpuProgram:
         if options.copies:
             self._made(options.mode, "masters", report)
             self._made(options.mode, "copy", report)
-            copies.prepare(shared_inputs(graph), report)
+            copies.prepare(self._inputs, report)
+
+    @cached_property
+    def _inputs(self) -> tuple[SharedInput, ...]:
+        return shared_inputs(self.graph)
 
     @property
     def description(self) -> str:
@@ -104,15 +108,15 @@ class CpuProgram:
         return CpuPage(self._page_bytes)
 
     def new_sums(self) -> InputSums:
-        return InputSums(shared_inputs(self.graph))
+        return InputSums(self._inputs)
 
     def new_weights(self) -> CpuWeights:
-        return CpuWeights(shared_inputs(self.graph))
+        return CpuWeights(self._inputs)
 
     def requantize(self, weights: Weights, scales: Sequence[NDArray[np.float32]]) -> None:
         assert isinstance(weights, CpuWeights)
         threads = self.threads_prefill
-        copies.fill(self._file, self._memory, self._pool, threads, shared_inputs(self.graph), weights, scales)
+        copies.fill(self._file, self._memory, self._pool, threads, self._inputs, weights, scales)
         self._of_copy(self.options.mode, weights)
 
     def run(

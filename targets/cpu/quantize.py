@@ -6,10 +6,9 @@ need the whole row first, and an operation of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgeq.targets.cpu.compiled import COUNT, inline, word
+from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.vector import (
     get_i64,
     put_f32,
@@ -91,6 +90,19 @@ def tile_of(r, count, big):  # type: ignore[no-untyped-def]
         return r // big * big, big
     base = many + (r - many) // 4 * 4
     return (base, 4) if count - base >= 2 else (r, 1)
+
+
+@inline
+def cuts_of(count, parts):  # type: ignore[no-untyped-def]
+    """Into how many cuts each row goes: few rows are shared by channels."""
+    return parts if count < parts else 1
+
+
+@inline
+def channels_of(unit, cuts, width):  # type: ignore[no-untyped-def]
+    """The row of a unit of work, one cut of one row, and its channels [first, last): pieces of whole activation blocks."""
+    pieces, cut = (width + 127) // 128, unit % cuts
+    return unit // cuts, pieces * cut // cuts * 128, min(pieces * (cut + 1) // cuts * 128, width)
 
 
 @inline
@@ -201,7 +213,7 @@ def write_token_form(row, at, asymmetric, x, r, count, big, first, last):  # typ
         put_padding(kind, data, columns, tokens, t)
 
 
-def quantize(big: int) -> Callable[[int, int, int, int], None]:
+def quantize(big: int) -> Kernel:
     """Row words: COUNT, 2 address of x's first channel, 3 bytes between rows, 4... the form."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
@@ -219,16 +231,14 @@ def quantize(big: int) -> Callable[[int, int, int, int], None]:
     return kernel
 
 
-def quantize_tokens(big: int, asymmetric: int) -> Callable[[int, int, int, int], None]:
+def quantize_tokens(big: int, asymmetric: int) -> Kernel:
     """Row words as those of `quantize`.  Each part finds the range for itself: that costs less than to meet the others."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, columns = get_i64(word(row, COUNT)), word(row, 5)
-        cuts = parts if count < parts else 1
-        pieces = (columns + 127) // 128
+        cuts = cuts_of(count, parts)
         for unit in range(part, count * cuts, parts):
-            r, cut = unit // cuts, unit % cuts
-            first, last = pieces * cut // cuts * 128, min(pieces * (cut + 1) // cuts * 128, columns)
+            r, first, last = channels_of(unit, cuts, columns)
             if first < last:
                 write_token_form(row, 4, asymmetric, word(row, 2) + r * word(row, 3), r, count, big, first, last)
 

@@ -18,10 +18,10 @@ from edgeq.codec import CHUNK, LINE, PLANES, QUADS, ROWS, Codec
 from edgeq.errors import UnsupportedError
 from edgeq.linear import Weight
 from edgeq.rounding import LARGEST_SCALE, SMALLEST_RANGE
-from edgeq.targets.cpu.compiled import COUNT, inline, word
-from edgeq.targets.cpu.matmul import Kernel
+from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.memory import padded
-from edgeq.targets.cpu.tile import BF16_KIND, F16_KIND, F32_KIND
+from edgeq.targets.cpu.table import FLOAT_KINDS
+from edgeq.targets.cpu.tile import F16_KIND, F32_KIND
 from edgeq.targets.cpu.vector import (
     I32,
     I64,
@@ -57,7 +57,6 @@ from edgeq.targets.cpu.vector import (
 )
 
 BYTES_KIND = 1
-MASTER_KINDS = {"f32": F32_KIND, "f16": F16_KIND, "bf16": BF16_KIND}
 
 # Words of a table row of `requantize`.  Of every array: address, bytes from one block of 16 rows to the next.
 MASTER, MASTER_SCALE, MASTER_ZERO, MASTER_GROUP = 2, 4, 6, 8
@@ -74,7 +73,7 @@ def literals(master: Weight, codec: Codec) -> tuple[int, int, int, int]:
         raise UnsupportedError(
             f"the cpu target reads masters of i8, f16, bf16 and f32, not {master.codec.name}; run with --target reference"
         )
-    return BYTES_KIND if kind == "int" else MASTER_KINDS[kind], int(master.codec.symmetric), codec.bits, int(codec.symmetric)
+    return BYTES_KIND if kind == "int" else FLOAT_KINDS[kind], int(master.codec.symmetric), codec.bits, int(codec.symmetric)
 
 
 def span_of(columns: int, group: int) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from edgeq.targets.cpu.codes import extremes, put_halves, put_mixed, put_symmetric
-from edgeq.targets.cpu.compiled import COUNT, inline, word
+from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.pages import (
     HEAD_DIM,
     HEADS,
@@ -44,8 +43,6 @@ from edgeq.targets.cpu.vector import (
     vstore,
     vsub,
 )
-
-Kernel = Callable[[int, int, int, int], None]
 
 Q_OFFSET, K_OFFSET, V_OFFSET, COSINES, SINES, ANGLE_ROW, PAIRS = 12, 13, 14, 15, 16, 17, 18
 Q_GAIN, K_GAIN, EPSILON, MATRIX, MATRIX_SCALE, SCRATCH = 19, 20, 21, 22, 23, 24

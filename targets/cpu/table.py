@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.targets import Step
-from edgeq.targets.cpu import matmul, tile
+from edgeq.targets.cpu import tile
+from edgeq.targets.cpu.compiled import Kernel
 
 ROW_WORDS = 26
 PARTS = ROW_WORDS - 1
@@ -32,11 +33,11 @@ class Tables(NamedTuple):
     steps: list[Step]
 
 
-Kernel = tuple[Callable[..., matmul.Kernel], tuple[int, ...]]
+Variant = tuple[Callable[..., Kernel], tuple[int, ...]]
 """A factory of kernels and the numbers that become constants of its machine code."""
 
 
-def kernel(factory: Callable[..., matmul.Kernel], *literals: int) -> Kernel:
+def kernel(factory: Callable[..., Kernel], *literals: int) -> Variant:
     return factory, literals
 
 

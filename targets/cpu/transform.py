@@ -7,8 +7,8 @@ there are or which rows run with it.
 
 from __future__ import annotations
 
-from edgeq.targets.cpu.compiled import COUNT, inline, word
-from edgeq.targets.cpu.matmul import Kernel
+from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.quantize import cuts_of
 from edgeq.targets.cpu.vector import (
     get_f32,
     get_i32,
@@ -30,7 +30,7 @@ def gather() -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, columns, indices = get_i64(word(row, COUNT)), word(row, 6), word(row, 7)
-        cuts = parts if count < parts else 1
+        cuts = cuts_of(count, parts)
         for unit in range(part, count * cuts, parts):
             r, cut = unit // cuts, unit % cuts
             x, out = word(row, 2) + r * word(row, 3), word(row, 4) + r * word(row, 5)
