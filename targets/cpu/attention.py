@@ -32,6 +32,7 @@ from edgeq.targets.cpu.vector import (
     get_i64,
     put_f32,
     vadd,
+    vdiv,
     vexp,
     vkeep,
     vload,
@@ -85,42 +86,57 @@ def gather(code, tile, vectors, values, ahead, count, padded, state, step):  # t
 
 
 @inline
-def weigh(state, begin, end, key_scales, value_scales, code):  # type: ignore[no-untyped-def]
-    """From the scores of a page to weights, for one query that sees its positions begin <= i < end.
+def sees(begin, end):  # type: ignore[no-untyped-def]
+    """Whether a query that sees positions begin <= i < end of a page sees any."""
+    return end > 0 and begin < POSITIONS
 
-    Updates the query's largest score and sum of weights, and says by how much its result so far decays.  Scales of an int8
-    cache belong to positions, so keys' multiply scores and values' multiply weights.
+
+@inline
+def weigh_peak(state, begin, end, key_scales, code):  # type: ignore[no-untyped-def]
+    """Updates the largest score of one query that sees positions begin <= i < end of a page, and says by how much its result so
+    far decays.  Scales of an int8 cache belong to positions, so keys' multiply scores and values' multiply weights.
     """
     scores, numbers = state, state + 4 * POSITIONS
-    if end <= 0 or begin >= POSITIONS:
+    decay = vsplat(1.0)
+    if sees(begin, end):
+        if code == INT8_KV:
+            for i in range(0, 4 * POSITIONS, 64):
+                vstore(scores + i, vmul(vload(scores + i), vload(key_scales + i)))
+        if begin > 0 or end < POSITIONS:
+            for i in range(4):
+                vstore(scores + 64 * i, vkeep(vload(scores + 64 * i), begin - 16 * i, end - 16 * i))
+        peak = vmax(vmax(vload(scores), vload(scores + 64)), vmax(vload(scores + 128), vload(scores + 192)))
+        before, largest = get_f32(numbers + LARGEST), vmaximum(peak)
+        if largest > before:
+            put_f32(numbers + LARGEST, largest)
+            decay = vexp(vsplat(before - largest))
+    vstore(numbers + DECAY, decay)
+
+
+@inline
+def weigh(state, begin, end, value_scales, code):  # type: ignore[no-untyped-def]
+    """From the scores of a page to weights, for one query; updates the sum of its weights."""
+    scores, numbers = state, state + 4 * POSITIONS
+    if sees(begin, end):
+        shift = vsplat(get_f32(numbers + LARGEST))
+        totals = vmul(vload(numbers + TOTALS), vload(numbers + DECAY))
+        for i in range(0, 4 * POSITIONS, 64):
+            e = vexp(vsub(vload(scores + i), shift))
+            vstore(scores + i, vmul(e, vload(value_scales + i)) if code == INT8_KV else e)
+            totals = vadd(totals, e)
+        vstore(numbers + TOTALS, totals)
+    else:
         for i in range(0, 4 * POSITIONS, 64):
             vstore(scores + i, vsplat(0.0))
-        vstore(numbers + DECAY, vsplat(1.0))
-        return
-    if code == INT8_KV:
-        for i in range(0, 4 * POSITIONS, 64):
-            vstore(scores + i, vmul(vload(scores + i), vload(key_scales + i)))
-    if begin > 0 or end < POSITIONS:
-        for i in range(4):
-            vstore(scores + 64 * i, vkeep(vload(scores + 64 * i), begin - 16 * i, end - 16 * i))
-    peak = vmax(vmax(vload(scores), vload(scores + 64)), vmax(vload(scores + 128), vload(scores + 192)))
-    before = get_f32(numbers + LARGEST)
-    largest = max(before, vmaximum(peak))
-    decay, shift = vexp(vsplat(before - largest)), vsplat(largest)
-    totals = vmul(vload(numbers + TOTALS), decay)
-    for i in range(0, 4 * POSITIONS, 64):
-        e = vexp(vsub(vload(scores + i), shift))
-        vstore(scores + i, vmul(e, vload(value_scales + i)) if code == INT8_KV else e)
-        totals = vadd(totals, e)
-    put_f32(numbers + LARGEST, largest)
-    vstore(numbers + DECAY, decay)
-    vstore(numbers + TOTALS, totals)
 
 
 @inline
 def begin_query(state, step, query, x, dim, padded, scale):  # type: ignore[no-untyped-def]
     """Nothing seen so far.  The query goes to `query`, and behind it its result until the `step` bytes of the state end."""
-    for i in range(dim):
+    whole, factor = dim // 16 * 16, vsplat(scale)
+    for i in range(0, whole, 16):
+        vstore(query + 4 * i, vmul(vload(x + 4 * i), factor))
+    for i in range(whole, dim):
         put_f32(query + 4 * i, get_f32(x + 4 * i) * scale)
     for result in range(query + 4 * padded, state + step, 64):
         vstore(result, vsplat(0.0))
@@ -130,8 +146,11 @@ def begin_query(state, step, query, x, dim, padded, scale):  # type: ignore[no-u
 
 @inline
 def end_query(state, out, total, dim, padded):  # type: ignore[no-untyped-def]
-    for i in range(dim):
-        put_f32(out + 4 * i, get_f32(state + QUERY + 4 * (padded + i)) / total)
+    result, whole, divisor = state + QUERY + 4 * padded, dim // 16 * 16, vsplat(total)
+    for i in range(0, whole, 16):
+        vstore(out + 4 * i, vdiv(vload(result + 4 * i), divisor))
+    for i in range(whole, dim):
+        put_f32(out + 4 * i, get_f32(result + 4 * i) / total)
 
 
 def attend(code: int, tile: int, vectors: int) -> Kernel:
@@ -186,13 +205,19 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                         else:
                             score(code, 1, vectors, keys, values - keys, states + q * step, step, dim)
                         q += 1
+                    # In two passes: a largest number takes long to find, and other queries' need not wait for it.
                     for q in range(queries):
                         end = slot + q // shared + 1
                         begin = max(0, end - window) - start if window > 0 else 0
                         state = states + q * step
                         if code == INT4_KV:
                             int4.restore(state, keys, dim, high)
-                        weigh(state, begin, end - start, keys + scales, values + scales, code)
+                        weigh_peak(state, begin, end - start, keys + scales, code)
+                    for q in range(queries):
+                        end = slot + q // shared + 1
+                        begin = max(0, end - window) - start if window > 0 else 0
+                        state = states + q * step
+                        weigh(state, begin, end - start, values + scales, code)
                         if code == INT4_KV:
                             int4.spread(state, values, vload(state + 4 * POSITIONS + DECAY), dim, high)
                     q = 0

@@ -17,11 +17,13 @@ from edgeq.targets.cpu.vector import (
     I32,
     I64,
     LANES,
+    VF16,
     VI32,
     constant,
     f32x16,
     get_f32,
     put_f16,
+    put_f16s,
     put_f32,
     put_i8,
     rint,
@@ -50,6 +52,20 @@ def put_bytes(typing: Any, x: Any, address: Any, stride: Any) -> Any:
         octets = b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES))
         for i in range(LANES):
             store(b, b.extract_element(octets, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))))
+        return context.get_dummy_value()
+
+    return types.void(f32x16, types.intp, types.intp), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def put_scattered_halves(typing: Any, x: Any, address: Any, stride: Any) -> Any:
+    """Sixteen numbers as f16, `stride` bytes apart."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, address, stride = args
+        halves = b.bitcast(b.fptrunc(x, VF16), ir.VectorType(I16, LANES))
+        for i in range(LANES):
+            store(b, b.extract_element(halves, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 2)
         return context.get_dummy_value()
 
     return types.void(f32x16, types.intp, types.intp), codegen
@@ -86,7 +102,16 @@ def extremes(x, count):  # type: ignore[no-untyped-def]
 
 @inline
 def put_halves(x, dim, base, step):  # type: ignore[no-untyped-def]
-    for i in range(dim):
+    """A head's numbers as f16 to base, base + step ..."""
+    whole, most = dim // 16 * 16, vsplat(F16_MAX)
+    least = vsub(vsplat(0.0), most)
+    for i in range(0, whole, 16):
+        value = vmin(vmax(vload(x + 4 * i), least), most)
+        if step == 2:
+            put_f16s(base + 2 * i, value)
+        else:
+            put_scattered_halves(value, base + step * i, step)
+    for i in range(whole, dim):
         put_f16(base + step * i, min(max(get_f32(x + 4 * i), -F16_MAX), F16_MAX))
 
 

@@ -122,20 +122,24 @@ def spin(x, dim, padded, matrix, matrix_scale, scratch):  # type: ignore[no-unty
 def rotate(code: int, most_code: int) -> Kernel:
     """Head norms and rotary positions in place; keys and values into the cache.  A unit is one head of one row.
 
+    A part has neighbouring rows of a head, since their keys share cache lines, and of the heads that cost more, those with keys
+    and values, no more than the next part: these lie between the queries that share them.
+
     most_code   largest code of an int4 cache
     """
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         heads, kv_heads, dim, padded = word(row, HEADS), word(row, KV_HEADS), word(row, HEAD_DIM), word(row, PADDED)
-        units, epsilon, high = heads + kv_heads, get_f32(row + 8 * EPSILON), word(row, HIGH)
-        for unit in range(part, get_i64(word(row, COUNT)) * units, parts):
-            r, head = unit // units, unit % units
-            is_query = head < heads
+        epsilon, high, count = get_f32(row + 8 * EPSILON), word(row, HIGH), get_i64(word(row, COUNT))
+        units, together = (heads + kv_heads) * count, heads // kv_heads + 1
+        for unit in range(units * part // parts, units * (part + 1) // parts):
+            r, group, place = unit % count, unit // count // together, unit // count % together
+            is_query = place < together - 1
+            head = group * (together - 1) + place if is_query else group
             source = word(row, X) + r * word(row, X_ROW)
             if is_query:
                 x, gain = source + word(row, Q_OFFSET) + 4 * dim * head, word(row, Q_GAIN)
             else:
-                head -= heads
                 x, gain = source + word(row, K_OFFSET) + 4 * dim * head, word(row, K_GAIN)
             if gain != 0:
                 normalize(x, dim, gain, epsilon)
