@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
-from edgeq.targets.cpu.quantize import channels_of, cuts_of, write_form
+from edgeq.targets.cpu.quantize import rows_of, share_of, write_form
 from edgeq.targets.cpu.tile import F16_KIND, F32_KIND
 from edgeq.targets.cpu.vector import (
     get_bf16,
@@ -120,7 +120,8 @@ def norm(big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        for r in range(part, count, parts):
+        first, last = rows_of(part, parts, count, big)
+        for r in range(first, last):
             x, out = word(row, 2) + r * word(row, 3), word(row, 7) + r * word(row, 8)
             factor = vsplat(inverse_rms(x, width, get_f32(row + 8 * 6)))
             for c in range(0, width, 16):
@@ -135,9 +136,8 @@ def swiglu(big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        cuts = cuts_of(count, parts)
-        for unit in range(part, count * cuts, parts):
-            r, first, last = channels_of(unit, cuts, width)
+        begin, end, first, last = share_of(part, parts, count, big, width)
+        for r in range(begin, end):
             x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
             for c in range(first, last, 16):
                 gate = vload(x + 4 * c)

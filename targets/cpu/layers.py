@@ -7,7 +7,7 @@ import math
 
 from edgeq.targets.cpu.compiled import COUNT, Kernel, word
 from edgeq.targets.cpu.elementwise import get_float, inverse_rms
-from edgeq.targets.cpu.quantize import channels_of, cuts_of, write_form
+from edgeq.targets.cpu.quantize import rows_of, share_of, write_form
 from edgeq.targets.cpu.vector import (
     get_f32,
     get_i32,
@@ -37,7 +37,8 @@ def layer_norm(big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        for r in range(part, count, parts):
+        first, last = rows_of(part, parts, count, big)
+        for r in range(first, last):
             x, out = word(row, 2) + r * word(row, 3), word(row, 8) + r * word(row, 9)
             even, odd = vsplat(0.0), vsplat(0.0)
             for c in range(0, width, 32):
@@ -113,9 +114,8 @@ def geglu(big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        cuts = cuts_of(count, parts)
-        for unit in range(part, count * cuts, parts):
-            r, first, last = channels_of(unit, cuts, width)
+        begin, end, first, last = share_of(part, parts, count, big, width)
+        for r in range(begin, end):
             x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
             for c in range(first, last, 16):
                 gate = vload(x + 4 * c)
@@ -135,9 +135,8 @@ def relu(big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, width = get_i64(word(row, COUNT)), word(row, 4)
-        cuts = cuts_of(count, parts)
-        for unit in range(part, count * cuts, parts):
-            r, first, last = channels_of(unit, cuts, width)
+        begin, end, first, last = share_of(part, parts, count, big, width)
+        for r in range(begin, end):
             x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
             for c in range(first, last, 16):
                 vstore(out + 4 * c, vmax(vload(x + 4 * c), vsplat(0.0)))

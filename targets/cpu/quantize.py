@@ -93,16 +93,25 @@ def tile_of(r, count, big):  # type: ignore[no-untyped-def]
 
 
 @inline
-def cuts_of(count, parts):  # type: ignore[no-untyped-def]
-    """Into how many cuts each row goes: few rows are shared by channels."""
-    return parts if count < parts else 1
+def rows_of(part, parts, count, big):  # type: ignore[no-untyped-def]
+    """The rows [first, last) of a part: neighbours, and whole tiles where there are enough, because the tokens of a tile share
+    cache lines, and two cores that write to one line wait for each other."""
+    tiles = count // big
+    if 2 * tiles < parts:
+        return count * part // parts, count * (part + 1) // parts
+    return tiles * part // parts * big, count if part + 1 == parts else tiles * (part + 1) // parts * big
 
 
 @inline
-def channels_of(unit, cuts, width):  # type: ignore[no-untyped-def]
-    """The row of a unit of work, one cut of one row, and its channels [first, last): pieces of whole activation blocks."""
-    pieces, cut = (width + 127) // 128, unit % cuts
-    return unit // cuts, pieces * cut // cuts * 128, min(pieces * (cut + 1) // cuts * 128, width)
+def share_of(part, parts, count, big, width):  # type: ignore[no-untyped-def]
+    """The rows [first, last) of a part and its channels [first, last), whole activation blocks; few rows are shared out by
+    channels."""
+    if count < parts:
+        pieces = (width + 127) // 128
+        begin, end = pieces * part // parts * 128, min(pieces * (part + 1) // parts * 128, width)
+        return 0, count if begin < end else 0, begin, end
+    first, last = rows_of(part, parts, count, big)
+    return first, last, 0, width
 
 
 @inline
@@ -218,15 +227,9 @@ def quantize(big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count = get_i64(word(row, COUNT))
-        columns = word(row, 5)
-        if count >= parts:
-            for r in range(part, count, parts):
-                write_form(row, 4, word(row, 2) + r * word(row, 3), r, count, big, 0, columns)
-        else:
-            pieces = (columns + 127) // 128
-            first, last = pieces * part // parts * 128, pieces * (part + 1) // parts * 128
-            for r in range(count):
-                write_form(row, 4, word(row, 2) + r * word(row, 3), r, count, big, first, min(last, columns))
+        begin, end, first, last = share_of(part, parts, count, big, word(row, 5))
+        for r in range(begin, end):
+            write_form(row, 4, word(row, 2) + r * word(row, 3), r, count, big, first, last)
 
     return kernel
 
@@ -235,11 +238,9 @@ def quantize_tokens(big: int, asymmetric: int) -> Kernel:
     """Row words as those of `quantize`.  Each part finds the range for itself: that costs less than to meet the others."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, columns = get_i64(word(row, COUNT)), word(row, 5)
-        cuts = cuts_of(count, parts)
-        for unit in range(part, count * cuts, parts):
-            r, first, last = channels_of(unit, cuts, columns)
-            if first < last:
-                write_token_form(row, 4, asymmetric, word(row, 2) + r * word(row, 3), r, count, big, first, last)
+        count = get_i64(word(row, COUNT))
+        begin, end, first, last = share_of(part, parts, count, big, word(row, 5))
+        for r in range(begin, end):
+            write_token_form(row, 4, asymmetric, word(row, 2) + r * word(row, 3), r, count, big, first, last)
 
     return kernel

@@ -8,7 +8,7 @@ there are or which rows run with it.
 from __future__ import annotations
 
 from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
-from edgeq.targets.cpu.quantize import cuts_of
+from edgeq.targets.cpu.quantize import share_of
 from edgeq.targets.cpu.vector import (
     get_f32,
     get_i32,
@@ -30,11 +30,10 @@ def gather() -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         count, columns, indices = get_i64(word(row, COUNT)), word(row, 6), word(row, 7)
-        cuts = cuts_of(count, parts)
-        for unit in range(part, count * cuts, parts):
-            r, cut = unit // cuts, unit % cuts
+        begin, end, first, last = share_of(part, parts, count, 1, columns)
+        for r in range(begin, end):
             x, out = word(row, 2) + r * word(row, 3), word(row, 4) + r * word(row, 5)
-            for c in range(columns * cut // cuts, columns * (cut + 1) // cuts):
+            for c in range(first, last):
                 put_f32(out + 4 * c, get_f32(x + 4 * get_i32(indices + 4 * c)))
 
     return kernel
