@@ -18,6 +18,7 @@ def buffer_bytes(graph: Graph, options: Options) -> int:
     for operation in graph.operations:
         if isinstance(operation, Select):
             rows = options.max_logits
+            total += sum(graph.buffers[name] for name in operation.buffers) * rows * 4
         if isinstance(operation, Experts):
             widths = graph.buffers[operation.x] + 3 * operation.width + graph.buffers[operation.out]
             routed = max(routed, widths * operation.chosen * rows * 4)

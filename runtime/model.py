@@ -37,14 +37,14 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     """The graph of a decoder: embedding, layers, final norm and head; its sessions hold up to `context` positions."""
     config, linears = metadata.config, metadata.linears
     operations: list[Operation] = [*embedding(metadata)]
+    # What masters read is summed over all rows.
+    early = not any(linear.master for linear in linears.values())
     for layer in range(config.num_hidden_layers):
-        operations += attention_block(metadata, layer, context)
+        operations += attention_block(metadata, layer, context, select=early and layer + 1 == config.num_hidden_layers)
         operations += mlp_block(metadata, layer)
-    operations += [
-        Select(-1, "x", "last"),
-        norm(metadata, -1, "last", "norm", "last_normed"),
-        Linear(-1, "last_normed", linears["head"], "logits"),
-    ]
+    if not early:
+        operations.append(Select(-1, ("x",)))
+    operations += [norm(metadata, -1, "x", "norm", "normed"), Linear(-1, "normed", linears["head"], "logits")]
     return Graph(
         buffers=buffer_widths(config),
         operations=tuple(operations),
@@ -62,8 +62,6 @@ def buffer_widths(config: ModelConfig) -> dict[str, int]:
         "qkv": config.query_size + 2 * config.kv_size,
         "attended": config.query_size,
         **(expert_widths(config) if config.num_experts else mlp_widths(config)),
-        "last": config.hidden_size,
-        "last_normed": config.hidden_size,
         "logits": config.vocab_size,
     }
 
@@ -98,8 +96,11 @@ def norm(metadata: Metadata, layer: int, x: str, name: str, out: str) -> Operati
     return RmsNorm(layer, x, arrays[name], eps, out)
 
 
-def attention_block(metadata: Metadata, layer: int, context: int) -> Iterator[Operation]:
-    """x += o(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v = qkv(norm(x))."""
+def attention_block(metadata: Metadata, layer: int, context: int, select: bool) -> Iterator[Operation]:
+    """x += o(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v = qkv(norm(x)).
+
+    `select`: once keys and values are in the cache, no later layer asks for the other rows.
+    """
     config, arrays, p = metadata.config, metadata.arrays, f"layers.{layer}."
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     eps = config.rms_norm_eps
@@ -119,6 +120,8 @@ def attention_block(metadata: Metadata, layer: int, context: int) -> Iterator[Op
         yield HeadRotate(layer, "qkv", 0, heads, head_dim, *matrix)
         yield HeadRotate(layer, "qkv", k, kv_heads, head_dim, *matrix)
     yield CacheWrite(layer, "qkv", k, v, kv_heads, head_dim)
+    if select:
+        yield Select(layer, ("x", "qkv"))
     yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, config.attention_scale, config.window(layer))
     yield from residual(metadata, layer, "attended", f"{p}o", f"{p}post_attention_norm")
 

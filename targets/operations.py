@@ -253,10 +253,10 @@ class GatedAdd(Operation):
 
 @dataclass(frozen=True)
 class Select(Operation):
-    """out = the rows of x for which logits are wanted; every later operation runs over these."""
+    """Of `buffers` only the rows for which logits are wanted stay, what other buffers hold is lost; every later operation runs
+    over these rows."""
 
-    x: str
-    out: str
+    buffers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -298,6 +298,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def selected(self) -> Rows:
+        """The rows whose logits are wanted."""
+        chosen = [a[self.logits] for a in (self.tokens, self.positions, self.slots, self.sessions)]
+        return Rows(*chosen, self.pages, np.arange(len(self.logits), dtype=np.int32))
 
 
 class Page:

@@ -125,9 +125,12 @@ class ReferenceProgram:
         state: State = {}
         steps: list[Step] = []
         clock = [perf_counter()]
+        here = rows
         for operation in self._graph.operations:
             kernel = OPERATIONS[type(operation)]
-            kernel(self, operation, rows, state)
+            kernel(self, operation, here, state)
+            if isinstance(operation, Select):
+                here = rows.selected()
             steps.append((operation, kernel.__name__))
             clock.append(perf_counter())
         if times is not None:
@@ -208,7 +211,9 @@ def attention(program: ReferenceProgram, op: Attention, rows: Rows, state: State
 
 
 def select(program: ReferenceProgram, op: Select, rows: Rows, state: State) -> None:
-    state[op.out] = state[op.x][rows.logits]
+    chosen = {name: state[name][rows.logits] for name in op.buffers}
+    state.clear()
+    state.update(chosen)
 
 
 OPERATIONS: dict[type[Operation], Callable[[ReferenceProgram, Any, Rows, State], None]] = {

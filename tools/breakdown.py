@@ -15,7 +15,7 @@ from edgeq.runtime import Model, Sampling
 from edgeq.runtime.sampling import Sampler
 from edgeq.runtime.text import TextStream
 from edgeq.targets import Program, Step, StepTimes
-from edgeq.targets.operations import Linear, Rows
+from edgeq.targets.operations import Linear, Rows, Select
 
 PRODUCTS = ("integer_matmul", "float_matmul", "linear")
 """Kernels that read the weights of a layer; others of the same operation prepare its input."""
@@ -35,7 +35,7 @@ class Line:
     share           of the time of a token
     seconds         of a token, a mean over the quicker half of the tokens for decode, of the repetitions for prefill
     bytes_per_s     weights read by products in decode
-    operations_per_s   multiplications and additions of products in prefill; not of the head, which runs for the last token only
+    operations_per_s   multiplications and additions of products in prefill; not of those that run for the last token only
     """
 
     name: str
@@ -153,7 +153,9 @@ def _work(steps: Sequence[Step], decoded: bool) -> dict[Key, int]:
     work: dict[Key, int] = {}
     for step in steps:
         operation, kernel = step
-        if isinstance(operation, Linear) and kernel in PRODUCTS and (decoded or operation.layer >= 0):
+        if isinstance(operation, Select) and not decoded:
+            break
+        if isinstance(operation, Linear) and kernel in PRODUCTS:
             layer = operation.linear
             work[_key(step)] = work.get(_key(step), 0) + (layer.nbytes if decoded else 2 * layer.rows * layer.columns)
     return work

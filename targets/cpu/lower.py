@@ -47,6 +47,8 @@ class RowArrays:
     slots: int
     tables: int
     selection: int
+    selected_slots: int
+    selected_tables: int
     counted: int
     sums: int
 
@@ -74,6 +76,7 @@ class Lowering:
         self.threads = max(options.threads, options.threads_prefill)
         self.parts = PARTS_A_THREAD * options.threads if options.threads > 1 else 1
         self.count, self.most = arrays.rows, options.max_rows
+        self.slots, self.page_tables = arrays.slots, arrays.tables
         self.row_bytes = {name: 4 * padded(width) for name, width in graph.buffers.items()}
         self.buffers = {
             name: memory.shared(("buffer", name), max(options.max_rows, options.max_logits) * self.row_bytes[name])
@@ -179,9 +182,13 @@ class Lowering:
 
     def select(self, o: op.Select) -> None:
         self.count, self.most = self.arrays.selected, self.options.max_logits
-        x, out = (self.buffers[o.x], self.row_bytes[o.x]), (self.buffers[o.out], self.row_bytes[o.out])
-        self.emit(kernel(elementwise.select), *x, self.graph.buffers[o.x], *out, self.arrays.selection)
-        self.wrote(o.out)
+        self.slots, self.page_tables = self.arrays.selected_slots, self.arrays.selected_tables
+        for name in o.buffers:
+            x, step = self.buffers[name], self.row_bytes[name]
+            self.buffers[name] = self.memory.shared(("selected", name), self.most * step)
+            words = (x, step, self.graph.buffers[name], self.buffers[name], step, self.arrays.selection)
+            self.emit(kernel(elementwise.select), *words)
+            self.wrote(name)
 
 
 _LOWER: dict[type[op.Operation], Callable[..., None]] = {

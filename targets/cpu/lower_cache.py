@@ -69,9 +69,9 @@ def matrix_words(lowering: Lowering, o: op.HeadRotate | None) -> tuple[int, int,
 
 def shared_words(lowering: Lowering, x: str, heads: int, kv_heads: int, head_dim: int, layer: int) -> list[int]:
     """The words that `rotate` and `attend` share."""
-    kv, arrays = lowering.options.kv, lowering.arrays
+    kv = lowering.options.kv
     rows = (lowering.buffers[x], lowering.row_bytes[x], heads, kv_heads, head_dim, padded(head_dim))
-    return [*rows, arrays.slots, arrays.tables, layer * pages.layer_bytes(lowering.graph, kv), kv.high]
+    return [*rows, lowering.slots, lowering.page_tables, layer * pages.layer_bytes(lowering.graph, kv), kv.high]
 
 
 def attend(lowering: Lowering, o: op.Attention) -> None:

@@ -54,9 +54,12 @@ class CpuProgram:
         self._slots, slots = self._memory.array(rows, np.int32)
         self._tables, tables = self._memory.array(rows, np.int64)
         self._selection, selection = self._memory.array(logits, np.int32)
+        self._selected_slots, selected_slots = self._memory.array(logits, np.int32)
+        self._selected_tables, selected_tables = self._memory.array(logits, np.int64)
         self._counted, counted = self._memory.array(rows, np.int32)
         self._sums, sums = self._memory.array(1, np.int64)
-        arrays = RowArrays(counts, counts + 8, tokens, positions, slots, tables, selection, counted, sums)
+        chosen = (selection, selected_slots, selected_tables)
+        arrays = RowArrays(counts, counts + 8, tokens, positions, slots, tables, *chosen, counted, sums)
         self._lower = partial(Lowering, graph, file, isa=isa, memory=self._memory, arrays=arrays)
         self._tables_of: dict[tuple[Mode, copies.Source], Tables] = {}
         lowering = self._lower(options=self.options)
@@ -146,6 +149,8 @@ class CpuProgram:
         self._slots[:count] = rows.slots
         self._tables[:count] = tables[rows.sessions]
         self._selection[:selected] = rows.logits
+        self._selected_slots[:selected] = rows.slots[rows.logits]
+        self._selected_tables[:selected] = self._tables[rows.logits]
         if sums is not None:
             self._sums[0] = sums.values.ctypes.data
             self._counted[:count] = 1 if rows.counted is None else rows.counted

@@ -80,5 +80,5 @@ def test_a_context_the_model_does_not_take_is_refused(context: int, tiny_path: P
 def test_buffers_count_rows_before_and_logits_after_the_selection(model: Model) -> None:
     few = memory.buffer_bytes(model.graph, model.program.options)
     before = sum(model.graph.buffers[b] for b in ("x", "normed", "qkv", "attended", "gate_up", "inner"))
-    after = sum(model.graph.buffers[b] for b in ("last", "last_normed", "logits"))
+    after = sum(model.graph.buffers[b] for b in ("x", "qkv", "logits"))
     assert few == 4 * (256 * before + 8 * after)

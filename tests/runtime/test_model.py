@@ -26,10 +26,21 @@ def layer_of(graph: Graph, layer: int) -> list[str]:
 
 def test_a_layer_is_attention_and_mlp_in_order(metadata: Metadata) -> None:
     graph = decoder(metadata)
-    attention = ["RmsNorm", "Linear", "RopeRotate", "RopeRotate", "CacheWrite", "Attention", "Linear"]
-    for layer in range(metadata.config.num_hidden_layers):
-        assert layer_of(graph, layer) == [*attention, "RmsNorm", "Linear", "SwiGlu", "Linear"]
+    cached, behind = ["RmsNorm", "Linear", "RopeRotate", "RopeRotate", "CacheWrite"], ["Attention", "Linear"]
+    behind += ["RmsNorm", "Linear", "SwiGlu", "Linear"]
+    last = metadata.config.num_hidden_layers - 1
+    for layer in range(last):
+        assert layer_of(graph, layer) == [*cached, *behind]
+    # Other rows than the wanted ones end where their keys and values are in the cache.
+    assert layer_of(graph, last) == [*cached, "Select", *behind]
+    assert layer_of(graph, -1) == ["Embed", "RmsNorm", "Linear"]
+
+
+def test_with_masters_all_rows_pass_all_layers(metadata: Metadata) -> None:
+    linears = {name: replace(linear, master=linear.weights[0]) for name, linear in metadata.linears.items() if name != "head"}
+    graph = decoder(replace(metadata, linears=linears | {"head": metadata.linears["head"]}))
     assert layer_of(graph, -1) == ["Embed", "Select", "RmsNorm", "Linear"]
+    assert "Select" not in layer_of(graph, metadata.config.num_hidden_layers - 1)
 
 
 def test_a_tied_embedding_reads_the_head(metadata: Metadata) -> None:

@@ -67,8 +67,8 @@ def product(arrays: Arrays, x: np.ndarray, w: Weight, bias: np.ndarray | None = 
     """Row r of the result is W x[token of row r] (+ bias)."""
     table = arrays.add(x, "f32")
     linear = LinearSpec("layer", (w,), None if bias is None else arrays.add(bias, "f32"))
-    operations = (Embed(-1, table, "x"), *extra, Select(-1, "x", "selected"), Linear(-1, "selected", linear, "y"))
-    return Graph({"x": w.columns, "selected": w.columns, "y": w.rows}, operations, "y", layers=1, kv_heads=1, head_dim=2)
+    operations = (Embed(-1, table, "x"), *extra, Select(-1, ("x",)), Linear(-1, "x", linear, "y"))
+    return Graph({"x": w.columns, "y": w.rows}, operations, "y", layers=1, kv_heads=1, head_dim=2)
 
 
 def rows_of(program, count: int, first: int = 0, pages=None) -> Rows:

@@ -56,10 +56,10 @@ class Heads:
             *changes,
             CacheWrite(1, "x", q, q + k, self.kv_heads, self.dim),
             Attention(1, "x", 0, "a", self.heads, self.kv_heads, self.dim, self.dim**-0.5, self.window),
-            Select(-1, "a", "selected"),
-            Linear(-1, "selected", identity(arrays, q), "y"),
+            Select(-1, ("a",)),
+            Linear(-1, "a", identity(arrays, q), "y"),
         )
-        buffers = {"x": q + 2 * k, "a": q, "selected": q, "y": q}
+        buffers = {"x": q + 2 * k, "a": q, "y": q}
         return Graph(buffers, operations, "y", layers=2, kv_heads=self.kv_heads, head_dim=self.dim)
 
     def turns(self) -> tuple[Operation, ...]:
@@ -229,8 +229,8 @@ def test_a_rotation_of_heads_gives_the_bits_of_the_reference(dim):
     spins = (HeadRotate(1, "x", 0, shape.heads, dim, matrix, scale), HeadRotate(1, "x", q, shape.kv_heads, dim, matrix, scale))
     graph = shape.graph(arrays, x, spins)
     width = q + 2 * k
-    shown = (Select(-1, "x", "selected"), Linear(-1, "selected", identity(arrays, width), "y"))
-    graph = replace(graph, buffers={"x": width, "selected": width, "y": width}, operations=(*graph.operations[:4], *shown))
+    shown = (Select(-1, ("x",)), Linear(-1, "x", identity(arrays, width), "y"))
+    graph = replace(graph, buffers={"x": width, "y": width}, operations=(*graph.operations[:4], *shown))
     oracle, y = (run(target, graph, arrays, 9, F16) for target in ("reference", "cpu"))
     assert np.array_equal(oracle, y)
     assert np.array_equal(y[:, q + k :], x[:, q + k :])

@@ -64,9 +64,9 @@ def graph_of(file: File, x: np.ndarray, layers: list[LinearSpec], width: int) ->
     again = layer(file, "again", matrix(file, layers[0].master)[::-1], first.codec, layers[0].master.codec)
     operations = (
         Embed(-1, file.add(x, "f32"), "x"), *reads, Scale(0, "x", 0.5), Linear(1, "x", again, "y", 0, add=True),
-        Select(-1, "y", "logits"),
+        Select(-1, ("y",)),
     )  # fmt: skip
-    return Graph({"x": width, "y": rows, "logits": rows}, operations, "logits", layers=1, kv_heads=1, head_dim=2)
+    return Graph({"x": width, "y": rows}, operations, "y", layers=1, kv_heads=1, head_dim=2)
 
 
 def program_of(target: str, graph: Graph, file: File, **options):

@@ -34,8 +34,8 @@ def shown(arrays, x, operations, out, widths):
     """A graph that embeds x, runs `operations` and gives buffer `out` as its logits."""
     table = arrays.add(x.astype(np.float32), "f32")
     size = widths[out]
-    last = (Select(-1, out, "selected"), Linear(-1, "selected", identity(arrays, size), "y"))
-    buffers = {"x": x.shape[1], **widths, "selected": size, "y": size}
+    last = (Select(-1, (out,)), Linear(-1, out, identity(arrays, size), "y"))
+    buffers = {"x": x.shape[1], **widths, "y": size}
     return Graph(buffers, (Embed(-1, table, "x"), *operations, *last), "y", layers=2, kv_heads=2, head_dim=widths["_dim"])
 
 

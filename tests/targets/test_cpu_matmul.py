@@ -132,8 +132,8 @@ def test_tied_embedding_of_every_codec_equals_its_dequantized_rows():
         # An identity matrix behind the embedding shows it unchanged.
         identity = Codec("f32")
         eye = LinearSpec("eye", (_identity(arrays, identity, columns),))
-        operations = (Embed(-1, LinearSpec("head", (table,)), "x"), Select(-1, "x", "s"), Linear(-1, "s", eye, "y"))
-        graph = Graph({"x": columns, "s": columns, "y": columns}, operations, "y", 1, 1, 2)
+        operations = (Embed(-1, LinearSpec("head", (table,)), "x"), Select(-1, ("x",)), Linear(-1, "x", eye, "y"))
+        graph = Graph({"x": columns, "y": columns}, operations, "y", 1, 1, 2)
         y = run("cpu", graph, arrays, 19, Options("a16", 2))
         assert np.array_equal(y, matrix(arrays, table)), codec.name
 

@@ -51,10 +51,10 @@ def graph_of(arrays, codec, x, experts, chosen, normalized=True, fused=True, see
         Route(0, "router", experts, chosen, normalized, "routing"),
         Embed(0, arrays.add(x, "f32"), "out"),
         Experts(0, "x", "routing", chosen, tuple(projections), tuple(downs), INNER, "out"),
-        Select(-1, "out", "selected"),
-        Linear(-1, "selected", identity(arrays, HIDDEN), "y"),
+        Select(-1, ("out",)),
+        Linear(-1, "out", identity(arrays, HIDDEN), "y"),
     )
-    buffers = {"x": HIDDEN, "out": HIDDEN, "router": experts, "routing": 2 * chosen, "selected": HIDDEN, "y": HIDDEN}
+    buffers = {"x": HIDDEN, "out": HIDDEN, "router": experts, "routing": 2 * chosen, "y": HIDDEN}
     return Graph(buffers, operations, "y", layers=1, kv_heads=1, head_dim=2)
 
 
@@ -140,8 +140,8 @@ def test_experts_may_differ_in_their_codecs_but_not_in_their_parts():
 def test_of_equal_logits_the_first_experts_are_chosen():
     arrays, x = Arrays(), np.zeros((2, HIDDEN), np.float32)
     graph = graph_of(arrays, Codec("f32"), x, 4, 2)
-    show = (*graph.operations[:3], Select(-1, "routing", "selected"), Linear(-1, "selected", identity(arrays, 4), "y"))
-    graph = Graph({**graph.buffers, "selected": 4, "y": 4}, show, "y", 1, 1, 2)
+    show = (*graph.operations[:3], Select(-1, ("routing",)), Linear(-1, "routing", identity(arrays, 4), "y"))
+    graph = Graph({**graph.buffers, "y": 4}, show, "y", 1, 1, 2)
     for target in ("reference", "cpu"):
         assert np.allclose(run(target, graph, arrays, [2]), [[0.5, 0.5, 0, 1]] * 2)
 
@@ -152,10 +152,10 @@ def test_a_gated_addition():
         Embed(-1, arrays.add(x, "f32"), "x"),
         Embed(-1, arrays.add(x[::-1].copy(), "f32"), "out"),
         GatedAdd(0, "x", "x", "out"),
-        Select(-1, "out", "selected"),
-        Linear(-1, "selected", identity(arrays, HIDDEN), "y"),
+        Select(-1, ("out",)),
+        Linear(-1, "out", identity(arrays, HIDDEN), "y"),
     )
-    graph = Graph({"x": HIDDEN, "out": HIDDEN, "selected": HIDDEN, "y": HIDDEN}, operations, "y", 1, 1, 2)
+    graph = Graph({"x": HIDDEN, "out": HIDDEN, "y": HIDDEN}, operations, "y", 1, 1, 2)
     wanted = x[::-1] + x / (1 + np.exp(-x[:, :1].astype(np.float64)))
     for target in ("reference", "cpu"):
         assert np.abs(run(target, graph, arrays, [5]) - wanted).max() < 1e-4

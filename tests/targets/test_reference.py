@@ -219,7 +219,7 @@ def test_the_cache_holds_the_largest_f16_instead_of_infinity(tmp_path: Path) -> 
 
 
 def test_more_rows_than_compiled_for_are_refused(tmp_path: Path) -> None:
-    program = program_of(build(tmp_path / "a.edgeq", Codec("f32")), (Select(0, "x", "out"),), {})
+    program = program_of(build(tmp_path / "a.edgeq", Codec("f32")), (Select(0, ("x",)),), {})
     with pytest.raises(ValueError, match="9 rows"):
         program.run(rows_of(9))
 
