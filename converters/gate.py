@@ -70,18 +70,19 @@ def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
     size = min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK)
 
     def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (rounded_activations(args[0], size), *args[1:])
+        return (rounded_activations(args[0], size, codec.activation_limit), *args[1:])
 
     for module in quantized_linears(layer).values():
         module.register_forward_pre_hook(rounded)
 
 
-def rounded_activations(x: Tensor, size: int) -> Tensor:
-    """x [..., channels] rounded to int8, a scale max|x| / 127 per block of `size` channels, the last perhaps shorter."""
+def rounded_activations(x: Tensor, size: int, limit: int) -> Tensor:
+    """x [..., channels] in integers up to `limit`, a scale max|x| / limit per block of `size` channels, the last perhaps
+    shorter."""
     channels = x.shape[-1]
     blocks = nn.functional.pad(x, (0, -channels % size)).unflatten(-1, (-1, size))
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
-    blocks = (blocks / torch.where(scale > 0, scale, 1.0)).round().clamp(-127, 127) * scale
+    scale = blocks.abs().amax(-1, keepdim=True) / limit
+    blocks = (blocks / torch.where(scale > 0, scale, 1.0)).round().clamp(-limit, limit) * scale
     rounded: Tensor = blocks.flatten(-2)[..., :channels]
     return rounded
 
@@ -158,7 +159,7 @@ def _measure(
         for bits, codec in heads.items():
             candidate = weight if codec is None else fake(weight, codec)
             size = min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK) if codec else 0
-            views = (exact, rounded_activations(rounded, size) if codec else rounded)
+            views = (exact, rounded_activations(rounded, size, codec.activation_limit) if codec else rounded)
             for i, x in enumerate(views):
                 approximate = x @ candidate.T
                 totals[bits][i].add(approximate)

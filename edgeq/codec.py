@@ -124,6 +124,15 @@ class Codec:
         return sum(part.nbytes for part in self.parts(rows, columns).values())
 
     @property
+    def activation_limit(self) -> int:
+        """The largest integer of 8-bit activations with a scale per block, for such weights.
+
+        For 4 bits it leaves room in a byte for the sum of an activation and a weight less its center: products by pairs of
+        channels need that (targets/cpu/pairs.py).
+        """
+        return 128 - self.center if self.bits == 4 else 127
+
+    @property
     def center(self) -> int:
         """The stored value of the number zero in the symmetric form."""
         return 1 << (self.bits - 1)

@@ -149,6 +149,17 @@ def integer_peak(threads: int, refresh: bool = False) -> float:
     return _measured(_key("integer_peak", threads), measure, refresh)
 
 
+def pair_gain() -> float:
+    """How much faster products by pairs of channels are than plain ones, measured once in a moment and kept per machine."""
+
+    def measure() -> float:
+        from edgeq.targets.cpu import measure
+
+        return measure.pair_gain()
+
+    return _measured(_key("pair_gain", 1), measure, False)
+
+
 def decode_threads(refresh: bool = False) -> int:
     """How many threads decode fastest, probed once in about half a second and kept per machine."""
     most = cpu().big_cores

@@ -301,8 +301,8 @@ class Rows:
 
     def selected(self) -> Rows:
         """The rows whose logits are wanted."""
-        chosen = [a[self.logits] for a in (self.tokens, self.positions, self.slots, self.sessions)]
-        return Rows(*chosen, self.pages, np.arange(len(self.logits), dtype=np.int32))
+        tokens, positions, slots, sessions = (a[self.logits] for a in (self.tokens, self.positions, self.slots, self.sessions))
+        return Rows(tokens, positions, slots, sessions, self.pages, np.arange(len(self.logits), dtype=np.int32))
 
 
 class Page:

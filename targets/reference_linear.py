@@ -26,8 +26,8 @@ KEEP_BYTES = 1 << 30
 """Dequantized matrices kept between runs; what does not fit is dequantized again, block by block, each time it is used."""
 BLOCK_ELEMENTS = 1 << 22
 MAX_ACTIVATION_GROUP = 128
-LIMITS: dict[Mode, int] = {"a8": 127, "a4": 7}
-"""The largest integer of an activation in a mode."""
+A4_LIMIT = 7
+"""The largest integer of an activation in mode a4; that of a8 depends on the codec."""
 LEAST_SPAN = 1e-30
 """Of a row's values: a smaller one counts as zero, for its inverse may not be a number."""
 
@@ -143,10 +143,10 @@ def quantized(x: ArrayF32, layer: LinearSpec, index: int, mode: Mode) -> ArrayF3
     if layer.activation is not None:
         bits = layer.activation.high_bits if index else layer.activation.bits
         return quantize_tokens(x, bits, layer.activation.symmetric)
-    return quantize_blocks(x, codec.group_size, LIMITS[mode])
+    return quantize_blocks(x, codec.group_size, codec.activation_limit if mode == "a8" else A4_LIMIT)
 
 
-def quantize_blocks(x: ArrayF32, group_size: int, limit: int = 127) -> ArrayF32:
+def quantize_blocks(x: ArrayF32, group_size: int, limit: int) -> ArrayF32:
     """x [rows, channels] in integers of at most `limit` per row and block of channels, dequantized again.
 
     A block is min(group_size or 128, 128) consecutive channels, the last one perhaps shorter.  scale = max|x| / limit,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgeq.errors import UnsupportedError
 from edgeq.linear import ArrayRef
 from edgeq.targets import operations as op
-from edgeq.targets.cpu import elementwise
+from edgeq.targets.cpu import elementwise, lower_linear
 from edgeq.targets.cpu import experts as kernels
 from edgeq.targets.cpu.lower_layers import buffer
 from edgeq.targets.cpu.memory import Memory, padded
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from edgeq.targets.cpu.lower import Lowering
 
 X, INNER, Y = "expert x", "expert inner", "expert y"
-SCRATCH = "scratch"
+OF_THREADS = ("scratch", lower_linear.PAIRS)
 """What belongs to threads, not to rows, in the memory of a lowering."""
 
 
@@ -39,7 +39,7 @@ class RowMemory(Memory):
     areas: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def shared(self, name: Hashable, nbytes: int) -> int:
-        if name == SCRATCH:
+        if name in OF_THREADS:
             return self.memory.shared(name, nbytes)
         address = self.memory.shared(("experts", name), nbytes)
         self.areas[address] = (nbytes, nbytes // self.rows)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgeq.codec import CHUNK, ROWS, Codec
+from edgeq.codec import CHUNK, LINE, ROWS, Codec
 from edgeq.linear import LinearSpec, Mode, Transform, Weight
 from edgeq.targets import operations as op
-from edgeq.targets.cpu import copies, low_rank, matmul, quantize, tile, transform
+from edgeq.targets.cpu import copies, low_rank, matmul, pairs, quantize, tile, transform
 from edgeq.targets.cpu.compiled import COUNT
 from edgeq.targets.cpu.memory import padded
 from edgeq.targets.cpu.quantize import Form, Reading
@@ -24,14 +24,17 @@ from edgeq.targets.cpu.table import FLOAT_KINDS, channel_parts, float_bits, kern
 if TYPE_CHECKING:
     from edgeq.targets.cpu.lower import Lowering
 
+PAIRS = "pairs"
+"""What the threads know of the weights that they multiply by pairs of channels."""
 LARGEST_BLOCK = 128
 """Channels of an activation block at most: what an int32 sum of 8-bit by 16-bit products holds."""
 GROUP_BYTES = 256 << 10
 """Weights that stay in a core's second-level cache while the tokens of a chunk pass by."""
 LEAST_PRODUCTS = 1 << 16
 """Of a dense transform's base that are worth a part of their own."""
-LIMITS = {"a16": 32767, "a8": 127, "a4": 7}
-"""The largest integer of an activation block."""
+A16_LIMIT, A4_LIMIT = 32767, 7
+"""The largest integer of an activation block in modes a16 and a4; that of a8 depends on the codec."""
+LARGEST_BYTE = 127
 
 
 def linear(lowering: Lowering, o: op.Linear) -> None:
@@ -108,8 +111,9 @@ def reading(lowering: Lowering, layer: LinearSpec, index: int, first: int, mode:
     factors = factors or copies.factors(lowering, layer)
     if weight.codec.kind != "int":
         return Reading(quantize.FLOAT, weight.columns, LARGEST_BLOCK, factors=factors, first=first)
-    block = activation_block(weight.codec)
-    kind, limit, scaling = quantize.A16 if mode == "a16" else quantize.A8, LIMITS[mode], quantize.BLOCK
+    codec, block = weight.codec, activation_block(weight.codec)
+    kind, scaling = quantize.A16 if mode == "a16" else quantize.A8, quantize.BLOCK
+    limit = {"a16": A16_LIMIT, "a8": codec.activation_limit, "a4": A4_LIMIT}[mode]
     if mode != "a16" and layer.activation:
         bits = layer.activation.high_bits if index else layer.activation.bits
         if layer.activation.symmetric:
@@ -117,8 +121,9 @@ def reading(lowering: Lowering, layer: LinearSpec, index: int, first: int, mode:
         else:
             limit, scaling = (1 << bits) - 1, quantize.TOKEN_ZERO
         # Less their zero point, 8 bits are from -255 to 255.
-        kind = quantize.A16 if limit > LIMITS["a8"] else quantize.A8
-    return Reading(kind, weight.columns, block, limit, scaling, factors, first)
+        kind = quantize.A16 if limit > LARGEST_BYTE else quantize.A8
+    by_pairs = lowering.isa.pairs and kind == quantize.A8 and codec.bits == pairs.BITS and limit <= codec.activation_limit
+    return Reading(kind, weight.columns, block, limit, scaling, factors, first, by_pairs and block >= CHUNK)
 
 
 def activation_block(codec: Codec) -> int:
@@ -134,7 +139,7 @@ def form(lowering: Lowering, buffer: str, read: Reading) -> Form:
             return each
     per_chunk = {quantize.FLOAT: 4 * CHUNK, quantize.A8: CHUNK, quantize.A16: 2 * CHUNK}[read.kind]
     row_bytes = padded(read.columns, CHUNK) // CHUNK * per_chunk
-    sizes = (row_bytes, 4 * read.blocks, 4 * read.blocks)
+    sizes = (row_bytes, 4 * read.blocks, 4 * read.blocks, *([4 * read.blocks] if read.pairs else []))
     name = (buffer, len(known))
     # The last rows may have a tile of four to themselves.
     rows = padded(lowering.most, 4)
@@ -170,6 +175,11 @@ def product(lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: i
         literals = (lowering.isa_index, codec.bits, mode16, int(not codec.symmetric), int(block < CHUNK))
         one = kernel(matmul.integer_matvec, *literals)
         many = kernel(matmul.integer_matmul, *literals, lowering.big, lowering.isa.together)
+        if read.pair:
+            together = lowering.isa.together
+            room = padded(words[tile.GROUP], together) * LINE * read.reading.blocks
+            words[tile.PAIR], words[tile.CONSTANTS] = read.pair, lowering.memory.shared(PAIRS, lowering.threads * room)
+            many = kernel(pairs.pair_matmul, lowering.isa_index, int(not codec.symmetric), lowering.big, together)
     else:
         many = kernel(matmul.float_matmul, FLOAT_KINDS[codec.kind], lowering.big)
     row = lowering.emit(many, *words[COUNT + 1 :], parts=blocks)
@@ -191,7 +201,7 @@ def _words(lowering: Lowering, weight: Weight, y: int, y_row: int, bias: int, ad
     words = [0] * tile.WORDS
     words[tile.W], words[tile.W_BLOCK] = lowering.memory.stored(weight.q), weight.q.nbytes // weight.q.shape[0]
     words[tile.CHUNKS], words[tile.ROWS] = weight.columns, weight.rows
-    words[tile.GROUP] = max(1, GROUP_BYTES // words[tile.W_BLOCK])
+    words[tile.GROUP] = max(1, min(GROUP_BYTES // words[tile.W_BLOCK], weight.q.shape[0]))
     words[tile.Y], words[tile.Y_ROW] = y, y_row
     words[tile.BIAS], words[tile.ADD], words[tile.SCRATCH] = bias, int(add), lowering.scratch
     return words

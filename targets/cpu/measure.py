@@ -48,35 +48,42 @@ ROUNDS = 64
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
-def multiply_integers(typing: Any, isa: Any, repeat: Any, out: Any) -> Any:
-    """repeat x ROUNDS x CHAINS dot products of 16 lanes x 4 channels in registers; the sums go to `out`."""
-    chosen = all_isas()[isa.literal_value]
+def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) -> Any:
+    """repeat x ROUNDS x CHAINS dot products of 16 lanes x 4 channels in registers; the sums go to `out`.
+
+    Literals: isa, an index; pairs, 1: with the two additions in front of a dot product that pairs of channels need.
+    """
+    chosen, added = all_isas()[isa.literal_value], bool(pairs.literal_value)
     sums, quad = ir.VectorType(I32, chosen.lanes), ir.VectorType(I8, 4 * chosen.lanes)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         slots = [cgutils.alloca_once(b, sums) for _ in range(CHAINS)]
         for i, slot in enumerate(slots):
             b.store(constant(sums, i), slot)
-        with cgutils.for_range(b, b.mul(args[1], ir.Constant(ir.IntType(64), ROUNDS))) as loop:
+        with cgutils.for_range(b, b.mul(args[2], ir.Constant(ir.IntType(64), ROUNDS))) as loop:
             # An operand that changes, or the whole loop would be computed by the compiler.
             token = b.insert_element(constant(sums, 0x01020304), b.trunc(loop.index, I32), ir.Constant(I32, 0))
-            for slot in slots:
-                b.store(chosen.dot8(b, b.load(slot), [constant(quad, 3)], [token], 4), slot)
+            for i, slot in enumerate(slots):
+                weights, operand = constant(quad, 3), token
+                if added:
+                    first, second = (b.add(b.bitcast(token, quad), constant(quad, i + c)) for c in (8, 32))
+                    weights, operand = first, b.bitcast(second, sums)
+                b.store(chosen.dot8(b, b.load(slot), [weights], [operand], 4), slot)
         # Every chain must reach the result, or the compiler would leave it out.
         total = b.load(slots[0])
         for slot in slots[1:]:
             total = b.xor(total, b.load(slot))
-        store(b, total, args[2], 4)
+        store(b, total, args[3], 4)
         return context.get_dummy_value()
 
-    return types.void(isa, types.intp, types.intp), codegen
+    return types.void(isa, pairs, types.intp, types.intp), codegen
 
 
-def multiply(isa: int) -> Kernel:
+def multiply(isa: int, pairs: int) -> Kernel:
     """Row words: COUNT of repetitions, 2 results of the parts."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        multiply_integers(isa, get_i64(word(row, COUNT)), word(row, 2) + 64 * part)
+        multiply_integers(isa, pairs, get_i64(word(row, COUNT)), word(row, 2) + 64 * part)
 
     return kernel
 
@@ -105,13 +112,23 @@ def read_bandwidth(threads: int) -> float:
 
 def integer_peak(threads: int) -> float:
     """8-bit operations per second (a multiplication and an addition are two) of the chosen instruction set, from registers."""
-    isa = choose()[0]
-    index = [i.name for i in all_isas()].index(isa.name)
-    repeat = 20_000
+    return _product_rate(choose()[0].name, False, threads, 20_000, 0.5)
+
+
+def pair_gain() -> float:
+    """How much faster one thread does what plain dot products do by pairs of channels (pairs.py), both from registers."""
+    isa = next(i.name for i in all_isas() if i.pairs)
+    rates = [(_product_rate(isa, True, 1, 500, 0.01), _product_rate(isa, False, 1, 500, 0.01)) for _ in range(5)]
+    # A product by pairs does twice the work.
+    return statistics.median(2 * pairs / plain for pairs, plain in rates)
+
+
+def _product_rate(name: str, pairs: bool, threads: int, repeat: int, seconds: float) -> float:
+    index = [i.name for i in all_isas()].index(name)
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
-    table = np.array([[address(multiply, index), count.ctypes.data, results.ctypes.data, threads]], np.int64)
-    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads
-    return statistics.median(_rates(table, threads, work, 0.5))
+    table = np.array([[address(multiply, index, int(pairs)), count.ctypes.data, results.ctypes.data, threads]], np.int64)
+    work = 2.0 * 4 * all_isas()[index].lanes * CHAINS * ROUNDS * repeat * threads
+    return statistics.median(_rates(table, threads, work, seconds))
 
 
 def best_decode_threads(most: int) -> int:

@@ -24,6 +24,7 @@ from edgeq.targets.cpu.vector import (
     vmaximum,
     vmin,
     vmul,
+    vpair,
     vrint,
     vsplat,
     vsub,
@@ -31,7 +32,7 @@ from edgeq.targets.cpu.vector import (
 )
 
 NONE, FLOAT, A8, A16 = 0, 1, 2, 3
-WORDS = 9
+WORDS = 10
 """Table words of a form, in the order of `Form.words`."""
 BLOCK, TOKEN, TOKEN_ZERO = 0, 1, 2
 """What a scale is for: a block of channels, symmetric; a whole row, symmetric or with a zero point."""
@@ -48,6 +49,7 @@ class Reading:
     limit      the largest integer; with TOKEN_ZERO the difference of the largest and the smallest
     scaling    BLOCK, TOKEN or TOKEN_ZERO
     factors    address of one f32 per channel that x is multiplied by first, or 0
+    pairs      8-bit integers go to products by pairs of channels, which need a number more of every block (pairs.py)
     """
 
     kind: int
@@ -57,6 +59,7 @@ class Reading:
     scaling: int = BLOCK
     factors: int = 0
     first: int = 0
+    pairs: bool = False
 
     @property
     def blocks(self) -> int:
@@ -65,17 +68,19 @@ class Reading:
 
 @dataclass(frozen=True)
 class Form:
-    """Where a quantized copy lies: address of the tiles, row_bytes for each row; of scales and sums, one per row and block."""
+    """Where a quantized copy lies: address of the tiles, row_bytes for each row; of scales, sums and, for products by pairs,
+    the sums A, one per row and block."""
 
     reading: Reading
     row_bytes: int
     data: int
     scale: int
     total: int
+    pair: int = 0
 
     def words(self) -> list[int]:
         r = self.reading
-        return [r.kind, r.columns, r.block, self.row_bytes, self.data, self.scale, self.total, r.limit, r.factors]
+        return [r.kind, r.columns, r.block, self.row_bytes, self.data, self.scale, self.total, r.limit, r.factors, self.pair]
 
 
 ABSENT = Form(Reading(NONE, 0, 16), 0, 0, 0, 0)
@@ -163,6 +168,7 @@ def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyp
     blocks = (columns + block - 1) // block
     scales = word(row, at + 5) + base * blocks * 4
     totals = word(row, at + 6) + base * blocks * 4
+    pairs, of_pairs = word(row, at + 9), word(row, at + 9) + base * blocks * 4
     limit = float(word(row, at + 7))
     for start in range(first, last, block):
         stop = min(start + block, last)
@@ -171,14 +177,18 @@ def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyp
             peak = vmax(vabs(channels(x, factors, c, columns)), peak)
         largest = vmaximum(peak)
         inverse = limit / largest if largest > LEAST else 0.0
-        factor, total = vsplat(inverse), vsplat(0.0)
+        factor, total, pair = vsplat(inverse), vsplat(0.0), vsplat(0.0)
         for c in range(start, stop, 16):
             whole = vrint(vmul(channels(x, factors, c, columns), factor))
             total = vadd(total, whole)
+            if pairs != 0:
+                pair = vadd(pair, vpair(whole))
             put_integers(kind, whole, data, c, tokens, t)
         place = (start // block * tokens + t) * 4
         put_f32(scales + place, largest / limit if largest > LEAST else 0.0)
         put_i32(totals + place, int(vsum(total)))
+        if pairs != 0:
+            put_i32(of_pairs + place, int(vsum(pair)))
     if last == columns:
         put_padding(kind, data, columns, tokens, t)
 
@@ -197,6 +207,7 @@ def write_token_form(row, at, asymmetric, x, r, count, big, first, last):  # typ
     blocks, none = (columns + block - 1) // block, vsplat(0.0)
     scales = word(row, at + 5) + base * blocks * 4
     totals = word(row, at + 6) + base * blocks * 4
+    pairs, of_pairs = word(row, at + 9), word(row, at + 9) + base * blocks * 4
     high, low = none, none
     for c in range(0, columns, 16):
         value = channels(x, factors, c, columns)
@@ -210,14 +221,18 @@ def write_token_form(row, at, asymmetric, x, r, count, big, first, last):  # typ
         least = vsub(none, vrint(vmul(vsplat(vmaximum(low)), factor)))
         most = vadd(most, least)
     for start in range(first, last, block):
-        total = none
+        total, pair = none, none
         for c in range(start, min(start + block, last), 16):
             whole = vmin(vmax(vrint(vmul(channels(x, factors, c, columns), factor)), least), most)
             total = vadd(total, whole)
+            if pairs != 0:
+                pair = vadd(pair, vpair(whole))
             put_integers(kind, whole, data, c, tokens, t)
         place = (start // block * tokens + t) * 4
         put_f32(scales + place, scale)
         put_i32(totals + place, int(vsum(total)))
+        if pairs != 0:
+            put_i32(of_pairs + place, int(vsum(pair)))
     if last == columns:
         put_padding(kind, data, columns, tokens, t)
 

@@ -13,7 +13,7 @@ from edgeq.targets import Step
 from edgeq.targets.cpu import tile
 from edgeq.targets.cpu.compiled import Kernel
 
-ROW_WORDS = 26
+ROW_WORDS = 28
 PARTS = ROW_WORDS - 1
 """The last word of a row: into how many parts the operation is cut."""
 PARTS_A_THREAD = 4

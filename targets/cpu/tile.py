@@ -39,18 +39,20 @@ CHUNKS, PER_BLOCK = 15, 16
 ROWS, GROUP, Y, Y_ROW, BIAS, ADD, SCRATCH = 17, 18, 19, 20, 21, 22, 23
 """Output rows, blocks that stay in the cache while tokens pass, result, bytes of its rows, f32 bias or 0, 1: add to y,
 scratch."""
-WORDS = 24
+PAIR, CONSTANTS = 24, 25
+"""Of products by pairs of channels (pairs.py): sums of the activations, room for those of the weights."""
+WORDS = 26
 
 
-def _at(b: Any, base: Any, index: Any, step: int) -> Any:
+def at(b: Any, base: Any, index: Any, step: int) -> Any:
     return b.add(base, b.mul(index, ir.Constant(I64, step)))
 
 
-def _word(b: Any, row: Any, index: int) -> Any:
-    return load(b, _plus(b, row, 8 * index), I64, 8)
+def word_at(b: Any, row: Any, index: int) -> Any:
+    return load(b, plus(b, row, 8 * index), I64, 8)
 
 
-def _plus(b: Any, address: Any, offset: int) -> Any:
+def plus(b: Any, address: Any, offset: int) -> Any:
     return b.add(address, ir.Constant(I64, offset))
 
 
@@ -67,7 +69,8 @@ class IntegerTile:
         self.sums = ir.VectorType(I32, self.partials * isa.lanes)
         # What the stored integers still exceed the multiplied ones by: the center of the symmetric form, less the set's offset.
         self.center = (0 if zero else 1 << (bits - 1)) - (0 if mode16 else isa.offset(bits))
-
+        # What was taken off the weights, and is to be off their zero points.
+        self.zero_center = 0
         # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer
         # sums may be split freely.
         self.chains = 4 if tokens == 1 and self.parts < 4 else 1
@@ -75,7 +78,7 @@ class IntegerTile:
 
     def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
         def of(word: int) -> Any:
-            return _word(b, row, word)
+            return word_at(b, row, word)
 
         blocks = self._block_numbers(b, row, n)
         w, scale, zero = ([b.add(of(word), b.mul(block, of(word + 1))) for block in blocks] for word in (W, SCALE, ZERO))
@@ -96,7 +99,7 @@ class IntegerTile:
                 with b.if_then(b.icmp_unsigned("<", odd, of(X_BLOCKS))):
                     self._half(b, w, x, loop.index, 4, odd, numbers, floats)
             else:
-                sums = self._start(b, _at(b, xsum, loop.index, 4 * self.tokens))
+                sums = self._start(b, xsum, loop.index)
                 first = b.mul(loop.index, per_block)
                 left = b.sub(chunks, first)
                 inside = b.select(b.icmp_unsigned("<", left, per_block), left, per_block)
@@ -110,7 +113,7 @@ class IntegerTile:
 
     def _place(self, b: Any, out: Any, part: int, t: int) -> Any:
         block, place = divmod(part, self.per_block)
-        return _plus(b, out, 64 * (block * self.tokens + t) + 4 * self.isa.lanes * place)
+        return plus(b, out, 64 * (block * self.tokens + t) + 4 * self.isa.lanes * place)
 
     def _float(self, b: Any, out: Any, part: int, t: int) -> Any:
         """Where a result is added up, at first 0.  Blocks together need the registers for their integer sums."""
@@ -125,19 +128,19 @@ class IntegerTile:
         """The blocks from n on; what would lie behind the last is the last once more."""
         if self.blocks == 1:
             return [n]
-        last = b.lshr(_plus(b, _word(b, row, ROWS), -1), ir.Constant(I64, 4))
-        numbers = [_plus(b, n, i) for i in range(self.blocks)]
+        last = b.lshr(plus(b, word_at(b, row, ROWS), -1), ir.Constant(I64, 4))
+        numbers = [plus(b, n, i) for i in range(self.blocks)]
         return [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
 
     def _half(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
         """An activation block of 16 channels: quads first ... first + 3 of a chunk."""
-        sums = self._start(b, _at(b, numbers[-1], index, 4 * self.tokens))
+        sums = self._start(b, numbers[-1], index)
         self._chunk(b, w, x, chunk, sums, range(first, first + 4))
         self._finish(b, index, numbers, sums, floats)
 
-    def _start(self, b: Any, xsum: Any) -> list[list[list[Any]]]:
+    def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
         """Accumulators [part][token][chain]; the symmetric form subtracts its center here, exactly and for nothing."""
-        zero = constant(self.sums, 0)
+        zero, xsum = constant(self.sums, 0), at(b, xsum, index, 4 * self.tokens)
         sums = [
             [[cgutils.alloca_once(b, self.sums) for _ in range(self.chains)] for _ in range(self.tokens)]
             for _ in range(self.parts)
@@ -146,7 +149,7 @@ class IntegerTile:
             first = zero
             if self.center:
                 center = ir.Constant(I32, -self.center)
-                first = splat(b, b.mul(load(b, _plus(b, xsum, 4 * t), I32, 4), center), self.ints)
+                first = splat(b, b.mul(load(b, plus(b, xsum, 4 * t), I32, 4), center), self.ints)
                 first = self.isa.start16(b, first, self.bits) if self.mode16 else first
             for part in range(self.parts):
                 for chain, slot in enumerate(sums[part][t]):
@@ -154,12 +157,12 @@ class IntegerTile:
         return sums
 
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
-        lines = [_at(b, address, chunk, self.bits * LINE) for address in w]
-        tokens = _at(b, x, chunk, QUADS * self.quad_bytes)
+        lines = [at(b, address, chunk, self.bits * LINE) for address in w]
+        tokens = at(b, x, chunk, QUADS * self.quad_bytes)
         if self.isa.ahead:
             # Blocks follow each other in the file, whose small pages end what the processor foresees itself.
             for line in lines:
-                prefetch(b, _plus(b, line, self.isa.ahead), self.bits * LINE)
+                prefetch(b, plus(b, line, self.isa.ahead), self.bits * LINE)
         if self.blocks > 1:
             places = [(line, place) for line in lines for place in range(self.per_block)]
             self._dots(b, [unpack(b, line, self.bits, place, self.width) for line, place in places], tokens, sums, quads)
@@ -219,7 +222,7 @@ class IntegerTile:
         for j in quads:
             for t in range(self.tokens):
                 unit = j * self.tokens + t
-                pair = [load(b, _plus(b, tokens, unit // 4 * 32 + 16 * k), vector, 16) for k in range(2)]
+                pair = [load(b, plus(b, tokens, unit // 4 * 32 + 16 * k), vector, 16) for k in range(2)]
                 parts = []
                 for high in range(2):
                     order = [8 * i + channel + high for i in range(4) for channel in (0, 4, 2, 6)]
@@ -234,8 +237,8 @@ class IntegerTile:
     def _broadcast(self, b: Any, tokens: Any, word: int) -> Any:
         """Word `word` of the chunk's activations in all lanes.  A vector of four lanes is loaded whole, for `sdot` by lane."""
         if self.isa.lanes != 4:
-            return splat(b, load(b, _plus(b, tokens, 4 * word), I32, 4), self.ints)
-        return self._lane(b, load(b, _plus(b, tokens, word // 4 * 16), self.ints, 16), word % 4)
+            return splat(b, load(b, plus(b, tokens, 4 * word), I32, 4), self.ints)
+        return self._lane(b, load(b, plus(b, tokens, word // 4 * 16), self.ints, 16), word % 4)
 
     def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
         """floats += scale * xscale * (sum - zero * xsum) for one activation block."""
@@ -243,12 +246,13 @@ class IntegerTile:
         lanes = self.isa.lanes
         for part in range(self.parts):
             block, place = divmod(part, self.per_block)
-            at = b.add(b.add(scale[block], b.mul(index, scale_step)), ir.Constant(I64, 2 * lanes * place))
-            scales = b.fpext(load(b, at, ir.VectorType(F16, lanes), 2), self.floats)
+            address = b.add(b.add(scale[block], b.mul(index, scale_step)), ir.Constant(I64, 2 * lanes * place))
+            scales = b.fpext(load(b, address, ir.VectorType(F16, lanes), 2), self.floats)
             if self.zero:
-                at = b.add(b.add(zero[block], b.mul(index, zero_step)), ir.Constant(I64, lanes * place))
-                zeros = b.uitofp(b.zext(load(b, at, ir.VectorType(I8, lanes)), self.ints), self.floats)
-                zeros = b.fneg(zeros)
+                address = b.add(b.add(zero[block], b.mul(index, zero_step)), ir.Constant(I64, lanes * place))
+                zeros = b.uitofp(b.zext(load(b, address, ir.VectorType(I8, lanes)), self.ints), self.floats)
+                center = constant(self.floats, float(self.zero_center))
+                zeros = b.fsub(center, zeros) if self.zero_center else b.fneg(zeros)
             for t in range(self.tokens):
                 chains = [b.load(slot) for slot in sums[part][t]]
                 total = chains[0]
@@ -256,9 +260,9 @@ class IntegerTile:
                     total = b.add(total, chain)
                 value = b.sitofp(self.isa.joined16(b, total, self.bits) if self.mode16 else total, self.floats)
                 if self.zero:
-                    block_sum = b.sitofp(load(b, _plus(b, _at(b, xsum, index, 4 * self.tokens), 4 * t), I32, 4), F32)
+                    block_sum = b.sitofp(load(b, plus(b, at(b, xsum, index, 4 * self.tokens), 4 * t), I32, 4), F32)
                     value = self._fma(b, zeros, splat(b, block_sum, self.floats), value)
-                factor = load(b, _plus(b, _at(b, xscale, index, 4 * self.tokens), 4 * t), F32, 4)
+                factor = load(b, plus(b, at(b, xscale, index, 4 * self.tokens), 4 * t), F32, 4)
                 factors = b.fmul(scales, splat(b, factor, self.floats))
                 b.store(self._fma(b, value, factors, b.load(floats[part][t])), floats[part][t])
 
@@ -274,9 +278,9 @@ class FloatTile:
         self.floats, self.lanes32 = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
 
     def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
-        w = b.add(_word(b, row, W), b.mul(n, _word(b, row, W_BLOCK)))
-        x = b.add(_word(b, row, X), b.mul(r, _word(b, row, X_ROW)))
-        columns, one = _word(b, row, CHUNKS), ir.Constant(I64, 1)
+        w = b.add(word_at(b, row, W), b.mul(n, word_at(b, row, W_BLOCK)))
+        x = b.add(word_at(b, row, X), b.mul(r, word_at(b, row, X_ROW)))
+        columns, one = word_at(b, row, CHUNKS), ir.Constant(I64, 1)
         sums = [[cgutils.alloca_once(b, self.floats) for _ in range(2)] for _ in range(self.tokens)]
         for slot in (slot for pair in sums for slot in pair):
             b.store(constant(self.floats, 0.0), slot)
@@ -284,26 +288,26 @@ class FloatTile:
         with cgutils.for_range(b, pairs) as loop:
             column = b.shl(loop.index, one)
             for odd, line in enumerate(self._pair(b, w, loop.index)):
-                at = b.mul(b.add(column, ir.Constant(I64, odd)), ir.Constant(I64, 4 * self.tokens))
-                self._add(b, line, b.add(x, at), sums, odd)
+                offset = b.mul(b.add(column, ir.Constant(I64, odd)), ir.Constant(I64, 4 * self.tokens))
+                self._add(b, line, b.add(x, offset), sums, odd)
         with b.if_then(b.trunc(columns, ir.IntType(1))):
             # The stored order has no second line, or only padding, behind an odd last column.
             line = self._last(b, w, pairs)
             self._add(b, line, b.add(x, b.mul(b.shl(pairs, one), ir.Constant(I64, 4 * self.tokens))), sums, 0)
         for t in range(self.tokens):
-            store(b, b.fadd(b.load(sums[t][0]), b.load(sums[t][1])), _plus(b, out, 64 * t), 4)
+            store(b, b.fadd(b.load(sums[t][0]), b.load(sums[t][1])), plus(b, out, 64 * t), 4)
 
     def _pair(self, b: Any, w: Any, index: Any) -> list[Any]:
         """Columns 2 index and 2 index + 1 of the block as floats."""
         if self.kind == F32_KIND:
-            return [load(b, _plus(b, _at(b, w, index, 128), 64 * odd), self.floats, 64) for odd in range(2)]
-        stored = load(b, _at(b, w, index, 64), self.lanes32, 64)
+            return [load(b, plus(b, at(b, w, index, 128), 64 * odd), self.floats, 64) for odd in range(2)]
+        stored = load(b, at(b, w, index, 64), self.lanes32, 64)
         return [self._widen(b, stored, odd) for odd in range(2)]
 
     def _last(self, b: Any, w: Any, index: Any) -> Any:
         if self.kind == F32_KIND:
-            return load(b, _at(b, w, index, 128), self.floats, 64)
-        return self._widen(b, load(b, _at(b, w, index, 64), self.lanes32, 64), 0)
+            return load(b, at(b, w, index, 128), self.floats, 64)
+        return self._widen(b, load(b, at(b, w, index, 64), self.lanes32, 64), 0)
 
     def _widen(self, b: Any, stored: Any, odd: int) -> Any:
         if self.kind == BF16_KIND:
@@ -314,7 +318,7 @@ class FloatTile:
 
     def _add(self, b: Any, line: Any, x: Any, sums: Any, odd: int) -> None:
         for t in range(self.tokens):
-            value = splat(b, load(b, _plus(b, x, 4 * t), F32, 4), self.floats)
+            value = splat(b, load(b, plus(b, x, 4 * t), F32, 4), self.floats)
             b.store(call(b, "llvm.fmuladd.v16f32", self.floats, line, value, b.load(sums[t][odd])), sums[t][odd])
 
 

@@ -286,6 +286,16 @@ def rint(b: Any, x: Any) -> Any:
     return call(b, "llvm.rint.f32", F32, x)
 
 
+@_primitive(f32x16, f32x16)
+def vpair(b: Any, x: Any) -> Any:
+    """Of whole numbers in four quads, what adds up over the lanes to the sum of (x_e + 128) x_o over the channels e of the even
+    and o of the odd quads: exact while the sum of the magnitudes stays below 2^23."""
+    order = ir.Constant(VI32, [i ^ 4 for i in range(LANES)])
+    other = b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), order)
+    odd = ir.Constant(VF32, [128.0 if i & 4 else 0.0 for i in range(LANES)])
+    return b.fmul(x, call(b, "llvm.fmuladd.v16f32", VF32, other, constant(VF32, 0.5), odd))
+
+
 @_primitive(VOID, f32x16, ADDRESS, types.intp)
 def put_quads_i8(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen whole numbers as int8: four quads of four channels, `stride` bytes apart."""

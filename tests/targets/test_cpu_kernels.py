@@ -152,7 +152,7 @@ def test_more_rows_than_compiled_for_are_refused():
 
 
 def test_unknown_instruction_set_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match="'sse9' is not known; supported: avx512-vnni"):
+    with pytest.raises(UnsupportedError, match="'sse9' is not known; supported: avx512-pairs, avx512-vnni"):
         choose("sse9")
 
 
@@ -163,6 +163,16 @@ def test_instruction_set_the_processor_lacks_is_refused_with_what_is_missing(mon
     with pytest.raises(UnsupportedError, match="avx512-vnni needs .*avx512_vnni"):
         choose("avx512-vnni")
     isa, reason = choose()
-    assert isa.name == "avx2" and "avx512_vnni" in reason
+    assert isa.name == "avx2" and "avx512_vnni" in reason and "pairs" not in reason
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("other", "riscv64", frozenset(), 1))
     assert choose()[0].name == "portable" == all_isas()[-1].name
+
+
+@pytest.mark.parametrize(("gain", "name"), [(1.2, "avx512-pairs"), (1.0, "avx512-vnni")])
+def test_products_go_by_pairs_of_channels_where_that_was_measured_to_be_faster(gain, name, monkeypatch):
+    from edgeq.targets import machine
+
+    features = frozenset.union(*(isa.needs for isa in all_isas() if "x86_64" in isa.machines))
+    monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("some", "x86_64", features, 1))
+    monkeypatch.setattr(machine, "pair_gain", lambda: gain)
+    assert choose()[0].name == name

@@ -286,10 +286,8 @@ def test_layers_of_the_same_parts_share_what_is_made_of_their_input():
     program = load("cpu").compile(graph_of(arrays, x, *same, other), arrays, Options("a8", 2, None, 5, 5))
     times = []
     program.run(rows_of(program, 5), times=times)
-    assert [kernel for _, kernel in times[0].steps] == [
-        "embed_plain", "hadamard", "quantize_tokens", "integer_matmul", "integer_matmul", "integer_matmul",
-        "quantize_tokens", "integer_matmul",
-    ]  # fmt: skip
+    made = ["product" if kernel.endswith("_matmul") else kernel for _, kernel in times[0].steps]
+    assert made == ["embed_plain", "hadamard", "quantize_tokens", *["product"] * 3, "quantize_tokens", "product"]
     ordered = [layer(arrays, rng, 16, [(ROW4, 64)], **parts, order=True) for _ in range(2)]
     agree(arrays, x, *same, other, *ordered, mode="a8")
 
@@ -333,4 +331,5 @@ def test_modes_share_their_memory():
     program = load("cpu").compile(graph, arrays, Options("a16", 2, None, 64, 64))
     before = program._memory.allocated
     program.run(rows_of(program, 4), "a8")
-    assert program._memory.allocated - before <= 64 * 256 + 2 * 64 * 4 * 8, "only the 8-bit form of the input is new"
+    of_pairs = 2 * 32 * 8 * 64
+    assert program._memory.allocated - before <= 64 * 256 + 3 * 64 * 4 * 8 + of_pairs, "only the 8-bit form of the input is new"

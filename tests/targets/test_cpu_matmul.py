@@ -12,10 +12,10 @@ from tests.targets.cases import FLOAT_CODECS, INTEGER_CODECS, Arrays, integers, 
 HERE = [isa.name for isa in all_isas() if not isa.needs - cpu().features]
 
 
-def exact_input(rng, rows, columns, block):
-    """Activations that int8 and int16 hold exactly: each block has the value 127/128, all are multiples of 1/128."""
-    x = rng.integers(-127, 128, (rows, columns)).astype(np.float32)
-    x[:, ::block] = 127
+def exact_input(rng, rows, columns, block, limit):
+    """Activations that integers hold exactly: each block has the value limit/128, all are multiples of 1/128."""
+    x = rng.integers(-limit, limit + 1, (rows, columns)).astype(np.float32)
+    x[:, ::block] = limit
     return x / 128
 
 
@@ -34,12 +34,12 @@ def test_integer_product_equals_the_reference(codec, isa):
     for rows, columns in shapes(codec):
         arrays = Arrays()
         w = weight(arrays, rng, codec, rows, columns)
-        x = exact_input(rng, 18, columns, min(codec.group_size or 128, 128))
         bias = rng.standard_normal(rows).astype(np.float32)
-        graph = product(arrays, x, w, bias)
-        expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64) + bias
-        size = np.abs(x) @ np.abs(matrix(arrays, w)).T + 1
-        for mode in ("a16", "a8"):
+        for mode, limit in (("a16", 127), ("a8", codec.activation_limit)):
+            x = exact_input(rng, 18, columns, min(codec.group_size or 128, 128), limit)
+            graph = product(arrays, x, w, bias)
+            expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64) + bias
+            size = np.abs(x) @ np.abs(matrix(arrays, w)).T + 1
             # 18 rows: tiles of 12 and 4 and 1 (or 4 and 1); 1 row: the matrix-vector kernel
             many = run("cpu", graph, arrays, 18, Options(mode, 2, isa))
             assert np.max(np.abs(many - expected) / size) < (2e-5 if mode == "a16" else 1e-6), (mode, rows, columns)
@@ -58,12 +58,12 @@ def test_extreme_values_do_not_overflow(bits, symmetric, isa):
         codec = Codec("int", bits, group, symmetric)
         arrays = Arrays()
         w = weight(arrays, rng, codec, 16, columns, values)
-        x = np.full((5, columns), sign, np.float32)
+        x = np.full((13, columns), sign, np.float32)
         x[1] *= np.where(np.arange(columns) % 2, 1, -1)
         expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64)
         size = np.abs(x) @ np.abs(matrix(arrays, w)).T + np.abs(x).sum(1, keepdims=True) * (1 << bits)
         for mode in ("a16", "a8"):
-            y = run("cpu", product(arrays, x, w), arrays, 5, Options(mode, 1, isa))
+            y = run("cpu", product(arrays, x, w), arrays, 13, Options(mode, 1, isa))
             assert np.max(np.abs(y - expected) / size) < 1e-6, (mode, group)
 
 
@@ -90,7 +90,7 @@ def test_a8_quantizes_activations_as_the_reference_does(isa):
     y = run("cpu", graph, arrays, 9, Options("a8", 1, isa))
     oracle = run("reference", graph, arrays, 9, Options("a8"))
     # An activation exactly between two integers may fall to either side: one step of one channel, rarely.
-    steps = np.abs(y - oracle) / (np.abs(x).max() / 127 * np.abs(matrix(arrays, w)).max())
+    steps = np.abs(y - oracle) / (np.abs(x).max() / codec.activation_limit * np.abs(matrix(arrays, w)).max())
     assert steps.max() < 1.01 and np.mean(steps > 1e-3) < 0.05
     assert np.array_equal(y[3], np.zeros(48)) and np.array_equal(oracle[3], np.zeros(48))
 

@@ -129,7 +129,7 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
         x = np.random.default_rng(1).normal(size=(2, spec.columns)).astype(np.float32)
         state = {"x": x}
         reference.linear(program_of(file, (), {"out": spec.rows}, "a8"), Linear(0, "x", spec, "out"), rows_of(2), state)
-        seen = quantize_blocks(x, 32) if codec.kind == "int" else x
+        seen = quantize_blocks(x, 32, codec.activation_limit) if codec.kind == "int" else x
         wanted = seen @ matrix(file, spec).T + file.array(spec.bias)
         assert np.allclose(state["out"], wanted, atol=1e-3)
         assert np.array_equal(seen, x) == (codec.kind != "int")
@@ -139,7 +139,7 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
 def test_activations_are_int8_per_row_and_block(group_size: int, size: int) -> None:
     x = np.random.default_rng(2).normal(size=(3, 320)).astype(np.float32)
     x[1, :size] = 0
-    y = quantize_blocks(x, group_size)
+    y = quantize_blocks(x, group_size, 127)
     assert y.shape == x.shape and not y[1, :size].any()
     for row in range(3):
         for start in range(0, 320, size):
@@ -152,7 +152,7 @@ def test_activations_are_int8_per_row_and_block(group_size: int, size: int) -> N
 
 def test_activations_too_small_for_their_scale_stay_in_range() -> None:
     tiny = np.float32(1e-45)  # the smallest number above zero: the scale of the block is rounded by half
-    y = quantize_blocks(np.full((1, 16), tiny * 190, np.float32), 16)
+    y = quantize_blocks(np.full((1, 16), tiny * 190, np.float32), 16, 127)
     assert np.isfinite(y).all() and y.max() <= tiny * 190
 
 

@@ -20,6 +20,7 @@ class Isa(Protocol):
     ahead       how many bytes ahead weights are asked for; 0 leaves that to the processor
     machines    what `platform.machine()` says of the processors it is for; empty for all
     needs       processor features without which the code would not run
+    pairs       whether products of 4-bit weights and 8-bit activations go by pairs of channels (pairs.py)
     partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>
     """
 
@@ -31,6 +32,7 @@ class Isa(Protocol):
     partials16: int = 1
     together: int = 1
     ahead: int = 0
+    pairs: bool = False
 
     def offset(self, bits: int) -> int:
         """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""
@@ -61,14 +63,19 @@ class Isa(Protocol):
         return accumulator
 
 
+LEAST_GAIN = 1.05
+"""Of products by pairs of channels over plain ones, in registers: where bytes are added in the units that multiply, they lose.
+"""
+
+
 def all_isas() -> tuple[Isa, ...]:
     """Best first."""
     from edgeq.targets.cpu.isa.avx2 import Avx2
-    from edgeq.targets.cpu.isa.avx512 import Avx512Vnni
+    from edgeq.targets.cpu.isa.avx512 import Avx512Pairs, Avx512Vnni
     from edgeq.targets.cpu.isa.neon import Neon, NeonDot
     from edgeq.targets.cpu.isa.portable import Portable
 
-    return (Avx512Vnni(), Avx2(), NeonDot(), Neon(), Portable())
+    return (Avx512Pairs(), Avx512Vnni(), Avx2(), NeonDot(), Neon(), Portable())
 
 
 def choose(name: str | None = None) -> tuple[Isa, str]:
@@ -92,7 +99,8 @@ def choose(name: str | None = None) -> tuple[Isa, str]:
         if isa.machines and machine.cpu().arch not in isa.machines:
             continue
         missing = sorted(isa.needs - features)
-        if not missing:
+        if not missing and (not isa.pairs or machine.pair_gain() >= LEAST_GAIN):
             return isa, "the best this processor has" if not passed else "; ".join(passed)
-        passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")
+        if not isa.pairs:
+            passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")
     raise AssertionError("the portable set needs nothing")

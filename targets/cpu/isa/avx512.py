@@ -25,3 +25,11 @@ class Avx512Vnni(Isa):
 
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
         return call(b, "llvm.x86.avx512.vpdpwssd.512", VI32, accumulator, b.bitcast(pairs, VI32), token)
+
+
+class Avx512Pairs(Avx512Vnni):
+    """The same by pairs of channels: Zen 4 and later add bytes in four units and multiply them in two."""
+
+    name = "avx512-pairs"
+    needs = Avx512Vnni.needs | {"gfni"}
+    pairs = True
