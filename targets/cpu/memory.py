@@ -15,10 +15,19 @@ from edgeq.linear import ArrayRef
 from edgeq.targets.operations import Page
 
 ALIGNMENT = 64
+SPACING, APART = 4096, 5 * 64
+"""Bytes between addresses that a first-level cache keeps in the same place, and an odd number of lines."""
 
 
 def padded(n: int, multiple: int = 16) -> int:
     return -(-n // multiple) * multiple
+
+
+def stride(width: int) -> int:
+    """Bytes from one row of so many floats to the next: no multiple of 4096, or rows would compete for the same few lines of a
+    cache."""
+    nbytes = 4 * padded(width)
+    return nbytes if nbytes % SPACING else nbytes + APART
 
 
 def zeros(nbytes: int) -> NDArray[np.uint8]:
