@@ -24,6 +24,7 @@ from edgeq.targets.cpu.isa import Isa, all_isas
 from edgeq.targets.cpu.memory import Memory, stride
 from edgeq.targets.cpu.quantize import ABSENT, Form
 from edgeq.targets.cpu.table import (
+    FINER,
     FLOAT_KINDS,
     PARTS,
     PARTS_A_THREAD,
@@ -87,6 +88,7 @@ class Lowering:
         self.functions: list[Variant] = []
         self.decode_functions: dict[int, Variant] = {}
         self.decode_parts: dict[int, int] = {}
+        self.finer: list[int] = []
         self.expert_stages: list[lower_experts.Stages] = []
         self.forms: dict[str, list[Form]] = {}
         self.prepared: dict[str, dict[tuple[int, ...], str]] = {}
@@ -119,6 +121,7 @@ class Lowering:
             one[i, FUNCTION] = addresses[function]
         one[:, PARTS] = [min(self.decode_parts[i], self.parts) for i in range(len(one))]
         many[:, PARTS] = PARTS_A_THREAD * self.options.threads_prefill
+        many[self.finer, PARTS] *= FINER
         return one, many
 
     def lower(self) -> None:

@@ -86,5 +86,5 @@ def attend(lowering: Lowering, o: op.Attention) -> None:
     ]  # fmt: skip
     # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
     tile = 4 if lowering.isa.lanes == 16 and lowering.isa.needs else 2
-    lowering.emit(kernel(attention.attend, code, tile, tile), *words, parts=o.kv_heads)
+    lowering.finer.append(lowering.emit(kernel(attention.attend, code, tile, tile), *words, parts=o.kv_heads))
     lowering.wrote(o.out)

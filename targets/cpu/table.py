@@ -18,6 +18,8 @@ PARTS = ROW_WORDS - 1
 """The last word of a row: into how many parts the operation is cut."""
 PARTS_A_THREAD = 4
 """Enough that a thread that is held up leaves little behind, few enough that taking them costs nothing."""
+FINER = 4
+"""Times as many for attention over many rows: its parts share nothing, and behind a long context one takes milliseconds."""
 LEAST_CHANNELS = 2048
 """Of a row that are worth a part of their own."""
 FLOAT_KINDS = {"f32": tile.F32_KIND, "f16": tile.F16_KIND, "bf16": tile.BF16_KIND}
