@@ -8,18 +8,16 @@ from numba import njit
 
 from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.tile import ADD, BIAS, GROUP, INTEGERS, ROWS, SCRATCH, Y_ROW, Y, product_tile
-from edgeq.targets.cpu.vector import claim, get_f32, get_i64, put_f32, vadd, vload, vstore
+from edgeq.targets.cpu.vector import get_f32, get_i64, put_f32, vadd, vload, vstore
 
 SCRATCH_BYTES = 1 << 12
 """Per thread; a tile's result has at most 2 blocks x 12 tokens x 64 bytes."""
 
 
 @inline
-def claim_results(row, tokens, blocks, n, r):  # type: ignore[no-untyped-def]
-    """Asks for the lines that `finish` will write: stores that wait for theirs hold up all behind them."""
-    for t in range(tokens):
-        for i in range(blocks):
-            claim(word(row, Y) + (r + t) * word(row, Y_ROW) + 64 * (n + i))
+def written(row, together, n):  # type: ignore[no-untyped-def]
+    """Whether a tile of whole tokens has written its results itself: `together` whole blocks, more than one, without a bias."""
+    return together > 1 and word(row, BIAS) == 0 and 16 * (n + together) <= word(row, ROWS)
 
 
 @inline
@@ -62,11 +60,10 @@ def tiles(kind, isa, bits, mode16, zero, half, tokens, least, together, row, sta
     while count - r >= least:
         here = min(tokens, count - r)
         for n in range(start, stop, together):
-            if tokens > 1:
-                claim_results(row, here, min(together, stop - n), n, r)
             product_tile(kind, isa, bits, mode16, zero, half, tokens, together, row, n, r, scratch)
-            for i in range(min(together, stop - n)):
-                finish(row, scratch + 64 * tokens * i, here, n + i, r)
+            if here < tokens or not written(row, together, n):
+                for i in range(min(together, stop - n)):
+                    finish(row, scratch + 64 * tokens * i, here, n + i, r)
         r += here
     return r
 

@@ -29,7 +29,7 @@ from numba.extending import intrinsic
 from edgeq.codec import LINE, QUADS
 from edgeq.targets.cpu.compiled import COUNT, Kernel, word
 from edgeq.targets.cpu.isa import Isa, all_isas
-from edgeq.targets.cpu.matmul import SCRATCH_BYTES, claim_results, finish, share, tiles
+from edgeq.targets.cpu.matmul import SCRATCH_BYTES, finish, share, tiles, written
 from edgeq.targets.cpu.tile import (
     CHUNKS,
     CONSTANTS,
@@ -163,10 +163,10 @@ def pair_matmul(isa: int, zero: int, big: int, together: int) -> Kernel:
                     if r == 0:
                         for i in range(blocks):
                             pair_constants(isa, row, n + i, of_block + i * line)
-                    claim_results(row, big, blocks, n, r)
                     pair_tile(isa, zero, big, together, row, n, r, scratch, of_block)
-                    for i in range(blocks):
-                        finish(row, scratch + 64 * big * i, big, n + i, r)
+                    if not written(row, together, n):
+                        for i in range(blocks):
+                            finish(row, scratch + 64 * big * i, big, n + i, r)
                 r += big
             r = tiles(INTEGERS, isa, BITS, 0, zero, 0, 4, 2, together, row, start, stop, r, scratch)
             tiles(INTEGERS, isa, BITS, 0, zero, 0, 1, 1, 1, row, start, stop, r, scratch)

@@ -7,10 +7,20 @@ need the whole row first, and an operation of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
 
 from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.vector import (
+    LANES,
+    VF32,
+    VI32,
+    call,
+    constant,
+    f32x16,
     get_i64,
+    primitive,
     put_f32,
     put_i32,
     put_lanes,
@@ -24,7 +34,6 @@ from edgeq.targets.cpu.vector import (
     vmaximum,
     vmin,
     vmul,
-    vpair,
     vrint,
     vsplat,
     vsub,
@@ -84,6 +93,16 @@ class Form:
 
 
 ABSENT = Form(Reading(NONE, 0, 16), 0, 0, 0, 0)
+
+
+@primitive(f32x16, f32x16)
+def vpair(b: Any, x: Any) -> Any:
+    """Of whole numbers in four quads, what adds up over the lanes to the sum of (x_e + 128) x_o over the channels e of the even
+    and o of the odd quads: exact while the sum of the magnitudes stays below 2^23."""
+    order = ir.Constant(VI32, [i ^ 4 for i in range(LANES)])
+    other = b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), order)
+    odd = ir.Constant(VF32, [128.0 if i & 4 else 0.0 for i in range(LANES)])
+    return b.fmul(x, call(b, "llvm.fmuladd.v16f32", VF32, other, constant(VF32, 0.5), odd))
 
 
 @inline

@@ -17,6 +17,7 @@ An activation block is a weight group or, if that is longer or the row, 128 chan
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from llvmlite import ir
@@ -25,6 +26,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from edgeq.codec import LINE, QUADS
+from edgeq.targets.cpu.compiled import COUNT
 from edgeq.targets.cpu.isa import Isa, all_isas
 from edgeq.targets.cpu.planes import unpack
 from edgeq.targets.cpu.vector import F16, F32, I8, I16, I32, I64, call, constant, load, prefetch, splat, store
@@ -87,6 +89,7 @@ class IntegerTile:
         numbers = b.mul(b.mul(r, of(X_BLOCKS)), ir.Constant(I64, 4))
         xscale, xsum = b.add(of(X_SCALE), numbers), b.add(of(X_SUM), numbers)
         chunks, per_block = of(CHUNKS), of(PER_BLOCK)
+        rows = self._claimed(b, row, n, r) if self.blocks > 1 else []
         floats = [[self._float(b, out, part, t) for t in range(self.tokens)] for part in range(self.parts)]
         whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
         count = chunks if self.half else whole
@@ -110,6 +113,36 @@ class IntegerTile:
             for part, slots in enumerate(floats):
                 for t, slot in enumerate(slots):
                     store(b, b.load(slot), self._place(b, out, part, t), 4)
+        else:
+            residual = b.icmp_signed("!=", of(ADD), ir.Constant(I64, 0))
+            with b.if_then(self._plain(b, row, n, r)), b.if_else(residual) as (added, alone):
+                with added:
+                    self._write(b, rows, out, True)
+                with alone:
+                    self._write(b, rows, out, False)
+
+    def _claimed(self, b: Any, row: Any, n: Any, r: Any) -> list[Any]:
+        """Where the results of each token go.  The lines are asked for: stores that wait for theirs hold up all behind them."""
+        step = word_at(b, row, Y_ROW)
+        first = at(b, b.add(word_at(b, row, Y), b.mul(r, step)), n, 64)
+        rows = [b.add(first, b.mul(step, ir.Constant(I64, t))) for t in range(self.tokens)]
+        for each in rows:
+            prefetch(b, each, 64 * self.blocks, write=True)
+        return rows
+
+    def _plain(self, b: Any, row: Any, n: Any, r: Any) -> Any:
+        """Whether nothing is left to do but to write the results: blocks and tiles are whole, there is no bias."""
+        whole = b.icmp_signed("<=", b.shl(plus(b, n, self.blocks), ir.Constant(I64, 4)), word_at(b, row, ROWS))
+        count = load(b, word_at(b, row, COUNT), I64, 8)
+        whole = b.and_(whole, b.icmp_signed("<=", plus(b, r, self.tokens), count))
+        return b.and_(whole, b.icmp_signed("==", word_at(b, row, BIAS), ir.Constant(I64, 0)))
+
+    def _write(self, b: Any, rows: list[Any], out: Any, add: bool) -> None:
+        for part, t in itertools.product(range(self.parts), range(self.tokens)):
+            block, place = divmod(part, self.per_block)
+            value = load(b, self._place(b, out, part, t), self.floats, 4)
+            to = plus(b, rows[t], 64 * block + 4 * self.isa.lanes * place)
+            store(b, b.fadd(load(b, to, self.floats, 4), value) if add else value, to, 4)
 
     def _place(self, b: Any, out: Any, part: int, t: int) -> Any:
         block, place = divmod(part, self.per_block)

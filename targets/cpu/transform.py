@@ -7,12 +7,22 @@ there are or which rows run with it.
 
 from __future__ import annotations
 
+from typing import Any
+
+from llvmlite import ir
+
 from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.quantize import share_of
 from edgeq.targets.cpu.vector import (
+    LANES,
+    VF32,
+    VI32,
+    call,
+    f32x16,
     get_f32,
     get_i32,
     get_i64,
+    primitive,
     put_f32,
     vadd,
     vfma,
@@ -21,8 +31,18 @@ from edgeq.targets.cpu.vector import (
     vsplat,
     vstore,
     vsub,
-    vwalsh,
 )
+
+
+@primitive(f32x16, f32x16)
+def vwalsh(b: Any, x: Any) -> Any:
+    """H_16 of the lanes: butterflies of lanes 1, 2, 4 and 8 apart."""
+    for distance in (1, 2, 4, 8):
+        order = ir.Constant(VI32, [i ^ distance for i in range(LANES)])
+        other = b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), order)
+        signs = ir.Constant(VF32, [-1.0 if i & distance else 1.0 for i in range(LANES)])
+        x = call(b, "llvm.fmuladd.v16f32", VF32, x, signs, other)
+    return x
 
 
 def gather() -> Kernel:

@@ -71,7 +71,7 @@ def prefetch(b: Any, address: Any, nbytes: int, write: bool = False) -> None:
         call(b, "llvm.prefetch.p0", ir.VoidType(), at, read, keep, data)
 
 
-def _primitive(result: Any, *arguments: Any) -> Callable[[Any], Any]:
+def primitive(result: Any, *arguments: Any) -> Callable[[Any], Any]:
     """Make a Numba function of fixed types from a function that emits its IR: emit(builder, *values) -> value or None."""
 
     def decorate(emit: Any) -> Any:
@@ -94,124 +94,118 @@ ADDRESS = types.intp
 VOID = types.void
 
 
-@_primitive(VOID, ADDRESS)
-def claim(b: Any, address: Any) -> None:
-    """Start to bring the line at `address` here, to be written."""
-    prefetch(b, address, 64, True)
-
-
-@_primitive(types.int64, ADDRESS)
+@primitive(types.int64, ADDRESS)
 def get_i64(b: Any, address: Any) -> Any:
     return load(b, address, I64, 8)
 
 
-@_primitive(types.int32, ADDRESS)
+@primitive(types.int32, ADDRESS)
 def get_i32(b: Any, address: Any) -> Any:
     return load(b, address, I32, 4)
 
 
-@_primitive(types.float32, ADDRESS)
+@primitive(types.float32, ADDRESS)
 def get_f32(b: Any, address: Any) -> Any:
     return load(b, address, F32, 4)
 
 
-@_primitive(types.float64, ADDRESS)
+@primitive(types.float64, ADDRESS)
 def get_f64(b: Any, address: Any) -> Any:
     return load(b, address, ir.DoubleType(), 8)
 
 
-@_primitive(types.float32, ADDRESS)
+@primitive(types.float32, ADDRESS)
 def get_f16(b: Any, address: Any) -> Any:
     return b.fpext(load(b, address, F16, 2), F32)
 
 
-@_primitive(types.float32, ADDRESS)
+@primitive(types.float32, ADDRESS)
 def get_bf16(b: Any, address: Any) -> Any:
     bits = b.shl(b.zext(load(b, address, I16, 2), I32), ir.Constant(I32, 16))
     return b.bitcast(bits, F32)
 
 
-@_primitive(types.int64, ADDRESS)
+@primitive(types.int64, ADDRESS)
 def get_u8(b: Any, address: Any) -> Any:
     return b.zext(load(b, address, I8), I64)
 
 
-@_primitive(VOID, ADDRESS, types.float32)
+@primitive(VOID, ADDRESS, types.float32)
 def put_f32(b: Any, address: Any, value: Any) -> None:
     store(b, value, address, 4)
 
 
-@_primitive(VOID, ADDRESS, types.int32)
+@primitive(VOID, ADDRESS, types.int32)
 def put_i32(b: Any, address: Any, value: Any) -> None:
     store(b, value, address, 4)
 
 
-@_primitive(VOID, ADDRESS, types.int64)
+@primitive(VOID, ADDRESS, types.int64)
 def put_i64(b: Any, address: Any, value: Any) -> None:
     store(b, value, address, 8)
 
 
-@_primitive(VOID, ADDRESS, types.float32)
+@primitive(VOID, ADDRESS, types.float32)
 def put_f16(b: Any, address: Any, value: Any) -> None:
     store(b, b.fptrunc(value, F16), address, 2)
 
 
-@_primitive(VOID, ADDRESS, types.int64)
+@primitive(VOID, ADDRESS, types.int64)
 def put_i8(b: Any, address: Any, value: Any) -> None:
     store(b, b.trunc(value, I8), address)
 
 
-@_primitive(f32x16, ADDRESS)
+@primitive(f32x16, ADDRESS)
 def vload(b: Any, address: Any) -> Any:
     return load(b, address, VF32, 4)
 
 
-@_primitive(VOID, ADDRESS, f32x16)
+@primitive(VOID, ADDRESS, f32x16)
 def vstore(b: Any, address: Any, value: Any) -> None:
     store(b, value, address, 4)
 
 
-@_primitive(f32x16, ADDRESS)
+@primitive(f32x16, ADDRESS)
 def vload_i8(b: Any, address: Any) -> Any:
     return b.sitofp(load(b, address, ir.VectorType(I8, LANES)), VF32)
 
 
-@_primitive(f32x16, types.float32)
+@primitive(f32x16, types.float32)
 def vsplat(b: Any, value: Any) -> Any:
     return splat(b, value, VF32)
 
 
-@_primitive(f32x16, f32x16, f32x16)
+@primitive(f32x16, f32x16, f32x16)
 def vadd(b: Any, x: Any, y: Any) -> Any:
     return b.fadd(x, y)
 
 
-@_primitive(f32x16, f32x16, f32x16)
+@primitive(f32x16, f32x16, f32x16)
 def vsub(b: Any, x: Any, y: Any) -> Any:
     return b.fsub(x, y)
 
 
-@_primitive(f32x16, f32x16, f32x16)
+@primitive(f32x16, f32x16, f32x16)
 def vmul(b: Any, x: Any, y: Any) -> Any:
     return b.fmul(x, y)
 
 
-@_primitive(f32x16, f32x16, f32x16)
+@primitive(f32x16, f32x16, f32x16)
 def vdiv(b: Any, x: Any, y: Any) -> Any:
     return b.fdiv(x, y)
 
 
-@_primitive(f32x16, f32x16, f32x16)
+@primitive(f32x16, f32x16, f32x16)
 def vmax(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-@_primitive(f32x16, f32x16)
+@primitive(f32x16, f32x16)
 def vabs(b: Any, x: Any) -> Any:
     return call(b, "llvm.fabs.v16f32", VF32, x)
 
 
-@_primitive(f32x16, f32x16, f32x16, f32x16)
+@primitive(f32x16, f32x16, f32x16, f32x16)
 def vfma(b: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, fused where the processor can."""
     return call(b, "llvm.fmuladd.v16f32", VF32, x, y, z)
@@ -231,22 +225,22 @@ def _halves(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
-@_primitive(types.float32, f32x16)
+@primitive(types.float32, f32x16)
 def vsum(b: Any, x: Any) -> Any:
     return _halves(b, x, b.fadd)
 
 
-@_primitive(types.float32, f32x16)
+@primitive(types.float32, f32x16)
 def vmaximum(b: Any, x: Any) -> Any:
     return _halves(b, x, lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
 
 
-@_primitive(types.float32, f32x16)
+@primitive(types.float32, f32x16)
 def vminimum(b: Any, x: Any) -> Any:
     return _halves(b, x, lambda p, q: b.select(b.fcmp_ordered("<", p, q), p, q))
 
 
-@_primitive(f32x16, f32x16, types.int64, types.int64)
+@primitive(f32x16, f32x16, types.int64, types.int64)
 def vkeep(b: Any, x: Any, start: Any, stop: Any) -> Any:
     """x in lanes start <= i < stop, elsewhere a number whose exponential is zero."""
     lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
@@ -255,7 +249,7 @@ def vkeep(b: Any, x: Any, start: Any, stop: Any) -> Any:
     return b.select(inside, x, constant(VF32, -1e30))
 
 
-@_primitive(f32x16, f32x16)
+@primitive(f32x16, f32x16)
 def vexp(b: Any, x: Any) -> Any:
     """exp(x) to 2 ulp for x <= 88; 0 below -87.
 
@@ -280,29 +274,19 @@ def vexp(b: Any, x: Any) -> Any:
     return b.select(small, constant(VF32, 0.0), b.fmul(p, b.bitcast(exponent, VF32)))
 
 
-@_primitive(f32x16, f32x16)
+@primitive(f32x16, f32x16)
 def vrint(b: Any, x: Any) -> Any:
     """Nearest integer, ties to even."""
     return call(b, "llvm.rint.v16f32", VF32, x)
 
 
-@_primitive(types.float32, types.float32)
+@primitive(types.float32, types.float32)
 def rint(b: Any, x: Any) -> Any:
     """Nearest integer, ties to even."""
     return call(b, "llvm.rint.f32", F32, x)
 
 
-@_primitive(f32x16, f32x16)
-def vpair(b: Any, x: Any) -> Any:
-    """Of whole numbers in four quads, what adds up over the lanes to the sum of (x_e + 128) x_o over the channels e of the even
-    and o of the odd quads: exact while the sum of the magnitudes stays below 2^23."""
-    order = ir.Constant(VI32, [i ^ 4 for i in range(LANES)])
-    other = b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), order)
-    odd = ir.Constant(VF32, [128.0 if i & 4 else 0.0 for i in range(LANES)])
-    return b.fmul(x, call(b, "llvm.fmuladd.v16f32", VF32, other, constant(VF32, 0.5), odd))
-
-
-@_primitive(VOID, f32x16, ADDRESS, types.intp)
+@primitive(VOID, f32x16, ADDRESS, types.intp)
 def put_quads_i8(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen whole numbers as int8: four quads of four channels, `stride` bytes apart."""
     quads = b.bitcast(b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), ir.VectorType(I32, 4))
@@ -310,7 +294,7 @@ def put_quads_i8(b: Any, x: Any, address: Any, stride: Any) -> None:
         store(b, b.extract_element(quads, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 4)
 
 
-@_primitive(VOID, f32x16, ADDRESS, types.intp)
+@primitive(VOID, f32x16, ADDRESS, types.intp)
 def put_quads_i16(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen whole numbers as int16: four quads of channels in the order 0 2 1 3, `stride` bytes apart.
 
@@ -324,19 +308,19 @@ def put_quads_i16(b: Any, x: Any, address: Any, stride: Any) -> None:
         store(b, b.extract_element(quads, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 8)
 
 
-@_primitive(VOID, f32x16, ADDRESS, types.intp)
+@primitive(VOID, f32x16, ADDRESS, types.intp)
 def put_lanes(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen float32, `stride` bytes apart."""
     for i in range(LANES):
         store(b, b.extract_element(x, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 4)
 
 
-@_primitive(f32x16, f32x16, f32x16)
+@primitive(f32x16, f32x16, f32x16)
 def vmin(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
-@_primitive(f32x16, f32x16, types.int64)
+@primitive(f32x16, f32x16, types.int64)
 def vfirst(b: Any, x: Any, count: Any) -> Any:
     """x in the first `count` lanes, 0 in the others."""
     vector = ir.VectorType(I64, LANES)
@@ -344,45 +328,34 @@ def vfirst(b: Any, x: Any, count: Any) -> Any:
     return b.select(inside, x, constant(VF32, 0.0))
 
 
-@_primitive(f32x16, f32x16)
-def vwalsh(b: Any, x: Any) -> Any:
-    """H_16 of the lanes: butterflies of lanes 1, 2, 4 and 8 apart."""
-    for distance in (1, 2, 4, 8):
-        order = ir.Constant(ir.VectorType(I32, LANES), [i ^ distance for i in range(LANES)])
-        other = b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), order)
-        signs = ir.Constant(VF32, [-1.0 if i & distance else 1.0 for i in range(LANES)])
-        x = call(b, "llvm.fmuladd.v16f32", VF32, x, signs, other)
-    return x
-
-
-@_primitive(f32x16, f32x16)
+@primitive(f32x16, f32x16)
 def vround_f16(b: Any, x: Any) -> Any:
     """x rounded to f16, ties to even."""
     return b.fpext(b.fptrunc(x, VF16), VF32)
 
 
-@_primitive(VOID, ADDRESS, f32x16)
+@primitive(VOID, ADDRESS, f32x16)
 def put_f16s(b: Any, address: Any, x: Any) -> None:
     store(b, b.fptrunc(x, VF16), address, 2)
 
 
-@_primitive(VOID, ADDRESS, f32x16)
+@primitive(VOID, ADDRESS, f32x16)
 def put_u8s(b: Any, address: Any, x: Any) -> None:
     """Sixteen whole numbers from 0 to 255 as bytes."""
     store(b, b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), address)
 
 
-@_primitive(f32x16, ADDRESS)
+@primitive(f32x16, ADDRESS)
 def get_f16s(b: Any, address: Any) -> Any:
     return b.fpext(load(b, address, VF16, 2), VF32)
 
 
-@_primitive(f32x16, ADDRESS)
+@primitive(f32x16, ADDRESS)
 def get_u8s(b: Any, address: Any) -> Any:
     return b.uitofp(load(b, address, ir.VectorType(I8, LANES)), VF32)
 
 
-@_primitive(f32x16, ADDRESS, types.int64)
+@primitive(f32x16, ADDRESS, types.int64)
 def lane_bytes(b: Any, address: Any, index: Any) -> Any:
     """Byte `index` of each of sixteen words of 32 bits, as floats: channel `index` of a quad for all rows of a block."""
     bits = b.shl(b.trunc(index, I32), ir.Constant(I32, 3))
@@ -390,7 +363,7 @@ def lane_bytes(b: Any, address: Any, index: Any) -> Any:
     return b.sitofp(b.and_(shifted, constant(VI32, 255)), VF32)
 
 
-@_primitive(f32x16, ADDRESS, types.int64)
+@primitive(f32x16, ADDRESS, types.int64)
 def lane_f16(b: Any, address: Any, index: Any) -> Any:
     """Half `index` of each of sixteen words of 32 bits, an f16."""
     bits = b.shl(b.trunc(index, I32), ir.Constant(I32, 4))
@@ -398,7 +371,7 @@ def lane_f16(b: Any, address: Any, index: Any) -> Any:
     return b.fpext(b.bitcast(halves, VF16), VF32)
 
 
-@_primitive(f32x16, ADDRESS, types.int64)
+@primitive(f32x16, ADDRESS, types.int64)
 def lane_bf16(b: Any, address: Any, index: Any) -> Any:
     """Half `index` of each of sixteen words of 32 bits, a bf16."""
     bits = b.shl(b.trunc(index, I32), ir.Constant(I32, 4))
