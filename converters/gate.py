@@ -67,18 +67,17 @@ class Total:
 
 def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
     """From now on the linear layers of `layer` see int8 activations: a scale per token and block of a group, at most 128."""
-    size = min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK)
 
     def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (rounded_activations(args[0], size, codec.activation_limit), *args[1:])
+        return (rounded_activations(args[0], codec), *args[1:])
 
     for module in quantized_linears(layer).values():
         module.register_forward_pre_hook(rounded)
 
 
-def rounded_activations(x: Tensor, size: int, limit: int) -> Tensor:
-    """x [..., channels] in integers up to `limit`, a scale max|x| / limit per block of `size` channels, the last perhaps
-    shorter."""
+def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
+    """x [..., channels] in integers up to codec.activation_limit, a scale per block of a group, at most 128 channels."""
+    size, limit = min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK), codec.activation_limit
     channels = x.shape[-1]
     blocks = nn.functional.pad(x, (0, -channels % size)).unflatten(-1, (-1, size))
     scale = blocks.abs().amax(-1, keepdim=True) / limit
@@ -158,8 +157,7 @@ def _measure(
         share, inside = everything.add(logits), logits.softmax(1)
         for bits, codec in heads.items():
             candidate = weight if codec is None else fake(weight, codec)
-            size = min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK) if codec else 0
-            views = (exact, rounded_activations(rounded, size, codec.activation_limit) if codec else rounded)
+            views = (exact, rounded_activations(rounded, codec) if codec else rounded)
             for i, x in enumerate(views):
                 approximate = x @ candidate.T
                 totals[bits][i].add(approximate)

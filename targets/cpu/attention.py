@@ -86,6 +86,13 @@ def gather(code, tile, vectors, values, ahead, count, padded, state, step):  # t
 
 
 @inline
+def sight(slot, q, shared, window, start):  # type: ignore[no-untyped-def]
+    """The positions begin <= i < end of the page from `start` on that query q of a unit sees, whose first row is at `slot`."""
+    end = slot + q // shared + 1
+    return (max(0, end - window) if window > 0 else start) - start, end - start
+
+
+@inline
 def sees(begin, end):  # type: ignore[no-untyped-def]
     """Whether a query that sees positions begin <= i < end of a page sees any."""
     return end > 0 and begin < POSITIONS
@@ -207,17 +214,15 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                         q += 1
                     # In two passes: a largest number takes long to find, and other queries' need not wait for it.
                     for q in range(queries):
-                        end = slot + q // shared + 1
-                        begin = max(0, end - window) - start if window > 0 else 0
+                        begin, end = sight(slot, q, shared, window, start)
                         state = states + q * step
                         if code == INT4_KV:
                             int4.restore(state, keys, dim, high)
-                        weigh_peak(state, begin, end - start, keys + scales, code)
+                        weigh_peak(state, begin, end, keys + scales, code)
                     for q in range(queries):
-                        end = slot + q // shared + 1
-                        begin = max(0, end - window) - start if window > 0 else 0
+                        begin, end = sight(slot, q, shared, window, start)
                         state = states + q * step
-                        weigh(state, begin, end - start, values + scales, code)
+                        weigh(state, begin, end, values + scales, code)
                         if code == INT4_KV:
                             int4.spread(state, values, vload(state + 4 * POSITIONS + DECAY), dim, high)
                     q = 0

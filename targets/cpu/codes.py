@@ -7,27 +7,27 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from edgeq.targets.cpu.compiled import inline
 from edgeq.targets.cpu.pages import POSITIONS, pair_bytes, scales_at
 from edgeq.targets.cpu.vector import (
+    ADDRESS,
     I8,
     I16,
-    I32,
-    I64,
     LANES,
     VF16,
     VI32,
+    VOID,
     constant,
     f32x16,
     get_f32,
+    primitive,
     put_f16,
     put_f16s,
     put_f32,
     put_i8,
     rint,
-    store,
+    scatter,
     vdiv,
     vload,
     vmax,
@@ -43,47 +43,24 @@ from edgeq.targets.cpu.vector import (
 F16_MAX = 65504.0
 
 
-@intrinsic  # type: ignore[misc]
-def put_bytes(typing: Any, x: Any, address: Any, stride: Any) -> Any:
+@primitive(VOID, f32x16, ADDRESS, types.intp)
+def put_bytes(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen whole numbers from -128 to 255 as bytes, `stride` bytes apart."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x, address, stride = args
-        octets = b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES))
-        for i in range(LANES):
-            store(b, b.extract_element(octets, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))))
-        return context.get_dummy_value()
-
-    return types.void(f32x16, types.intp, types.intp), codegen
+    scatter(b, b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), address, stride)
 
 
-@intrinsic  # type: ignore[misc]
-def put_scattered_halves(typing: Any, x: Any, address: Any, stride: Any) -> Any:
+@primitive(VOID, f32x16, ADDRESS, types.intp)
+def put_scattered_halves(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen numbers as f16, `stride` bytes apart."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x, address, stride = args
-        halves = b.bitcast(b.fptrunc(x, VF16), ir.VectorType(I16, LANES))
-        for i in range(LANES):
-            store(b, b.extract_element(halves, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 2)
-        return context.get_dummy_value()
-
-    return types.void(f32x16, types.intp, types.intp), codegen
+    scatter(b, b.bitcast(b.fptrunc(x, VF16), ir.VectorType(I16, LANES)), address, stride, 2)
 
 
-@intrinsic  # type: ignore[misc]
-def put_nibbles(typing: Any, x: Any, address: Any, stride: Any) -> Any:
+@primitive(VOID, f32x16, ADDRESS, types.intp)
+def put_nibbles(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen whole numbers from 0 to 15 as eight bytes, `stride` bytes apart; the first of two in the low half."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x, address, stride = args
-        words = b.bitcast(b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), ir.VectorType(I16, LANES // 2))
-        octets = b.trunc(b.or_(words, b.lshr(words, constant(words.type, 4))), ir.VectorType(I8, LANES // 2))
-        for i in range(LANES // 2):
-            store(b, b.extract_element(octets, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))))
-        return context.get_dummy_value()
-
-    return types.void(f32x16, types.intp, types.intp), codegen
+    words = b.bitcast(b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), ir.VectorType(I16, LANES // 2))
+    octets = b.or_(words, b.lshr(words, constant(words.type, 4)))
+    scatter(b, b.trunc(octets, ir.VectorType(I8, LANES // 2)), address, stride)
 
 
 @inline

@@ -21,7 +21,7 @@ from edgeq.targets.copies import shared_inputs
 from edgeq.targets.cpu import copies, elementwise, lower_cache, lower_experts, lower_layers, lower_linear, matmul
 from edgeq.targets.cpu.compiled import FUNCTION, address, is_kept
 from edgeq.targets.cpu.isa import Isa, all_isas
-from edgeq.targets.cpu.memory import Memory, stride
+from edgeq.targets.cpu.memory import Memory, row_stride
 from edgeq.targets.cpu.quantize import ABSENT, Form
 from edgeq.targets.cpu.table import (
     FINER,
@@ -78,7 +78,7 @@ class Lowering:
         self.parts = PARTS_A_THREAD * options.threads if options.threads > 1 else 1
         self.count, self.most = arrays.rows, options.max_rows
         self.slots, self.page_tables = arrays.slots, arrays.tables
-        self.row_bytes = {name: stride(width) for name, width in graph.buffers.items()}
+        self.row_bytes = {name: row_stride(width) for name, width in graph.buffers.items()}
         self.buffers = {
             name: memory.shared(("buffer", name), max(options.max_rows, options.max_logits) * self.row_bytes[name])
             for name in graph.buffers

@@ -17,7 +17,7 @@ from edgeq.linear import LinearSpec, Mode, Transform, Weight
 from edgeq.targets import operations as op
 from edgeq.targets.cpu import copies, low_rank, matmul, pairs, quantize, tile, transform
 from edgeq.targets.cpu.compiled import COUNT
-from edgeq.targets.cpu.memory import padded
+from edgeq.targets.cpu.memory import padded, row_stride
 from edgeq.targets.cpu.quantize import Form, Reading
 from edgeq.targets.cpu.table import FLOAT_KINDS, channel_parts, float_bits, kernel
 
@@ -72,7 +72,7 @@ def prepared(lowering: Lowering, layer: LinearSpec, buffer: str) -> str:
     parts = (indices, size, stride, base)
     if parts not in known:
         name = f"{buffer} {len(known)}"
-        lowering.row_bytes[name] = 4 * padded(layer.columns)
+        lowering.row_bytes[name] = row_stride(layer.columns)
         x = (lowering.buffers[buffer], lowering.row_bytes[buffer])
         out = lowering.buffers[name] = place(lowering, name, layer.columns)
         if order is not None:
@@ -87,7 +87,7 @@ def prepared(lowering: Lowering, layer: LinearSpec, buffer: str) -> str:
 
 
 def place(lowering: Lowering, name: str, columns: int) -> int:
-    return lowering.memory.shared(name, lowering.most * 4 * padded(columns))
+    return lowering.memory.shared(name, lowering.most * row_stride(columns))
 
 
 def transformed(lowering: Lowering, t: Transform, base: int, x: tuple[int, int], out: tuple[int, int], columns: int) -> None:

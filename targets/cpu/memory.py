@@ -23,7 +23,7 @@ def padded(n: int, multiple: int = 16) -> int:
     return -(-n // multiple) * multiple
 
 
-def stride(width: int) -> int:
+def row_stride(width: int) -> int:
     """Bytes from one row of so many floats to the next: no multiple of 4096, or rows would compete for the same few lines of a
     cache."""
     nbytes = 4 * padded(width)

@@ -43,6 +43,7 @@ from edgeq.targets.cpu.tile import (
     IntegerTile,
     W,
     at,
+    chunks_of,
     plus,
     word_at,
 )
@@ -130,13 +131,12 @@ def pair_constants(typing: Any, isa: Any, row: Any, n: Any, out: Any) -> Any:
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         row, n, out = args[1:]
         w = b.add(word_at(b, row, W), b.mul(n, word_at(b, row, W_BLOCK)))
-        chunks, step = word_at(b, row, CHUNKS), word_at(b, row, PER_BLOCK)
+        chunks, per_block = word_at(b, row, CHUNKS), word_at(b, row, PER_BLOCK)
         with cgutils.for_range(b, word_at(b, row, X_BLOCKS)) as loop:
             slot = cgutils.alloca_once(b, ints)
             b.store(constant(ints, 0), slot)
-            first = b.mul(loop.index, step)
-            left = b.sub(chunks, first)
-            with cgutils.for_range(b, b.select(b.icmp_unsigned("<", left, step), left, step)) as inner:
+            first, count = chunks_of(b, loop.index, chunks, per_block)
+            with cgutils.for_range(b, count) as inner:
                 line = at(b, w, b.add(first, inner.index), BITS * LINE)
                 prefetch(b, plus(b, line, chosen.ahead), BITS * LINE)
                 for unsigned, signed in (operands(b, line, j) for j in range(QUADS // 2)):

@@ -168,6 +168,15 @@ def put_padding(kind, data, columns, tokens, t):  # type: ignore[no-untyped-def]
 
 
 @inline
+def put_numbers(row, at, place, scale, total, pair):  # type: ignore[no-untyped-def]
+    """Scale and sums of a block, number `place` of all."""
+    put_f32(word(row, at + 5) + 4 * place, scale)
+    put_i32(word(row, at + 6) + 4 * place, int(vsum(total)))
+    if word(row, at + 9) != 0:
+        put_i32(word(row, at + 9) + 4 * place, int(vsum(pair)))
+
+
+@inline
 def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyped-def]
     """Channels [first, last) of row r, at address x (of channel 0), into the form described by the table words from `at`.
 
@@ -184,10 +193,7 @@ def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyp
         for c in range(first, last, 16):
             put_lanes(channels(x, factors, c, columns), data + (c * tokens + t) * 4, 4 * tokens)
         return
-    blocks = (columns + block - 1) // block
-    scales = word(row, at + 5) + base * blocks * 4
-    totals = word(row, at + 6) + base * blocks * 4
-    pairs, of_pairs = word(row, at + 9), word(row, at + 9) + base * blocks * 4
+    blocks, pairs = (columns + block - 1) // block, word(row, at + 9)
     limit = float(word(row, at + 7))
     for start in range(first, last, block):
         stop = min(start + block, last)
@@ -203,11 +209,8 @@ def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyp
             if pairs != 0:
                 pair = vadd(pair, vpair(whole))
             put_integers(kind, whole, data, c, tokens, t)
-        place = (start // block * tokens + t) * 4
-        put_f32(scales + place, largest / limit if largest > LEAST else 0.0)
-        put_i32(totals + place, int(vsum(total)))
-        if pairs != 0:
-            put_i32(of_pairs + place, int(vsum(pair)))
+        scale = largest / limit if largest > LEAST else 0.0
+        put_numbers(row, at, base * blocks + start // block * tokens + t, scale, total, pair)
     if last == columns:
         put_padding(kind, data, columns, tokens, t)
 
@@ -224,9 +227,7 @@ def write_token_form(row, at, asymmetric, x, r, count, big, first, last):  # typ
     t = r - base
     data = word(row, at + 4) + base * row_bytes
     blocks, none = (columns + block - 1) // block, vsplat(0.0)
-    scales = word(row, at + 5) + base * blocks * 4
-    totals = word(row, at + 6) + base * blocks * 4
-    pairs, of_pairs = word(row, at + 9), word(row, at + 9) + base * blocks * 4
+    pairs = word(row, at + 9)
     high, low = none, none
     for c in range(0, columns, 16):
         value = channels(x, factors, c, columns)
@@ -247,11 +248,7 @@ def write_token_form(row, at, asymmetric, x, r, count, big, first, last):  # typ
             if pairs != 0:
                 pair = vadd(pair, vpair(whole))
             put_integers(kind, whole, data, c, tokens, t)
-        place = (start // block * tokens + t) * 4
-        put_f32(scales + place, scale)
-        put_i32(totals + place, int(vsum(total)))
-        if pairs != 0:
-            put_i32(of_pairs + place, int(vsum(pair)))
+        put_numbers(row, at, base * blocks + start // block * tokens + t, scale, total, pair)
     if last == columns:
         put_padding(kind, data, columns, tokens, t)
 

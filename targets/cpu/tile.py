@@ -58,6 +58,13 @@ def plus(b: Any, address: Any, offset: int) -> Any:
     return b.add(address, ir.Constant(I64, offset))
 
 
+def chunks_of(b: Any, index: Any, chunks: Any, per_block: Any) -> tuple[Any, Any]:
+    """The first chunk of an activation block and how many it has: `per_block`, or those left of a row's `chunks`."""
+    first = b.mul(index, per_block)
+    left = b.sub(chunks, first)
+    return first, b.select(b.icmp_unsigned("<", left, per_block), left, per_block)
+
+
 class IntegerTile:
     """Emits the product of one or more neighbouring blocks with T tokens; see `product_tile` for the arguments."""
 
@@ -103,9 +110,7 @@ class IntegerTile:
                     self._half(b, w, x, loop.index, 4, odd, numbers, floats)
             else:
                 sums = self._start(b, xsum, loop.index)
-                first = b.mul(loop.index, per_block)
-                left = b.sub(chunks, first)
-                inside = b.select(b.icmp_unsigned("<", left, per_block), left, per_block)
+                first, inside = chunks_of(b, loop.index, chunks, per_block)
                 with cgutils.for_range(b, inside) as inner:
                     self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS))
                 self._finish(b, loop.index, numbers, sums, floats)

@@ -51,6 +51,12 @@ def store(b: Any, value: Any, address: Any, align: int = 1) -> None:
     b.store(value, b.inttoptr(address, value.type.as_pointer())).align = align
 
 
+def scatter(b: Any, value: Any, address: Any, stride: Any, align: int = 1) -> None:
+    """Store the elements of a vector `stride` bytes apart."""
+    for i in range(value.type.count):
+        store(b, b.extract_element(value, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), align)
+
+
 def splat(b: Any, scalar: Any, vector: ir.VectorType) -> Any:
     undefined = ir.Constant(vector, ir.Undefined)
     one = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
@@ -290,8 +296,7 @@ def rint(b: Any, x: Any) -> Any:
 def put_quads_i8(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen whole numbers as int8: four quads of four channels, `stride` bytes apart."""
     quads = b.bitcast(b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), ir.VectorType(I32, 4))
-    for i in range(4):
-        store(b, b.extract_element(quads, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 4)
+    scatter(b, quads, address, stride, 4)
 
 
 @primitive(VOID, f32x16, ADDRESS, types.intp)
@@ -304,15 +309,13 @@ def put_quads_i16(b: Any, x: Any, address: Any, stride: Any) -> None:
     order = [4 * quad + channel for quad in range(4) for channel in (0, 2, 1, 3)]
     words = b.shuffle_vector(words, ir.Constant(words.type, ir.Undefined), ir.Constant(ir.VectorType(I32, LANES), order))
     quads = b.bitcast(words, ir.VectorType(I64, 4))
-    for i in range(4):
-        store(b, b.extract_element(quads, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 8)
+    scatter(b, quads, address, stride, 8)
 
 
 @primitive(VOID, f32x16, ADDRESS, types.intp)
 def put_lanes(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen float32, `stride` bytes apart."""
-    for i in range(LANES):
-        store(b, b.extract_element(x, ir.Constant(I32, i)), b.add(address, b.mul(stride, ir.Constant(I64, i))), 4)
+    scatter(b, x, address, stride, 4)
 
 
 @primitive(f32x16, f32x16, f32x16)

@@ -44,12 +44,12 @@ def test_divergence_summed_over_slabs_is_the_divergence() -> None:
     assert rise[16] == pytest.approx(float(nll[1] - nll[0]), rel=1e-4)
 
 
-@pytest.mark.parametrize("limit", [120, 127])
+@pytest.mark.parametrize("bits, limit", [(4, 120), (8, 127)])
 @pytest.mark.parametrize("size", [16, 32, 128])
-def test_activations_are_rounded_as_a_target_rounds_them(size: int, limit: int) -> None:
+def test_activations_are_rounded_as_a_target_rounds_them(size: int, bits: int, limit: int) -> None:
     x = np.random.default_rng(size).standard_normal((5, 200)).astype(np.float32)
     x[2] = 0
-    ours = gate.rounded_activations(torch.from_numpy(x), size, limit).numpy()
+    ours = gate.rounded_activations(torch.from_numpy(x), Codec("int", bits, size)).numpy()
     assert np.abs(ours - quantize_blocks(x, size, limit)).max() < 1e-6
 
 
