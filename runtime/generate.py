@@ -23,7 +23,7 @@ from edgeq.runtime.memory import choose_context
 from edgeq.runtime.model import decoder
 from edgeq.runtime.requantize import Requantization, Requantizer, chosen
 from edgeq.runtime.sampling import Sampler, Sampling
-from edgeq.runtime.session import Progress, Session, check_length
+from edgeq.runtime.session import Pace, Progress, Session, check_length
 from edgeq.runtime.speculate import DRAFT_SOURCES, DraftSource, Speculator
 from edgeq.runtime.text import Text
 from edgeq.targets.operations import PAGE
@@ -60,6 +60,7 @@ class Model:
         refused = "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
         self.description = self.program.description + refused
         self._turn = Lock()
+        self._pace = Pace()
         self.load_s = perf_counter() - started
 
     @cached_property
@@ -95,7 +96,7 @@ class Model:
         kv: KvKind | Literal["file"] | None = None,
         context: int | None = None,
         max_logits: int = LONGEST_DRAFT + 1,
-        max_rows: int = 256,
+        max_rows: int = targets.CHUNK_ROWS,
         chat_template: str | None = None,
         requantization: Requantization | None = None,
         report: targets.Report = targets.silent,
@@ -185,7 +186,7 @@ class Model:
     def session(self) -> Session:
         """An empty session; its cache grows as it is filled."""
         requantizer = Requantizer(self.program, self.requantization, self._turn) if self.requantization else None
-        return Session(self.program, self.config.vocab_size, self.context, self._turn, requantizer)
+        return Session(self.program, self.config.vocab_size, self.context, self._turn, self._pace, requantizer)
 
     def generate(
         self,

@@ -18,7 +18,8 @@ from edgeq.targets import Program
 from edgeq.targets.copies import InputSums, Weights
 from edgeq.targets.operations import Rows
 
-CHUNK_SECONDS = 0.4
+CHUNK_SECONDS = 1.25
+"""Every chunk reads all weights once: with 0.4 seconds that took a twentieth of the time here, more on small machines."""
 FIRST_CHUNK = 48
 LEAST_CHUNK = 12
 """Tokens; the tiles of the cpu target are of 12 and of 4."""
@@ -26,6 +27,25 @@ LEAST_CHUNK = 12
 Logits = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 """Hears (tokens done, tokens in all)."""
+
+
+class Pace:
+    """How fast prompts run, which the sessions of a model learn from one another."""
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+
+    @property
+    def rows(self) -> int:
+        """Tokens that take CHUNK_SECONDS, whole tiles; FIRST_CHUNK while nothing is known."""
+        if self._rate is None:
+            return FIRST_CHUNK
+        return max(LEAST_CHUNK, int(self._rate * CHUNK_SECONDS) // LEAST_CHUNK * LEAST_CHUNK)
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Fewer rows than the first chunk's say little: what they wait for is the memory."""
+        if rows >= min(FIRST_CHUNK, self.rows):
+            self._rate = rows / seconds
 
 
 class Session:
@@ -36,7 +56,13 @@ class Session:
     """
 
     def __init__(
-        self, program: Program, vocab_size: int, context: int, turn: Lock, requantizer: Requantizer | None = None
+        self,
+        program: Program,
+        vocab_size: int,
+        context: int,
+        turn: Lock,
+        pace: Pace,
+        requantizer: Requantizer | None = None,
     ) -> None:
         self.context = context
         self.tokens: list[int] = []
@@ -45,6 +71,7 @@ class Session:
         self._vocab_size = vocab_size
         self._cache = KVCache(program)
         self._turn = turn
+        self._pace = pace
         self._requantizer = requantizer
 
     @property
@@ -61,20 +88,18 @@ class Session:
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits:
         """Run `tokens` behind those already here, in chunks; logits behind the last.
 
-        A chunk has at most `max_rows` tokens and is meant to take CHUNK_SECONDS: only between chunks can a prompt be given up.
+        A chunk has at most `max_rows` tokens and is meant to take CHUNK_SECONDS; behind each `progress` is told, and may raise.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
         self._check(tokens)
-        most = self._program.options.max_rows
-        done, step = 0, min(FIRST_CHUNK, most)
+        done = 0
         while done < len(tokens):
-            chunk = tokens[done : done + step]
+            chunk = tokens[done : done + min(self._pace.rows, self._program.options.max_rows)]
             done += len(chunk)
             before = perf_counter()
             sums = self._requantizer.sums if self._requantizer else None
             logits = run_together([Part(self, chunk, [len(chunk) - 1] if done == len(tokens) else [])], sums=sums)[0]
-            rate = len(chunk) / (perf_counter() - before)
-            step = max(1, min(most, max(LEAST_CHUNK, int(rate * CHUNK_SECONDS) // LEAST_CHUNK * LEAST_CHUNK)))
+            self._pace.note(len(chunk), perf_counter() - before)
             if progress is not None:
                 progress(done, len(tokens))
         self.logits = logits[0]

@@ -18,6 +18,8 @@ from edgeq.targets.operations import Graph, Operation, Page, Rows
 
 TARGETS = ("cpu", "reference")
 """In order of preference."""
+CHUNK_ROWS = 516
+"""Of a run, at most, if nothing is asked for: a prompt of 512 tokens in one, and a multiple of the 12 tokens of a tile."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Options:
     mode: Mode
     threads: int = 0
     isa: str | None = None
-    max_rows: int = 256
+    max_rows: int = CHUNK_ROWS
     max_logits: int = 1
     threads_prefill: int = 0
     kv: KvCodec = KvCodec()

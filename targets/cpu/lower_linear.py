@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgeq.codec import CHUNK, LINE, ROWS, Codec
+from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.linear import LinearSpec, Mode, Transform, Weight
 from edgeq.targets import operations as op
 from edgeq.targets.cpu import copies, low_rank, matmul, pairs, quantize, tile, transform
@@ -177,7 +177,7 @@ def product(lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: i
         many = kernel(matmul.integer_matmul, *literals, lowering.big, lowering.isa.together)
         if read.pair:
             together = lowering.isa.together
-            room = padded(words[tile.GROUP], together) * LINE * read.reading.blocks
+            room = padded(words[tile.GROUP], together) * pairs.CONSTANT_BYTES * read.reading.blocks
             words[tile.PAIR], words[tile.CONSTANTS] = read.pair, lowering.memory.shared(PAIRS, lowering.threads * room)
             many = kernel(pairs.pair_matmul, lowering.isa_index, int(not codec.symmetric), lowering.big, together)
     else:

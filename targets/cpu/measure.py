@@ -19,6 +19,7 @@ from edgeq.targets.cpu.compiled import COUNT, Kernel, address, word
 from edgeq.targets.cpu.isa import all_isas, choose
 from edgeq.targets.cpu.matmul import SCRATCH_BYTES, integer_matvec
 from edgeq.targets.cpu.memory import zeros
+from edgeq.targets.cpu.pairs import plain
 from edgeq.targets.cpu.pool import Pool
 from edgeq.targets.cpu.vector import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
 
@@ -51,9 +52,9 @@ ROUNDS = 64
 def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) -> Any:
     """repeat x ROUNDS x CHAINS dot products of 16 lanes x 4 channels in registers; the sums go to `out`.
 
-    Literals: isa, an index; pairs, 1: with the two additions in front of a dot product that pairs of channels need.
+    Literals: isa, an index; pairs, 1: twice the work, as pairs.py does it, by two dot products or one with two additions.
     """
-    chosen, added = all_isas()[isa.literal_value], bool(pairs.literal_value)
+    chosen, twice = all_isas()[isa.literal_value], bool(pairs.literal_value)
     sums, quad = ir.VectorType(I32, chosen.lanes), ir.VectorType(I8, 4 * chosen.lanes)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -64,11 +65,14 @@ def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) 
             # An operand that changes, or the whole loop would be computed by the compiler.
             token = b.insert_element(constant(sums, 0x01020304), b.trunc(loop.index, I32), ir.Constant(I32, 0))
             for i, slot in enumerate(slots):
-                weights, operand = constant(quad, 3), token
-                if added:
+                factors = [(constant(quad, 3), token)]
+                if twice and plain(i):
+                    factors *= 2
+                elif twice:
                     first, second = (b.add(b.bitcast(token, quad), constant(quad, i + c)) for c in (8, 32))
-                    weights, operand = first, b.bitcast(second, sums)
-                b.store(chosen.dot8(b, b.load(slot), [weights], [operand], 4), slot)
+                    factors = [(first, b.bitcast(second, sums))]
+                for weights, operand in factors:
+                    b.store(chosen.dot8(b, b.load(slot), [weights], [operand], 4), slot)
         # Every chain must reach the result, or the compiler would leave it out.
         total = b.load(slots[0])
         for slot in slots[1:]:

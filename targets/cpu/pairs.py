@@ -6,15 +6,18 @@ For two channels e and o
 
 so one product does the work of two; what is too much depends on the token alone or on the weights alone, and is taken off once
 per activation block.  Where a processor has more units that add bytes than units that multiply them, as AMD's have, this goes
-beyond what its dot products can do by themselves.
+beyond what its dot products can do by themselves.  Two additions a product would leave those that multiply waiting, so some
+tokens of a tile (`plain`) take two products instead.
 
-Weights of 4 bits leave the room.  Less their center they lie in -8 ... 7, and with |x| <= 120 (`Codec.activation_limit`)
-x_o + w_e is a signed byte and x_e + w_o + 128 an unsigned one, as `dot8` takes them:
+Weights of 4 bits leave the room.  They are n = w + 8, in 0 ... 15, and with |x| <= 120 (`Codec.activation_limit`) a tile holds
+x_e + 120 and x_o - 8 (`quantize.py`), so that x_e + 120 + n_o is an unsigned byte and x_o - 8 + n_e a signed one, as `dot8`
+takes them:
 
-    sum (x_e + w_o + 128)(x_o + w_e) = sum x w + A + B,    A = sum (x_e + 128) x_o,    B = sum (w_o + 128) w_e
+    by pairs   sum (x_e + 120 + n_o)(x_o - 8 + n_e)      = sum x w + A + B,    A = sum (x_e + 128) x_o,  B = sum (w_o + 128) w_e
+    plain      sum (x_e + 120) n_e  +  sum n_o (x_o - 8) = sum x w + C + D,    C = 8 sum x,              D = sum 120 n_e - 8 n_o
 
 All of this is exact, so results are those of tile.py, bit by bit.  Channel i of an even quad is paired with channel i of the
-odd quad behind it.  A comes with the activations, int32 [activation block][T] (quantize.py), -B from `pair_constants`.
+odd quad behind it.  A comes with the activations, int32 [activation block][T] (quantize.py), -B and -D from `pair_constants`.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from edgeq.codec import LINE, QUADS
 from edgeq.targets.cpu.compiled import COUNT, Kernel, word
 from edgeq.targets.cpu.isa import Isa, all_isas
 from edgeq.targets.cpu.matmul import SCRATCH_BYTES, finish, share, tiles, written
+from edgeq.targets.cpu.quantize import PAIR_SHIFTS
 from edgeq.targets.cpu.tile import (
     CHUNKS,
     CONSTANTS,
@@ -47,66 +51,75 @@ from edgeq.targets.cpu.tile import (
     plus,
     word_at,
 )
-from edgeq.targets.cpu.vector import I8, I32, call, constant, get_i64, load, prefetch, splat, store
+from edgeq.targets.cpu.vector import I8, I32, constant, get_i64, load, prefetch, splat, store
 
 BITS = 4
 """Of the weights: with fewer, what takes their planes apart leaves no registers."""
-EVEN, ODD = ((0, 1, 2, 3, 3, 3, 3, 3), 0xF8), ((4, 5, 6, 7, 7, 7, 7, 7), 0x78)
-"""How the two quads of a line become w_e and w_o + 128: which bit of a byte goes where, and those that are flipped."""
+CENTER = 1 << (BITS - 1)
+AHEAD = 8
+"""Chunks of activations that are asked for before their turn: with those of the weights they exceed a first-level cache."""
+CONSTANT_BYTES = 2 * LINE
+"""-B and -D of an activation block of 16 rows."""
 
 
-def affine(b: Any, octets: Any, bits: tuple[int, ...], flipped: int) -> Any:
-    """Every byte with bit bits[i] of it in the place of bit i, and the bits of `flipped` the other way round."""
-    matrix = ir.Constant(octets.type, [1 << bits[7 - i % 8] for i in range(octets.type.count)])
-    return call(b, "llvm.x86.vgf2p8affineqb.512", octets.type, octets, matrix, ir.Constant(I8, flipped))
+def plain(t: int) -> bool:
+    """Whether token t of a tile is multiplied without pairs: so many, spread evenly, keep all units busy."""
+    return t % 2 == 1
 
 
 def operands(b: Any, chunk: Any, j: int) -> tuple[Any, Any]:
-    """(w_o + 128, w_e) of the quads 2j and 2j + 1 of the chunk of 4-bit weights at address `chunk`."""
-    line = load(b, plus(b, chunk, j * LINE), ir.VectorType(I8, LINE), LINE)
-    return affine(b, line, *ODD), affine(b, line, *EVEN)
+    """n_e and n_o, the quads 2j and 2j + 1 of the chunk of 4-bit weights at address `chunk`."""
+    octets = ir.VectorType(I8, LINE)
+    line = load(b, plus(b, chunk, j * LINE), octets, LINE)
+    return b.and_(line, constant(octets, (1 << BITS) - 1)), b.lshr(line, constant(octets, BITS))
 
 
 class PairTile(IntegerTile):
     """Emits the product of neighbouring blocks with T tokens of 8-bit activations, in activation blocks of whole chunks.
 
-    `constants`: address of -B, i32 [block][activation block][16].
+    `constants`: address of -B and -D, i32 [block][activation block][2][16].
     """
 
     def __init__(self, isa: Isa, zero: bool, tokens: int, blocks: int, constants: Any) -> None:
         super().__init__(isa, BITS, False, zero, False, tokens, blocks)
-        self.zero_center = 1 << (BITS - 1)
+        self.zero_center = CENTER
         self.constants = constants
 
     def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
         blocks = word_at(b, row, X_BLOCKS)
         places = [b.mul(b.sub(block, n), blocks) for block in self._block_numbers(b, row, n)]
-        self.of_weights = [at(b, self.constants, place, LINE) for place in places]
+        self.of_weights = [at(b, self.constants, place, CONSTANT_BYTES) for place in places]
         self.of_tokens = at(b, word_at(b, row, PAIR), b.mul(r, blocks), 4)
         super().emit(b, row, n, r, out)
 
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
-        sums = []
+        sums = [[[cgutils.alloca_once(b, self.ints)] for _ in range(self.tokens)] for _ in self.of_weights]
+        less = []
         for address in self.of_weights:
-            less, slots = load(b, at(b, address, index, LINE), self.ints, 4), []
-            for t in range(self.tokens):
-                of_token = load(b, plus(b, at(b, self.of_tokens, index, 4 * self.tokens), 4 * t), I32, 4)
-                slots.append([cgutils.alloca_once(b, self.ints)])
-                b.store(b.sub(less, splat(b, of_token, self.ints)), slots[t][0])
-            sums.append(slots)
+            constants = at(b, address, index, CONSTANT_BYTES)
+            less.append([load(b, plus(b, constants, alone * LINE), self.ints, 4) for alone in range(2)])
+        for t in range(self.tokens):
+            of_token = load(b, plus(b, at(b, xsum if plain(t) else self.of_tokens, index, 4 * self.tokens), 4 * t), I32, 4)
+            if plain(t):
+                of_token = b.mul(of_token, ir.Constant(I32, CENTER))
+            for block, of_weights in enumerate(less):
+                b.store(b.sub(of_weights[plain(t)], splat(b, of_token, self.ints)), sums[block][t][0])
         return sums
 
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
         tokens, vector = at(b, x, chunk, QUADS * self.quad_bytes), ir.VectorType(I8, LINE)
+        prefetch(b, plus(b, tokens, AHEAD * QUADS * self.quad_bytes), QUADS * self.quad_bytes)
         lines = [at(b, address, chunk, BITS * LINE) for address in w]
         for j in range(QUADS // 2):
             weights = [operands(b, line, j) for line in lines]
             for t in range(self.tokens):
                 words = (self._broadcast(b, tokens, (2 * j + k) * self.tokens + t) for k in range(2))
                 even, odd = (b.bitcast(word, vector) for word in words)
-                for block, (unsigned, signed) in enumerate(weights):
-                    slot, second = sums[block][t][0], b.bitcast(b.add(odd, signed), self.ints)
-                    b.store(self.isa.dot8(b, b.load(slot), [b.add(even, unsigned)], [second], BITS), slot)
+                for block, (of_even, of_odd) in enumerate(weights):
+                    slot = sums[block][t][0]
+                    alone = [(of_odd, odd), (even, of_even)]
+                    for unsigned, signed in alone if plain(t) else [(b.add(even, of_odd), b.add(odd, of_even))]:
+                        b.store(self.isa.dot8(b, b.load(slot), [unsigned], [b.bitcast(signed, self.ints)], BITS), slot)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
@@ -125,23 +138,28 @@ def pair_tile(
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
 def pair_constants(typing: Any, isa: Any, row: Any, n: Any, out: Any) -> Any:
-    """out i32 [activation block][16] = -B of block n of the weights.  Literal: isa."""
-    chosen, ints = all_isas()[isa.literal_value], ir.VectorType(I32, LINE // 4)
+    """out i32 [activation block][2][16] = -B and -D of block n of the weights.  Literal: isa."""
+    chosen, ints, octets = all_isas()[isa.literal_value], ir.VectorType(I32, LINE // 4), ir.VectorType(I8, LINE)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         row, n, out = args[1:]
         w = b.add(word_at(b, row, W), b.mul(n, word_at(b, row, W_BLOCK)))
         chunks, per_block = word_at(b, row, CHUNKS), word_at(b, row, PER_BLOCK)
+        even_shift, odd_shift = (constant(octets, shift) for shift in PAIR_SHIFTS)
         with cgutils.for_range(b, word_at(b, row, X_BLOCKS)) as loop:
-            slot = cgutils.alloca_once(b, ints)
-            b.store(constant(ints, 0), slot)
+            slots = [cgutils.alloca_once_value(b, constant(ints, 0)) for _ in range(2)]
             first, count = chunks_of(b, loop.index, chunks, per_block)
             with cgutils.for_range(b, count) as inner:
                 line = at(b, w, b.add(first, inner.index), BITS * LINE)
                 prefetch(b, plus(b, line, chosen.ahead), BITS * LINE)
-                for unsigned, signed in (operands(b, line, j) for j in range(QUADS // 2)):
-                    b.store(chosen.dot8(b, b.load(slot), [unsigned], [b.bitcast(signed, ints)], BITS), slot)
-            store(b, b.sub(constant(ints, 0), b.load(slot)), at(b, out, loop.index, LINE), 4)
+                for even, odd in (operands(b, line, j) for j in range(QUADS // 2)):
+                    by_pairs = [(b.add(odd, even_shift), b.add(even, odd_shift))]
+                    for slot, factors in zip(slots, (by_pairs, [(even, even_shift), (odd, odd_shift)]), strict=True):
+                        for unsigned, signed in factors:
+                            b.store(chosen.dot8(b, b.load(slot), [unsigned], [b.bitcast(signed, ints)], BITS), slot)
+            for i, slot in enumerate(slots):
+                place = plus(b, at(b, out, loop.index, CONSTANT_BYTES), i * LINE)
+                store(b, b.sub(constant(ints, 0), b.load(slot)), place, 4)
         return context.get_dummy_value()
 
     return types.void(isa, *[types.intp] * 3), codegen
@@ -153,7 +171,7 @@ def pair_matmul(isa: int, zero: int, big: int, together: int) -> Kernel:
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         group, count = (word(row, GROUP) + together - 1) // together * together, get_i64(word(row, COUNT))
         first, last = share(row, part, parts, together)
-        scratch, line = word(row, SCRATCH) + thread * SCRATCH_BYTES, 64 * word(row, X_BLOCKS)
+        scratch, line = word(row, SCRATCH) + thread * SCRATCH_BYTES, CONSTANT_BYTES * word(row, X_BLOCKS)
         constants = word(row, CONSTANTS) + thread * group * line
         for start in range(first, last, group):
             stop, r = min(start + group, last), 0

@@ -95,6 +95,10 @@ class Form:
 ABSENT = Form(Reading(NONE, 0, 16), 0, 0, 0, 0)
 
 
+PAIR_SHIFTS = (120, -8)
+"""What tiles of tokens for products by pairs hold more than x: in even quads, in odd ones (pairs.py)."""
+
+
 @primitive(f32x16, f32x16)
 def vpair(b: Any, x: Any) -> Any:
     """Of whole numbers in four quads, what adds up over the lanes to the sum of (x_e + 128) x_o over the channels e of the even
@@ -103,6 +107,17 @@ def vpair(b: Any, x: Any) -> Any:
     other = b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), order)
     odd = ir.Constant(VF32, [128.0 if i & 4 else 0.0 for i in range(LANES)])
     return b.fmul(x, call(b, "llvm.fmuladd.v16f32", VF32, other, constant(VF32, 0.5), odd))
+
+
+@primitive(f32x16)
+def pair_shifts(b: Any) -> Any:
+    return ir.Constant(VF32, [float(PAIR_SHIFTS[i // 4 % 2]) for i in range(LANES)])
+
+
+@inline
+def shifts_of(pairs, tokens, big):  # type: ignore[no-untyped-def]
+    """What a tile adds to the integers of four quads: only the largest tiles are multiplied by pairs."""
+    return pair_shifts() if pairs != 0 and tokens == big else vsplat(0.0)
 
 
 @inline
@@ -160,11 +175,11 @@ def put_integers(kind, whole, data, c, tokens, t):  # type: ignore[no-untyped-de
 
 
 @inline
-def put_padding(kind, data, columns, tokens, t):  # type: ignore[no-untyped-def]
-    """Zeros up to a whole chunk: another run may have left numbers there, and not every instruction set ignores them."""
+def put_padding(kind, data, columns, tokens, t, shifts):  # type: ignore[no-untyped-def]
+    """Zeros, shifted, up to a whole chunk: another run may have left numbers there, which not every instruction set ignores."""
     c = (columns + 15) // 16 * 16
     if c % 32 != 0:
-        put_integers(kind, vsplat(0.0), data, c, tokens, t)
+        put_integers(kind, shifts, data, c, tokens, t)
 
 
 @inline
@@ -194,7 +209,7 @@ def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyp
             put_lanes(channels(x, factors, c, columns), data + (c * tokens + t) * 4, 4 * tokens)
         return
     blocks, pairs = (columns + block - 1) // block, word(row, at + 9)
-    limit = float(word(row, at + 7))
+    limit, shifts = float(word(row, at + 7)), shifts_of(pairs, tokens, big)
     for start in range(first, last, block):
         stop = min(start + block, last)
         peak = vsplat(0.0)
@@ -208,11 +223,11 @@ def write_form(row, at, x, r, count, big, first, last):  # type: ignore[no-untyp
             total = vadd(total, whole)
             if pairs != 0:
                 pair = vadd(pair, vpair(whole))
-            put_integers(kind, whole, data, c, tokens, t)
+            put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
         scale = largest / limit if largest > LEAST else 0.0
         put_numbers(row, at, base * blocks + start // block * tokens + t, scale, total, pair)
     if last == columns:
-        put_padding(kind, data, columns, tokens, t)
+        put_padding(kind, data, columns, tokens, t, shifts)
 
 
 @inline
@@ -228,6 +243,7 @@ def write_token_form(row, at, asymmetric, x, r, count, big, first, last):  # typ
     data = word(row, at + 4) + base * row_bytes
     blocks, none = (columns + block - 1) // block, vsplat(0.0)
     pairs = word(row, at + 9)
+    shifts = shifts_of(pairs, tokens, big)
     high, low = none, none
     for c in range(0, columns, 16):
         value = channels(x, factors, c, columns)
@@ -247,10 +263,10 @@ def write_token_form(row, at, asymmetric, x, r, count, big, first, last):  # typ
             total = vadd(total, whole)
             if pairs != 0:
                 pair = vadd(pair, vpair(whole))
-            put_integers(kind, whole, data, c, tokens, t)
+            put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
         put_numbers(row, at, base * blocks + start // block * tokens + t, scale, total, pair)
     if last == columns:
-        put_padding(kind, data, columns, tokens, t)
+        put_padding(kind, data, columns, tokens, t, shifts)
 
 
 def quantize(big: int) -> Kernel:

@@ -39,13 +39,15 @@ def test_instruction_sets_and_the_reference_agree_on_greedy_text(tiny_path: Path
 def test_chunks_of_any_size_give_the_same_logits(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from edgeq.runtime import session
 
-    model, seen = Model.load(tiny_path, target="cpu"), []
+    model, seen, chunks = Model.load(tiny_path, target="cpu"), [], []
     tokens = model.text.encode(PROMPT * 5)
     for seconds in (0.0, 1e-3, 10.0):
         monkeypatch.setattr(session, "CHUNK_SECONDS", seconds)
-        sizes: list[int] = []
-        seen.append(model.session().prefill(tokens, lambda done, total, sizes=sizes: sizes.append(done)))  # type: ignore[misc]
-        assert sizes[-1] == len(tokens) and sizes[0] == 48
+        ends: list[int] = []
+        seen.append(model.session().prefill(tokens, lambda done, total, ends=ends: ends.append(done)))  # type: ignore[misc]
+        chunks.append(ends)
+    assert chunks[0] == [48, *range(60, len(tokens), 12), len(tokens)], "nothing is known of the machine yet"
+    assert chunks[1][-1] == len(tokens) and chunks[2] == [len(tokens)], "other sessions have shown how fast it is"
     assert np.array_equal(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
 
 

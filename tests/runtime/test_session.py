@@ -51,8 +51,9 @@ def test_trim_forgets_the_tail(model: Model) -> None:
         session.trim(81)
 
 
-def test_progress_counts_chunks(model: Model) -> None:
+def test_progress_counts_chunks(tiny_path: Path) -> None:
     heard: list[tuple[int, int]] = []
+    model = Model.load(tiny_path, target="reference", context=200, max_rows=64)
     model.session().prefill(TOKENS, lambda done, total: heard.append((done, total)))
     sizes = [b - a for (a, _), (b, _) in zip([(0, 150), *heard], heard, strict=False)]
     assert sizes[0] == 48 and max(sizes) <= 64 and sum(sizes) == 150 and heard[-1] == (150, 150)

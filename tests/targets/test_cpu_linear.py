@@ -331,5 +331,5 @@ def test_modes_share_their_memory():
     program = load("cpu").compile(graph, arrays, Options("a16", 2, None, 64, 64))
     before = program._memory.allocated
     program.run(rows_of(program, 4), "a8")
-    of_pairs = 2 * 32 * 8 * 64
+    of_pairs = 2 * 32 * 8 * 128
     assert program._memory.allocated - before <= 64 * 256 + 3 * 64 * 4 * 8 + of_pairs, "only the 8-bit form of the input is new"
