@@ -16,7 +16,7 @@ SCRATCH_BYTES = 1 << 12
 
 @inline
 def written(row, together, n):  # type: ignore[no-untyped-def]
-    """Whether a tile of whole tokens has written its results itself: `together` whole blocks, more than one, without a bias."""
+    """Whether a tile of whole tokens writes its results itself: `together` whole blocks, more than one, without a bias."""
     return together > 1 and word(row, BIAS) == 0 and 16 * (n + together) <= word(row, ROWS)
 
 
@@ -60,8 +60,9 @@ def tiles(kind, isa, bits, mode16, zero, half, tokens, least, together, row, sta
     while count - r >= least:
         here = min(tokens, count - r)
         for n in range(start, stop, together):
-            product_tile(kind, isa, bits, mode16, zero, half, tokens, together, row, n, r, scratch)
-            if here < tokens or not written(row, together, n):
+            own = here == tokens and written(row, together, n)
+            product_tile(kind, isa, bits, mode16, zero, half, tokens, together, row, n, r, scratch, int(own))
+            if not own:
                 for i in range(min(together, stop - n)):
                     finish(row, scratch + 64 * tokens * i, here, n + i, r)
         r += here

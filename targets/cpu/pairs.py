@@ -85,12 +85,12 @@ class PairTile(IntegerTile):
         self.zero_center = CENTER
         self.constants = constants
 
-    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
+    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any, own: Any) -> None:
         blocks = word_at(b, row, X_BLOCKS)
         places = [b.mul(b.sub(block, n), blocks) for block in self._block_numbers(b, row, n)]
         self.of_weights = [at(b, self.constants, place, CONSTANT_BYTES) for place in places]
         self.of_tokens = at(b, word_at(b, row, PAIR), b.mul(r, blocks), 4)
-        super().emit(b, row, n, r, out)
+        super().emit(b, row, n, r, out, own)
 
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
         sums = [[[cgutils.alloca_once(b, self.ints)] for _ in range(self.tokens)] for _ in self.of_weights]
@@ -124,16 +124,17 @@ class PairTile(IntegerTile):
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
 def pair_tile(
-    typing: Any, isa: Any, zero: Any, tokens: Any, blocks: Any, row: Any, n: Any, r: Any, out: Any, constants: Any
-) -> Any:
+    typing: Any, isa: Any, zero: Any, tokens: Any, blocks: Any,
+    row: Any, n: Any, r: Any, out: Any, own: Any, constants: Any,
+) -> Any:  # fmt: skip
     """`product_tile` of 4-bit weights with 8-bit activations, by pairs of channels.  Literals: isa, zero, tokens, blocks."""
     numbers = [v.literal_value for v in (zero, tokens, blocks)]
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        PairTile(all_isas()[isa.literal_value], *numbers, args[8]).emit(b, *args[4:8])
+        PairTile(all_isas()[isa.literal_value], *numbers, args[9]).emit(b, *args[4:9])
         return context.get_dummy_value()
 
-    return types.void(isa, zero, tokens, blocks, *[types.intp] * 5), codegen
+    return types.void(isa, zero, tokens, blocks, *[types.intp] * 6), codegen
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
@@ -181,8 +182,9 @@ def pair_matmul(isa: int, zero: int, big: int, together: int) -> Kernel:
                     if r == 0:
                         for i in range(blocks):
                             pair_constants(isa, row, n + i, of_block + i * line)
-                    pair_tile(isa, zero, big, together, row, n, r, scratch, of_block)
-                    if not written(row, together, n):
+                    own = written(row, together, n)
+                    pair_tile(isa, zero, big, together, row, n, r, scratch, int(own), of_block)
+                    if not own:
                         for i in range(blocks):
                             finish(row, scratch + 64 * big * i, big, n + i, r)
                 r += big

@@ -26,7 +26,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from edgeq.codec import LINE, QUADS
-from edgeq.targets.cpu.compiled import COUNT
 from edgeq.targets.cpu.isa import Isa, all_isas
 from edgeq.targets.cpu.planes import unpack
 from edgeq.targets.cpu.vector import F16, F32, I8, I16, I32, I64, call, constant, load, prefetch, splat, store
@@ -85,9 +84,11 @@ class IntegerTile:
         self.chains = 4 if tokens == 1 and self.parts < 4 else 1
         self.quad_bytes = tokens * (8 if mode16 else 4)
 
-    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
+    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any, own: Any) -> None:
         def of(word: int) -> Any:
             return word_at(b, row, word)
+
+        owned = b.icmp_signed("!=", own, ir.Constant(I64, 0))
 
         blocks = self._block_numbers(b, row, n)
         w, scale, zero = ([b.add(of(word), b.mul(block, of(word + 1))) for block in blocks] for word in (W, SCALE, ZERO))
@@ -96,7 +97,12 @@ class IntegerTile:
         numbers = b.mul(b.mul(r, of(X_BLOCKS)), ir.Constant(I64, 4))
         xscale, xsum = b.add(of(X_SCALE), numbers), b.add(of(X_SUM), numbers)
         chunks, per_block = of(CHUNKS), of(PER_BLOCK)
-        rows = self._claimed(b, row, n, r) if self.blocks > 1 else []
+        if self.blocks > 1:
+            results = self._results(b, row, n, r)
+            with b.if_then(owned):
+                # Stores that wait for their lines hold up all behind them.
+                for place in results:
+                    prefetch(b, place, 64 * self.blocks, write=True)
         floats = [[self._float(b, out, part, t) for t in range(self.tokens)] for part in range(self.parts)]
         whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
         count = chunks if self.half else whole
@@ -120,27 +126,17 @@ class IntegerTile:
                     store(b, b.load(slot), self._place(b, out, part, t), 4)
         else:
             residual = b.icmp_signed("!=", of(ADD), ir.Constant(I64, 0))
-            with b.if_then(self._plain(b, row, n, r)), b.if_else(residual) as (added, alone):
+            with b.if_then(owned), b.if_else(residual) as (added, alone):
                 with added:
-                    self._write(b, rows, out, True)
+                    self._write(b, results, out, True)
                 with alone:
-                    self._write(b, rows, out, False)
+                    self._write(b, results, out, False)
 
-    def _claimed(self, b: Any, row: Any, n: Any, r: Any) -> list[Any]:
-        """Where the results of each token go.  The lines are asked for: stores that wait for theirs hold up all behind them."""
+    def _results(self, b: Any, row: Any, n: Any, r: Any) -> list[Any]:
+        """Where the results of each token go."""
         step = word_at(b, row, Y_ROW)
         first = at(b, b.add(word_at(b, row, Y), b.mul(r, step)), n, 64)
-        rows = [b.add(first, b.mul(step, ir.Constant(I64, t))) for t in range(self.tokens)]
-        for each in rows:
-            prefetch(b, each, 64 * self.blocks, write=True)
-        return rows
-
-    def _plain(self, b: Any, row: Any, n: Any, r: Any) -> Any:
-        """Whether nothing is left to do but to write the results: blocks and tiles are whole, there is no bias."""
-        whole = b.icmp_signed("<=", b.shl(plus(b, n, self.blocks), ir.Constant(I64, 4)), word_at(b, row, ROWS))
-        count = load(b, word_at(b, row, COUNT), I64, 8)
-        whole = b.and_(whole, b.icmp_signed("<=", plus(b, r, self.tokens), count))
-        return b.and_(whole, b.icmp_signed("==", word_at(b, row, BIAS), ir.Constant(I64, 0)))
+        return [b.add(first, b.mul(step, ir.Constant(I64, t))) for t in range(self.tokens)]
 
     def _write(self, b: Any, rows: list[Any], out: Any, add: bool) -> None:
         for part, t in itertools.product(range(self.parts), range(self.tokens)):
@@ -315,7 +311,7 @@ class FloatTile:
         self.kind, self.tokens = kind, tokens
         self.floats, self.lanes32 = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
 
-    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any) -> None:
+    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any, own: Any) -> None:
         w = b.add(word_at(b, row, W), b.mul(n, word_at(b, row, W_BLOCK)))
         x = b.add(word_at(b, row, X), b.mul(r, word_at(b, row, X_ROW)))
         columns, one = word_at(b, row, CHUNKS), ir.Constant(I64, 1)
@@ -366,10 +362,10 @@ INTEGERS, F16_KIND, BF16_KIND, F32_KIND = 0, 2, 3, 4
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
 def product_tile(
     typing: Any, kind: Any, isa: Any, bits: Any, mode16: Any, zero: Any, half: Any, tokens: Any, blocks: Any,
-    row: Any, n: Any, r: Any, out: Any,
+    row: Any, n: Any, r: Any, out: Any, own: Any,
 ) -> Any:  # fmt: skip
     """out f32 [blocks][tokens][16] = the weights of `blocks` blocks from block n on times the tile of `tokens` rows from row
-    r; the rest is in the table row.
+    r; the rest is in the table row.  `own`, not 0: a tile of several blocks writes to y, or adds, itself.
 
     Literals: kind, INTEGERS or the kind of the floats; isa (index into all_isas()), bits, mode16 (1: a16, 0: a8), zero (1:
     stored zero points) and half (1: activation blocks of 16 channels) of integers; tokens, blocks (1 of floats).
@@ -384,4 +380,4 @@ def product_tile(
         emit(b, *args[8:])
         return context.get_dummy_value()
 
-    return types.void(kind, isa, bits, mode16, zero, half, tokens, blocks, *([types.intp] * 4)), codegen
+    return types.void(kind, isa, bits, mode16, zero, half, tokens, blocks, *([types.intp] * 5)), codegen
