@@ -42,9 +42,9 @@ class Pace:
             return FIRST_CHUNK
         return max(LEAST_CHUNK, int(self._rate * CHUNK_SECONDS) // LEAST_CHUNK * LEAST_CHUNK)
 
-    def note(self, rows: int, seconds: float) -> None:
-        """Fewer rows than the first chunk's say little: what they wait for is the memory."""
-        if rows >= min(FIRST_CHUNK, self.rows):
+    def note(self, rows: int, seconds: float, whole: bool) -> None:
+        """A chunk has run; one that is not `whole` waits for memory more than it computes, so it can only raise the pace."""
+        if whole or (self._rate is not None and rows > self._rate * seconds):
             self._rate = rows / seconds
 
 
@@ -94,12 +94,13 @@ class Session:
         self._check(tokens)
         done = 0
         while done < len(tokens):
-            chunk = tokens[done : done + min(self._pace.rows, self._program.options.max_rows)]
+            most = min(self._pace.rows, self._program.options.max_rows)
+            chunk = tokens[done : done + most]
             done += len(chunk)
             before = perf_counter()
             sums = self._requantizer.sums if self._requantizer else None
             logits = run_together([Part(self, chunk, [len(chunk) - 1] if done == len(tokens) else [])], sums=sums)[0]
-            self._pace.note(len(chunk), perf_counter() - before)
+            self._pace.note(len(chunk), perf_counter() - before, len(chunk) == most)
             if progress is not None:
                 progress(done, len(tokens))
         self.logits = logits[0]
