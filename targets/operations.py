@@ -232,6 +232,12 @@ def mode_of(operation: Operation, mode: Mode) -> Mode:
     return "a8" if mode == "a4" and operation.layer < 0 else mode
 
 
+def buffers(operation: Operation) -> set[str]:
+    """Names of the buffers that an operation reads or writes."""
+    named = {getattr(operation, name) for name in ("x", "out", "routing", "gate") if hasattr(operation, name)}
+    return named | set(getattr(operation, "buffers", ()))
+
+
 def linears(operation: Operation) -> Iterator[LinearSpec]:
     """The linear layers that an operation may read."""
     if isinstance(operation, Linear):

@@ -17,7 +17,7 @@ from edgeq.runtime.text import TextStream
 from edgeq.targets import Program, Step, StepTimes
 from edgeq.targets.operations import Linear, Rows, Select
 
-PRODUCTS = ("integer_matmul", "pair_matmul", "float_matmul", "linear")
+PRODUCTS = ("integer_matmul", "gated_matmul", "pair_matmul", "gated_pair_matmul", "float_matmul", "linear")
 """Kernels that read the weights of a layer; others of the same operation prepare its input."""
 WAITING = "waiting for other threads"
 OUTSIDE = "outside: Python, rows, sampling"

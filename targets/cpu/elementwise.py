@@ -113,7 +113,7 @@ def inverse_rms(x, width, epsilon):  # type: ignore[no-untyped-def]
 
 def norm(big: int) -> Kernel:
     """Row words: 2 x, 3 bytes of its rows, 4 width, 5 gain f32, 6 epsilon (bits of an f32), 7 out, 8 bytes of its rows, 9...
-    form.
+    form, 19 bytes from one thread's out to the next.
 
     Widths are padded to 16 with zeros in x, gain and out.
     """
@@ -122,7 +122,7 @@ def norm(big: int) -> Kernel:
         count, width = get_i64(word(row, COUNT)), word(row, 4)
         first, last = rows_of(part, parts, count, big)
         for r in range(first, last):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 7) + r * word(row, 8)
+            x, out = word(row, 2) + r * word(row, 3), word(row, 7) + r * word(row, 8) + thread * word(row, 19)
             factor = vsplat(inverse_rms(x, width, get_f32(row + 8 * 6)))
             for c in range(0, width, 16):
                 vstore(out + 4 * c, vmul(vmul(vload(x + 4 * c), factor), vload(word(row, 5) + 4 * c)))
@@ -131,18 +131,29 @@ def norm(big: int) -> Kernel:
     return kernel
 
 
-def swiglu(big: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7... form."""
+@inline
+def gated(gate, up):  # type: ignore[no-untyped-def]
+    """silu(gate) * up of sixteen channels."""
+    sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(vsub(vsplat(0.0), gate))))
+    return vmul(vmul(gate, sigmoid), up)
+
+
+def swiglu(big: int, done: int) -> Kernel:
+    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7... form, 17 bytes from one thread's out to
+    the next.
+
+    Literal `done`, 1: the product in front has done it all (gated.py).
+    """
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        if done:
+            return
         count, width = get_i64(word(row, COUNT)), word(row, 4)
         begin, end, first, last = share_of(part, parts, count, big, width)
         for r in range(begin, end):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
+            x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6) + thread * word(row, 17)
             for c in range(first, last, 16):
-                gate = vload(x + 4 * c)
-                sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(vsub(vsplat(0.0), gate))))
-                vstore(out + 4 * c, vmul(vmul(gate, sigmoid), vload(x + 4 * (width + c))))
+                vstore(out + 4 * c, gated(vload(x + 4 * c), vload(x + 4 * (width + c))))
             write_form(row, 7, out, r, count, big, first, last)
 
     return kernel

@@ -67,7 +67,7 @@ def thin_matmul(kind: int) -> Kernel:
         # Where there are few blocks, many tokens are shared out instead.
         first, last, start, step = 0, (word(row, ROWS) + 15) // 16, 2 * part, 2 * parts
         if last >= parts:
-            first, last = share(row, part, parts, 1)
+            first, last = share(word(row, ROWS), part, parts, 1)
             start, step = 0, 2
         for n in range(first, last):
             block = word(row, W) + n * word(row, W_BLOCK)

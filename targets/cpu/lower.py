@@ -93,6 +93,9 @@ class Lowering:
         self.forms: dict[str, list[Form]] = {}
         self.prepared: dict[str, dict[tuple[int, ...], str]] = {}
         self.open_slots: dict[str, tuple[int, int]] = {}
+        self.position = 0
+        self.gated: op.SwiGlu | None = None
+        self.joins = True
         self.angles: dict[tuple[tuple[float, ...], float], tuple[int, int, int, int]] = {}
         self.head_changes: list[op.HeadNorm | op.RopeRotate | op.HeadRotate] = []
         self.scratch = memory.shared("scratch", self.threads * matmul.SCRATCH_BYTES)
@@ -126,7 +129,8 @@ class Lowering:
 
     def lower(self) -> None:
         """Fill `rows` from the graph."""
-        for operation in self.graph.operations:
+        for position, operation in enumerate(self.graph.operations):
+            self.position = position
             _LOWER[type(operation)](self, operation)
             self.origins += [operation] * (len(self.rows) - len(self.origins))
 
@@ -148,6 +152,16 @@ class Lowering:
         self.open_slots.pop(buffer, None)
         if slot:
             self.open_slots[buffer] = slot
+
+    def results(self, buffer: str) -> tuple[int, int, int]:
+        """Where the operation at hand writes `buffer`: address, bytes from row to row, from thread to thread.
+
+        Floats that are read in their quantized form alone are not kept: every thread has one row, which never leaves its cache.
+        """
+        stride = self.row_bytes[buffer]
+        if lower_linear.formed_only(self, buffer, self.position):
+            return self.memory.shared(("row", stride), self.threads * stride), 0, stride
+        return self.buffers[buffer], stride, 0
 
     # Operations, in the order of the network.
 
@@ -171,16 +185,17 @@ class Lowering:
 
     def rms_norm(self, o: op.RmsNorm) -> None:
         x = (self.buffers[o.x], self.row_bytes[o.x], self.graph.buffers[o.x])
-        out = (self.buffers[o.out], self.row_bytes[o.out])
-        words = [*x, self.memory.floats(o.gain), float_bits(o.eps), *out, *ABSENT.words()]
+        *out, of_thread = self.results(o.out)
+        words = [*x, self.memory.floats(o.gain), float_bits(o.eps), *out, *ABSENT.words(), of_thread]
         self.wrote(o.out, (self.emit(kernel(elementwise.norm, self.big), *words), 9))
 
     def swiglu(self, o: op.SwiGlu) -> None:
         if o.width % 16:
             raise UnsupportedError(f"intermediate_size {o.width} is not a multiple of 16; run with --target reference")
-        x, out = (self.buffers[o.x], self.row_bytes[o.x]), (self.buffers[o.out], self.row_bytes[o.out])
-        parts = channel_parts(o.width)
-        row = self.emit(kernel(elementwise.swiglu, self.big), *x, o.width, *out, *ABSENT.words(), parts=parts)
+        x, (*out, of_thread) = (self.buffers[o.x], self.row_bytes[o.x]), self.results(o.out)
+        words, parts = (*x, o.width, *out, *ABSENT.words(), of_thread), channel_parts(o.width)
+        row = self.emit(kernel(elementwise.swiglu, self.big, int(self.gated is o)), *words, parts=parts)
+        self.decode_functions[row] = kernel(elementwise.swiglu, self.big, 0)
         self.wrote(o.out, (row, 7))
 
     def select(self, o: op.Select) -> None:

@@ -121,6 +121,8 @@ def lowered(lowering: Lowering, o: op.Experts, memory: RowMemory, rows: int) -> 
         graph = replace(lowering.graph, buffers=buffers, operations=tuple(operations(o, expert)), logits=Y)
         arrays = replace(lowering.arrays, rows=rows + 8 * expert)
         one = type(lowering)(graph, lowering.file, options, lowering.isa, memory, arrays)
+        # The table rows of an expert do not stand behind one another, and a thread's row is not one of its places.
+        one.joins = False
         one.lower()
         if stages is None:
             empty = [lowering.memory.array(size * ROW_WORDS, np.int64)[0].reshape(size, ROW_WORDS) for _ in one.rows]

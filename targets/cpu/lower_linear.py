@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.linear import LinearSpec, Mode, Transform, Weight
 from edgeq.targets import operations as op
-from edgeq.targets.cpu import copies, low_rank, matmul, pairs, quantize, tile, transform
+from edgeq.targets.cpu import copies, gated, low_rank, matmul, pairs, quantize, tile, transform
 from edgeq.targets.cpu.compiled import COUNT
 from edgeq.targets.cpu.memory import padded, row_stride
 from edgeq.targets.cpu.quantize import Form, Reading
@@ -46,8 +46,9 @@ def linear(lowering: Lowering, o: op.Linear) -> None:
         first += weight.columns
     y = (lowering.buffers[o.out] + 4 * o.offset, lowering.row_bytes[o.out])
     bias = lowering.memory.floats(layer.bias) if layer.bias else 0
+    gates = does_swiglu(lowering, o, layer)
     for index, (weight, read) in enumerate(zip(layer.weights, forms, strict=True)):
-        product(lowering, weight, read, *y, 0 if index else bias, o.add or index > 0)
+        product(lowering, weight, read, *y, 0 if index else bias, o.add or index > 0, gates)
     if layer.low_rank:
         a, b = layer.low_rank.a, layer.low_rank.b
         width = 4 * padded(a.rows)
@@ -56,6 +57,39 @@ def linear(lowering: Lowering, o: op.Linear) -> None:
         thin_product(lowering, b, *inner, *y, True)
     copies.release(lowering, o)
     lowering.wrote(o.out)
+
+
+def does_swiglu(lowering: Lowering, o: op.Linear, layer: LinearSpec) -> bool:
+    """Whether the product of this layer does the SwiGLU behind it too: gate and up are all that it gives, from one block of
+    integers, nothing stands between, and the result is read in its quantized form alone."""
+    after, (weight, *more) = next(iter(lowering.graph.operations[lowering.position + 1 :]), None), layer.weights
+    if more or weight.codec.kind != "int" or layer.bias or layer.low_rank or o.add or o.offset:
+        return False
+    if not isinstance(after, op.SwiGlu) or after.x != o.out or after.width % ROWS or weight.rows != 2 * after.width:
+        return False
+    if not formed_only(lowering, after.out, lowering.position + 1):
+        return False
+    lowering.gated = after
+    return True
+
+
+def formed_only(lowering: Lowering, buffer: str, position: int) -> bool:
+    """Whether what the operation at `position` writes to `buffer` is read in one quantized form, and in no other way."""
+    if lowering.source == "masters" or not lowering.joins:
+        return False
+    readings = set[Reading]()
+    for o in lowering.graph.operations[position + 1 :]:
+        if isinstance(o, op.Linear) and o.x == buffer and o.out != buffer:
+            layer = o.linear
+            if len(layer.weights) > 1 or layer.input_order or layer.transform or layer.low_rank:
+                return False
+            readings.add(reading(lowering, layer, 0, 0, op.mode_of(o, lowering.options.mode)))
+        elif isinstance(o, (op.RmsNorm, op.SwiGlu)) and o.out == buffer != o.x:
+            break
+        elif buffer in op.buffers(o):
+            return False
+    whole = lowering.graph.buffers[buffer]
+    return len(readings) == 1 and all(each.scaling == quantize.BLOCK and each.columns == whole for each in readings)
 
 
 def prepared(lowering: Lowering, layer: LinearSpec, buffer: str) -> str:
@@ -159,8 +193,10 @@ def form(lowering: Lowering, buffer: str, read: Reading) -> Form:
     return made
 
 
-def product(lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: int, bias: int, add: bool) -> None:
-    """y = W x + bias, or added to y."""
+def product(
+    lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: int, bias: int, add: bool, gates: bool = False
+) -> None:
+    """y = W x + bias, or added to y.  `gates`: of many rows the product does the SwiGLU behind it too."""
     codec, blocks, block = weight.codec, weight.q.shape[0], read.reading.block
     words = _words(lowering, weight, y, row_bytes, bias, add)
     words[tile.X : tile.X_BLOCKS + 1] = [read.data, read.row_bytes, read.scale, read.total, read.reading.blocks]
@@ -171,15 +207,17 @@ def product(lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: i
         zero = [lowering.memory.stored(weight.zero), ROWS * groups, ROWS * grouped]
         words[tile.SCALE : tile.ZERO_STEP + 1] = scale + zero
         words[tile.CHUNKS], words[tile.PER_BLOCK] = -(-weight.columns // CHUNK), max(1, block // CHUNK)
-        mode16 = int(read.reading.kind == quantize.A16)
+        words[tile.STEP] = blocks // 2 if gates else 1
+        mode16, together = int(read.reading.kind == quantize.A16), lowering.isa.together
         literals = (lowering.isa_index, codec.bits, mode16, int(not codec.symmetric), int(block < CHUNK))
         one = kernel(matmul.integer_matvec, *literals)
-        many = kernel(matmul.integer_matmul, *literals, lowering.big, lowering.isa.together)
+        many = kernel(gated.gated_matmul if gates else matmul.integer_matmul, *literals, lowering.big, together)
         if read.pair:
-            together = lowering.isa.together
-            room = padded(words[tile.GROUP], together) * pairs.CONSTANT_BYTES * read.reading.blocks
+            most = together * gated.UNIT if gates else padded(words[tile.GROUP], together)
+            room = most * pairs.CONSTANT_BYTES * read.reading.blocks
             words[tile.PAIR], words[tile.CONSTANTS] = read.pair, lowering.memory.shared(PAIRS, lowering.threads * room)
-            many = kernel(pairs.pair_matmul, lowering.isa_index, int(not codec.symmetric), lowering.big, together)
+            function = pairs.gated_pair_matmul if gates else pairs.pair_matmul
+            many = kernel(function, lowering.isa_index, int(not codec.symmetric), lowering.big, together)
     else:
         many = kernel(matmul.float_matmul, FLOAT_KINDS[codec.kind], lowering.big)
     row = lowering.emit(many, *words[COUNT + 1 :], parts=blocks)

@@ -10,8 +10,8 @@ from edgeq.targets.cpu.compiled import COUNT, Kernel, inline, word
 from edgeq.targets.cpu.tile import ADD, BIAS, GROUP, INTEGERS, ROWS, SCRATCH, Y_ROW, Y, product_tile
 from edgeq.targets.cpu.vector import get_f32, get_i64, put_f32, vadd, vload, vstore
 
-SCRATCH_BYTES = 1 << 12
-"""Per thread; a tile's result has at most 2 blocks x 12 tokens x 64 bytes."""
+SCRATCH_BYTES = 1 << 13
+"""Per thread; a tile's result has at most 2 blocks x 12 tokens x 64 bytes, and gated.py needs four times as much behind it."""
 
 
 @inline
@@ -44,9 +44,9 @@ def finish(row, scratch, tokens, n, r):  # type: ignore[no-untyped-def]
 
 
 @inline
-def share(row, part, parts, together):  # type: ignore[no-untyped-def]
-    """The blocks [first, last) of a part, `together` of which are not parted."""
-    blocks = (word(row, ROWS) + 15) // 16
+def share(rows, part, parts, together):  # type: ignore[no-untyped-def]
+    """The blocks [first, last) of a part of so many rows, `together` of which are not parted."""
+    blocks = (rows + 15) // 16
     units = (blocks + together - 1) // together
     return units * part // parts * together, min(units * (part + 1) // parts * together, blocks)
 
@@ -74,7 +74,7 @@ def integer_matvec(isa: int, bits: int, mode16: int, zero: int, half: int) -> Ke
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         if get_i64(word(row, COUNT)) == 1:
-            first, last = share(row, part, parts, 1)
+            first, last = share(word(row, ROWS), part, parts, 1)
             scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
             tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, 1, row, first, last, 0, scratch)
 
@@ -87,7 +87,7 @@ def integer_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: 
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         group = (word(row, GROUP) + together - 1) // together * together
-        first, last = share(row, part, parts, together)
+        first, last = share(word(row, ROWS), part, parts, together)
         scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)
@@ -103,7 +103,7 @@ def float_matmul(kind: int, big: int) -> Kernel:
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
         group = word(row, GROUP)
-        first, last = share(row, part, parts, 1)
+        first, last = share(word(row, ROWS), part, parts, 1)
         scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)

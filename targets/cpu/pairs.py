@@ -25,12 +25,13 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from edgeq.codec import LINE, QUADS
 from edgeq.targets.cpu.compiled import COUNT, Kernel, word
+from edgeq.targets.cpu.gated import UNIT, WIDTH, behind, gate, gated_tiles, write_unit
 from edgeq.targets.cpu.isa import Isa, all_isas
 from edgeq.targets.cpu.matmul import SCRATCH_BYTES, finish, share, tiles, written
 from edgeq.targets.cpu.quantize import PAIR_SHIFTS
@@ -41,7 +42,9 @@ from edgeq.targets.cpu.tile import (
     INTEGERS,
     PAIR,
     PER_BLOCK,
+    ROWS,
     SCRATCH,
+    STEP,
     W_BLOCK,
     X_BLOCKS,
     IntegerTile,
@@ -51,7 +54,7 @@ from edgeq.targets.cpu.tile import (
     plus,
     word_at,
 )
-from edgeq.targets.cpu.vector import I8, I32, constant, get_i64, load, prefetch, splat, store
+from edgeq.targets.cpu.vector import I8, I32, I64, constant, get_i64, load, prefetch, splat, store
 
 BITS = 4
 """Of the weights: with fewer, what takes their planes apart leaves no registers."""
@@ -77,7 +80,7 @@ def operands(b: Any, chunk: Any, j: int) -> tuple[Any, Any]:
 class PairTile(IntegerTile):
     """Emits the product of neighbouring blocks with T tokens of 8-bit activations, in activation blocks of whole chunks.
 
-    `constants`: address of -B and -D, i32 [block][activation block][2][16].
+    `constants`: address of -B and -D, i32 [block of the tile][activation block][2][16].
     """
 
     def __init__(self, isa: Isa, zero: bool, tokens: int, blocks: int, constants: Any) -> None:
@@ -87,7 +90,7 @@ class PairTile(IntegerTile):
 
     def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any, own: Any) -> None:
         blocks = word_at(b, row, X_BLOCKS)
-        places = [b.mul(b.sub(block, n), blocks) for block in self._block_numbers(b, row, n)]
+        places = [b.mul(blocks, ir.Constant(I64, i)) for i in range(self.blocks)]
         self.of_weights = [at(b, self.constants, place, CONSTANT_BYTES) for place in places]
         self.of_tokens = at(b, word_at(b, row, PAIR), b.mul(r, blocks), 4)
         super().emit(b, row, n, r, out, own)
@@ -166,29 +169,60 @@ def pair_constants(typing: Any, isa: Any, row: Any, n: Any, out: Any) -> Any:
     return types.void(isa, *[types.intp] * 3), codegen
 
 
+@njit(inline="always")  # type: ignore[misc]
+def pair_tiles(isa, zero, big, together, row, start, stop, scratch, constants, gates):  # type: ignore[no-untyped-def]
+    """Blocks [start, stop), or those of a unit of results if `gates`, times as many rows as whole tiles take; returns the row
+    behind them."""
+    count, step, r = get_i64(word(row, COUNT)), word(row, STEP), 0
+    line = CONSTANT_BYTES * word(row, X_BLOCKS)
+    while r + big <= count:
+        for n in range(start, stop, 1 if gates else together):
+            here = together if gates else min(together, stop - n)
+            of_tile = constants + (n - start) * (together if gates else 1) * line
+            if r == 0:
+                for i in range(here):
+                    pair_constants(isa, row, n + i * step, of_tile + i * line)
+            own = not gates and written(row, together, n)
+            pair_tile(isa, zero, big, together, row, n, r, scratch, int(own), of_tile)
+            if gates:
+                gate(scratch, big, n - start)
+            elif not own:
+                for i in range(here):
+                    finish(row, scratch + 64 * big * i, big, n + i, r)
+        if gates:
+            write_unit(row, scratch, start, stop, r, big, big)
+        r += big
+    return r
+
+
 def pair_matmul(isa: int, zero: int, big: int, together: int) -> Kernel:
     """`integer_matmul` of 4-bit weights and 8-bit activations, whose tiles of `big` tokens go by pairs of channels."""
 
     def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        group, count = (word(row, GROUP) + together - 1) // together * together, get_i64(word(row, COUNT))
-        first, last = share(row, part, parts, together)
-        scratch, line = word(row, SCRATCH) + thread * SCRATCH_BYTES, CONSTANT_BYTES * word(row, X_BLOCKS)
-        constants = word(row, CONSTANTS) + thread * group * line
+        group = (word(row, GROUP) + together - 1) // together * together
+        first, last = share(word(row, ROWS), part, parts, together)
+        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
+        constants = word(row, CONSTANTS) + thread * group * CONSTANT_BYTES * word(row, X_BLOCKS)
         for start in range(first, last, group):
-            stop, r = min(start + group, last), 0
-            while r + big <= count:
-                for n in range(start, stop, together):
-                    of_block, blocks = constants + (n - start) * line, min(together, stop - n)
-                    if r == 0:
-                        for i in range(blocks):
-                            pair_constants(isa, row, n + i, of_block + i * line)
-                    own = written(row, together, n)
-                    pair_tile(isa, zero, big, together, row, n, r, scratch, int(own), of_block)
-                    if not own:
-                        for i in range(blocks):
-                            finish(row, scratch + 64 * big * i, big, n + i, r)
-                r += big
+            stop = min(start + group, last)
+            r = pair_tiles(isa, zero, big, together, row, start, stop, scratch, constants, False)
             r = tiles(INTEGERS, isa, BITS, 0, zero, 0, 4, 2, together, row, start, stop, r, scratch)
             tiles(INTEGERS, isa, BITS, 0, zero, 0, 1, 1, 1, row, start, stop, r, scratch)
+
+    return kernel
+
+
+def gated_pair_matmul(isa: int, zero: int, big: int, together: int) -> Kernel:
+    """`gated_matmul` in the same way."""
+
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
+        first, last = share(word(behind(row), WIDTH), part, parts, UNIT)
+        constants = word(row, CONSTANTS) + thread * together * UNIT * CONSTANT_BYTES * word(row, X_BLOCKS)
+        for start in range(first, last, UNIT):
+            stop = min(start + UNIT, last)
+            r = pair_tiles(isa, zero, big, together, row, start, stop, scratch, constants, True)
+            r = gated_tiles(isa, BITS, 0, zero, 0, 4, 2, together, row, start, stop, r, scratch, big)
+            gated_tiles(isa, BITS, 0, zero, 0, 1, 1, 1, row, start, stop, r, scratch, big)
 
     return kernel

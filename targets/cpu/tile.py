@@ -42,7 +42,9 @@ ROWS, GROUP, Y, Y_ROW, BIAS, ADD, SCRATCH = 17, 18, 19, 20, 21, 22, 23
 scratch."""
 PAIR, CONSTANTS = 24, 25
 """Of products by pairs of channels (pairs.py): sums of the activations, room for those of the weights."""
-WORDS = 26
+STEP = 26
+"""Of tiles of several blocks: from one block to the next."""
+WORDS = 27
 
 
 def at(b: Any, base: Any, index: Any, step: int) -> Any:
@@ -159,11 +161,11 @@ class IntegerTile:
         return b.inttoptr(place, self.floats.as_pointer())
 
     def _block_numbers(self, b: Any, row: Any, n: Any) -> list[Any]:
-        """The blocks from n on; what would lie behind the last is the last once more."""
+        """Block n and those that follow in steps; what would lie behind the last is the last once more."""
         if self.blocks == 1:
             return [n]
         last = b.lshr(plus(b, word_at(b, row, ROWS), -1), ir.Constant(I64, 4))
-        numbers = [plus(b, n, i) for i in range(self.blocks)]
+        numbers = [b.add(n, b.mul(word_at(b, row, STEP), ir.Constant(I64, i))) for i in range(self.blocks)]
         return [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
 
     def _half(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
