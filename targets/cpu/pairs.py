@@ -80,13 +80,14 @@ def operands(b: Any, chunk: Any, j: int) -> tuple[Any, Any]:
 class PairTile(IntegerTile):
     """Emits the product of neighbouring blocks with T tokens of 8-bit activations, in activation blocks of whole chunks.
 
-    `constants`: address of -B and -D, i32 [block of the tile][activation block][2][16].
+    `constants`: address of -B and -D, i32 [block of the tile][activation block][2][16].  `later`, not 0: bytes from the weights
+    of these blocks to those that come next and are still in memory; the processor brings them while it multiplies.
     """
 
-    def __init__(self, isa: Isa, zero: bool, tokens: int, blocks: int, constants: Any) -> None:
+    def __init__(self, isa: Isa, zero: bool, tokens: int, blocks: int, constants: Any, later: Any) -> None:
         super().__init__(isa, BITS, False, zero, False, tokens, blocks)
         self.zero_center = CENTER
-        self.constants = constants
+        self.constants, self.later = constants, later
 
     def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any, own: Any) -> None:
         blocks = word_at(b, row, X_BLOCKS)
@@ -111,6 +112,9 @@ class PairTile(IntegerTile):
 
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
         tokens, vector = at(b, x, chunk, QUADS * self.quad_bytes), ir.VectorType(I8, LINE)
+        with b.if_then(b.icmp_signed("!=", self.later, ir.Constant(I64, 0))):
+            for address in w:
+                prefetch(b, b.add(at(b, address, chunk, BITS * LINE), self.later), BITS * LINE)
         prefetch(b, plus(b, tokens, AHEAD * QUADS * self.quad_bytes), QUADS * self.quad_bytes)
         lines = [at(b, address, chunk, BITS * LINE) for address in w]
         for j in range(QUADS // 2):
@@ -128,16 +132,16 @@ class PairTile(IntegerTile):
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
 def pair_tile(
     typing: Any, isa: Any, zero: Any, tokens: Any, blocks: Any,
-    row: Any, n: Any, r: Any, out: Any, own: Any, constants: Any,
+    row: Any, n: Any, r: Any, out: Any, own: Any, constants: Any, later: Any,
 ) -> Any:  # fmt: skip
     """`product_tile` of 4-bit weights with 8-bit activations, by pairs of channels.  Literals: isa, zero, tokens, blocks."""
     numbers = [v.literal_value for v in (zero, tokens, blocks)]
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        PairTile(all_isas()[isa.literal_value], *numbers, args[9]).emit(b, *args[4:9])
+        PairTile(all_isas()[isa.literal_value], *numbers, *args[9:]).emit(b, *args[4:9])
         return context.get_dummy_value()
 
-    return types.void(isa, zero, tokens, blocks, *[types.intp] * 6), codegen
+    return types.void(isa, zero, tokens, blocks, *[types.intp] * 7), codegen
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
@@ -183,7 +187,8 @@ def pair_tiles(isa, zero, big, together, row, start, stop, scratch, constants, g
                 for i in range(here):
                     pair_constants(isa, row, n + i * step, of_tile + i * line)
             own = not gates and written(row, together, n)
-            pair_tile(isa, zero, big, together, row, n, r, scratch, int(own), of_tile)
+            later = word(row, W_BLOCK) * (1 if gates else together) if r == 0 and n + together < stop else 0
+            pair_tile(isa, zero, big, together, row, n, r, scratch, int(own), of_tile, later)
             if gates:
                 gate(scratch, big, n - start)
             elif not own:
