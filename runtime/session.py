@@ -20,6 +20,8 @@ from edgeq.targets.operations import Rows
 
 CHUNK_SECONDS = 1.25
 """Every chunk reads all weights once: with 0.4 seconds that took a twentieth of the time here, more on small machines."""
+COUNTED_SECONDS = 0.4
+"""Of a chunk whose inputs are summed for new weights: no interrupt may part it."""
 FIRST_CHUNK = 48
 LEAST_CHUNK = 12
 """Tokens; the tiles of the cpu target are of 12 and of 4."""
@@ -35,12 +37,11 @@ class Pace:
     def __init__(self) -> None:
         self._rate: float | None = None
 
-    @property
-    def rows(self) -> int:
-        """Tokens that take CHUNK_SECONDS, whole tiles; FIRST_CHUNK while nothing is known."""
+    def rows(self, seconds: float) -> int:
+        """Tokens that take so long, whole tiles; FIRST_CHUNK while nothing is known."""
         if self._rate is None:
             return FIRST_CHUNK
-        return max(LEAST_CHUNK, int(self._rate * CHUNK_SECONDS) // LEAST_CHUNK * LEAST_CHUNK)
+        return max(LEAST_CHUNK, int(self._rate * seconds) // LEAST_CHUNK * LEAST_CHUNK)
 
     def note(self, rows: int, seconds: float, whole: bool) -> None:
         """A chunk has run; one that is not `whole` waits for memory more than it computes, so it can only raise the pace."""
@@ -88,13 +89,14 @@ class Session:
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits:
         """Run `tokens` behind those already here, in chunks; logits behind the last.
 
-        A chunk has at most `max_rows` tokens and is meant to take CHUNK_SECONDS; behind each `progress` is told, and may raise.
+        A chunk has at most `max_rows` tokens and is meant to take CHUNK_SECONDS, or COUNTED_SECONDS; behind each `progress` is
+        told, and may raise.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
         self._check(tokens)
-        done = 0
+        done, seconds = 0, COUNTED_SECONDS if self._requantizer else CHUNK_SECONDS
         while done < len(tokens):
-            most = min(self._pace.rows, self._program.options.max_rows)
+            most = min(self._pace.rows(seconds), self._program.options.max_rows)
             chunk = tokens[done : done + most]
             done += len(chunk)
             before = perf_counter()
