@@ -35,7 +35,8 @@ class Line:
     share           of the time of a token
     seconds         of a token, a mean over the quicker half of the tokens for decode, of the repetitions for prefill
     bytes_per_s     weights read by products in decode
-    operations_per_s   multiplications and additions of products in prefill; not of those that run for the last token only
+    operations_per_s   multiplications and additions of products in prefill; not of those that run for the last token only.
+                       A product that does the SwiGLU behind it has the time of both
     """
 
     name: str

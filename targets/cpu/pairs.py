@@ -178,16 +178,16 @@ def pair_tiles(isa, zero, big, together, row, start, stop, scratch, constants, g
     """Blocks [start, stop), or those of a unit of results if `gates`, times as many rows as whole tiles take; returns the row
     behind them."""
     count, step, r = get_i64(word(row, COUNT)), word(row, STEP), 0
-    line = CONSTANT_BYTES * word(row, X_BLOCKS)
+    stride, line = 1 if gates else together, CONSTANT_BYTES * word(row, X_BLOCKS)
     while r + big <= count:
-        for n in range(start, stop, 1 if gates else together):
+        for n in range(start, stop, stride):
             here = together if gates else min(together, stop - n)
-            of_tile = constants + (n - start) * (together if gates else 1) * line
+            of_tile = constants + (n - start) // stride * together * line
             if r == 0:
                 for i in range(here):
                     pair_constants(isa, row, n + i * step, of_tile + i * line)
             own = not gates and written(row, together, n)
-            later = word(row, W_BLOCK) * (1 if gates else together) if r == 0 and n + together < stop else 0
+            later = stride * word(row, W_BLOCK) if r == 0 and n + stride < stop else 0
             pair_tile(isa, zero, big, together, row, n, r, scratch, int(own), of_tile, later)
             if gates:
                 gate(scratch, big, n - start)

@@ -31,5 +31,4 @@ class Avx512Pairs(Avx512Vnni):
     """The same by pairs of channels: Zen 4 and later add bytes in four units and multiply them in two."""
 
     name = "avx512-pairs"
-    needs = Avx512Vnni.needs | {"gfni"}
     pairs = True
