@@ -80,14 +80,15 @@ MODELS = {
 
 
 def compiled(core: Core, emit: Callable[..., None], symbol: str = "tile") -> tuple[llvm.TargetMachine, llvm.ModuleRef]:
-    """What makes text or an object file of a module, and `emit(builder, row, n, r, out)` as LLVM optimizes it for `core`."""
+    """What makes text or an object file of a module, and `emit(builder, row, n, r, out, own = 0)` as LLVM optimizes it for
+    `core`."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module(symbol)
     module.triple = TRIPLE
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4), symbol)
     builder = ir.IRBuilder(function.append_basic_block())
-    emit(builder, *function.args)
+    emit(builder, *function.args, ir.Constant(ir.IntType(64), 0))
     builder.ret_void()
     name, features = settings(core.features, core.cpu)
     target = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu=name, features=features, opt=3)

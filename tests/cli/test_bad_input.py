@@ -295,7 +295,7 @@ def test_a_context_that_does_not_fit_in_memory_says_the_largest_that_does(
 ) -> None:
     from edgeq.runtime import memory
 
-    monkeypatch.setattr(memory, "available_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 11 << 20)
     refused(edgeq("run", demo, "-p", "x", "-c", 1024, *REFERENCE), "context", "MiB", "pass -c")
 
 
