@@ -29,7 +29,7 @@ $(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/inst
 	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --method awq --bits 4 --group-size 128
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m pytest tests/test_project.py tests/test_layering.py
