@@ -46,9 +46,9 @@ def linear(lowering: Lowering, o: op.Linear) -> None:
         first += weight.columns
     y = (lowering.buffers[o.out] + 4 * o.offset, lowering.row_bytes[o.out])
     bias = lowering.memory.floats(layer.bias) if layer.bias else 0
-    gates = does_swiglu(lowering, o, layer)
+    lowering.gated = joined_swiglu(lowering, o, layer)
     for index, (weight, read) in enumerate(zip(layer.weights, forms, strict=True)):
-        product(lowering, weight, read, *y, 0 if index else bias, o.add or index > 0, gates)
+        product(lowering, weight, read, *y, 0 if index else bias, o.add or index > 0, lowering.gated is not None)
     if layer.low_rank:
         a, b = layer.low_rank.a, layer.low_rank.b
         width = 4 * padded(a.rows)
@@ -59,18 +59,15 @@ def linear(lowering: Lowering, o: op.Linear) -> None:
     lowering.wrote(o.out)
 
 
-def does_swiglu(lowering: Lowering, o: op.Linear, layer: LinearSpec) -> bool:
-    """Whether the product of this layer does the SwiGLU behind it too: gate and up are all that it gives, from one block of
-    integers, nothing stands between, and the result is read in its quantized form alone."""
+def joined_swiglu(lowering: Lowering, o: op.Linear, layer: LinearSpec) -> op.SwiGlu | None:
+    """The SwiGLU behind this layer if its product does that too: gate and up are all that it gives, from one block of integers,
+    nothing stands between, and the result is read in its quantized form alone."""
     after, (weight, *more) = next(iter(lowering.graph.operations[lowering.position + 1 :]), None), layer.weights
     if more or weight.codec.kind != "int" or layer.bias or layer.low_rank or o.add or o.offset:
-        return False
+        return None
     if not isinstance(after, op.SwiGlu) or after.x != o.out or after.width % ROWS or weight.rows != 2 * after.width:
-        return False
-    if not formed_only(lowering, after.out, lowering.position + 1):
-        return False
-    lowering.gated = after
-    return True
+        return None
+    return after if formed_only(lowering, after.out, lowering.position + 1) else None
 
 
 def formed_only(lowering: Lowering, buffer: str, position: int) -> bool:
@@ -194,7 +191,7 @@ def form(lowering: Lowering, buffer: str, read: Reading) -> Form:
 
 
 def product(
-    lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: int, bias: int, add: bool, gates: bool = False
+    lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: int, bias: int, add: bool, gates: bool
 ) -> None:
     """y = W x + bias, or added to y.  `gates`: of many rows the product does the SwiGLU behind it too."""
     codec, blocks, block = weight.codec, weight.q.shape[0], read.reading.block

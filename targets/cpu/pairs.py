@@ -112,11 +112,11 @@ class PairTile(IntegerTile):
 
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
         tokens, vector = at(b, x, chunk, QUADS * self.quad_bytes), ir.VectorType(I8, LINE)
-        with b.if_then(b.icmp_signed("!=", self.later, ir.Constant(I64, 0))):
-            for address in w:
-                prefetch(b, b.add(at(b, address, chunk, BITS * LINE), self.later), BITS * LINE)
-        prefetch(b, plus(b, tokens, AHEAD * QUADS * self.quad_bytes), QUADS * self.quad_bytes)
         lines = [at(b, address, chunk, BITS * LINE) for address in w]
+        with b.if_then(b.icmp_signed("!=", self.later, ir.Constant(I64, 0))):
+            for line in lines:
+                prefetch(b, b.add(line, self.later), BITS * LINE)
+        prefetch(b, plus(b, tokens, AHEAD * QUADS * self.quad_bytes), QUADS * self.quad_bytes)
         for j in range(QUADS // 2):
             weights = [operands(b, line, j) for line in lines]
             for t in range(self.tokens):

@@ -90,8 +90,6 @@ class IntegerTile:
         def of(word: int) -> Any:
             return word_at(b, row, word)
 
-        owned = b.icmp_signed("!=", own, ir.Constant(I64, 0))
-
         blocks = self._block_numbers(b, row, n)
         w, scale, zero = ([b.add(of(word), b.mul(block, of(word + 1))) for block in blocks] for word in (W, SCALE, ZERO))
         scale_step, zero_step = of(SCALE_STEP), of(ZERO_STEP)
@@ -100,7 +98,7 @@ class IntegerTile:
         xscale, xsum = b.add(of(X_SCALE), numbers), b.add(of(X_SUM), numbers)
         chunks, per_block = of(CHUNKS), of(PER_BLOCK)
         if self.blocks > 1:
-            results = self._results(b, row, n, r)
+            results, owned = self._results(b, row, n, r), b.icmp_signed("!=", own, ir.Constant(I64, 0))
             with b.if_then(owned):
                 # Stores that wait for their lines hold up all behind them.
                 for place in results:

@@ -13,6 +13,7 @@ import pytest
 
 from edgeq.runtime import Model, Sampling
 from edgeq.tools.corpus import evaluation_code
+from tests.targets.cases import HERE
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n" * 6
 
@@ -27,11 +28,7 @@ def test_one_to_eight_threads_give_the_same_text(tiny_path: Path, mode: str) -> 
 
 
 def test_instruction_sets_and_the_reference_agree_on_greedy_text(tiny_path: Path) -> None:
-    from edgeq.targets.cpu.isa import all_isas
-    from edgeq.targets.machine import cpu
-
-    here = [i.name for i in all_isas() if not i.needs - cpu().features and (not i.machines or cpu().arch in i.machines)]
-    texts = {"".join(Model.load(tiny_path, target="cpu", isa=isa).generate(PROMPT, max_tokens=32)) for isa in here}
+    texts = {"".join(Model.load(tiny_path, target="cpu", isa=isa).generate(PROMPT, max_tokens=32)) for isa in HERE}
     texts.add("".join(Model.load(tiny_path, target="reference").generate(PROMPT, max_tokens=32)))
     assert len(texts) == 1
 

@@ -10,8 +10,16 @@ import numpy as np
 
 from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
 from edgeq.linear import ArrayRef, LinearSpec, Weight
-from edgeq.targets import Options, load
+from edgeq.targets import Options, load, machine
+from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.operations import PAGE, Embed, Graph, Linear, Operation, Rows, Select
+
+HERE = [
+    isa.name
+    for isa in all_isas()
+    if not isa.needs - machine.cpu().features and (not isa.machines or machine.cpu().arch in isa.machines)
+]
+"""Instruction sets of the cpu target that this machine has."""
 
 
 class Arrays:

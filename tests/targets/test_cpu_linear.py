@@ -12,13 +12,10 @@ from edgeq.linear import Activation, LinearSpec, LowRank, Transform, Weight
 from edgeq.targets import Options, load
 from edgeq.targets.cpu import quantize
 from edgeq.targets.cpu.compiled import address
-from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.machine import cpu
 from edgeq.targets.operations import Embed, Graph, Linear, RmsNorm
 from edgeq.targets.reference_linear import quantize_tokens, transformed
-from tests.targets.cases import Arrays, matrix, rows_of, run, weight
+from tests.targets.cases import HERE, Arrays, matrix, rows_of, run, weight
 
-HERE = [isa.name for isa in all_isas() if not isa.needs - cpu().features]
 I4, I8, ROW4, ROW8 = Codec("int", 4, 32), Codec("int", 8, 16, False), Codec("int", 4, 0), Codec("int", 8, 0)
 NARROW, WIDE = Activation(4, 0, False), Activation(4, 8, False)
 PALEY_12 = np.array(

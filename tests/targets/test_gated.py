@@ -5,17 +5,11 @@ import pytest
 
 from edgeq.codec import Codec
 from edgeq.linear import LinearSpec
-from edgeq.targets import Options, StepTimes, load, machine
-from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets import Options, StepTimes, load
 from edgeq.targets.operations import Embed, Graph, Linear, Operation, RmsNorm, Select, SwiGlu
-from tests.targets.cases import Arrays, rows_of, run, weight
+from tests.targets.cases import HERE, Arrays, rows_of, run, weight
 
 I4, I4_ZERO, I3, I8 = Codec("int", 4, 128), Codec("int", 4, 32, False), Codec("int", 3, 64), Codec("int", 8, 16)
-HERE = [
-    isa.name
-    for isa in all_isas()
-    if not isa.needs - machine.cpu().features and (not isa.machines or machine.cpu().arch in isa.machines)
-]
 
 
 def mlp(
