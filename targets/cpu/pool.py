@@ -296,6 +296,7 @@ class Pool:
         self.threads, self.operations = threads, operations
         self._row_bytes = 8 * row_words
         self._first_time: tuple[float, int] | None = None
+        self._seconds_per_count = np.inf
         # The memory of a whole number of cache lines more: the block starts on one.
         self._tables: tuple[Table | None, Table | None] = (None, None)
         self._memory = np.zeros(STEPS + (LINE_BYTES // 8) * (operations + 1), np.int64)
@@ -343,8 +344,11 @@ class Pool:
         before = perf_counter()
         self._walk(table, threads, times.ctypes.data)
         after = perf_counter()
-        # The rate of the clock over all timed runs so far: the longer, the less the call itself counts.
         if self._first_time is None:
             self._first_time = before, int(times[0])
-        first, count = self._first_time
-        return np.diff(times).reshape(-1, 2) * ((after - first) / max(1, int(times[-1]) - count))
+        # Seconds from before the first count to after the last one are always too many, whatever came between: the least of
+        # them is the nearest.  Over all timed runs so far the calls count little, and in this run an interruption of the first.
+        for first, start_count in (self._first_time, (before, int(times[0]))):
+            rate = (after - first) / max(1, int(times[-1]) - start_count)
+            self._seconds_per_count = min(self._seconds_per_count, rate)
+        return np.diff(times).reshape(-1, 2) * self._seconds_per_count
