@@ -36,7 +36,6 @@ MAX_HEAD_KL = 0.005
 MAX_A8_RISE = 0.003
 ROWS = 4
 """Calibration rows that are run, evenly spaced."""
-LARGEST_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
 
 
 def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
-    """x [..., channels] in integers up to codec.activation_limit, a scale per block of a group, at most 128 channels."""
-    size, limit = min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK), codec.activation_limit
+    """x [..., channels] in integers up to codec.activation_limit, a scale per block of codec.activation_block channels."""
+    size, limit = codec.activation_block, codec.activation_limit
     channels = x.shape[-1]
     blocks = nn.functional.pad(x, (0, -channels % size)).unflatten(-1, (-1, size))
     scale = blocks.abs().amax(-1, keepdim=True) / limit

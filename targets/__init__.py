@@ -46,7 +46,7 @@ class Options:
 
 
 Report = Callable[[int, int, str], None]
-"""Hears (steps done, steps in all, what comes next)."""
+"""Hears (steps done, steps in all, what comes next); 0 steps in all: nobody knows how many."""
 
 
 def silent(done: int, total: int, what: str) -> None:
@@ -134,7 +134,7 @@ class Target(Protocol):
         ...
 
     def compile(self, graph: Graph, file: ModelFile, options: Options, report: Report = silent) -> Program:
-        """`report` hears how far the compilation is: the first time on a machine it can take many seconds."""
+        """`report` hears of measurements and how far the compilation is: the first time they can take many seconds."""
         ...
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import platform
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ from functools import cache
 from pathlib import Path
 
 from edgeq.meminfo import total_and_available
+
+Begin = Callable[[], None]
+"""Called before something is measured, which takes a while; not where it is known already."""
 
 # Bits of getauxval(AT_HWCAP) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores can do, big and little.
 _AT_HWCAP = 16
@@ -31,7 +36,7 @@ class Cpu:
     @property
     def big_cores(self) -> int:
         """How many of the cores are of the fastest kind; all of them where there is one kind or nothing is known."""
-        return len(big_cores()) or self.cores
+        return min(len(big_cores()) or self.cores, self.cores)
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,22 @@ def _lines(path: str) -> list[tuple[str, str]]:
 
 @cache
 def cpu() -> Cpu:
-    """The processor this process may use; `cores` respects the affinity mask."""
+    """The processor this process may use; `cores` respects the affinity mask and a container's share of processor time."""
     info = dict(reversed(_lines("/proc/cpuinfo")))
     arm = platform.machine() in ("aarch64", "arm64")
     features = _arm_features() if arm else frozenset(info.get("flags", "").split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(cores, cores_of_share(_text("/sys/fs/cgroup/cpu.max")))
     # On Arm the board's name; /proc/cpuinfo has numbers only.
     name = _text("/proc/device-tree/model") or info.get("model name") or platform.processor() or platform.machine()
     return Cpu(name, platform.machine(), features, cores)
+
+
+def cores_of_share(limit: str) -> int:
+    """Cores that a control group may keep busy, of its cpu.max "quota period" in microseconds; more threads would be stopped
+    in turn, all of them waiting for those."""
+    quota, _, period = limit.partition(" ")
+    return max(1, math.ceil(int(quota) / int(period))) if quota.isdecimal() and period.isdecimal() else sys.maxsize
 
 
 def _arm_features() -> frozenset[str]:
@@ -149,7 +162,7 @@ def integer_peak(threads: int, refresh: bool = False) -> float:
     return _measured(_key("integer_peak", threads), measure, refresh)
 
 
-def pair_gain() -> float:
+def pair_gain(begin: Begin = lambda: None) -> float:
     """How much faster products by pairs of channels are than plain ones, measured once in a moment and kept per machine."""
 
     def measure() -> float:
@@ -157,19 +170,26 @@ def pair_gain() -> float:
 
         return measure.pair_gain()
 
-    return _measured(_key("pair_gain", 1), measure, False)
+    return _measured(_key("pair_gain", 1), measure, False, begin)
 
 
-def decode_threads(refresh: bool = False) -> int:
-    """How many threads decode fastest, probed once in about half a second and kept per machine."""
+def decode_threads(refresh: bool = False, begin: Begin = lambda: None) -> int:
+    """How many threads decode fastest, probed once in about half a second and kept per machine.
+
+    Where something else kept the cores busy meanwhile the answer is good for now, and is not kept.
+    """
     most = cpu().big_cores
+    key = _key("decode_threads", most)
+    known = _measurements().get(key)
+    if most == 1 or known is not None and not refresh:
+        return int(known or 1)
+    from edgeq.targets.cpu import measure
 
-    def measure() -> float:
-        from edgeq.targets.cpu import measure
-
-        return measure.best_decode_threads(most)
-
-    return int(_measured(_key("decode_threads", most), measure, refresh)) if most > 1 else 1
+    begin()
+    threads, alone = measure.best_decode_threads(most)
+    if alone:
+        _keep(key, threads)
+    return threads
 
 
 def _key(what: str, threads: int) -> str:
@@ -177,12 +197,13 @@ def _key(what: str, threads: int) -> str:
     return f"{what}, {threads} of {cpu().cores} cores, {cpu().name}, {cpu().arch}"
 
 
-def _measured(key: str, measure: Callable[[], float], refresh: bool) -> float:
-    known = _measurements()
-    if refresh or key not in known:
-        known[key] = measure()
-        _keep(known)
-    return known[key]
+def _measured(key: str, measure: Callable[[], float], refresh: bool, begin: Begin = lambda: None) -> float:
+    known = _measurements().get(key)
+    if known is None or refresh:
+        begin()
+        known = measure()
+        _keep(key, known)
+    return known
 
 
 def _measurements() -> dict[str, float]:
@@ -194,9 +215,9 @@ def _measurements() -> dict[str, float]:
     return {key: float(value) for key, value in entries if type(value) in (int, float) and value > 0}
 
 
-def _keep(measurements: dict[str, float]) -> None:
+def _keep(key: str, value: float) -> None:
     """Best effort: a machine whose cache folder cannot be written measures again."""
-    path = cache_folder() / "machine.json"
+    path, measurements = cache_folder() / "machine.json", {**_measurements(), key: value}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import ROWS
+from edgeq.codec import A4_LIMIT, ROWS
 from edgeq.codec import dequantize as dequantize_codec
 from edgeq.codec import dequantize_rows as dequantize_codec_rows
 from edgeq.container import ModelFile
@@ -25,9 +25,6 @@ State = dict[str, ArrayF32]
 KEEP_BYTES = 1 << 30
 """Dequantized matrices kept between runs; what does not fit is dequantized again, block by block, each time it is used."""
 BLOCK_ELEMENTS = 1 << 22
-MAX_ACTIVATION_GROUP = 128
-A4_LIMIT = 7
-"""The largest integer of an activation in mode a4; that of a8 depends on the codec."""
 LEAST_SPAN = 1e-30
 """Of a row's values: a smaller one counts as zero, for its inverse may not be a number."""
 
@@ -143,17 +140,16 @@ def quantized(x: ArrayF32, layer: LinearSpec, index: int, mode: Mode) -> ArrayF3
     if layer.activation is not None:
         bits = layer.activation.high_bits if index else layer.activation.bits
         return quantize_tokens(x, bits, layer.activation.symmetric)
-    return quantize_blocks(x, codec.group_size, codec.activation_limit if mode == "a8" else A4_LIMIT)
+    return quantize_blocks(x, codec.activation_block, codec.activation_limit if mode == "a8" else A4_LIMIT)
 
 
-def quantize_blocks(x: ArrayF32, group_size: int, limit: int) -> ArrayF32:
+def quantize_blocks(x: ArrayF32, size: int, limit: int) -> ArrayF32:
     """x [rows, channels] in integers of at most `limit` per row and block of channels, dequantized again.
 
-    A block is min(group_size or 128, 128) consecutive channels, the last one perhaps shorter.  scale = max|x| / limit,
+    A block is `size` consecutive channels, the last one perhaps shorter.  scale = max|x| / limit,
     q = rint(x / scale), symmetric; a block of zeros has scale 0.
     """
     rows, channels = x.shape
-    size = min(group_size or MAX_ACTIVATION_GROUP, MAX_ACTIVATION_GROUP)
     blocks = np.pad(x, ((0, 0), (0, -channels % size))).reshape(rows, -1, size)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(limit)
     # The limit matters only where the scale is so small that it was itself rounded.

@@ -28,7 +28,6 @@ from edgeq.devices import DEVICES
 from edgeq.layout import fused_shapes
 from edgeq.targets.cpu.arm import settings
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.lower_linear import LARGEST_BLOCK
 from edgeq.targets.cpu.tile import IntegerTile
 
 TRIPLE = "aarch64-unknown-linux-gnu"
@@ -164,9 +163,9 @@ def block_cost(board: str, bits: int, mode16: bool, group: int) -> tuple[float, 
     """Cycles, and instructions, per byte of stored weights and scales, for one token."""
     core = CORES[board]
     found = loops(assembly(board, bits, mode16))
-    block = min(group, LARGEST_BLOCK)
-    inner = Counter({name: count * (block // CHUNK) for name, count in found.inner.items()})
     codec = Codec("int", bits, group)
+    block = codec.activation_block
+    inner = Counter({name: count * (block // CHUNK) for name, count in found.inner.items()})
     nbytes = codec.nbytes(ROWS, block)
     # The two parts run one behind the other.
     spent = block // CHUNK * cycles(core, found.inner) + cycles(core, found.outer)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Report = Callable[[float, float, str], None]
-"""(done, in all, what is being done)"""
+"""(done, in all or 0 where nobody knows, what is being done)"""
 
 
 def note(line: str) -> None:
@@ -38,23 +38,27 @@ def progress() -> Iterator[Report]:
         task = bar.add_task("", total=None)
 
         def report(done: float, total: float, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
+            bar.update(task, completed=done, total=total or None, description=what)
 
         yield report
 
 
 @contextmanager
 def compilation() -> Iterator[Report]:
-    """For Model.load, which reports only what is compiled now: a bar, or a line where nobody watches; then how long it took."""
+    """For Model.load, which reports only what is measured or compiled now: a bar, or lines where nobody watches; then how long
+    compiling took."""
     started: float | None = None
+    said = ""
     with progress() as bar:
 
         def report(done: float, total: float, what: str) -> None:
-            nonlocal started
-            if started is None:
+            nonlocal started, said
+            stage = f"compiling {total:.0f} kernels" if total else what
+            if done == 0 and stage != said and not sys.stderr.isatty():
+                note(f"{stage}, once on this machine ...")
+            said = stage
+            if total and started is None:
                 started = perf_counter()
-                if not sys.stderr.isatty():
-                    note(f"compiling {total:.0f} kernels, once on this machine ...")
             bar(done, total, what)
 
         yield report

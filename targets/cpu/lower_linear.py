@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgeq.codec import CHUNK, ROWS, Codec
+from edgeq.codec import A4_LIMIT, CHUNK, MAX_ACTIVATION_BLOCK, ROWS
 from edgeq.linear import LinearSpec, Mode, Transform, Weight
 from edgeq.targets import operations as op
 from edgeq.targets.cpu import copies, gated, low_rank, matmul, pairs, quantize, tile, transform
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
 PAIRS = "pairs"
 """What the threads know of the weights that they multiply by pairs of channels."""
-LARGEST_BLOCK = 128
-"""Channels of an activation block at most: what an int32 sum of 8-bit by 16-bit products holds."""
 GROUP_BYTES = 256 << 10
 """Weights that stay in a core's second-level cache while the tokens of a chunk pass by."""
 LEAST_PRODUCTS = 1 << 16
 """Of a dense transform's base that are worth a part of their own."""
-A16_LIMIT, A4_LIMIT = 32767, 7
-"""The largest integer of an activation block in modes a16 and a4; that of a8 depends on the codec."""
+A16_LIMIT = 32767
+"""The largest integer of an activation block in mode a16."""
 LARGEST_BYTE = 127
 
 
@@ -141,8 +139,8 @@ def reading(lowering: Lowering, layer: LinearSpec, index: int, first: int, mode:
     factors = lowering.memory.copied(lowering.file.array(layer.input_scale)) + 4 * first if layer.input_scale else 0
     factors = factors or copies.factors(lowering, layer)
     if weight.codec.kind != "int":
-        return Reading(quantize.FLOAT, weight.columns, LARGEST_BLOCK, factors=factors, first=first)
-    codec, block = weight.codec, activation_block(weight.codec)
+        return Reading(quantize.FLOAT, weight.columns, MAX_ACTIVATION_BLOCK, factors=factors, first=first)
+    codec, block = weight.codec, weight.codec.activation_block
     kind, scaling = quantize.A16 if mode == "a16" else quantize.A8, quantize.BLOCK
     limit = {"a16": A16_LIMIT, "a8": codec.activation_limit, "a4": A4_LIMIT}[mode]
     if mode != "a16" and layer.activation:
@@ -155,11 +153,6 @@ def reading(lowering: Lowering, layer: LinearSpec, index: int, first: int, mode:
         kind = quantize.A16 if limit > LARGEST_BYTE else quantize.A8
     by_pairs = lowering.isa.pairs and kind == quantize.A8 and codec.bits == pairs.BITS and limit <= codec.activation_limit
     return Reading(kind, weight.columns, block, limit, scaling, factors, first, by_pairs and block >= CHUNK)
-
-
-def activation_block(codec: Codec) -> int:
-    """Channels of an activation that share a scale: the weight's group, at most 128."""
-    return min(codec.group_size or LARGEST_BLOCK, LARGEST_BLOCK)
 
 
 def form(lowering: Lowering, buffer: str, read: Reading) -> Form:

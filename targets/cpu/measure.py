@@ -94,15 +94,22 @@ def multiply(isa: int, pairs: int) -> Kernel:
 
 def _rates(table: Table, threads: int, work: float, seconds: float) -> list[float]:
     """`work` per second of each pass, for at least three passes and `seconds`."""
+    return _rates_and_share(table, threads, work, seconds)[0]
+
+
+def _rates_and_share(table: Table, threads: int, work: float, seconds: float) -> tuple[list[float], float]:
+    """Those, and which share of the time the threads had a core each; they do not sleep between the passes."""
     pool = Pool(threads, 1, table.shape[1])
     pool.run(table, threads)
-    passes, end = list[float](), time.perf_counter() + seconds
+    passes, start, used = list[float](), time.perf_counter(), time.process_time()
+    end = start + seconds
     while len(passes) < 3 or time.perf_counter() < end:
         began = time.perf_counter()
         pool.run(table, threads)
         passes.append(work / (time.perf_counter() - began))
+    share = (time.process_time() - used) / (time.perf_counter() - start) / threads
     pool.close()
-    return passes
+    return passes, share
 
 
 def read_bandwidth(threads: int) -> float:
@@ -136,24 +143,27 @@ def _product_rate(name: str, pairs: bool, threads: int, repeat: int, seconds: fl
 
 
 PROBES = 5
+ALONE = 0.9
+"""Share of the time that the threads of a probe have their cores where nothing else runs."""
 
 
-def best_decode_threads(most: int) -> int:
-    """The number of threads, up to `most`, that multiplies a large 4-bit matrix with a token fastest.
+def best_decode_threads(most: int) -> tuple[int, bool]:
+    """The number of threads, up to `most`, that multiplies a large 4-bit matrix with a token fastest; whether they were alone.
 
     More threads than it takes to fill the memory's bandwidth only disturb each other (two are best on a Raspberry Pi 5), so of
     counts within 3 % of the best the smallest is taken.  Takes about half a second.
     """
     table, kept = _decode_table(most)
     candidates = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < most} | {most})
-    rates = dict.fromkeys(candidates, 0.0)
+    rates, shares = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0.0)
     # In turn, and the best of each: what else runs on the machine for a moment must not decide for all time.
     for _ in range(PROBES):
         for n in candidates:
             table[0, -1] = 4 * n
-            rates[n] = max(rates[n], statistics.median(_rates(table, n, 1.0, 0.5 / PROBES / len(candidates))))
+            passes, share = _rates_and_share(table, n, 1.0, 0.5 / PROBES / len(candidates))
+            rates[n], shares[n] = max(rates[n], statistics.median(passes)), max(shares[n], share)
     del kept
-    return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values()))
+    return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values())), min(shares.values()) >= ALONE
 
 
 def _decode_table(threads: int) -> tuple[Table, list[NDArray[Any]]]:

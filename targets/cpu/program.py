@@ -26,11 +26,8 @@ from edgeq.targets.operations import Graph, Page, Rows, linears
 LEAST_BYTES = 4 << 20
 """Of weights, for each thread.  With less its part of an operation takes no longer than meeting the others, and where another
 process holds a core, meeting can take milliseconds."""
-
-
 MOST_PIECES, ROWS_A_PIECE = 16, 4
-"""Of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes half a second, a piece of it does not.
-"""
+"""Of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does not."""
 
 
 class CpuProgram:
@@ -38,11 +35,12 @@ class CpuProgram:
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options, report: Report) -> None:
         most = max(1, sum(linear.nbytes for o in graph.operations for linear in linears(o)) // LEAST_BYTES)
-        self.threads = options.threads or min(most, machine.decode_threads() if most > 1 else 1)
+        begin = partial(report, 0, 0, "measuring which kernels and how many threads are fastest")
+        self.threads = options.threads or min(most, machine.decode_threads(begin=begin) if most > 1 else 1)
         self.threads_prefill = options.threads_prefill or options.threads or min(most, machine.cpu().big_cores)
         self.options = replace(options, threads=self.threads, threads_prefill=self.threads_prefill)
         self.graph = graph
-        isa, self._reason = choose(options.isa)
+        isa, self._reason = choose(options.isa, begin)
         self.isa = isa.name
         # Holds the file: the tables hold addresses in its map.
         self._file = file

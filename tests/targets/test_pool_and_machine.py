@@ -1,12 +1,16 @@
 """The threads that walk a table together, and what is known of the machine."""
 
 import json
+import os
+import sys
 import threading
 import time
 
 import numpy as np
+import pytest
 
 from edgeq.targets import machine
+from edgeq.targets.cpu import measure
 from edgeq.targets.cpu.compiled import address
 from edgeq.targets.cpu.elementwise import select
 from edgeq.targets.cpu.pool import RUN, SLEEPERS, Pool
@@ -93,6 +97,44 @@ def test_bandwidth_is_measured_once_per_machine(monkeypatch, tmp_path):
     assert 1 <= machine.decode_threads() <= machine.cpu().cores
     kept = json.loads((tmp_path / "edgeq" / "machine.json").read_text())
     assert first in kept.values() and all(machine.cpu().name in key for key in kept)
+
+
+def test_the_best_number_of_threads_is_kept_only_if_nothing_else_ran_meanwhile(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("some", "x86_64", frozenset(), 8))
+    monkeypatch.setattr(machine, "big_cores", lambda: [])
+    begun, answers = [], iter([(1, False), (6, True)])
+    monkeypatch.setattr(measure, "best_decode_threads", lambda most: next(answers))
+    assert [machine.decode_threads(begin=lambda: begun.append(1)) for _ in range(3)] == [1, 6, 6] and len(begun) == 2
+
+
+def test_threads_that_share_a_core_are_not_alone():
+    threads = 4 * (os.cpu_count() or 1)
+    table, kept = measure._decode_table(threads)
+    table[0, -1] = 4 * threads
+    share, many = (measure._rates_and_share(table, n, 1.0, 0.05)[1] for n in (1, threads))
+    assert 0 < many < measure.ALONE and many < share <= 1.01 and kept
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("max 100000", sys.maxsize), ("", sys.maxsize)],
+)
+def test_cores_of_a_container_are_those_that_it_may_keep_busy(limit, cores):
+    assert machine.cores_of_share(limit) == cores
+
+
+def test_measurements_within_measurements_are_kept_and_begin_is_called_for_those_alone_that_are_made(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    begun = []
+
+    def outer() -> float:
+        return machine._measured("inner", lambda: 2.0, False, lambda: begun.append("inner")) + 1
+
+    for _ in range(2):
+        assert machine._measured("outer", outer, False, lambda: begun.append("outer")) == 3
+    assert begun == ["outer", "inner"]
+    assert json.loads((tmp_path / "edgeq" / "machine.json").read_text()) == {"inner": 2, "outer": 3}
 
 
 def test_a_damaged_measurement_is_measured_again(monkeypatch, tmp_path):

@@ -139,7 +139,7 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
 def test_activations_are_int8_per_row_and_block(group_size: int, size: int) -> None:
     x = np.random.default_rng(2).normal(size=(3, 320)).astype(np.float32)
     x[1, :size] = 0
-    y = quantize_blocks(x, group_size, 127)
+    y = quantize_blocks(x, Codec("int", 8, group_size).activation_block, 127)
     assert y.shape == x.shape and not y[1, :size].any()
     for row in range(3):
         for start in range(0, 320, size):

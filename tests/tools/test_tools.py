@@ -99,3 +99,7 @@ def test_compiling_is_told_in_two_lines_where_nobody_watches_and_not_at_all_when
     lines = err.splitlines()
     assert not out and len(lines) == 2 and lines[0] == "compiling 3 kernels, once on this machine ..."
     assert lines[1].startswith("kernels compiled in ") and lines[1].endswith(" s")
+    with compilation() as report:
+        report(0, 0, "measuring what is fastest")
+        report(0, 0, "measuring what is fastest")
+    assert capsys.readouterr().err == "measuring what is fastest, once on this machine ...\n"

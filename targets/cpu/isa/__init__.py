@@ -64,8 +64,8 @@ class Isa(Protocol):
 
 
 LEAST_GAIN = 1.05
-"""Of products by pairs of channels over plain ones, in registers: where bytes are added in the units that multiply, they lose.
-"""
+"""Of products by pairs of channels over plain ones, in registers: where bytes are added in the units that multiply they
+lose."""
 
 
 def all_isas() -> tuple[Isa, ...]:
@@ -78,8 +78,8 @@ def all_isas() -> tuple[Isa, ...]:
     return (Avx512Pairs(), Avx512Vnni(), Avx2(), NeonDot(), Neon(), Portable())
 
 
-def choose(name: str | None = None) -> tuple[Isa, str]:
-    """The instruction set to use and the reason, for people.
+def choose(name: str | None = None, begin: machine.Begin = lambda: None) -> tuple[Isa, str]:
+    """The instruction set to use and the reason, for people; `begin` is called if that takes a measurement.
 
     UnsupportedError: `name` is unknown, or this processor lacks what it needs.
     """
@@ -99,7 +99,7 @@ def choose(name: str | None = None) -> tuple[Isa, str]:
         if isa.machines and machine.cpu().arch not in isa.machines:
             continue
         missing = sorted(isa.needs - features)
-        if not missing and (not isa.pairs or machine.pair_gain() >= LEAST_GAIN):
+        if not missing and (not isa.pairs or machine.pair_gain(begin) >= LEAST_GAIN):
             return isa, "the best this processor has" if not passed else "; ".join(passed)
         if not isa.pairs:
             passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")
