@@ -72,13 +72,16 @@ def drafted(streams: Sequence[Stream], counts: Sequence[int], mode: Mode) -> lis
     """
     drafts = [Draft() for _ in streams]
     lengths = [len(stream.session.tokens) for stream in streams]
-    for step in range(max(counts)):
-        active = [i for i, count in enumerate(counts) if step < count]
-        parts = [Part(streams[i].session, [(drafts[i].tokens or streams[i].tokens)[-1]], [0]) for i in active]
-        for i, logits in zip(active, run_together(parts, mode), strict=True):
-            stream, draft = streams[i], drafts[i]
-            draft.candidates.append(stream.sampler.candidates(logits[0], stream.tokens + draft.tokens))
-            draft.tokens.append(stream.sampler.pick(draft.candidates[-1]))
-    for stream, length in zip(streams, lengths, strict=True):
-        stream.session.trim(length)
+    try:
+        for step in range(max(counts)):
+            active = [i for i, count in enumerate(counts) if step < count]
+            parts = [Part(streams[i].session, [(drafts[i].tokens or streams[i].tokens)[-1]], [0]) for i in active]
+            for i, logits in zip(active, run_together(parts, mode), strict=True):
+                stream, draft = streams[i], drafts[i]
+                draft.candidates.append(stream.sampler.candidates(logits[0], stream.tokens + draft.tokens))
+                draft.tokens.append(stream.sampler.pick(draft.candidates[-1]))
+    finally:
+        # An interrupt must not leave keys and values of the cheap mode behind, which a later prompt would find and keep.
+        for stream, length in zip(streams, lengths, strict=True):
+            stream.session.trim(length)
     return drafts

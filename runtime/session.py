@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from threading import Lock
 from time import perf_counter
 from typing import NamedTuple
@@ -219,11 +220,11 @@ def run_together(parts: Sequence[Part], mode: Mode | None = None, sums: InputSum
         logits=np.concatenate([np.asarray(p.wanted, np.int32) + start for p, start in zip(parts, starts, strict=True)]),
     )
     runner = parts[0].session
-    with runner._turn:
+    with runner._turn, sums.or_nothing() if sums else nullcontext():
         # The next run, perhaps another session's, overwrites the program's own array.
         weights = runner.weights if sums is None else None
         logits = runner._program.run(rows, mode, weights=weights, sums=sums).copy()
-    for session, tokens, _ in parts:
-        session.tokens.extend(int(t) for t in tokens)
-        session._cache.trim(len(session.tokens))
+        for session, tokens, _ in parts:
+            session.tokens += [int(t) for t in tokens]
+            session._cache.trim(len(session.tokens))
     return np.split(logits, np.cumsum([len(part.wanted) for part in parts])[:-1])

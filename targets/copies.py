@@ -5,7 +5,8 @@ A layer with a `master` takes part.  Which scales follow from the sums is the ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,6 +90,16 @@ class InputSums:
     def clear(self) -> None:
         self.values[:] = 0
         self.tokens = 0
+
+    @contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """What is added within stays only if that comes to its end; tokens of an interrupted run will be read again."""
+        values, tokens = self.values.copy(), self.tokens
+        try:
+            yield
+        except BaseException:
+            self.values[:], self.tokens = values, tokens
+            raise
 
 
 class Weights:

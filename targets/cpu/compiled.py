@@ -26,8 +26,8 @@ from numba.core.base import _load_global_helpers
 from numba.core.intrinsics import INTR_MATH
 from numba.core.runtime import _nrt_python
 
-from edgeq import codec
-from edgeq.targets import machine
+from edgeq import codec, rounding
+from edgeq.targets import machine, operations
 from edgeq.targets.cpu import arm
 from edgeq.targets.cpu.vector import get_i64
 
@@ -47,7 +47,9 @@ FUNCTION, COUNT = 0, 1
 
 @cache
 def cache_folder() -> Path:
-    sources = [*sorted(Path(__file__).parent.rglob("*.py")), Path(codec.__file__)]
+    # Of the modules outside of this package those whose numbers become constants of the machine code.
+    outside = [Path(str(module.__file__)) for module in (codec, rounding, operations)]
+    sources = [*sorted(Path(__file__).parent.rglob("*.py")), *outside]
     seen = hashlib.blake2b(digest_size=8)
     for part in (*(path.read_bytes() for path in sources), *(v.encode() for v in (numba.__version__, llvmlite.__version__))):
         seen.update(part)
@@ -66,12 +68,11 @@ def is_kept(factory: Callable[..., Any], *literals: int) -> bool:
     return _file(factory, *literals).exists()
 
 
-def entry(function: Callable[..., Any], arguments: int, returns: Any = types.void) -> Callable[..., int]:
+def entry(function: Callable[..., Any], arguments: int) -> Callable[..., None]:
     """`function` of that many numbers as machine code, to be called from Python without the GIL."""
     path = _file(function)
-    place = _loaded(path) or _compiled(path, function, returns(*[types.intp] * arguments))
-    result = None if returns is types.void else ctypes.c_ssize_t
-    return ctypes.CFUNCTYPE(result, *[ctypes.c_ssize_t] * arguments)(place)
+    place = _loaded(path) or _compiled(path, function, types.void(*[types.intp] * arguments))
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * arguments)(place)
 
 
 def _file(function: Callable[..., Any], *literals: int) -> Path:

@@ -63,10 +63,13 @@ def _relax(b: Any) -> None:
 
 @intrinsic  # type: ignore[misc]
 def read(typing: Any, address: Any) -> Any:
-    """Atomic load of an int64 that orders what follows behind it."""
+    """Atomic load of an int64 that orders what follows behind it, and itself behind every `add` before it.
+
+    An Arm processor may run a load that only acquires before what `add` stores is seen, and miss a thread that goes to sleep.
+    """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
+        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
 
     return types.int64(types.intp), codegen
 
@@ -201,7 +204,6 @@ def _walk(shared, tag, table, length, row_bytes, thread, times):  # type: ignore
 
 
 walk = inline(_walk)
-walk_here = entry(_walk, 7)
 
 
 def _walk_alone(table, length, row_bytes, times):  # type: ignore[no-untyped-def]
@@ -249,7 +251,8 @@ def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
 work = entry(_work, 3)
 
 
-def _start(shared, table, length, threads):  # type: ignore[no-untyped-def]
+@inline
+def announce(shared, table, length, threads):  # type: ignore[no-untyped-def]
     """Tell the other threads that there is a run, for the first `threads` of them; returns its number."""
     tag = (add(shared + 8 * RUN, 1) + 2) & 0x7FFFFFFF
     for i in range(length):
@@ -266,20 +269,33 @@ def _start(shared, table, length, threads):  # type: ignore[no-untyped-def]
     return tag
 
 
-start = entry(_start, 4, types.intp)
+def _run(shared, table, length, row_bytes, threads, times):  # type: ignore[no-untyped-def]
+    """A whole run in one call: an interrupt taken in the middle would leave the others at work on what Python then frees."""
+    walk(shared, announce(shared, table, length, threads), table, length, row_bytes, 0, times)
 
 
-def _live(shared: int, row_bytes: int, thread: int) -> None:
+run_together = entry(_run, 6)
+
+
+def _dismiss(shared):  # type: ignore[no-untyped-def]
+    announce(shared, 0, 0, 0)
+
+
+dismiss = entry(_dismiss, 1)
+
+
+def _live(shared: Table, row_bytes: int, thread: int) -> None:
+    """`shared` is the array itself, not its address: it must not end before its last thread does."""
     cores = machine.big_cores()
     if cores:
         # 0 is the calling thread.  Without leave to choose, the system's choice of cores stays.
         with suppress(OSError):
             os.sched_setaffinity(0, cores)
-    work(shared, row_bytes, thread)
+    work(shared.ctypes.data, row_bytes, thread)
 
 
 def _stop(shared: Table, workers: list[threading.Thread]) -> None:
-    start(shared.ctypes.data, 0, 0, 0)
+    dismiss(shared.ctypes.data)
     for worker in workers:
         worker.join()
 
@@ -301,27 +317,25 @@ class Pool:
         self._tables: tuple[Table | None, Table | None] = (None, None)
         self._memory = np.zeros(STEPS + (LINE_BYTES // 8) * (operations + 1), np.int64)
         self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
-        address = self._shared.ctypes.data
-        workers = [
-            threading.Thread(target=_live, args=(address, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)
-            for i in range(1, threads)
-        ]
-        started: list[threading.Thread] = []
-        try:
-            for worker in workers:
-                worker.start()
-                started.append(worker)
-        except RuntimeError:
-            _stop(self._shared, started)
-            raise ResourceError(f"the system gives only {len(started) + 1} of {threads} threads; pass fewer with -t") from None
-        # The workers hold only the address: they must end before the shared block does.
+        workers: list[threading.Thread] = []
+        # Before the first thread: whatever interrupts this, those that have begun end with the pool.
         self.close = weakref.finalize(self, _stop, self._shared, workers)
+        try:
+            for i in range(1, threads):
+                worker = threading.Thread(target=_live, args=(self._shared, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)
+                worker.start()
+                workers.append(worker)
+        except RuntimeError:
+            self.close()
+            raise ResourceError(f"the system gives only {len(workers) + 1} of {threads} threads; pass fewer with -t") from None
 
     def run(self, table: Table, threads: int, pieces: int = 1) -> None:
         """Walk the rows of `table` with the first `threads` threads; returns when every operation is done.
 
         With several pieces Python can take an interrupt between two of them.
         """
+        if len(table) > self.operations:
+            raise ValueError(f"{len(table)} operations; this pool has room for {self.operations}")
         for piece in _split(table, pieces):
             self._walk(piece, threads, 0)
 
@@ -334,8 +348,7 @@ class Pool:
         # A thread that comes late still reads the table.
         self._tables = (self._tables[1], table)
         if threads > 1:
-            tag = start(shared, table.ctypes.data, len(table), threads)
-            walk_here(shared, tag, table.ctypes.data, len(table), self._row_bytes, 0, times)
+            run_together(shared, table.ctypes.data, len(table), self._row_bytes, threads, times)
         else:
             walk_alone(table.ctypes.data, len(table), self._row_bytes, times)
 

@@ -88,10 +88,11 @@ class CpuProgram:
         """The tables of a mode and of weights, made when they are first used: over the same buffers, one runs after another."""
         if (mode, source) not in self._tables_of:
             lowering = self._lower(options=replace(self.options, mode=mode), source=source)
-            self._tables_of[mode, source] = Tables(*lowering.tables(report), lowering.steps())
+            tables = Tables(*lowering.tables(report), lowering.steps())
+            # Room first: an interrupt must not leave tables behind that are too long for the pool.
             if len(lowering.rows) > self._pool.operations:
-                self._pool.close()
                 self._pool = Pool(self._pool.threads, len(lowering.rows), ROW_WORDS)
+            self._tables_of[mode, source] = tables
         return self._tables_of[mode, source]
 
     def _of_copy(self, mode: Mode, weights: Weights) -> Tables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,6 +248,25 @@ def test_a_different_prompt_in_a_used_session_gives_what_a_fresh_one_does(model:
         session.prefill(prompt)
     assert np.array_equal(used.decode(8), fresh.decode(8))
     assert used.keep_prefix([*prompt, 8, 9]) == len(prompt) + 1
+
+
+def test_an_interrupted_prompt_is_not_counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, fresh, run = model.session(), model.session(), model.program.run
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        run(*arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.program, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill(TOKENS)
+    assert session.tokens == [] and session.keep_prefix(TOKENS) == 0
+    for each in (session, fresh):
+        each.prefill(TOKENS)
+        each.requantize()
+    assert session.requantized_tokens == fresh.requantized_tokens == len(TOKENS)
+    assert all(np.array_equal(a, copy_of(fresh).arrays[ref]) for ref, a in copy_of(session).arrays.items())
 
 
 def test_drift_waits_until_enough_is_new(path: Path) -> None:

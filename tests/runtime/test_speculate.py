@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from edgeq.errors import InputError
-from edgeq.runtime import Batch, Model, Sampling
+from edgeq.runtime import Batch, Model, Sampling, drafts
 from edgeq.runtime.drafts import Draft, Lookup, Stream
 from edgeq.runtime.measure import LONGEST_DRAFT
 from edgeq.runtime.pace import Pace, expected_tokens
 from edgeq.runtime.sampling import Sampler, distribution
+from edgeq.runtime.session import run_together
 from edgeq.runtime.speculate import Speculator, accept, residual
 
 CODE = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
@@ -65,6 +66,24 @@ def test_the_cache_after_cycles_is_the_plain_one_bit_by_bit(model: Model, draft:
     assert plain.tokens == drafted.tokens
     following = [5, 6, 7]
     assert np.array_equal(plain.prefill(following), drafted.prefill(following))
+
+
+def test_an_interrupted_draft_leaves_nothing_of_its_mode_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, runs = prompts(model)[0], []
+
+    def interrupted(parts: Any, mode: Any) -> Any:
+        runs.append(mode)
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        return run_together(parts, mode)
+
+    session = model.session()
+    session.prefill(prompt[:-1])
+    monkeypatch.setattr(drafts, "run_together", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        drafts.drafted([Stream(session, Sampler(Sampling()), list(prompt))], [5], "a8")
+    assert session.tokens == prompt[:-1] and runs == ["a8"] * 4
+    assert np.array_equal(session.prefill(prompt[-1:]), model.session().prefill(prompt))
 
 
 def test_logits_of_the_session_are_those_behind_its_last_token(model: Model) -> None:

@@ -12,7 +12,7 @@ from edgeq.errors import ResourceError
 from edgeq.targets.cpu import compiled
 from edgeq.targets.cpu.compiled import address, entry, is_kept
 from edgeq.targets.cpu.elementwise import select
-from edgeq.targets.cpu.pool import Pool
+from edgeq.targets.cpu.pool import Pool, publish
 
 
 @pytest.fixture
@@ -66,15 +66,15 @@ def test_a_folder_that_cannot_be_written_only_costs_time(folder: Path, monkeypat
     assert not is_kept(select)
 
 
-def _sum(a, b):  # type: ignore[no-untyped-def]
-    return a + b
+def _sum(a, b, place):  # type: ignore[no-untyped-def]
+    publish(place, a + b)
 
 
 def test_python_calls_machine_code(folder: Path) -> None:
-    from numba import types
-
     for _ in range(2):
-        assert entry(_sum, 2, types.intp)(1 << 40, -3) == (1 << 40) - 3
+        result = np.zeros(1, np.int64)
+        entry(_sum, 3)(1 << 40, -3, result.ctypes.data)
+        assert result[0] == (1 << 40) - 3
 
 
 def test_threads_that_the_system_does_not_give_are_an_error_and_those_it_gave_end(monkeypatch: pytest.MonkeyPatch) -> None:

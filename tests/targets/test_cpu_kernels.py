@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgeq.codec import Codec, pack_floats
-from edgeq.errors import UnsupportedError
+from edgeq.errors import ResourceError, UnsupportedError
 from edgeq.linear import KvCodec, LinearSpec, Weight
 from edgeq.targets import Options, load
 from edgeq.targets.cpu.isa import all_isas, choose
@@ -149,6 +149,27 @@ def test_more_rows_than_compiled_for_are_refused():
     program = load("cpu").compile(graph, arrays, Options("a16", 1, None, 2, 2))
     with pytest.raises(ValueError, match="compiled for 2"):
         program.run(rows_of(program, 3))
+
+
+def test_tables_too_long_for_a_pool_that_cannot_grow_are_not_kept(monkeypatch):
+    from edgeq.targets.cpu import program as module
+
+    def refused(*_):
+        raise ResourceError("no threads")
+
+    arrays = Arrays()
+    graph = shown(arrays, np.ones((4, 16)), [], "x", {"x": 16, "_dim": 2})
+    program = load("cpu").compile(graph, arrays, Options("a16", 2, None, 4, 4))
+    wanted = program.run(rows_of(program, 4)).copy()
+    # As if the other mode needed more operations.
+    program._pool.close()
+    program._pool = module.Pool(2, 1, module.ROW_WORDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "Pool", refused)
+        for _ in range(2):
+            with pytest.raises(ResourceError):
+                program.run(rows_of(program, 4), "a8")
+    assert np.array_equal(program.run(rows_of(program, 4), "a8"), wanted)
 
 
 def test_unknown_instruction_set_is_refused_by_name():
