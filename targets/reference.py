@@ -133,12 +133,14 @@ class ReferenceProgram:
                 here = rows.selected()
             steps.append((operation, kernel.__name__))
             clock.append(perf_counter())
+            if len(here) == 0:
+                break
         if times is not None:
             seconds = np.diff(clock)
             times.append(StepTimes(steps, np.stack([seconds, np.zeros_like(seconds)], 1)))
         if sums is not None:
             sums.tokens += len(rows) if rows.counted is None else int(rows.counted.sum())
-        return state[self._graph.logits]
+        return self.out(state, self._graph.logits, len(rows.logits))
 
     def layer(self, layer: LinearSpec, x: ArrayF32, rows: Rows) -> tuple[LinearSpec, Matrices, ArrayF32 | None]:
         """A layer as this run has it, its matrices, and what a copy multiplies its input x by; x is counted."""

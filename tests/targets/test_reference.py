@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ from edgeq.config import ModelConfig, Rope
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.layout import array_shapes, fused_shapes
-from edgeq.linear import ArrayRef, LinearSpec, Metadata, Weight
+from edgeq.linear import ArrayRef, LinearSpec, Metadata, Transform, Weight
 from edgeq.targets import Options, pick, reference, reference_linear
-from edgeq.targets.operations import PAGE, Graph, Linear, Operation, RopeRotate, Rows, Select, SwiGlu
+from edgeq.targets.operations import PAGE, Embed, Graph, Linear, Operation, RopeRotate, Rows, Select, SwiGlu
 from edgeq.targets.reference import ReferenceProgram, ReferenceTarget
 from edgeq.targets.reference_linear import quantize_blocks
 from edgeq.writer import Writer
@@ -120,6 +121,17 @@ def test_matrices_beyond_the_budget_are_streamed_with_the_same_result(tmp_path: 
             results.append(state["out"])
         assert bool(program.matrices.kept) == (budget > 0)
     assert all(np.array_equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("mode", ["a16", "a8"])
+def test_a_run_without_logits_ends_where_they_would_begin(mode: str, tmp_path: Path) -> None:
+    file = build(tmp_path / "a.edgeq", Codec("int", 4, 32))
+    spec = replace(file.metadata.linears["head"], transform=Transform(16))
+    table = Embed(0, spec, "x")
+    program = program_of(file, (table, Select(0, ("x",)), Linear(0, "x", spec, "out")), {"x": 64, "out": 40}, mode)
+    rows = rows_of(3)
+    assert program.run(rows).shape == (3, 40)
+    assert program.run(replace(rows, logits=rows.logits[:0])).shape == (0, 40)
 
 
 def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> None:
