@@ -40,7 +40,7 @@ from edgeq.targets.cpu.vector import (
     vsub,
 )
 
-F16_MAX = 65504.0
+F16_MAX, F32_MAX = 65504.0, 3.4e38
 
 
 @primitive(VOID, f32x16, ADDRESS, types.intp)
@@ -96,7 +96,8 @@ def put_halves(x, dim, base, step):  # type: ignore[no-untyped-def]
 def put_symmetric(x, dim, base, step, scale):  # type: ignore[no-untyped-def]
     """A head's numbers as int8 to base, base + step ..., and what they were divided by."""
     least, most = extremes(x, dim)
-    largest = max(-least, most)
+    # A scale that is not a number would reach every token that reads this page, with weight 0 too.
+    largest = min(max(-least, most), F32_MAX)
     inverse = 127.0 / largest if largest > 1e-30 else 0.0
     put_f32(scale, largest / 127.0 if largest > 1e-30 else 0.0)
     whole = dim // 16 * 16

@@ -123,26 +123,33 @@ def read_bandwidth(threads: int) -> float:
 
 def integer_peak(threads: int) -> float:
     """8-bit operations per second (a multiplication and an addition are two) of the chosen instruction set, from registers."""
-    return _product_rate(choose()[0].name, False, threads, 20_000, 0.5)
+    return statistics.median(_product_rates(choose()[0].name, False, threads, 20_000, 0.5))
+
+
+PROBES = 5
+"""Of each of the things compared, in turn, of which the best counts: what else runs on the machine for a moment must not decide
+for all time."""
 
 
 def pair_gain() -> float:
     """How much faster one thread does what plain dot products do by pairs of channels (pairs.py), both from registers."""
     isa = next(i.name for i in all_isas() if i.pairs)
-    rates = [(_product_rate(isa, True, 1, 500, 0.01), _product_rate(isa, False, 1, 500, 0.01)) for _ in range(5)]
+    pairs, plain = list[float](), list[float]()
+    for _ in range(PROBES):
+        pairs += _product_rates(isa, True, 1, 500, 0.01)
+        plain += _product_rates(isa, False, 1, 500, 0.01)
     # A product by pairs does twice the work.
-    return statistics.median(2 * pairs / plain for pairs, plain in rates)
+    return 2 * max(pairs) / max(plain)
 
 
-def _product_rate(name: str, pairs: bool, threads: int, repeat: int, seconds: float) -> float:
+def _product_rates(name: str, pairs: bool, threads: int, repeat: int, seconds: float) -> list[float]:
     index = [i.name for i in all_isas()].index(name)
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
     table = np.array([[address(multiply, index, int(pairs)), count.ctypes.data, results.ctypes.data, threads]], np.int64)
     work = 2.0 * 4 * all_isas()[index].lanes * CHAINS * ROUNDS * repeat * threads
-    return statistics.median(_rates(table, threads, work, seconds))
+    return _rates(table, threads, work, seconds)
 
 
-PROBES = 5
 ALONE = 0.9
 """Share of the time that the threads of a probe have their cores where nothing else runs."""
 
@@ -156,7 +163,6 @@ def best_decode_threads(most: int) -> tuple[int, bool]:
     table, kept = _decode_table(most)
     candidates = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < most} | {most})
     rates, shares = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0.0)
-    # In turn, and the best of each: what else runs on the machine for a moment must not decide for all time.
     for _ in range(PROBES):
         for n in candidates:
             table[0, -1] = 4 * n

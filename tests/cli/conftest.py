@@ -33,7 +33,7 @@ def shell() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: object, input: str | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from edgeq.cli import main; main()", *(str(a) for a in arguments)]
-        return subprocess.run(command, capture_output=True, text=True, input=input, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, input=input, timeout=600)
 
     return run
 

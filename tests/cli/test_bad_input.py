@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_nothing_under_the_name_and_the_next_run_goes_on(
 ) -> None:
     out = tmp_path / "out.edgeq"
     command = [sys.executable, "-c", FULL_DISK, "convert", str(tiny_llama), "-o", str(out)]
-    refused(subprocess.run(command, capture_output=True, text=True, timeout=120), "disk is full", "run the same command again")
+    refused(subprocess.run(command, capture_output=True, text=True, timeout=600), "disk is full", "run the same command again")
     assert not out.exists()
     assert edgeq("convert", tiny_llama, "-o", out).exit_code == 0
     assert out.read_bytes() == demo.read_bytes()
@@ -198,7 +198,7 @@ def test_a_full_disk_leaves_nothing_under_the_name_and_the_next_run_goes_on(
 def test_an_interrupted_conversion_with_other_options_is_not_mixed_up(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.edgeq"
     command = [sys.executable, "-c", FULL_DISK, "convert", str(tiny_llama), "-o", str(out)]
-    subprocess.run(command, capture_output=True, timeout=120)
+    subprocess.run(command, capture_output=True, timeout=600)
     refused(edgeq("convert", tiny_llama, "-o", out, "--bits", 5), "bits", "--restart")
     assert edgeq("convert", tiny_llama, "-o", out, "--bits", 5, "--restart").exit_code == 0
 

@@ -38,7 +38,7 @@ def test_chunks_of_any_size_give_the_same_logits(tiny_path: Path, monkeypatch: p
 
     model, seen, chunks = Model.load(tiny_path, target="cpu"), [], []
     tokens = model.text.encode(PROMPT * 5)
-    for seconds in (0.0, 1e-3, 10.0):
+    for seconds in (0.0, 1e-3, 1e6):
         monkeypatch.setattr(session, "CHUNK_SECONDS", seconds)
         ends: list[int] = []
         seen.append(model.session().prefill(tokens, lambda done, total, ends=ends: ends.append(done)))  # type: ignore[misc]
@@ -75,5 +75,5 @@ def test_an_interrupt_ends_a_command_without_a_traceback(tiny_path: Path) -> Non
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130 and b"Traceback" not in errors

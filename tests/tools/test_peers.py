@@ -42,7 +42,7 @@ def test_edgeq_alone_gives_valid_json_and_keeps_its_model(tmp_path: Path) -> Non
         assert 0 < row["decode"]["low"] <= row["decode"]["median"] <= row["decode"]["high"]
         assert row["tokens"] == 5 and row["load_s"] < row["ready_s"]
         assert (row["weight_bits"], row["head_bits"]) == (pytest.approx(4.125, abs=0.02), 8.125)
-    assert found["machine"]["read_bandwidth"]["1"]["median"] > 1e9 and len(found["machine"]["load_before"]) == 3
+    assert found["machine"]["read_bandwidth"]["1"]["median"] > 0 and len(found["machine"]["load_before"]) == 3
     (folder,) = tmp_path.iterdir()
     before = (folder / "model.edgeq").stat().st_mtime_ns
     again = Contest(CONFIG, tmp_path, sys.executable, 8, 4, lambda *_: None)
