@@ -94,9 +94,7 @@ class Grid:
 
     def stored(self, integers: Tensor, codec: Codec) -> Quantized:
         """`integers` float32 [rows, columns] on this grid as the arrays of `codec`."""
-        return Quantized(
-            integers.to(torch.uint8), self.scale.half(), None if codec.symmetric else self.zero.to(torch.uint8)
-        )
+        return Quantized(integers.to(torch.uint8), self.scale.half(), None if codec.symmetric else self.zero.to(torch.uint8))
 
 
 def quantize(weight: Tensor, codec: Codec, name: str, preset: Preset = AWQ) -> Quantized:

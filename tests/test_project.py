@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("runtime", "converters", "targets", "tools")
 BIN = Path(sys.executable).parent
@@ -18,8 +20,9 @@ def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
 
 
-def test_ruff_finds_nothing() -> None:
-    result = run([sys.executable, "-m", "ruff", "check", "."], ROOT)
+@pytest.mark.parametrize("command", ["check", "format --diff"])
+def test_ruff_finds_nothing(command: str) -> None:
+    result = run([sys.executable, "-m", "ruff", *command.split(), "."], ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -1,8 +1,8 @@
 """Whether drafts change a text, and what they gain: `python -m edgeq.tools.speculation identity|rows|edit ...`.
 
-    identity   greedy text with drafts against the plain one, token by token, over many prompts; goes on where it stopped
-    rows       what a run of several rows costs: the verification of drafts, a batch of texts
-    edit       a text that copies most of its prompt, at the cost of a real model: every choice is taken from the edited text
+identity   greedy text with drafts against the plain one, token by token, over many prompts; goes on where it stopped
+rows       what a run of several rows costs: the verification of drafts, a batch of texts
+edit       a text that copies most of its prompt, at the cost of a real model: every choice is taken from the edited text
 """
 
 from __future__ import annotations
@@ -166,9 +166,7 @@ def edit_task() -> tuple[str, str]:
     return task, source.replace("cur_line", "current")
 
 
-def edit(
-    model: Model, draft: DraftSource, gamma: int | None, tokens: int, repetitions: int, report: Report
-) -> dict[str, Any]:
+def edit(model: Model, draft: DraftSource, gamma: int | None, tokens: int, repetitions: int, report: Report) -> dict[str, Any]:
     """Tokens per second of the first `tokens` of the edited text, plain and with drafts, alternating."""
     task, wanted = edit_task()
     prompt, text = model.text.encode(task), model.text.encode(wanted)[:tokens]

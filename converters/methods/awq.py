@@ -105,9 +105,7 @@ def _linear(layer: nn.Module, part: str) -> nn.Linear:
     return module
 
 
-def search_scale(
-    layer: nn.Module, mapping: ScaleMapping, observed: Observed, codec: Codec, preset: Preset = AWQ
-) -> Tensor:
+def search_scale(layer: nn.Module, mapping: ScaleMapping, observed: Observed, codec: Codec, preset: Preset = AWQ) -> Tensor:
     """The s float32 [input channels] of the grid with the smallest mean squared error of the inspected module's output.
 
     alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.  A module that was not

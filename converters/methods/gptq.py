@@ -168,9 +168,7 @@ class _Group:
     stop: int
 
 
-def quantize_matrix(
-    weight: Tensor, factor: Factor | None, recipe: Recipe, title: str
-) -> tuple[tuple[Quantized, ...], Tensor]:
+def quantize_matrix(weight: Tensor, factor: Factor | None, recipe: Recipe, title: str) -> tuple[tuple[Quantized, ...], Tensor]:
     """Weight float32 [rows, columns] -> integers of every weight block, columns in stored order, and the weight they stand for,
     columns in the matrix's own order.  Without a factor every column is rounded to nearest, which is GPTQ with H = I.
 
@@ -232,9 +230,7 @@ def _grid(columns: Tensor, codec: Codec, preset: Preset, title: str) -> Grid:
     return grid(columns[:, None], codec, preset, title)
 
 
-def _block(
-    index: int, codec: Codec, block: slice, integers: Tensor, groups: list[_Group], grids: list[Grid]
-) -> Quantized:
+def _block(index: int, codec: Codec, block: slice, integers: Tensor, groups: list[_Group], grids: list[Grid]) -> Quantized:
     """The integers [columns, rows] of one weight block with the grids of its groups, [rows, 1] each."""
     own = [found for group, found in zip(groups, grids, strict=True) if group.block == index]
     together = Grid(torch.cat([g.scale for g in own], 1), torch.cat([g.zero for g in own], 1), codec.bits)

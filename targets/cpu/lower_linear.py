@@ -1,11 +1,11 @@
 """A linear layer as operations of the table: its parts in the order in which they act, as few operations as they need.
 
-    input_order, transform      operations that write a prepared copy of the input, which layers of the same parts share
-    input_scale                 inside the quantization, whoever does that
-    activation, mode            the maker of a buffer also writes its quantized form; scales per token take their own operation
-    weights                     a product for each block, the second adds
-    low_rank                    two thin products
-    bias, residual              inside the first product
+input_order, transform      operations that write a prepared copy of the input, which layers of the same parts share
+input_scale                 inside the quantization, whoever does that
+activation, mode            the maker of a buffer also writes its quantized form; scales per token take their own operation
+weights                     a product for each block, the second adds
+low_rank                    two thin products
+bias, residual              inside the first product
 """
 
 from __future__ import annotations
@@ -183,9 +183,7 @@ def form(lowering: Lowering, buffer: str, read: Reading) -> Form:
     return made
 
 
-def product(
-    lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: int, bias: int, add: bool, gates: bool
-) -> None:
+def product(lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: int, bias: int, add: bool, gates: bool) -> None:
     """y = W x + bias, or added to y.  `gates`: of many rows the product does the SwiGLU behind it too."""
     codec, blocks, block = weight.codec, weight.q.shape[0], read.reading.block
     words = _words(lowering, weight, y, row_bytes, bias, add)
