@@ -181,12 +181,23 @@ def template(tmp_path: Path) -> Path:
     return path
 
 
+def test_bench_decodes_more_texts_at_once_than_a_chunk_has_rows(edgeq: Run, demo: Path) -> None:
+    result = edgeq("bench", demo, "-p", 0, "-n", 2, "--batch", 600, "-r", 1, "-t", 1)
+    assert result.exit_code == 0 and "tg2 x600" in result.stdout
+
+
 def test_chat_answers_every_line_and_keeps_the_conversation(edgeq: Run, demo: Path, template: Path) -> None:
     talk = "import os\n/help\n\nimport sys\n/nonsense\n/clear\n/exit\nnever read\n"
     result = edgeq("chat", demo, "--chat-template", template, "-n", 4, *REFERENCE, input=talk)
     assert result.exit_code == 0, result.stderr
     assert "unknown command /nonsense" in result.stderr and result.stderr.count("/clear forgets") == 3
     assert result.stdout.count("\n") >= 2
+
+
+@pytest.mark.parametrize(("wish", "word"), [(["-n", "0"], "max_tokens"), (["--stop", ""], "stop")])
+def test_chat_refuses_before_the_first_question(edgeq: Run, demo: Path, template: Path, wish: list[str], word: str) -> None:
+    result = edgeq("chat", demo, "--chat-template", template, *wish, *REFERENCE, input="hello\n")
+    assert result.exit_code == 1 and word in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_chat_says_which_turns_leave_a_full_context(edgeq: Run, demo: Path, template: Path) -> None:
@@ -225,6 +236,33 @@ def test_an_interrupt_is_no_error_worth_a_traceback(edgeq: Run, demo: Path, monk
     monkeypatch.setattr("edgeq.tools.inspect.collect", interrupted)
     result = edgeq("inspect", demo)
     assert result.exit_code == 130 and result.stderr.strip() == ""
+
+
+LOST = """
+import sys, time
+from edgeq.commands import interrupts_heard
+
+class Destroyed:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+class Broken:
+    def __del__(self):
+        raise ValueError
+
+try:
+    with interrupts_heard():
+        Destroyed()
+        Broken()
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("heard")
+"""
+
+
+def test_an_interrupt_that_a_destructor_swallows_is_heard() -> None:
+    result = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50)
+    assert (result.stdout, result.stderr) == ("heard\n", "")
 
 
 def test_a_reader_that_goes_away_is_no_error_worth_a_traceback(demo: Path) -> None:
