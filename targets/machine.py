@@ -130,9 +130,16 @@ def forget_peak() -> None:
 
 
 def cache_folder() -> Path:
-    """Where edgeq keeps what it can make again: compiled kernels and measurements."""
+    """Where edgeq keeps what it can make again: compiled kernels and measurements.
+
+    A user without a home has none, below a file that is no folder: the folder for temporary files is no place for machine
+    code, for others can write there too.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "edgeq"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "edgeq"
+    except RuntimeError:
+        return Path(os.devnull) / "edgeq"
 
 
 def read_bandwidth(threads: int, refresh: bool = False) -> float:
@@ -209,7 +216,7 @@ def _measured(key: str, measure: Callable[[], float], refresh: bool, begin: Begi
 def _measurements() -> dict[str, float]:
     try:
         data = json.loads((cache_folder() / "machine.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     entries = data.items() if isinstance(data, dict) else ()
     return {key: float(value) for key, value in entries if type(value) in (int, float) and value > 0}

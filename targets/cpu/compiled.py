@@ -65,7 +65,7 @@ def address(factory: Callable[..., Kernel], *literals: int) -> int:
 
 def is_kept(factory: Callable[..., Any], *literals: int) -> bool:
     """Whether the kernel needs no compilation."""
-    return _file(factory, *literals).exists()
+    return os.path.exists(_file(factory, *literals))
 
 
 def entry(function: Callable[..., Any], arguments: int) -> Callable[..., None]:

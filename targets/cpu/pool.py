@@ -44,7 +44,7 @@ WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
 NAP_MICROSECONDS = 100
 
 # int64 words of the shared block: RUN and SLEEPERS on cache lines of their own, then what describes a run.
-RUN, SLEEPERS, TABLE, LENGTH, ACTIVE = 0, 8, 16, 17, 18
+RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END = 0, 8, 16, 17, 18, 19
 # From here a line for each operation: the run's number with the next part to be taken, and how many parts are done.
 STEPS, LINE_BYTES = 24, 64
 TAG_BITS = 32
@@ -221,13 +221,13 @@ walk_alone = entry(_walk_alone, 4)
 
 
 def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
-    """A thread's life: wait for a run, walk if it takes part, wait again; a run without operations ends it.
+    """A thread's life until END: wait for a run, walk if it takes part, wait again.
 
     RUN is odd while a run is being described.  A thread may still be reading about a run when the next one comes; it believes
     what it read only if RUN is the same behind it as before.
     """
     seen, spins = 0, 0
-    while True:
+    while read(shared + 8 * END) == 0:
         current: int = read(shared + 8 * RUN)
         if current == seen or current & 1:
             spins += 1
@@ -242,8 +242,6 @@ def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
         if read(shared + 8 * RUN) != current:
             continue
         seen, spins = current, 0
-        if length == 0:
-            return
         if thread < threads:
             walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, 0)
 
@@ -278,7 +276,12 @@ run_together = entry(_run, 6)
 
 
 def _dismiss(shared):  # type: ignore[no-untyped-def]
-    announce(shared, 0, 0, 0)
+    """End the threads.  Another thread of Python's may still make runs: a word of its own, which no run can overwrite."""
+    publish(shared + 8 * END, 1)
+    # Still even, and another number: a thread that is about to sleep does not.
+    add(shared + 8 * RUN, 2)
+    if read(shared + 8 * SLEEPERS) > 0:
+        futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
 
 
 dismiss = entry(_dismiss, 1)
@@ -301,7 +304,7 @@ def _stop(shared: Table, workers: list[threading.Thread]) -> None:
 
 
 def _split(table: Table, pieces: int) -> list[Table]:
-    """None of the pieces is empty: a run without operations is what ends the threads."""
+    """None of the pieces is empty."""
     return np.array_split(table, min(pieces, len(table))) if pieces > 1 else [table]
 
 

@@ -97,6 +97,17 @@ def test_threads_begun_before_an_interrupt_end_with_the_pool(monkeypatch):
     assert len(begun) == 2 and not any(thread.is_alive() for thread in begun)
 
 
+def test_a_run_right_behind_the_dismissal_does_not_keep_threads():
+    table = chain(1)[1]
+    for _ in range(100):
+        pool, before = Pool(2, 1, 9), set(threading.enumerate())
+        own = [thread for thread in before if thread.name == "edgeq-1" and thread.is_alive()]
+        pool_module.dismiss(pool._shared.ctypes.data)
+        pool.run(table, 2)
+        pool.close()
+        assert own and not own[-1].is_alive()
+
+
 def test_a_table_longer_than_the_pool_is_refused():
     table = chain(7)[1]
     pool = Pool(2, 6, 9)
@@ -186,6 +197,16 @@ def test_measurements_within_measurements_are_kept_and_begin_is_called_for_those
         assert machine._measured("outer", outer, False, lambda: begun.append("outer")) == 3
     assert begun == ["outer", "inner"]
     assert json.loads((tmp_path / "edgeq" / "machine.json").read_text()) == {"inner": 2, "outer": 3}
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(machine.Path, "home", homeless)
+    assert [machine._measured("x", lambda: 2.0, False) for _ in range(2)] == [2, 2]
+    assert machine._measurements() == {} and not machine.cache_folder().exists()
 
 
 def test_a_damaged_measurement_is_measured_again(monkeypatch, tmp_path):
