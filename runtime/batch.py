@@ -70,8 +70,8 @@ class Batch:
         most = min(model.program.options.max_logits, model.program.options.max_rows)
         if not 1 <= size <= most:
             raise InputError(f"a batch of {size}; this model was loaded for 1 to {most}: load it with a larger max_logits")
-        if max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}; expected at least 1")
+        # Wrong values are refused before the first text.
+        Ending(model.text, max_tokens, stop)
         self._model, self._size, self._most = model, size, max_tokens
         self._sampling, self._stop = sampling or Sampling(), stop
         self._speculator = model.speculator(draft, gamma)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from edgeq.errors import InputError
 from edgeq.runtime.text import StopStrings, Text, TextStream
 
 FinishReason = Literal["stop", "length", "context"]
@@ -17,6 +18,9 @@ class Ending:
     """
 
     def __init__(self, text: Text, max_tokens: int, stop: Sequence[str]) -> None:
+        """InputError: no tokens are asked for, or strings that cannot be looked for."""
+        if max_tokens < 1:
+            raise InputError(f"max_tokens is {max_tokens}; expected at least 1")
         self.reason: FinishReason | None = None
         self.count = 0
         self._eos, self._stream, self._stops, self._most = text.eos, TextStream(text), StopStrings(stop), max_tokens

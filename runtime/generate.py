@@ -252,8 +252,6 @@ class Model:
         gamma: int | None,
     ) -> Generation:
         """Check what can be checked before anything runs."""
-        if max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}; expected at least 1")
         self.check_prompt(prompt)
         speculator = self.speculator(draft, gamma)
         measurement = Measurement(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import NamedTuple
 
+from edgeq.errors import InputError
 from edgeq.runtime.drafts import Stream
 from edgeq.runtime.ending import Ending, FinishReason
 from edgeq.runtime.measure import Measurement
@@ -65,6 +66,7 @@ class Generation(Iterator[str]):
         """The loop: run the prompt, draw a token, then cycle until something ends the text."""
         stream, m = self._stream, self.measurement
         session, prompt = stream.session, len(stream.tokens)
+        ticket = session.reader = object()
         m.cached_tokens = session.keep_prefix(stream.tokens)
         before = perf_counter()
         logits = session.prefill(stream.tokens[m.cached_tokens :], progress)
@@ -83,6 +85,8 @@ class Generation(Iterator[str]):
                 yield Piece(text, token)
                 if self._ending.reason:
                     return
+            if session.reader is not ticket or len(session.tokens) + 1 != len(stream.tokens):
+                raise InputError("its session has run another text meanwhile; a text that is to go on needs one of its own")
             self._requantize()
             tokens = self._cycle()
 

@@ -38,12 +38,13 @@ class Sampling:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
+        t = self.temperature
         checks = (
-            ("temperature", self.temperature, 0 <= self.temperature <= 100, "0 (greedy) to 100"),
+            ("temperature", t, t == 0 or 1e-6 <= t <= 100, "0 (greedy) or 1e-6 to 100"),
             ("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= 0, "0 (all) or a positive integer"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1"),
-            ("repeat_penalty", self.repeat_penalty, 0 < self.repeat_penalty <= 10, "above 0 and at most 10 (1: none)"),
+            ("repeat_penalty", self.repeat_penalty, 0.1 <= self.repeat_penalty <= 10, "0.1 to 10 (1: none)"),
             ("seed", self.seed, self.seed is None or 0 <= self.seed < 1 << 64, "0 to 2**64 - 1"),
         )
         for name, value, good, expected in checks:

@@ -69,6 +69,8 @@ class Session:
         self.context = context
         self.tokens: list[int] = []
         self.logits: Logits | None = None
+        # A ticket of who generates in it: another one's text cannot go on behind this one's.
+        self.reader: object = None
         self._program = program
         self._vocab_size = vocab_size
         self._cache = KVCache(program)
@@ -143,7 +145,6 @@ class Session:
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"length {length} outside the {len(self.tokens)} tokens of the session")
         if length < len(self.tokens):
-            self._cache.trim(length)
             del self.tokens[length:]
             self.logits = None
             if self._requantizer and not length:
@@ -198,7 +199,7 @@ class Part(NamedTuple):
 def run_together(parts: Sequence[Part], mode: Mode | None = None, sums: InputSums | None = None) -> list[Logits]:
     """One run of the program for the rows of several sessions of one model; the logits wanted of each part, [n, vocab].
 
-    A session's part gives the same bits as if it ran alone.  The caches grow only when the run is done.  Sessions that have
+    A session's part gives the same bits as if it ran alone.  Tokens are the session's when the run is done.  Sessions that have
     weights of their own run one after another.  `sums`: run with the masters and add up what they read.
     """
     if sums is None:
@@ -207,7 +208,7 @@ def run_together(parts: Sequence[Part], mode: Mode | None = None, sums: InputSum
     if len({id(part.session.weights) for part in parts}) > 1:
         return [run_together([part], mode, sums)[0] for part in parts]
     for part in parts:
-        part.session._cache.reserve(len(part.tokens))
+        part.session._cache.reserve(len(part.session.tokens) + len(part.tokens))
     slots = [np.arange(len(s.tokens), len(s.tokens) + len(tokens), dtype=np.int32) for s, tokens, _ in parts]
     starts = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
     together = np.concatenate(slots)
@@ -226,5 +227,4 @@ def run_together(parts: Sequence[Part], mode: Mode | None = None, sums: InputSum
         logits = runner._program.run(rows, mode, weights=weights, sums=sums).copy()
         for session, tokens, _ in parts:
             session.tokens += [int(t) for t in tokens]
-            session._cache.trim(len(session.tokens))
     return np.split(logits, np.cumsum([len(part.wanted) for part in parts])[:-1])

@@ -17,7 +17,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-import click
 import numpy as np
 
 from edgeq.errors import InputError
@@ -25,11 +24,11 @@ from edgeq.runtime import Model
 from edgeq.runtime.measure import LONGEST_DRAFT
 from edgeq.runtime.session import Part, run_together
 from edgeq.runtime.speculate import DraftSource
-from edgeq.targets import machine
+from edgeq.targets import CHUNK_ROWS, machine
 from edgeq.tools import breakdown, drafting
 from edgeq.tools.report import codec_label, model_name, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
-from edgeq.tools.terminal import Report, compilation, progress
+from edgeq.tools.terminal import Report, compilation, progress, write
 
 SEED = 0
 WARM_UP_TOKENS = {"pp": 512, "tg": 4}
@@ -127,7 +126,8 @@ def bench(
     most = max(*batches, LONGEST_DRAFT + 1)
     for i, count in enumerate(threads):
         with compilation() as report:
-            loaded = Model.load(model, threads=count, context=context, max_logits=most, report=report, **options)
+            options |= {"context": context, "max_rows": max(CHUNK_ROWS, most), "max_logits": most, "report": report}
+            loaded = Model.load(model, threads=count, **options)
         # Of this minute: on a shared machine what was measured before may be far off.
         bandwidth = read_bandwidth(loaded, refresh=True)
         machine.forget_peak()
@@ -141,8 +141,8 @@ def bench(
                     gain = drafting.measure(loaded, draft, gamma, test.count, repetitions, part)
                     measured = replace(measured, drafts=gain)
                 rows.append(measured)
-    write = {"md": markdown, "json": as_json, "csv": as_csv}[output]
-    click.echo(write(rows))
+    shown = {"md": markdown, "json": as_json, "csv": as_csv}[output]
+    write(f"{shown(rows)}\n")
 
 
 def _part(report: Report, index: int, total: int) -> Callable[[float, str], None]:

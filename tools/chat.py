@@ -10,6 +10,7 @@ from typing import Any
 
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime import Generation, Model
+from edgeq.runtime.ending import Ending
 from edgeq.runtime.speculate import DraftSource
 from edgeq.tools.report import cache_label, describe
 from edgeq.tools.run import load, sampling_of
@@ -39,6 +40,7 @@ def chat(
         raise UnsupportedError(f"{model}: no chat template in the file; pass one with --chat-template FILE, or use edgeq run")
     # Wrong values are refused before the first question.
     loaded.speculator(draft, gamma)
+    Ending(loaded.text, tokens, stop)
     wishes = {"max_tokens": tokens, "sampling": sampling_of(loaded, options), "stop": stop, "draft": draft, "gamma": gamma}
     conversation = Conversation(loaded, system, tokens, wishes)
     note(f"{describe(loaded.file)}; {loaded.description}; cache {cache_label(loaded)}; context {loaded.context}")
@@ -58,8 +60,10 @@ def chat(
 
 def lines() -> Iterator[str]:
     """What the user types, stripped, until the end of the input."""
+    if sys.stdin is None:
+        return
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin)
+        yield from (line.decode("utf-8", "replace").strip() for line in sys.stdin.buffer)
         return
     # Gives input() its line editing, where it exists.
     with contextlib.suppress(ImportError):

@@ -80,8 +80,9 @@ class SourceScorer:
         logging.disable_progress_bar()
         try:
             self._model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-        except (OSError, ValueError) as error:
-            reason = f"transformers cannot load it: {str(error).splitlines()[0]}"
+        # Of a damaged checkpoint whatever its libraries raise: safetensors and torch have exceptions of their own.
+        except Exception as error:
+            reason = f"transformers cannot load it: {(str(error).splitlines() or [type(error).__name__])[0]}"
             raise InputError(f"{source}: {reason}; pass a folder, a hub id or an .edgeq file") from None
         self._torch = torch
         self.name = Path(source).name

@@ -88,7 +88,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         raise InputError("both -p and -f are given; pass one of them")
     if prompt is not None:
         return prompt
-    if file is None and sys.stdin.isatty():
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise InputError("no prompt: pass -p TEXT or -f FILE, or pipe it in")
     data = sys.stdin.buffer.read() if file is None else read_bytes(file)
     return utf8(data, str(file or "standard input")).removesuffix("\n").removesuffix("\r")

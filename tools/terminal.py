@@ -20,7 +20,9 @@ def note(line: str) -> None:
 
 
 def write(text: str) -> None:
-    """Text to standard output at once; what its encoding lacks becomes a question mark."""
+    """Text to standard output at once, unless that is closed; what its encoding lacks becomes a question mark."""
+    if sys.stdout is None:
+        return
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

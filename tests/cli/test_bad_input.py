@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -201,6 +203,35 @@ def test_an_interrupted_conversion_with_other_options_is_not_mixed_up(edgeq: Run
     subprocess.run(command, capture_output=True, timeout=600)
     refused(edgeq("convert", tiny_llama, "-o", out, "--bits", 5), "bits", "--restart")
     assert edgeq("convert", tiny_llama, "-o", out, "--bits", 5, "--restart").exit_code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("command", [["inspect"], ["run", "-p", "x", "-n", "2"], ["bench", "-p", "4", "-n", "0", "-r", "1"]])
+def test_output_that_cannot_be_written(demo: Path, command: list[str]) -> None:
+    line = [sys.executable, "-m", "edgeq", command[0], str(demo), *command[1:]]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert result.returncode == 1 and result.stderr.splitlines()[-1] == "error: No space left on device"
+    assert "Traceback" not in result.stderr and "ignored" not in result.stderr
+
+
+def test_standard_streams_that_are_closed(demo: Path) -> None:
+    line = shlex.join([sys.executable, "-m", "edgeq", "run", str(demo), "-n", "2"])
+    for closed, words in ((f"{line} -p x >&-", ""), (f"{line} <&-", "no prompt")):
+        result = subprocess.run(["bash", "-c", closed], capture_output=True, text=True, timeout=600)
+        assert "Traceback" not in result.stderr and words in result.stderr
+
+
+def test_a_source_to_compare_with_that_is_damaged(edgeq: Run, demo: Path, copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    refused(edgeq("compare", demo, "--against", copy, "--limit", 64, "--window", 32), "transformers cannot load it")
+
+
+def test_numbers_of_thousands_of_digits(edgeq: Run, demo: Path) -> None:
+    digits = "9" * 5000
+    for options, words in ((["-t", digits], "threads"), (["--gamma", digits], "gamma"), (["-p", digits], "--prompt")):
+        refused(edgeq("bench", demo, *options), words)
 
 
 # What a file can have wrong.

@@ -109,6 +109,16 @@ def test_going_on_with_a_session_gives_the_text_of_a_fresh_one(model: Model) -> 
     assert 0 < again.measurement.cached_tokens < again.measurement.prompt_tokens
 
 
+def test_a_text_whose_session_ran_another_one_does_not_go_on(model: Model) -> None:
+    session = model.session()
+    first = model.generate("def main():", max_tokens=20, session=session)
+    begun = next(first)
+    other = "".join(model.generate("class Point:", max_tokens=8, session=session))
+    assert begun and other == "".join(model.generate("class Point:", max_tokens=8))
+    with pytest.raises(InputError, match="session has run another text"):
+        list(first)
+
+
 def test_the_measurement_counts_tokens_steps_and_bytes(model: Model) -> None:
     session = model.session()
     prompt = model.text.encode(PROMPT)
