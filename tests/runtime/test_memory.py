@@ -16,9 +16,10 @@ MIB = 1 << 20
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A /proc/meminfo that a test writes."""
+    """A /proc/meminfo that a test writes, and no control group."""
     path = tmp_path / "meminfo"
     monkeypatch.setattr(meminfo, "MEMINFO", path)
+    monkeypatch.setattr(meminfo, "CGROUP", tmp_path / "cgroup")
     return path
 
 
@@ -41,6 +42,20 @@ def test_available_memory_is_read_in_bytes(machine: Path) -> None:
     assert meminfo.available_bytes() == 3 * MIB
     machine.unlink()
     assert meminfo.available_bytes() > 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "expected"),
+    [(64 * MIB, 40 * MIB, 34 * MIB), (64 * MIB, 80 * MIB, 0), (64 * MIB, 1 * MIB, 50 * MIB), ("max", 40 * MIB, 50 * MIB)],
+)
+def test_a_container_has_what_its_control_group_leaves(machine: Path, limit: object, current: int, expected: int) -> None:
+    has(machine, 50 * MIB)
+    folder = machine.parent / "cgroup"
+    folder.mkdir()
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 1\nfile {10 * MIB}\n")
+    assert meminfo.available_bytes() == expected
 
 
 def test_the_default_context_is_what_the_model_takes(model: Model) -> None:
