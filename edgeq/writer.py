@@ -20,6 +20,10 @@ from edgeq.errors import InputError, ResourceError
 from edgeq.linear import DTYPES, ArrayRef, Metadata
 from edgeq.metadata import DIGEST_BYTES, Segment, encode
 
+BLOCK_BYTES = 2 << 20
+"""Written in whole blocks, at multiples of their size, a file lies in memory so that Linux (from 6.16 on, ext4) maps it in huge
+pages; in smaller pieces it does so only when the file is read from the disk again.  Decode is a few percent faster."""
+
 
 def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
@@ -35,6 +39,7 @@ class Writer:
         self.segments = list(segments or ())
         last = self.segments[-1] if self.segments else None
         self._at = aligned(last.offset + last.length) if last else DATA_OFFSET
+        self._pending, self._written = bytearray(), self._at
         try:
             self._file = open(self.partial, "r+b" if segments else "wb")  # noqa: SIM115
             self._file.truncate(self._at)
@@ -52,10 +57,10 @@ class Writer:
             for chunk in chunks:
                 data = chunk if isinstance(chunk, bytes) else np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
                 hasher.update(data)
-                self._file.write(data)
+                self._put(data)
                 length += len(data)
             end = self._at + length
-            self._file.write(bytes(aligned(end) - end))
+            self._put(bytes(aligned(end) - end))
         except OSError as error:
             raise self._failed(error) from None
         self.segments.append(Segment(self._at, length, hasher.digest()))
@@ -73,9 +78,31 @@ class Writer:
             raise ValueError(f"{self.segments[-1].length} bytes written for {dtype} {shape}")
         return ref
 
+    def _put(self, data: bytes | memoryview) -> None:
+        """Write `data` as far as it completes blocks; the rest waits."""
+        left = memoryview(data)
+        while len(left):
+            room = BLOCK_BYTES - (self._written + len(self._pending)) % BLOCK_BYTES
+            if self._pending or len(left) < room:
+                count = min(room, len(left))
+                self._pending += left[:count]
+                if count == room:
+                    self._write_pending()
+            else:
+                count = room + (len(left) - room) // BLOCK_BYTES * BLOCK_BYTES
+                self._file.write(left[:count])
+                self._written += count
+            left = left[count:]
+
+    def _write_pending(self) -> None:
+        self._file.write(self._pending)
+        self._written += len(self._pending)
+        self._pending.clear()
+
     def sync(self) -> list[Segment]:
         """Bring everything written to the disk; returns the segments a resumed run may rely on."""
         try:
+            self._write_pending()
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -87,7 +114,7 @@ class Writer:
         data = encode(metadata, self.segments)
         header = Header(self._at - DATA_OFFSET, len(data), digest(data))
         try:
-            self._file.write(data)
+            self._put(data)
             self.sync()
             self._file.seek(0)
             self._file.write(header.encode())

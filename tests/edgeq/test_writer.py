@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from sample_file import write_body
 
-from edgeq.container import ModelFile
+from edgeq import writer as writer_module
+from edgeq.container import DATA_OFFSET, ModelFile
 from edgeq.errors import FormatError, InputError, ResourceError
 from edgeq.writer import Writer, partial_path
 
@@ -81,6 +83,28 @@ def test_streamed_parts_must_fill_the_shape(tmp_path: Path) -> None:
         writer.stream(halves, "f32", (4, 5))
 
 
+def test_what_is_written_between_syncs_is_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "BLOCK_BYTES", 1 << 15)
+    writer, random = Writer(tmp_path / "a.edgeq"), np.random.default_rng(4)
+    places: list[tuple[int, int]] = []
+    write = writer._file.write
+
+    def noted(data: Any) -> int:
+        places.append((writer._written, writer._written + len(data)))
+        return write(data)
+
+    monkeypatch.setattr(writer._file, "write", noted, raising=False)
+    arrays = [random.integers(0, 256, n, dtype=np.uint8) for n in (5, 100, 1 << 15, 70_001, 3, 200_000, 64, (1 << 16) - 64)]
+    for a in arrays:
+        writer.append([a[: len(a) // 3], a[len(a) // 3 :]])
+    assert places and places[0][0] == DATA_OFFSET and all(stop % (1 << 15) == 0 for _, stop in places)
+    assert all(start % (1 << 15) == 0 for start, _ in places[1:])
+    segments = writer.sync()
+    writer.close()
+    data = writer.partial.read_bytes()
+    assert all(data[s.offset : s.offset + s.length] == a.tobytes() for s, a in zip(segments, arrays, strict=True))
+
+
 def test_a_full_disk_is_told_and_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(tmp_path / "a.edgeq")
 
@@ -90,7 +114,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_under_the_name(tmp_path: Path, m
 
     monkeypatch.setattr(writer, "_file", Full())
     with pytest.raises(ResourceError, match="a.edgeq: the disk is full after .* bytes; free some space and run the same"):
-        writer.append([b"x"])
+        writer.append([bytes(writer_module.BLOCK_BYTES)])
     assert not (tmp_path / "a.edgeq").exists()
 
 
