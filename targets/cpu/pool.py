@@ -303,11 +303,6 @@ def _stop(shared: Table, workers: list[threading.Thread]) -> None:
         worker.join()
 
 
-def _split(table: Table, pieces: int) -> list[Table]:
-    """None of the pieces is empty."""
-    return np.array_split(table, min(pieces, len(table))) if pieces > 1 else [table]
-
-
 class Pool:
     """`threads` threads, the caller being one of them, for tables of up to `operations` rows.  One caller at a time."""
 
@@ -337,14 +332,18 @@ class Pool:
 
         With several pieces Python can take an interrupt between two of them.
         """
-        if len(table) > self.operations:
-            raise ValueError(f"{len(table)} operations; this pool has room for {self.operations}")
-        for piece in _split(table, pieces):
+        for piece in self._split(table, pieces):
             self._walk(piece, threads, 0)
 
     def timed(self, table: Table, threads: int, pieces: int = 1) -> NDArray[np.float64]:
         """The same run; seconds [operations, 2] that the caller's thread worked on each and then waited for the others."""
-        return np.concatenate([self._timed(piece, threads) for piece in _split(table, pieces)])
+        return np.concatenate([self._timed(piece, threads) for piece in self._split(table, pieces)])
+
+    def _split(self, table: Table, pieces: int) -> list[Table]:
+        """None of the pieces is empty.  ValueError: the whole has no room here."""
+        if len(table) > self.operations:
+            raise ValueError(f"{len(table)} operations; this pool has room for {self.operations}")
+        return np.array_split(table, min(pieces, len(table))) if pieces > 1 else [table]
 
     def _walk(self, table: Table, threads: int, times: int) -> None:
         shared = self._shared.ctypes.data

@@ -112,8 +112,9 @@ def test_a_run_right_behind_the_dismissal_does_not_keep_threads():
 def test_a_table_longer_than_the_pool_is_refused():
     table = chain(7)[1]
     pool = Pool(2, 6, 9)
-    with pytest.raises(ValueError, match="7 operations; this pool has room for 6"):
-        pool.run(table, 2)
+    for walked in (pool.run, pool.timed):
+        with pytest.raises(ValueError, match="7 operations; this pool has room for 6"):
+            walked(table, 2)
     pool.close()
 
 
