@@ -35,7 +35,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/python -m pytest tests/test_project.py tests/test_layering.py
 
 schema: $(VENV)/installed-test
-	cd edgeq && ../$(BIN)/flatc --python --gen-object-api --gen-onefile --python-typing model.fbs
+	cd edgeq/schema && ../../$(BIN)/flatc --python --gen-object-api --gen-onefile --python-typing model.fbs
 
 clean:
 	rm -rf build .venv .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from edgeq.codec import AnyArray, Codec, pack_floats, pack_groups, pack_integers
 from edgeq.converters.quantizer import AWQ, Preset, Quantized, quantize
-from edgeq.converters.rows import RowReader, fitting_f16, slabs, stored
+from edgeq.converters.slabs import RowReader, fitting_f16, slabs, stored
 from edgeq.errors import UnsupportedError
-from edgeq.linear import Activation, ArrayRef, LinearSpec, LowRank, Transform, Weight
+from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Transform, Weight
 from edgeq.writer import Writer
 
 Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
@@ -30,14 +30,14 @@ FACTOR = Codec("f16")
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """The parts of a linear layer (see edgeq.linear.LinearSpec), all but its name and its bias.
+    """The parts of a linear layer (see edgeq.records.LinearSpec), all but its name and its bias.
 
     codec         of the weight, or of its first block
     preset        how the integers of all blocks and of the master are chosen where a delivery does not bring them
     high          codec of the second block: the last `high_columns` columns, in stored order
     order         i32 [columns], a constant: column j of the stored weight is column order[j] of the matrix
-    transform     size, stride and the constant base f32 [K, K] or None, of edgeq.linear.Transform; the matrix is the one behind
-                  the transform, that is already multiplied by its inverse
+    transform     size, stride and the constant base f32 [K, K] or None, of edgeq.records.Transform; the matrix is already
+                  multiplied by its inverse
     activation    how the input is quantized
     rank          of the low-rank part, delivered, stored in f16; 0: none
     master        codec of the master: another copy of the rows that the weight is rounded from

@@ -28,12 +28,12 @@ from torch import nn
 
 from edgeq.codec import BITS, Codec, Kind
 from edgeq.config import ModelConfig
-from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.quantizer import AWQ, Preset
-from edgeq.converters.rows import RowReader, Tensors
-from edgeq.linear import Activation, KvCodec, Mode
+from edgeq.converters.slabs import RowReader, Tensors
+from edgeq.records import Activation, KvCodec, Mode
 
 if TYPE_CHECKING:
     from edgeq.converters.options import ConvertOptions

@@ -1,6 +1,6 @@
 """A conversion as data: what will be read, quantized and written, in which steps, how large and with how much memory.
 
-`preflight` reads text files and tensor headers and refuses what cannot be converted; `edgeq.converters.plan` carries it out.
+`preflight` reads text files and tensor headers and refuses what cannot be converted; `edgeq.converters.convert` carries it out.
 
 Memory promise, beside Python and torch themselves (BASELINE): one slab of rows of at most 64 MB in float32, working copies of
 it, and the scales of one matrix; with calibration text also four times one decoder layer in float32 and the calibration
@@ -22,22 +22,22 @@ import edgeq
 from edgeq.codec import GROUP_SIZES, Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.container import DATA_OFFSET
-from edgeq.converters.calibrate import BATCH_ROWS, token_activations
+from edgeq.converters.calibration.choose_precision import Verdict
+from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
+from edgeq.converters.calibration.forward import BATCH_ROWS, token_activations
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS, Family, recognise
-from edgeq.converters.gate import Verdict
+from edgeq.converters.items import ArrayItem, BlobItem, Contents, Item
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Method
 from edgeq.converters.methods import METHODS
 from edgeq.converters.options import HEADS, ConvertOptions, HeadBits
-from edgeq.converters.rows import SLAB_BYTES
-from edgeq.converters.storage import ArrayItem, BlobItem, Contents, Item
-from edgeq.converters.text import MAX_ROWS, ROW_TOKENS, Calibration, calibration
+from edgeq.converters.slabs import SLAB_BYTES
 from edgeq.converters.tokenizer import Text, read_text
 from edgeq.errors import InputError, ResourceError, UnsupportedError
-from edgeq.layout import FLOAT_PARTS, layer_contents
-from edgeq.linear import Metadata
-from edgeq.meminfo import available_bytes
+from edgeq.machine import available_bytes
+from edgeq.manifest import FLOAT_PARTS, layer_contents
+from edgeq.records import Metadata
 
 BASELINE = 500 << 20
 """Anonymous memory of Python, torch and transformers with their thread pools."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from edgeq.codec import Codec
 from edgeq.errors import CheckpointError
-from edgeq.rounding import SMALLEST_RANGE
+from edgeq.quantization import SMALLEST_RANGE
 
 SLAB_ROWS = 1024
 SEARCH_STEPS = 80

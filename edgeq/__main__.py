@@ -1,5 +1,5 @@
 """`python -m edgeq`: the command line where no `edgeq` command is on the path."""
 
-from edgeq.cli import main
+from edgeq.tools.cli import main
 
 main()

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from edgeq import layout
+from edgeq import manifest
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.linear import DTYPES, ArrayRef, Metadata
 from edgeq.metadata import DIGEST_BYTES, Segment, decode
+from edgeq.records import DTYPES, ArrayRef, Metadata
 
 MAGIC = b"edgeq\r\n\x1a"
 VERSION = 1
@@ -133,7 +133,7 @@ class ModelFile:
                 raise FormatError("the metadata does not fit its digest: damaged; copy or convert the file again")
             metadata, segments = decode(data)
             _check_segments(segments, header)
-            layout.check(metadata)
+            manifest.check(metadata)
             _check_arrays(metadata, segments)
         except FormatError as error:
             raise FormatError(f"{path}: {error}") from None

@@ -14,22 +14,11 @@ from typing import Any, TypeVar
 
 import flatbuffers  # type: ignore[import-untyped]
 
-import edgeq.model_generated as fb
+import edgeq.schema.model_generated as fb
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.linear import (
-    KV_KINDS,
-    MODES,
-    Activation,
-    ArrayRef,
-    KvCodec,
-    LinearSpec,
-    LowRank,
-    Metadata,
-    Transform,
-    Weight,
-)
+from edgeq.records import KV_KINDS, MODES, Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Metadata, Transform, Weight
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ if __name__ != "edgeq.runtime":
     raise ImportError("import edgeq.runtime, not runtime")
 
 from edgeq.runtime.batch import Answer, Batch
-from edgeq.runtime.generate import Model
 from edgeq.runtime.generation import Generation, Piece
-from edgeq.runtime.measure import Measurement
+from edgeq.runtime.model import Model
 from edgeq.runtime.requantize import Requantization
 from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.session import Session
+from edgeq.runtime.stats import Measurement
 
 __all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Piece", "Requantization", "Sampling", "Session"]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from edgeq.errors import InputError
-from edgeq.runtime.drafts import Stream
-from edgeq.runtime.ending import Ending, FinishReason
-from edgeq.runtime.generate import Model
-from edgeq.runtime.measure import Speculation
+from edgeq.runtime.model import Model
 from edgeq.runtime.sampling import Sampler, Sampling
-from edgeq.runtime.speculate import DraftSource
+from edgeq.runtime.speculative.drafts import Stream
+from edgeq.runtime.speculative.speculator import DraftSource
+from edgeq.runtime.stats import Speculation
+from edgeq.runtime.stopping import Ending, FinishReason
 
 
 @dataclass

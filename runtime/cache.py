@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgeq.targets import Program
-from edgeq.targets.operations import PAGE, Page
+from edgeq.targets.graph import PAGE, Page
 
 
 class KVCache:

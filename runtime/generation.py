@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import NamedTuple
 
+from edgeq import machine
 from edgeq.errors import InputError
-from edgeq.runtime.drafts import Stream
-from edgeq.runtime.ending import Ending, FinishReason
-from edgeq.runtime.measure import Measurement
 from edgeq.runtime.session import Progress
-from edgeq.runtime.speculate import Speculator
-from edgeq.targets import machine
+from edgeq.runtime.speculative.drafts import Stream
+from edgeq.runtime.speculative.speculator import Speculator
+from edgeq.runtime.stats import Measurement
+from edgeq.runtime.stopping import Ending, FinishReason
 
 
 class Piece(NamedTuple):

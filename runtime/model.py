@@ -1,187 +1,262 @@
-"""The decoder, once, as a flat list of operations.  Read from the top it is the forward pass."""
+"""The Python API: load a file, generate text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+from typing import Any, Literal
 
-from edgeq.config import ModelConfig
-from edgeq.layout import fused_shapes
-from edgeq.linear import Metadata
-from edgeq.rope import frequencies
-from edgeq.targets.operations import (
-    Attention,
-    CacheWrite,
-    Embed,
-    Experts,
-    GatedAdd,
-    GeGlu,
-    Graph,
-    HeadNorm,
-    HeadRotate,
-    LayerNorm,
-    Linear,
-    NormAdd,
-    Operation,
-    PositionAdd,
-    Relu,
-    RmsNorm,
-    RopeRotate,
-    Route,
-    Scale,
-    Select,
-    SwiGlu,
-)
+from edgeq import targets
+from edgeq.container import ModelFile
+from edgeq.errors import InputError, UnsupportedError
+from edgeq.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
+from edgeq.runtime.chat_template import OTHER_TEMPLATE, ChatTemplate, Message
+from edgeq.runtime.context_size import choose_context
+from edgeq.runtime.decoder import decoder
+from edgeq.runtime.generation import Generation
+from edgeq.runtime.requantize import Requantization, Requantizer, chosen
+from edgeq.runtime.sampling import Sampler, Sampling
+from edgeq.runtime.session import Pace, Progress, Session, check_length
+from edgeq.runtime.speculative.drafts import Stream
+from edgeq.runtime.speculative.speculator import DRAFT_SOURCES, DraftSource, Speculator
+from edgeq.runtime.stats import LONGEST_DRAFT, Measurement
+from edgeq.runtime.stopping import Ending
+from edgeq.runtime.tokenizer import Text
+from edgeq.targets.graph import PAGE
 
 
-def decoder(metadata: Metadata, context: int = 0) -> Graph:
-    """The graph of a decoder: embedding, layers, final norm and head; its sessions hold up to `context` positions."""
-    config, linears = metadata.config, metadata.linears
-    operations: list[Operation] = [*embedding(metadata)]
-    # What masters read is summed over all rows.
-    early = not any(linear.master for linear in linears.values())
-    for layer in range(config.num_hidden_layers):
-        operations += attention_block(metadata, layer, context, select=early and layer + 1 == config.num_hidden_layers)
-        operations += mlp_block(metadata, layer)
-    if not early:
-        operations.append(Select(-1, ("x",)))
-    operations += [norm(metadata, -1, "x", "norm", "normed"), Linear(-1, "normed", linears["head"], "logits")]
-    return Graph(
-        buffers=buffer_widths(config),
-        operations=tuple(operations),
-        logits="logits",
-        layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
+class Model:
+    """A model file, compiled for a target.
 
-
-def buffer_widths(config: ModelConfig) -> dict[str, int]:
-    return {
-        "x": config.hidden_size,  # the residual stream
-        "normed": config.hidden_size,
-        "qkv": config.query_size + 2 * config.kv_size,
-        "attended": config.query_size,
-        **(expert_widths(config) if config.num_experts else mlp_widths(config)),
-        "logits": config.vocab_size,
-    }
-
-
-def mlp_widths(config: ModelConfig) -> dict[str, int]:
-    inner = config.intermediate_size
-    branch = {"branch": config.hidden_size} if config.post_norms else {}
-    return {"gate_up": inner * (2 if config.gated else 1), "inner": inner, **branch}
-
-
-def expert_widths(config: ModelConfig) -> dict[str, int]:
-    shared = config.shared_expert_intermediate_size
-    of_shared = {"shared_gate": 1, "gate_up": 2 * shared, "inner": shared, "branch": config.hidden_size}
-    return {"router": config.num_experts, "routing": 2 * config.num_experts_per_tok, **(of_shared if shared else {})}
-
-
-def embedding(metadata: Metadata) -> Iterator[Operation]:
-    """x = table[token] * multiplier (+ positions[position])."""
-    config, arrays = metadata.config, metadata.arrays
-    yield Embed(-1, metadata.linears["head"] if config.tie_word_embeddings else arrays["embedding"], "x")
-    if config.embedding_multiplier != 1:
-        yield Scale(-1, "x", config.embedding_multiplier)
-    if config.rope.kind == "learned":
-        yield PositionAdd(-1, "x", arrays["positions"])
-
-
-def norm(metadata: Metadata, layer: int, x: str, name: str, out: str) -> Operation:
-    """The norm of the model's kind whose gain is the array `name`."""
-    arrays, eps = metadata.arrays, metadata.config.rms_norm_eps
-    if metadata.config.layer_norm:
-        return LayerNorm(layer, x, arrays[name], arrays[f"{name}_bias"], eps, out)
-    return RmsNorm(layer, x, arrays[name], eps, out)
-
-
-def attention_block(metadata: Metadata, layer: int, context: int, select: bool) -> Iterator[Operation]:
-    """x += o(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v = qkv(norm(x)).
-
-    `select`: once keys and values are in the cache, no later layer asks for the other rows.
+    context       positions a session holds
+    description   what runs where, and why other targets do not
+    load_s        seconds that opening and compiling took
+    requantization  when and how weights are made anew; None: never, the file has no masters or they were not asked for
     """
-    config, arrays, p = metadata.config, metadata.arrays, f"layers.{layer}."
-    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    eps = config.rms_norm_eps
-    k, v = config.query_size, config.query_size + config.kv_size  # offsets in "qkv"
-    yield norm(metadata, layer, "x", f"{p}attention_norm", "normed")
-    yield from projection(metadata, layer, "normed", f"{p}qkv", "qkv")
-    if config.qk_norm:
-        yield HeadNorm(layer, "qkv", 0, heads, head_dim, arrays[f"{p}q_norm"], eps)
-        yield HeadNorm(layer, "qkv", k, kv_heads, head_dim, arrays[f"{p}k_norm"], eps)
-    rope = config.layer_rope(layer)
-    if rope.kind != "learned":
-        rotation = frequencies(rope, head_dim, context), rope.attention_factor
-        yield RopeRotate(layer, "qkv", 0, heads, head_dim, *rotation)
-        yield RopeRotate(layer, "qkv", k, kv_heads, head_dim, *rotation)
-    if f"{p}key_rotation" in arrays:
-        matrix = arrays[f"{p}key_rotation"], arrays[f"{p}key_rotation_scale"]
-        yield HeadRotate(layer, "qkv", 0, heads, head_dim, *matrix)
-        yield HeadRotate(layer, "qkv", k, kv_heads, head_dim, *matrix)
-    yield CacheWrite(layer, "qkv", k, v, kv_heads, head_dim)
-    if select:
-        yield Select(layer, ("x", "qkv"))
-    yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, config.attention_scale, config.window(layer))
-    yield from residual(metadata, layer, "attended", f"{p}o", f"{p}post_attention_norm")
 
+    def __init__(
+        self,
+        file: ModelFile,
+        choice: targets.Choice,
+        options: targets.Options,
+        *,
+        context: int | None = None,
+        chat_template: str | None = None,
+        requantization: Requantization | None = None,
+        report: targets.Report = targets.silent,
+    ) -> None:
+        started = perf_counter()
+        self.file = file
+        self.config = file.metadata.config
+        self._chat_template = chat_template
+        self.requantization = chosen(requantization, file)
+        self.context = choose_context(decoder(file.metadata), file.metadata, options, context)
+        self.graph = decoder(file.metadata, self.context)
+        self.program = choice.target.compile(self.graph, file, options, report)
+        refused = "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
+        self.description = self.program.description + refused
+        self._turn = Lock()
+        self._pace = Pace()
+        self.load_s = perf_counter() - started
 
-def mlp_block(metadata: Metadata, layer: int) -> Iterator[Operation]:
-    """x += down(act(gate) * up), with gate, up = gate_up(norm(x)); or, without a gate, x += down(act(up(norm(x))))."""
-    config, p = metadata.config, f"layers.{layer}."
-    yield norm(metadata, layer, "x", f"{p}mlp_norm", "normed")
-    if config.num_experts:
-        yield from experts(metadata, layer)
-        return
-    if config.gated:
-        yield from projection(metadata, layer, "normed", f"{p}gate_up", "gate_up")
-    else:
-        yield Linear(layer, "normed", metadata.linears[f"{p}up"], "gate_up")
-    yield ACTIVATION[config.hidden_act](layer, "gate_up", config.intermediate_size, "inner")
-    yield from residual(metadata, layer, "inner", f"{p}down", f"{p}post_mlp_norm")
+    @cached_property
+    def text(self) -> Text:
+        """The tokenizer, read when it is first used: a vocabulary of 128,000 takes a fifth of a second.
 
+        UnsupportedError: the file has none.  FormatError: damaged.
+        """
+        return Text.from_file(self.file)
 
-ACTIVATION = {"silu": SwiGlu, "gelu_pytorch_tanh": GeGlu, "relu": Relu}
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template, None if there is none.  Read when it is first used: without it a file can still generate.
 
+        UnsupportedError: jinja2 cannot read it.
+        """
+        blob = self.file.blob("chat_template") if self._chat_template is None else self._chat_template.encode()
+        try:
+            return None if blob is None else ChatTemplate(blob.decode("utf-8"), self.text)
+        except UnicodeDecodeError:
+            raise UnsupportedError(f"{self.file.path}: the chat template is not UTF-8; {OTHER_TEMPLATE}") from None
 
-def experts(metadata: Metadata, layer: int) -> Iterator[Operation]:
-    """x += sum of share * expert(normed) over the chosen experts, and + sigmoid(gate) * shared(normed) where there is one."""
-    config, linears, p = metadata.config, metadata.linears, f"layers.{layer}."
-    chosen, inner, shared = config.num_experts_per_tok, config.intermediate_size, config.shared_expert_intermediate_size
-    parts = dict(fused_shapes(config, layer))
-    projections, downs = [], []
-    for owner in (f"{p}experts.{e}." for e in range(config.num_experts)):
-        names = [f"{owner}gate_up"] if f"{owner}gate_up" in linears else list(parts[f"{owner}gate_up"])
-        projections.append(tuple(linears[name] for name in names))
-        downs.append(linears[f"{owner}down"])
-    yield Linear(layer, "normed", linears[f"{p}router"], "router")
-    yield Route(layer, "router", config.num_experts, chosen, config.norm_topk_prob, "routing")
-    if shared:
-        yield Linear(layer, "normed", linears[f"{p}shared_gate"], "shared_gate")
-        yield from projection(metadata, layer, "normed", f"{p}shared.gate_up", "gate_up")
-        yield ACTIVATION[config.hidden_act](layer, "gate_up", shared, "inner")
-        yield Linear(layer, "inner", linears[f"{p}shared.down"], "branch")
-    yield Experts(layer, "normed", "routing", chosen, tuple(projections), tuple(downs), inner, "x")
-    if shared:
-        yield GatedAdd(layer, "branch", "shared_gate", "x")
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        target: str | None = None,
+        isa: str | None = None,
+        mode: Mode | None = None,
+        threads: int = 0,
+        threads_prefill: int = 0,
+        kv: KvKind | Literal["file"] | None = None,
+        context: int | None = None,
+        max_logits: int = LONGEST_DRAFT + 1,
+        max_rows: int = targets.CHUNK_ROWS,
+        chat_template: str | None = None,
+        requantization: Requantization | None = None,
+        report: targets.Report = targets.silent,
+    ) -> Model:
+        """Open `path` and compile it.
 
+        target       "cpu" or "reference"; None: the first that this machine can use
+        isa          instruction set of the target; None: the best
+        mode         "a16" (float activations), "a8" or "a4" (integer); None: what the file was made for
+        threads      for decode, threads_prefill for prompts; 0: the target chooses
+        kv           "f16", "int8" or "int4": how keys and values are cached; None or "file": what the file was made for
+        context      positions of a session; None: min(what the model was trained with, 4096, what fits in memory)
+        max_logits   rows whose logits one run can give (Session.all_logits)
+        max_rows     rows of one run: the prefill chunk
+        chat_template   jinja2 text instead of the file's
+        requantization  when and how weights are made anew from the file's masters; None: behind every prompt if it has any
+        report       hears how far the compilation of kernels is: the first time on a machine it takes seconds
 
-def residual(metadata: Metadata, layer: int, x: str, linear: str, post_norm: str) -> Iterator[Operation]:
-    """x += linear(...), or x += norm(linear(...)) where blocks end in a norm."""
-    config = metadata.config
-    if config.post_norms:
-        yield Linear(layer, x, metadata.linears[linear], "branch")
-        yield NormAdd(layer, "branch", metadata.arrays[post_norm], config.rms_norm_eps, "x")
-    else:
-        yield Linear(layer, x, metadata.linears[linear], "x", add=True)
+        InputError: no such file, or an argument out of range.  FormatError: damaged.  UnsupportedError: something that the file
+        needs or you ask for is not there.  ResourceError: the context does not fit in memory.
+        """
+        started = perf_counter()
+        if mode not in (None, *MODES):
+            raise InputError(f"mode {mode!r} is not known; supported: {', '.join(MODES)}")
+        if kv not in (None, "file", *KV_KINDS):
+            raise InputError(f"kv {kv!r} is not known; supported: file, {', '.join(KV_KINDS)}")
+        counts = {"threads": threads, "threads_prefill": threads_prefill, "max_logits": max_logits, "max_rows": max_rows}
+        for name, value in counts.items():
+            least, most = (0, 1024) if name.startswith("threads") else (1, 65536)
+            if not least <= value <= most:
+                raise InputError(f"{name} is {value}; expected {least} to {most}")
+        file = ModelFile.open(Path(path))
+        choice = targets.pick(target)
+        options = targets.Options(
+            mode=mode or file.metadata.default_mode,
+            threads=threads,
+            isa=isa,
+            max_rows=max_rows,
+            max_logits=max_logits,
+            threads_prefill=threads_prefill,
+            kv=file.metadata.kv if kv is None or kv == "file" else KvCodec(kv),
+            copies=chosen(requantization, file) is not None,
+        )
+        model = cls(
+            file, choice, options, context=context, chat_template=chat_template, requantization=requantization, report=report
+        )
+        model.load_s = perf_counter() - started
+        return model
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights and head that a run of one row reads."""
+        sizes = self.file.metadata.bytes_per_token()
+        return sizes["weights"] + sizes["head"]
 
-def projection(metadata: Metadata, layer: int, x: str, fused: str, out: str) -> Iterator[Operation]:
-    """The fused layer if the file has it, else its parts side by side in the same buffer."""
-    if fused in metadata.linears:
-        yield Linear(layer, x, metadata.linears[fused], out)
-        return
-    offset = 0
-    for name, (rows, _) in dict(fused_shapes(metadata.config, layer))[fused].items():
-        yield Linear(layer, x, metadata.linears[name], out, offset)
-        offset += rows
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the cache for one position, all layers."""
+        return self.graph.page_bytes(self.program.options.kv) // PAGE
+
+    def speculator(self, draft: DraftSource, gamma: int | None) -> Speculator:
+        """What decodes with drafts from `draft`.  InputError: an unknown source, or a gamma out of range."""
+        if draft not in DRAFT_SOURCES:
+            raise InputError(f"draft {draft!r} is not known; supported: {', '.join(DRAFT_SOURCES)}")
+        if gamma is not None and not 1 <= gamma <= LONGEST_DRAFT:
+            raise InputError(f"gamma is {gamma}; expected 1 to {LONGEST_DRAFT}")
+        exact = self.program.options.mode
+        cheaper = MODES[MODES.index(exact) + 1 :]
+        if draft == "qspec" and not cheaper:
+            raise InputError(f"mode {exact} has no cheaper one to draft in; pass --mode a16 or a8, or --draft lookup")
+        # Where activations of 4 bits are what the file was made for, they are the better draft.
+        made_for = self.file.metadata.default_mode
+        mode = made_for if made_for in cheaper else cheaper[0] if cheaper else exact
+        source = "lookup" if draft in ("both", "auto") and not cheaper else draft
+        if source in ("qspec", "both", "auto"):
+            # It may replace the threads, on which another session may be running.
+            with self._turn:
+                self.program.prepare(mode)
+        return Speculator(source, gamma, mode)
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """InputError: a prompt that is empty, or longer than the context."""
+        if not prompt:
+            raise InputError("the prompt is empty; give at least one character")
+        check_length(len(prompt), self.context)
+
+    def session(self) -> Session:
+        """An empty session; its cache grows as it is filled."""
+        requantizer = Requantizer(self.program, self.requantization, self._turn) if self.requantization else None
+        return Session(self.program, self.config.vocab_size, self.context, self._turn, self._pace, requantizer)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        session: Session | None = None,
+        progress: Progress | None = None,
+        draft: DraftSource = "off",
+        gamma: int | None = None,
+    ) -> Generation:
+        """Continue `prompt`, text or tokens.  Iterate over the result.
+
+        sampling   None: greedy
+        stop       at most 16 strings that end the text and are not part of it
+        session    one to go on with: of what it holds the common beginning with `prompt` is kept and not run again
+        progress   hears how far the prompt is
+        draft      where drafts of the next tokens come from: "qspec" (the same weights in a cheaper mode), "lookup" (the text
+                   so far), "both" or "auto" (both); the text is the one without drafts, or as probable where it is drawn
+        gamma      tokens of a draft, 1 to 7; None: what pays by what was measured, 0 included
+
+        InputError: the prompt is empty or longer than the context, or an argument is out of range.
+        """
+        started = perf_counter()
+        tokens = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._start(tokens, started, session, progress, max_tokens, sampling, stop, draft, gamma)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        session: Session | None = None,
+        progress: Progress | None = None,
+        draft: DraftSource = "off",
+        gamma: int | None = None,
+        **variables: Any,
+    ) -> Generation:
+        """The assistant's answer to `messages`; `variables` go to the chat template, the rest is as in `generate`.
+
+        UnsupportedError: the file has no chat template.
+        """
+        started = perf_counter()
+        if self.template is None:
+            raise UnsupportedError(f"{self.file.path}: the file has no chat template; pass one with --chat-template FILE")
+        tokens = self.template.encode(messages, **variables)
+        return self._start(tokens, started, session, progress, max_tokens, sampling, stop, draft, gamma)
+
+    def _start(
+        self,
+        prompt: list[int],
+        started: float,
+        session: Session | None,
+        progress: Progress | None,
+        max_tokens: int,
+        sampling: Sampling | None,
+        stop: Sequence[str],
+        draft: DraftSource,
+        gamma: int | None,
+    ) -> Generation:
+        """Check what can be checked before anything runs."""
+        self.check_prompt(prompt)
+        speculator = self.speculator(draft, gamma)
+        measurement = Measurement(
+            self.load_s, self.weight_bytes, self.position_bytes, len(prompt), speculation=speculator.statistics
+        )
+        stream = Stream(session or self.session(), Sampler(sampling or Sampling()), prompt)
+        ending = Ending(self.text, max_tokens, stop)
+        return Generation(stream, ending, speculator, measurement, self.config.positions_read, started, progress)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.targets import Program
-from edgeq.targets.copies import InputSums, Weights
+from edgeq.targets.requantization import InputSums, Weights
 
 When = Literal["prompt", "drift", "never"]
 WHEN: tuple[When, ...] = ("prompt", "drift", "never")

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import InputError
-from edgeq.linear import Mode
+from edgeq.records import Mode
 from edgeq.runtime.cache import KVCache
 from edgeq.runtime.requantize import Requantizer
 from edgeq.targets import Program
-from edgeq.targets.copies import InputSums, Weights
-from edgeq.targets.operations import Rows
+from edgeq.targets.graph import Rows
+from edgeq.targets.requantization import InputSums, Weights
 
 CHUNK_SECONDS = 1.25
 """Every chunk reads all weights once: with 0.4 seconds that took a twentieth of the time here, more on small machines."""

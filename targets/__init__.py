@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
-from edgeq.linear import KvCodec, Mode
-from edgeq.targets.copies import InputSums, Weights
-from edgeq.targets.operations import Graph, Operation, Page, Rows
+from edgeq.records import KvCodec, Mode
+from edgeq.targets.graph import Graph, Operation, Page, Rows
+from edgeq.targets.requantization import InputSums, Weights
 
 TARGETS = ("cpu", "reference")
 """In order of preference."""
@@ -153,7 +153,7 @@ def load(name: str) -> Target:
 
         return CpuTarget()
     if name == "reference":
-        from edgeq.targets.reference import ReferenceTarget
+        from edgeq.targets.reference.program import ReferenceTarget
 
         return ReferenceTarget()
     raise UnsupportedError(f"target {name!r} is not known; supported: {', '.join(TARGETS)}")

@@ -53,7 +53,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     folder = path.relative_to(ROOT).parts[0]
     for line, module in imports(path):
         assert module.partition(".")[0] not in FOLDERS[1:], f"{path}:{line}: import edgeq.{module}, not {module}"
-        if path == ROOT / "edgeq" / "cli.py":
+        if path == ROOT / "edgeq" / "__main__.py":
             continue
         target = folder_of(module)
         assert target is None or target in MAY_IMPORT[folder], f"{path}:{line}: {folder} must not import {target}"
@@ -77,13 +77,13 @@ def loaded(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
-@pytest.mark.parametrize("module", ["edgeq.runtime", "edgeq.targets", "edgeq.container", "edgeq.cli"])
+@pytest.mark.parametrize("module", ["edgeq.runtime", "edgeq.targets", "edgeq.container", "edgeq.tools.cli"])
 def test_the_runtime_loads_neither_torch_nor_transformers(module: str) -> None:
     assert not loaded(f"import {module}") & {"torch", "transformers", "safetensors", "tvm", "numba", "llvmlite"}
 
 
 def test_the_command_line_starts_without_numpy() -> None:
-    assert not loaded("import edgeq.cli") & {"numpy", "flatbuffers", "rich", "jinja2", "tokenizers"}
+    assert not loaded("import edgeq.tools.cli") & {"numpy", "flatbuffers", "rich", "jinja2", "tokenizers"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS[1:])
@@ -118,6 +118,6 @@ def test_the_wheel_holds_every_module_and_nothing_outside_edgeq(tmp_path: Path) 
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"edgeq"}
     ours = {path.relative_to(ROOT).parts for path in SOURCES}
-    ours |= {("edgeq", name) for name in ("model.fbs", "py.typed", "model_generated.py")}
+    ours |= {("edgeq", "py.typed"), *(("edgeq", "schema", name) for name in ("model.fbs", "model_generated.py"))}
     expected = {"/".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in ours}
     assert expected <= set(names), sorted(expected - set(names))

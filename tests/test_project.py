@@ -33,18 +33,20 @@ def test_mypy_strict_finds_nothing() -> None:
     (tree / "edgeq").mkdir(parents=True)
     for folder in FOLDERS:
         (tree / "edgeq" / folder).symlink_to(ROOT / folder)
-    for path in (*(ROOT / "edgeq").glob("*.py*"), ROOT / "edgeq" / "py.typed"):
-        if not path.name.startswith("model_generated"):
-            (tree / "edgeq" / path.name).symlink_to(path)
+    for path in (*(ROOT / "edgeq").rglob("*.py*"), ROOT / "edgeq" / "py.typed"):
+        if not path.name.startswith("model_generated") and path.suffix != ".pyc":
+            link = tree / path.relative_to(ROOT)
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(path)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "edgeq"]
     result = run([*command, "--cache-dir", str(ROOT / ".mypy_cache")], tree)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_schema_generates_exactly_the_committed_code(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "edgeq" / "model.fbs", tmp_path)
+    shutil.copy(ROOT / "edgeq" / "schema" / "model.fbs", tmp_path)
     command = ["flatc", "--python", "--gen-object-api", "--gen-onefile", "--python-typing", "model.fbs"]
     result = run(command, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("model_generated.py", "model_generated.pyi"):
-        assert (tmp_path / name).read_bytes() == (ROOT / "edgeq" / name).read_bytes(), f"run: make schema ({name})"
+        assert (tmp_path / name).read_bytes() == (ROOT / "edgeq" / "schema" / name).read_bytes(), f"run: make schema ({name})"

@@ -19,13 +19,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from edgeq import machine
 from edgeq.errors import InputError
 from edgeq.runtime import Model
-from edgeq.runtime.measure import LONGEST_DRAFT
 from edgeq.runtime.session import Part, run_together
-from edgeq.runtime.speculate import DraftSource
-from edgeq.targets import CHUNK_ROWS, machine
-from edgeq.tools import breakdown, drafting
+from edgeq.runtime.speculative.speculator import DraftSource
+from edgeq.runtime.stats import LONGEST_DRAFT
+from edgeq.targets import CHUNK_ROWS
+from edgeq.tools import breakdown
+from edgeq.tools.lab import drafting
 from edgeq.tools.report import codec_label, model_name, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
 from edgeq.tools.terminal import Report, compilation, progress, write

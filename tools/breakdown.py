@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.sampling import Sampler
-from edgeq.runtime.text import TextStream
+from edgeq.runtime.tokenizer import TextStream
 from edgeq.targets import Program, Step, StepTimes
-from edgeq.targets.operations import Linear, Rows, Select
+from edgeq.targets.graph import Linear, Rows, Select
 
 PRODUCTS = ("integer_matmul", "gated_matmul", "pair_matmul", "gated_pair_matmul", "float_matmul", "linear")
 """Kernels that read the weights of a layer; others of the same operation prepare its input."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime import Generation, Model
-from edgeq.runtime.ending import Ending
-from edgeq.runtime.speculate import DraftSource
+from edgeq.runtime.speculative.speculator import DraftSource
+from edgeq.runtime.stopping import Ending
 from edgeq.tools.report import cache_label, describe
 from edgeq.tools.run import load, sampling_of
 from edgeq.tools.terminal import note, write

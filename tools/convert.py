@@ -10,8 +10,8 @@ from typing import Any
 from edgeq.container import ModelFile
 from edgeq.devices import Device, device
 from edgeq.errors import InputError
-from edgeq.linear import Metadata
-from edgeq.runtime.memory import DEFAULT_CONTEXT
+from edgeq.records import Metadata
+from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.tools.report import bits_per_weight
 from edgeq.tools.terminal import note, progress
 
@@ -28,13 +28,13 @@ def quiet_libraries() -> None:
 def convert(source: str, output: Path, options: dict[str, Any]) -> None:
     """Convert `source` into `output`; a line about the result goes to standard error.
 
-    InputError: an unknown device, or torch and transformers are not installed.  Otherwise as edgeq.converters.plan.convert.
+    InputError: an unknown device, or torch and transformers are not installed.  Otherwise as edgeq.converters.convert.convert.
     """
     profile = device(options["device"]) if options["device"] else None
     quiet_libraries()
     try:
-        from edgeq.converters.plan import ConvertOptions
-        from edgeq.converters.plan import convert as carry_out
+        from edgeq.converters.convert import ConvertOptions
+        from edgeq.converters.convert import convert as carry_out
     except ModuleNotFoundError as error:
         if error.name not in CONVERT_EXTRA:
             raise

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from edgeq import machine
 from edgeq.devices import DEVICES
 from edgeq.errors import EdgeqError
-from edgeq.targets import TARGETS, load, machine
+from edgeq.targets import TARGETS, load
 
 
 def devices(as_json: bool) -> None:
@@ -31,7 +32,7 @@ def collect() -> dict[str, Any]:
     refusals = {name: load(name).refusal() for name in TARGETS}
     chosen = next(name for name in TARGETS if refusals[name] is None)
     isas, isa, reason = instruction_sets() if refusals["cpu"] is None else ([], None, None)
-    bandwidth = {str(n): machine.read_bandwidth(n) for n in sorted({1, cpu.cores})} if refusals["cpu"] is None else {}
+    bandwidth = read_bandwidth(sorted({1, cpu.cores})) if refusals["cpu"] is None else {}
     return {
         "machine": {"cpu": cpu.name, "arch": cpu.arch, "cores": cpu.cores, "features": sorted(cpu.features)},
         "memory": {"total": memory.total, "available": memory.available},
@@ -43,9 +44,17 @@ def collect() -> dict[str, Any]:
     }
 
 
+def read_bandwidth(threads: list[int]) -> dict[str, float]:
+    """Bytes per second by number of threads, measured where that is not known yet."""
+    from edgeq.targets.cpu import probes
+
+    return {str(n): probes.read_bandwidth(n) for n in threads}
+
+
 def instruction_sets() -> tuple[list[dict[str, str | None]], str, str]:
     """Every instruction set with the reason why it cannot be used, the one that will be, and why."""
-    from edgeq.targets.cpu.isa import all_isas, choose
+    from edgeq.targets.cpu.choose_isa import choose
+    from edgeq.targets.cpu.isa import all_isas
 
     found: list[dict[str, str | None]] = []
     for isa in all_isas():

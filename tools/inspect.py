@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from edgeq import machine, measurements
 from edgeq.container import VERSION, ModelFile
-from edgeq.linear import LinearSpec
-from edgeq.targets import machine
+from edgeq.records import LinearSpec
 from edgeq.tools.report import bits_per_weight
 from edgeq.tools.terminal import progress
 
@@ -41,7 +41,7 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
     metadata = file.metadata
     sizes = metadata.bytes_per_token()
     per_token = sizes["weights"] + sizes["head"]
-    bandwidth = machine.known_bandwidth(machine.cpu().cores)
+    bandwidth = measurements.known("read_bandwidth", machine.cpu().cores)
     return {
         "file": str(file.path),
         "bytes": file.size,

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from edgeq import targets
 from edgeq.container import ModelFile
-from edgeq.linear import Metadata
+from edgeq.records import Metadata
 from edgeq.runtime import Model
-from edgeq.targets import machine
 
 
 def model_name(metadata: Metadata) -> str:
@@ -54,4 +53,8 @@ def read_bandwidth(model: Model, refresh: bool = False) -> float | None:
 
     None where the CPU target, which measures it, cannot run.
     """
-    return machine.read_bandwidth(model.program.threads, refresh) if targets.load("cpu").refusal() is None else None
+    if targets.load("cpu").refusal() is not None:
+        return None
+    from edgeq.targets.cpu import probes
+
+    return probes.read_bandwidth(model.program.threads, refresh)

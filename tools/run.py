@@ -11,8 +11,8 @@ import click
 
 from edgeq.errors import FormatError, InputError
 from edgeq.runtime import Generation, Model, Sampling
-from edgeq.runtime.measure import Measurement, Speculation
-from edgeq.runtime.speculate import DraftSource
+from edgeq.runtime.speculative.speculator import DraftSource
+from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.tools.report import cache_label, describe, read_bandwidth
 from edgeq.tools.terminal import compilation, note, progress, write
 

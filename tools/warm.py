@@ -6,9 +6,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgeq.linear import MODES, Mode
+from edgeq import machine
+from edgeq.records import MODES, Mode
 from edgeq.runtime import Model
-from edgeq.targets import machine
 from edgeq.tools.terminal import compilation, note
 
 

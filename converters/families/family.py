@@ -13,7 +13,7 @@ from typing import Any
 
 from edgeq.config import ModelConfig
 from edgeq.converters.checkpoint import Source
-from edgeq.layout import layer_contents
+from edgeq.manifest import layer_contents
 
 Values = Mapping[str, Any]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.codec import Codec
-from edgeq.converters.calibrate import Observed, token_activations
-from edgeq.converters.decoder import quantized_linears
+from edgeq.converters.calibration.forward import Observed, token_activations
+from edgeq.converters.calibration.torch_decoder import quantized_linears
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from edgeq.codec import Codec
-from edgeq.converters.calibrate import token_activations
+from edgeq.converters.calibration.forward import token_activations
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import observe, scaled_dtype, search_and_apply

@@ -21,7 +21,7 @@ from edgeq.converters.methods.rotated import Rotated, generator, stored_transfor
 from edgeq.converters.rotation.fuse import Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.orthogonal import signs
-from edgeq.linear import Activation
+from edgeq.records import Activation
 
 if TYPE_CHECKING:
     from edgeq.converters.options import ConvertOptions

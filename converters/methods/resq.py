@@ -29,8 +29,8 @@ from torch.utils.hooks import RemovableHandle
 
 from edgeq.codec import CHUNK, Codec, Kind
 from edgeq.config import ModelConfig
-from edgeq.converters.calibrate import BlockForward
-from edgeq.converters.decoder import Angles, rotated
+from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.torch_decoder import Angles, rotated
 from edgeq.converters.families import LINEARS, NORMS, Family
 from edgeq.converters.linears import Recipe
 from edgeq.converters.method import Study
@@ -39,7 +39,7 @@ from edgeq.converters.rotation.fuse import Rotation, dense
 from edgeq.converters.rotation.hadamard import hadamard
 from edgeq.converters.rotation.orthogonal import principal_axes, split_rotation
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.linear import Activation, KvCodec
+from edgeq.records import Activation, KvCodec
 
 if TYPE_CHECKING:
     from edgeq.converters.options import ConvertOptions

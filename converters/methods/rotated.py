@@ -28,9 +28,9 @@ from edgeq.converters.quantizer import QUAROT, Preset
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.model import RotatedModel
-from edgeq.converters.rows import SLAB_BYTES, Tensors
+from edgeq.converters.slabs import SLAB_BYTES, Tensors
 from edgeq.errors import UnsupportedError
-from edgeq.layout import FLOAT_PARTS, rotation_shapes
+from edgeq.manifest import FLOAT_PARTS, rotation_shapes
 
 if TYPE_CHECKING:
     from edgeq.converters.options import ConvertOptions

@@ -18,7 +18,7 @@ from edgeq.converters.methods.awq import apply_scale, scaled_dtype
 from edgeq.converters.methods.gptq import Gptq
 from edgeq.converters.methods.rtn import RoundToNearest
 from edgeq.converters.quantizer import SMOOTHQUANT, Preset
-from edgeq.linear import Activation
+from edgeq.records import Activation
 
 SMALLEST = 1e-5
 DEFAULTS = {**RoundToNearest.defaults, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}

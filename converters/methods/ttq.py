@@ -25,9 +25,9 @@ from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.method import Method
 from edgeq.converters.methods.rtn import RoundToNearest
-from edgeq.converters.rows import RowReader, slabs
+from edgeq.converters.slabs import RowReader, slabs
 from edgeq.errors import InputError
-from edgeq.layout import layer_contents
+from edgeq.manifest import layer_contents
 
 if TYPE_CHECKING:
     from edgeq.converters.options import ConvertOptions

@@ -12,7 +12,7 @@ from torch import Tensor
 from edgeq.config import ModelConfig
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, Family
 from edgeq.converters.rotation.fuse import READERS, LayerRotation, Rotation, role, rotate_part
-from edgeq.converters.rows import Tensors
+from edgeq.converters.slabs import Tensors
 
 Place = tuple[int, str]
 """(decoder layer, part)"""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from edgeq.container import ModelFile
 from edgeq.targets import Options, Report, silent
-from edgeq.targets.operations import Graph
+from edgeq.targets.graph import Graph
 
 if TYPE_CHECKING:
     from edgeq.targets.cpu.program import CpuProgram

@@ -9,19 +9,21 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq import machine
 from edgeq.container import ModelFile
-from edgeq.linear import Mode
-from edgeq.targets import Options, Report, StepTimes, machine, silent
-from edgeq.targets.copies import InputSums, SharedInput, Weights, shared_inputs
-from edgeq.targets.cpu import copies
-from edgeq.targets.cpu.copies import CpuWeights
-from edgeq.targets.cpu.isa import choose
-from edgeq.targets.cpu.lower import Lowering, RowArrays
-from edgeq.targets.cpu.memory import CpuPage, Memory
-from edgeq.targets.cpu.pages import layer_bytes
-from edgeq.targets.cpu.pool import Pool
-from edgeq.targets.cpu.table import ROW_WORDS, Tables
-from edgeq.targets.operations import Graph, Page, Rows, linears
+from edgeq.records import Mode
+from edgeq.targets import Options, Report, StepTimes, silent
+from edgeq.targets.cpu.choose_isa import choose
+from edgeq.targets.cpu.jit.buffers import CpuPage, Memory
+from edgeq.targets.cpu.jit.optable import ROW_WORDS, Tables
+from edgeq.targets.cpu.jit.threadpool import Pool
+from edgeq.targets.cpu.kernels.kv_layout import layer_bytes
+from edgeq.targets.cpu.lowering import requantize
+from edgeq.targets.cpu.lowering.context import Lowering, RowArrays
+from edgeq.targets.cpu.lowering.requantize import CpuWeights
+from edgeq.targets.cpu.probes import decode_threads
+from edgeq.targets.graph import Graph, Page, Rows, linears
+from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 
 LEAST_BYTES = 4 << 20
 """Of weights, for each thread.  With less its part of an operation takes no longer than meeting the others, and where another
@@ -36,11 +38,11 @@ class CpuProgram:
     def __init__(self, graph: Graph, file: ModelFile, options: Options, report: Report) -> None:
         most = max(1, sum(linear.nbytes for o in graph.operations for linear in linears(o)) // LEAST_BYTES)
         begin = partial(report, 0, 0, "measuring which kernels and how many threads are fastest")
-        self.threads = options.threads or min(most, machine.decode_threads(begin=begin) if most > 1 else 1)
+        isa, self._reason = choose(options.isa, begin)
+        self.threads = options.threads or min(most, decode_threads(isa, on_measure=begin) if most > 1 else 1)
         self.threads_prefill = options.threads_prefill or options.threads or min(most, machine.cpu().big_cores)
         self.options = replace(options, threads=self.threads, threads_prefill=self.threads_prefill)
         self.graph = graph
-        isa, self._reason = choose(options.isa, begin)
         self.isa = isa.name
         # Holds the file: the tables hold addresses in its map.
         self._file = file
@@ -59,7 +61,7 @@ class CpuProgram:
         chosen = (selection, selected_slots, selected_tables)
         arrays = RowArrays(counts, counts + 8, tokens, positions, slots, tables, *chosen, counted, sums)
         self._lower = partial(Lowering, graph, file, isa=isa, memory=self._memory, arrays=arrays)
-        self._tables_of: dict[tuple[Mode, copies.Source], Tables] = {}
+        self._tables_of: dict[tuple[Mode, requantize.Source], Tables] = {}
         lowering = self._lower(options=self.options)
         self._tables_of[options.mode, "file"] = Tables(*lowering.tables(report), lowering.steps())
         self._page_bytes = graph.layers * layer_bytes(graph, options.kv)
@@ -71,7 +73,7 @@ class CpuProgram:
         if options.copies:
             self._made(options.mode, "masters", report)
             self._made(options.mode, "copy", report)
-            copies.prepare(self._inputs, report)
+            requantize.prepare(self._inputs, report)
 
     @cached_property
     def _inputs(self) -> tuple[SharedInput, ...]:
@@ -84,7 +86,7 @@ class CpuProgram:
             threads += f" ({self.threads_prefill} for prefill)"
         return f"cpu, {self.isa} ({self._reason}), {threads}, {self.options.mode}"
 
-    def _made(self, mode: Mode, source: copies.Source, report: Report = silent) -> Tables:
+    def _made(self, mode: Mode, source: requantize.Source, report: Report = silent) -> Tables:
         """The tables of a mode and of weights, made when they are first used: over the same buffers, one runs after another."""
         if (mode, source) not in self._tables_of:
             lowering = self._lower(options=replace(self.options, mode=mode), source=source)
@@ -99,7 +101,7 @@ class CpuProgram:
         assert isinstance(weights, CpuWeights)
         if mode not in weights.tables:
             general, addresses = self._made(mode, "copy"), weights.addresses(self._memory)
-            one, many = (copies.moved(table, addresses) for table in (general.one, general.many))
+            one, many = (requantize.moved(table, addresses) for table in (general.one, general.many))
             weights.tables[mode] = Tables(one, many, general.steps)
         return weights.tables[mode]
 
@@ -118,7 +120,7 @@ class CpuProgram:
     def requantize(self, weights: Weights, scales: Sequence[NDArray[np.float32]]) -> None:
         assert isinstance(weights, CpuWeights)
         threads = self.threads_prefill
-        copies.fill(self._file, self._memory, self._pool, threads, self._inputs, weights, scales)
+        requantize.fill(self._file, self._memory, self._pool, threads, self._inputs, weights, scales)
         self._of_copy(self.options.mode, weights)
 
     def run(

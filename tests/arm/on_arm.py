@@ -24,7 +24,7 @@ def expected() -> Any:
 
 
 def test_the_instruction_set_of_the_processor_is_chosen() -> None:
-    from edgeq.targets.cpu.isa import choose
+    from edgeq.targets.cpu.choose_isa import choose
 
     isa, _ = choose()
     assert isa.name == expected()["isa"]

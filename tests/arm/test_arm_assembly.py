@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 from click.testing import CliRunner
 
-from edgeq.targets.cpu import tile
-from edgeq.tools import arm_roofline
-from edgeq.tools.arm_roofline import CORES, assembly, compiled, loops
+from edgeq.targets.cpu.kernels import microkernel_int
+from edgeq.tools.lab import arm_roofline
+from edgeq.tools.lab.arm_roofline import CORES, assembly, compiled, loops
 
 PI4, PI5 = "raspberry-pi-4", "raspberry-pi-5"
 WIDENING = ("v.smull", "v.smull2", "v.smlal", "v.smlal2")
@@ -61,14 +61,14 @@ def test_no_scalar_arithmetic_and_no_call_in_a_tile(board: str, bits: int, mode1
         assert found.inner["str"] + 2 * found.inner["stp"] <= most
 
 
-@pytest.mark.parametrize("kind", [tile.F16_KIND, tile.BF16_KIND, tile.F32_KIND])
+@pytest.mark.parametrize("kind", [microkernel_int.F16_KIND, microkernel_int.BF16_KIND, microkernel_int.F32_KIND])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_floats_are_converted_by_instructions_of_armv8_0(kind: int, tokens: int) -> None:
     """No library function and no half-precision arithmetic, which a Cortex-A72 lacks."""
-    target, module = compiled(CORES[PI4], tile.FloatTile(kind, tokens).emit)
+    target, module = compiled(CORES[PI4], microkernel_int.FloatTile(kind, tokens).emit)
     text = str(target.emit_assembly(module))
     assert "\tbl\t" not in text and "__" not in text and "fmla\tv" in text
-    assert ("fcvtl" in text) == (kind == tile.F16_KIND)
+    assert ("fcvtl" in text) == (kind == microkernel_int.F16_KIND)
     assert not [line for line in text.splitlines() if "f" in line[:3] and ".8h" in line]
 
 
@@ -90,7 +90,7 @@ def test_instructions_for_a_line_are_as_documented() -> None:
 def test_the_table_is_in_the_documentation() -> None:
     text = (arm_roofline.__spec__.origin or "").replace("tools/arm_roofline.py", "docs/arm.md")
     with open(text, encoding="utf-8") as file:
-        assert arm_roofline.markdown(arm_roofline.table()) in file.read(), "run: python -m edgeq.tools.arm_roofline"
+        assert arm_roofline.markdown(arm_roofline.table()) in file.read(), "run: python -m edgeq.tools.lab.arm_roofline"
 
 
 def test_decode_is_bound_by_memory_and_json_says_so() -> None:

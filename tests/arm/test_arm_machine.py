@@ -7,10 +7,10 @@ from pathlib import Path
 import numba
 import pytest
 
+from edgeq import machine
 from edgeq.errors import UnsupportedError
-from edgeq.targets import machine
-from edgeq.targets.cpu import arm
-from edgeq.targets.cpu.isa import choose
+from edgeq.targets.cpu.choose_isa import choose
+from edgeq.targets.cpu.jit import arm
 
 PI4 = frozenset({"asimd"})
 PI5 = frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"})

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgeq.codec import CHUNK, Codec, pack_groups, pack_integers
-from edgeq.targets.cpu import tile
+from edgeq.targets.cpu.kernels import microkernel_int as tile
 
 ROWS = 48
 CASES = list(itertools.product(range(2, 9), (0, 1), (0, 1), (0, 1), (1, 4)))
@@ -24,7 +24,7 @@ def symbol(case: tuple[int, ...]) -> str:
 
 
 def write_objects(folder: Path, board: str, isa: str) -> None:
-    from edgeq.tools import arm_roofline
+    from edgeq.tools.lab import arm_roofline
 
     folder.mkdir(parents=True, exist_ok=True)
     for bits, mode16, zero, half, tokens in CASES:
@@ -71,7 +71,11 @@ def product(function: Any, case: tuple[int, ...], extreme: bool) -> tuple[np.nda
         words[word] = room.ctypes.data + start
         kept.append(room)
     groups = scale.shape[1]
-    words[tile.X_BLOCKS], words[tile.CHUNKS], words[tile.PER_BLOCK] = blocks, chunks, max(1, block // CHUNK)
+    words[tile.X_BLOCKS], words[tile.CHUNKS], words[tile.PER_BLOCK] = (
+        blocks,
+        chunks,
+        max(1, block // CHUNK),
+    )
     words[tile.W_BLOCK] = 64 * bits * chunks
     words[tile.SCALE_BLOCK], words[tile.SCALE_STEP] = 32 * groups, 32 * half
     words[tile.ZERO_BLOCK], words[tile.ZERO_STEP] = 16 * groups, 16 * half

@@ -306,8 +306,8 @@ def test_options_of_run(edgeq: Run, demo: Path, options: list[object], words: li
 
 
 def test_an_instruction_set_of_another_processor_names_those_of_this_one(edgeq: Run, demo: Path) -> None:
+    from edgeq.machine import cpu
     from edgeq.targets.cpu.isa import all_isas
-    from edgeq.targets.machine import cpu
 
     for isa in all_isas():
         if isa.needs - cpu().features:
@@ -324,9 +324,9 @@ def test_a_prompt_that_is_not_text(edgeq: Run, demo: Path, tmp_path: Path) -> No
 def test_a_context_that_does_not_fit_in_memory_says_the_largest_that_does(
     edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgeq.runtime import memory
+    from edgeq.runtime import context_size
 
-    monkeypatch.setattr(memory, "available_bytes", lambda: 11 << 20)
+    monkeypatch.setattr(context_size, "available_bytes", lambda: 11 << 20)
     refused(edgeq("run", demo, "-p", "x", "-c", 1024, *REFERENCE), "context", "MiB", "pass -c")
 
 

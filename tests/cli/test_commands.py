@@ -266,6 +266,6 @@ def test_an_interrupt_that_a_destructor_swallows_is_heard() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error_worth_a_traceback(demo: Path) -> None:
-    command = [sys.executable, "-c", "import edgeq.cli; edgeq.cli.main()", "inspect", str(demo), "--json"]
+    command = [sys.executable, "-c", "import edgeq.tools.cli; edgeq.tools.cli.main()", "inspect", str(demo), "--json"]
     result = subprocess.run(["bash", "-c", f"{shlex.join(command)} | head -c 10"], capture_output=True, text=True)
     assert len(result.stdout) == 10 and "Traceback" not in result.stderr and "error" not in result.stderr

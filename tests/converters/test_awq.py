@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from edgeq.codec import Codec
-from edgeq.converters.calibrate import BlockForward, Observed
+from edgeq.converters.calibration.forward import BlockForward, Observed
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
 from edgeq.converters.families import LINEARS, recognise
 from edgeq.converters.methods.awq import apply_scale, awq, clip, inspected_modules, output_error, search_scale

@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from edgeq.codec import dequantize, from_bf16
 from edgeq.container import ModelFile
-from edgeq.converters.plan import ConvertOptions, convert
+from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.converters.quantizer import fake
 from edgeq.errors import CheckpointError, InputError, ResourceError
-from edgeq.linear import ArrayRef, LinearSpec
+from edgeq.records import ArrayRef, LinearSpec
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
 
@@ -105,7 +105,7 @@ def test_fused_rows_may_cross_slabs_and_blocks(
     folder = checkpoint("llama_gqa", num_attention_heads=4, num_key_value_heads=2, head_dim=10, intermediate_size=80)
     options = ConvertOptions(group_size=0)
     whole = convert(str(folder), tmp_path / "a.edgeq", options, silent)
-    monkeypatch.setattr("edgeq.converters.rows.SLAB_BYTES", 4 * 128 * 16)
+    monkeypatch.setattr("edgeq.converters.slabs.SLAB_BYTES", 4 * 128 * 16)
     slabs = convert(str(folder), tmp_path / "b.edgeq", options, silent)
     assert whole.path.read_bytes() == slabs.path.read_bytes()
     want = weights(folder)

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from edgeq.codec import Codec, from_bf16
 from edgeq.config import ModelConfig
 from edgeq.container import ModelFile
-from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.checkpoint import Checkpoint, HubAccess, Source
-from edgeq.converters.decoder import Norm
+from edgeq.converters.convert import convert
 from edgeq.converters.families import HEAD, NORM, NORM_BIAS, Family, linear_module, recognise
 from edgeq.converters.method import Block
 from edgeq.converters.methods.awq import Awq, apply_scale
 from edgeq.converters.options import ConvertOptions
-from edgeq.converters.plan import convert
 from edgeq.errors import CheckpointError, UnsupportedError
 
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "gemma3", "opt", "mixtral", "qwen2_moe", "qwen3_moe")

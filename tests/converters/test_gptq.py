@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from edgeq.codec import Codec
-from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Block
 from edgeq.converters.methods.gptq import gptq_layer, inverse_factor, quantize_matrix
-from edgeq.converters.plan import ConvertOptions, convert, preflight
 from edgeq.converters.quantizer import GPTQ, QUAROT, Quantized, fake, quantize
 
 ROWS, COLUMNS = 48, 160

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 
 from edgeq.codec import Codec, dequantize
 from edgeq.container import ModelFile
-from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Block
 from edgeq.converters.methods.smoothquant import smooth, smoothing
 from edgeq.converters.methods.ttq import factors, shared_rank
-from edgeq.converters.plan import ConvertOptions, convert, preflight
 from edgeq.converters.quantizer import AWQ, GPTQ, QUAROT, SMOOTHQUANT, Preset, fake, quantize
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.linear import Activation, Weight
+from edgeq.records import Activation, Weight
 
 TEXT = "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 60
 
@@ -102,7 +102,7 @@ def test_fused_matrices_share_a_pair_as_large_as_their_own(rank: int, parts: lis
 
 
 def test_streamed_factors_are_the_singular_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeq.converters.rows.SLAB_BYTES", 4 * 96 * 16)
+    monkeypatch.setattr("edgeq.converters.slabs.SLAB_BYTES", 4 * 96 * 16)
     generator = torch.Generator().manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, 40, generator=generator)).Q for n in (80, 96))
     s = 0.7 ** torch.arange(40.0)

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from edgeq.config import Rope
 from edgeq.converters import preflight as preflight_module
 from edgeq.converters.checkpoint import MAX_HEADER, read_header
+from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import recognise
-from edgeq.converters.plan import ConvertOptions, convert, preflight
 from edgeq.errors import CheckpointError, EdgeqError, InputError, ResourceError, UnsupportedError
 
 RTN = ConvertOptions(group_size=32)

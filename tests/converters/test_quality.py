@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.converters.plan import ConvertOptions, convert
-from edgeq.linear import Mode
+from edgeq.converters.convert import ConvertOptions, convert
+from edgeq.records import Mode
 from edgeq.runtime import Model
 from edgeq.tools.corpus import evaluation_code
 

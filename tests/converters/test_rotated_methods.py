@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from edgeq.codec import from_bf16
 from edgeq.container import ModelFile
-from edgeq.converters.calibrate import BlockForward
+from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
+from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.converters.families import HEAD, NORM, recognise
 from edgeq.converters.methods.quarot import QuaRot
 from edgeq.converters.methods.resq import ResQ, high_columns, output_order
 from edgeq.converters.methods.rotated import Rotated
-from edgeq.converters.plan import ConvertOptions, convert
 from edgeq.converters.rotation.hadamard import hadamard
 from edgeq.converters.rotation.orthogonal import signs
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.linear import Activation, KvCodec
+from edgeq.records import Activation, KvCodec
 
 METHODS = {"quarot": QuaRot, "resq": ResQ}
 Folders = Callable[..., Path]

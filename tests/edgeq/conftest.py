@@ -10,7 +10,7 @@ import flatbuffers
 import pytest
 from sample_file import seal, split, write_body
 
-from edgeq import model_generated as fb
+from edgeq.schema import model_generated as fb
 from edgeq.writer import Writer
 
 

@@ -7,8 +7,8 @@ import numpy as np
 from edgeq.codec import Codec, pack_floats, pack_groups, pack_integers
 from edgeq.config import ModelConfig, Rope
 from edgeq.container import DATA_OFFSET, Header, digest
-from edgeq.layout import array_shapes, fused_shapes
-from edgeq.linear import LinearSpec, Metadata, Weight
+from edgeq.manifest import array_shapes, fused_shapes
+from edgeq.records import LinearSpec, Metadata, Weight
 from edgeq.writer import Writer
 
 CONFIG = ModelConfig(

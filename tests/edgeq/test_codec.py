@@ -22,7 +22,7 @@ from edgeq.codec import (
     unpack_integers,
 )
 from edgeq.errors import UnsupportedError
-from edgeq.linear import ArrayRef, LinearSpec, Weight
+from edgeq.records import ArrayRef, LinearSpec, Weight
 
 # Rows below, at and above a block of 16; columns below, at and above a chunk of 32; odd group counts of every group size.
 SHAPES = [(1, 16), (16, 32), (17, 48), (15, 80), (33, 96), (5, 128), (31, 384), (3, 640)]

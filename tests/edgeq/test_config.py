@@ -10,7 +10,7 @@ import pytest
 
 from edgeq.config import ModelConfig, Rope
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.layout import array_shapes, fused_shapes, layer_contents
+from edgeq.manifest import array_shapes, fused_shapes, layer_contents
 from edgeq.rope import frequencies
 
 PLAIN = ModelConfig(

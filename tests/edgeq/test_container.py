@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from sample_file import CONFIG, seal, split, write_body
 
-from edgeq import model_generated as fb
 from edgeq.codec import dequantize
 from edgeq.container import DATA_OFFSET, MAGIC, ModelFile
 from edgeq.errors import EdgeqError, FormatError, InputError, UnsupportedError
 from edgeq.metadata import decode, encode
+from edgeq.schema import model_generated as fb
 from edgeq.writer import Writer
 
 Forge = Callable[..., Path]

@@ -19,7 +19,7 @@ def model_path(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
     "tiny-llama" is the trained model; overrides are of the configuration of the others.
     """
-    from edgeq.converters.plan import convert
+    from edgeq.converters.convert import convert
     from edgeq.converters.preflight import ConvertOptions
 
     folder = tmp_path_factory.mktemp("files")

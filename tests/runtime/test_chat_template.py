@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.runtime.chat import ChatTemplate
-from edgeq.runtime.text import Text
+from edgeq.runtime.chat_template import ChatTemplate
+from edgeq.runtime.tokenizer import Text
 
 DATA = json.loads(
     (Path(__file__).parent.parent.parent / "models" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8")

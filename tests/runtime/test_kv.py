@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from edgeq import targets
-from edgeq.cli import main
 from edgeq.container import ModelFile
-from edgeq.linear import KvCodec
+from edgeq.records import KvCodec
 from edgeq.runtime import Model
 from edgeq.tools import corpus
+from edgeq.tools.cli import main
 from edgeq.tools.statistics import log_softmax
 
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(2, 2048, 150)]
@@ -70,13 +70,13 @@ def test_a_prompt_gives_the_same_bits_however_it_is_run(path: Path, kv: KvCodec)
 
 
 def test_a_smaller_cache_holds_a_longer_context_in_the_same_memory(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgeq.runtime import memory
+    from edgeq.runtime import context_size
 
-    monkeypatch.setattr(memory, "DEFAULT_CONTEXT", 1 << 20)
+    monkeypatch.setattr(context_size, "DEFAULT_CONTEXT", 1 << 20)
     file = ModelFile.open(tiny_path)
     config = replace(file.metadata.config, max_position_embeddings=1 << 20)
     file.metadata = replace(file.metadata, config=config)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(context_size, "available_bytes", lambda: 64 << 20)
     lengths = []
     for codec in (KvCodec("f16"), KvCodec("int8"), KvCodec("int4", 4), KvCodec("int4")):
         options = targets.Options("a16", max_rows=16, kv=codec)

@@ -1,74 +1,207 @@
-"""The decoder as a list of operations."""
+"""The Python API on the trained tiny model: text, what ends it, what it cost, what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
-from edgeq.layout import fused_shapes
-from edgeq.linear import ArrayRef, KvCodec, LinearSpec, Metadata, Weight
-from edgeq.runtime.model import decoder
-from edgeq.targets.operations import Embed, Graph, Linear
+from edgeq import rope
+from edgeq.config import Rope
+from edgeq.errors import FormatError, InputError, UnsupportedError
+from edgeq.runtime import Measurement, Model, Sampling
+
+PROMPT = "def main():"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
 @pytest.fixture(scope="module")
-def metadata(tiny_path: Path) -> Metadata:
-    return ModelFile.open(tiny_path).metadata
+def model(tiny_path: Path) -> Model:
+    return Model.load(tiny_path, target="reference", context=256, chat_template=TEMPLATE)
 
 
-def layer_of(graph: Graph, layer: int) -> list[str]:
-    return [type(op).__name__ for op in graph.operations if op.layer == layer]
+def test_greedy_text_equals_transformers(model: Model) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(__file__).parent.parent.parent / "models" / "tiny-llama"
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = model.text.encode(PROMPT)
+    ids = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=40, do_sample=False)
+    generation = model.generate(PROMPT, max_tokens=40)
+    assert "".join(generation) == model.text.decode(ids[0, len(prompt) :].tolist())
+    assert generation.tokens == ids[0, len(prompt) :].tolist()
 
 
-def test_a_layer_is_attention_and_mlp_in_order(metadata: Metadata) -> None:
-    graph = decoder(metadata)
-    cached, behind = ["RmsNorm", "Linear", "RopeRotate", "RopeRotate", "CacheWrite"], ["Attention", "Linear"]
-    behind += ["RmsNorm", "Linear", "SwiGlu", "Linear"]
-    last = metadata.config.num_hidden_layers - 1
-    for layer in range(last):
-        assert layer_of(graph, layer) == [*cached, *behind]
-    # Other rows than the wanted ones end where their keys and values are in the cache.
-    assert layer_of(graph, last) == [*cached, "Select", *behind]
-    assert layer_of(graph, -1) == ["Embed", "RmsNorm", "Linear"]
+def test_text_comes_piece_by_piece(model: Model) -> None:
+    pieces = list(model.generate(PROMPT, max_tokens=20))
+    assert len(pieces) > 5 and all(pieces)
+    assert [p.text for p in model.generate(PROMPT, max_tokens=20).pieces() if p.text] == pieces
 
 
-def test_with_masters_all_rows_pass_all_layers(metadata: Metadata) -> None:
-    linears = {name: replace(linear, master=linear.weights[0]) for name, linear in metadata.linears.items() if name != "head"}
-    graph = decoder(replace(metadata, linears=linears | {"head": metadata.linears["head"]}))
-    assert layer_of(graph, -1) == ["Embed", "Select", "RmsNorm", "Linear"]
-    assert "Select" not in layer_of(graph, metadata.config.num_hidden_layers - 1)
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(model: Model) -> None:
+    def text(seed: int) -> str:
+        return "".join(model.generate(PROMPT, max_tokens=30, sampling=Sampling(temperature=1.0, top_p=0.95, seed=seed)))
+
+    assert text(1) == text(1)
+    assert len({text(s) for s in range(4)}) == 4
 
 
-def test_a_tied_embedding_reads_the_head(metadata: Metadata) -> None:
-    first = decoder(metadata).operations[0]
-    assert isinstance(first, Embed) and first.table is metadata.linears["head"]
+def test_max_tokens_ends_with_length(model: Model) -> None:
+    generation = model.generate(PROMPT, max_tokens=7)
+    assert generation.finish_reason is None
+    "".join(generation)
+    assert generation.finish_reason == "length" and len(generation.tokens) == 7
 
 
-def test_projections_stored_apart_lie_side_by_side(metadata: Metadata) -> None:
-    config, linears = metadata.config, dict[str, LinearSpec]()
-    for name, linear in metadata.linears.items():
-        parts = next((p for layer in range(6) for fused, p in fused_shapes(config, layer) if fused == name), {name: (0, 0)})
-        for part, (rows, columns) in parts.items():
-            weight = Weight(Codec("f32"), rows, columns, ArrayRef("f32", (1,), 0))
-            linears[part] = LinearSpec(part, (weight,)) if len(parts) > 1 else linear
-    graph = decoder(replace(metadata, linears=linears))
-    written = [(op.linear.name, op.out, op.offset) for op in graph.operations if isinstance(op, Linear) and op.layer == 2]
-    q, kv = config.query_size, config.kv_size
-    assert written == [
-        ("layers.2.q", "qkv", 0),
-        ("layers.2.k", "qkv", q),
-        ("layers.2.v", "qkv", q + kv),
-        ("layers.2.o", "x", 0),
-        ("layers.2.gate", "gate_up", 0),
-        ("layers.2.up", "gate_up", config.intermediate_size),
-        ("layers.2.down", "x", 0),
-    ]
-    assert graph.buffers["qkv"] == q + 2 * kv and graph.buffers["gate_up"] == 2 * config.intermediate_size
+def test_a_stop_string_ends_with_stop_and_is_not_shown(model: Model) -> None:
+    whole = "".join(model.generate(PROMPT, max_tokens=40))
+    stop = whole[20:27]
+    generation = model.generate(PROMPT, max_tokens=40, stop=[stop])
+    assert "".join(generation) == whole[: whole.index(stop)]
+    assert generation.finish_reason == "stop" and len(generation.tokens) < 40
 
 
-def test_a_page_holds_64_positions_of_keys_and_values(metadata: Metadata) -> None:
-    assert decoder(metadata).page_bytes(KvCodec()) == 64 * metadata.bytes_per_token()["kv_per_position"]
+def test_a_held_back_part_of_a_stop_string_comes_at_the_end(model: Model) -> None:
+    whole = "".join(model.generate(PROMPT, max_tokens=9))
+    assert "".join(model.generate(PROMPT, max_tokens=9, stop=[whole[-2:] + "\x00"])) == whole
+
+
+def test_a_stop_token_ends_with_stop_and_has_no_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = model.generate(PROMPT, max_tokens=10)
+    "".join(first)
+    end = first.tokens[5]
+    at = first.tokens.index(end)
+    monkeypatch.setattr(model.text, "eos", frozenset([end]))
+    generation = model.generate(PROMPT, max_tokens=10)
+    assert "".join(generation) == model.text.decode(first.tokens[:at])
+    assert generation.finish_reason == "stop" and generation.tokens == first.tokens[: at + 1]
+
+
+def test_a_full_context_ends_with_context(tiny_path: Path) -> None:
+    small = Model.load(tiny_path, target="reference", context=10)
+    generation = small.generate([3] * 8, max_tokens=100)
+    "".join(generation)
+    # Two more tokens are run, a third is drawn behind the last position.
+    assert generation.finish_reason == "context" and len(generation.tokens) == 3
+
+
+def test_a_prompt_as_long_as_the_context_gives_one_token(tiny_path: Path) -> None:
+    generation = Model.load(tiny_path, target="reference", context=8).generate([3] * 8)
+    "".join(generation)
+    assert generation.finish_reason == "context" and len(generation.tokens) == 1
+
+
+def test_a_longer_prompt_is_refused_before_it_runs(model: Model) -> None:
+    with pytest.raises(InputError, match="300 tokens.*256 positions.*-c"):
+        model.generate([3] * 300)
+
+
+def test_going_on_with_a_session_gives_the_text_of_a_fresh_one(model: Model) -> None:
+    session = model.session()
+    chat = [{"role": "user", "content": "What is a list?"}]
+    first = "".join(model.chat(chat, max_tokens=12, session=session))
+    chat += [{"role": "assistant", "content": first}, {"role": "user", "content": "And a tuple?"}]
+    again = model.chat(chat, max_tokens=12, session=session)
+    assert "".join(again) == "".join(model.chat(chat, max_tokens=12))
+    assert 0 < again.measurement.cached_tokens < again.measurement.prompt_tokens
+
+
+def test_a_text_whose_session_ran_another_one_does_not_go_on(model: Model) -> None:
+    session = model.session()
+    first = model.generate("def main():", max_tokens=20, session=session)
+    begun = next(first)
+    other = "".join(model.generate("class Point:", max_tokens=8, session=session))
+    assert begun and other == "".join(model.generate("class Point:", max_tokens=8))
+    with pytest.raises(InputError, match="session has run another text"):
+        list(first)
+
+
+def test_the_measurement_counts_tokens_steps_and_bytes(model: Model) -> None:
+    session = model.session()
+    prompt = model.text.encode(PROMPT)
+    "".join(model.generate(prompt, max_tokens=1, session=session))
+    generation = model.generate(prompt, max_tokens=5, session=session)
+    "".join(generation)
+    m, sizes = generation.measurement, model.file.metadata.bytes_per_token()
+    assert (m.prompt_tokens, m.cached_tokens, m.generated_tokens, m.decode_steps) == (len(prompt), len(prompt) - 1, 5, 4)
+    positions = sum(len(prompt) + i for i in (1, 2, 3, 4))
+    assert m.decode_bytes == 4 * (sizes["weights"] + sizes["head"]) + positions * sizes["kv_per_position"]
+    assert m.ttft_s >= m.prefill_s > 0 and m.load_s > 0
+    assert m.decode_rate == 4 / m.decode_s and m.prefill_rate == 1 / m.prefill_s
+    assert m.as_dict()["decode_bytes_per_s"] == m.decode_bytes / m.decode_s
+
+
+def test_rates_of_nothing_are_zero() -> None:
+    m = Measurement(0.0, 1, 1)
+    assert (m.prefill_rate, m.decode_rate, m.decode_bytes_per_s) == (0, 0, 0)
+
+
+def test_a_file_without_chat_template_says_what_to_pass(tiny_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--chat-template FILE"):
+        Model.load(tiny_path, target="reference").chat([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_cannot_be_read_leaves_the_rest_usable(tiny_path: Path) -> None:
+    model = Model.load(tiny_path, target="reference", chat_template="{% for %}")
+    assert "".join(model.generate(PROMPT, max_tokens=3))
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        model.chat([{"role": "user", "content": "x"}])
+
+
+def test_arguments_out_of_range_are_refused(model: Model, tiny_path: Path) -> None:
+    with pytest.raises(InputError, match="max_tokens"):
+        model.generate(PROMPT, max_tokens=0)
+    with pytest.raises(InputError, match="empty"):
+        model.generate("")
+    with pytest.raises(InputError, match="stop"):
+        model.generate(PROMPT, stop=[""])
+    for name in ("threads", "threads_prefill", "max_rows", "max_logits"):
+        with pytest.raises(InputError, match=name):
+            Model.load(tiny_path, target="reference", **{name: -1})
+    with pytest.raises(InputError, match="mode"):
+        Model.load(tiny_path, target="reference", mode="a3")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="kv"):
+        Model.load(tiny_path, target="reference", kv="int3")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="'tpu'"):
+        Model.load(tiny_path, target="tpu")
+    with pytest.raises(InputError, match="no such file"):
+        Model.load(tiny_path.with_name("none.edgeq"), target="reference")
+
+
+def test_the_description_names_target_and_mode(model: Model) -> None:
+    assert "reference" in model.description and "a16" in model.description
+
+
+def test_importing_the_runtime_loads_neither_torch_nor_numba() -> None:
+    code = "import sys, edgeq.runtime; print(sorted({'torch', 'transformers', 'numba', 'llvmlite', 'tvm'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    (
+        ("default", {}),
+        ("linear", {"factor": 4.0}),
+        ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}),
+        ("llama3", {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+    ),
+)
+def test_frequencies_equal_transformers(kind: str, settings: dict[str, float]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_type": kind, "rope_theta": 500000.0, **settings}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters)
+    functions = {**ROPE_INIT_FUNCTIONS, "default": LlamaRotaryEmbedding.compute_default_rope_parameters}
+    wanted = functions[kind](config, device="cpu")[0]
+    ours = rope.frequencies(Rope(theta=500000.0, kind=kind, **settings), 64)  # type: ignore[arg-type]
+    assert ours == pytest.approx(wanted.tolist(), rel=1e-5)
+
+
+def test_llama3_factors_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(FormatError, match="low_freq_factor"):
+        rope.frequencies(Rope(theta=1e4, kind="llama3", low_freq_factor=4.0, high_freq_factor=4.0), 64)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from edgeq.cli import main
 from edgeq.runtime import Model
 from edgeq.targets import StepTimes
-from edgeq.targets.operations import Linear, Rows, Select
+from edgeq.targets.graph import Linear, Rows, Select
 from edgeq.tools import breakdown
+from edgeq.tools.cli import main
 
 
 def rows(model: Model, count: int) -> Rows:

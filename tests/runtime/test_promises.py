@@ -63,7 +63,7 @@ def test_8_bit_activations_change_the_perplexity_by_less_than_0_3_percent(tiny_p
 
 
 def test_an_interrupt_ends_a_command_without_a_traceback(tiny_path: Path) -> None:
-    code = "import edgeq.cli; print('ready', flush=True); edgeq.cli.main()"
+    code = "import edgeq.tools.cli; print('ready', flush=True); edgeq.tools.cli.main()"
     forever = ["bench", str(tiny_path), "-p", "900", "-n", "0", "-r", "1000", "--target", "reference"]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *forever],

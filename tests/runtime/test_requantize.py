@@ -12,13 +12,13 @@ from with_masters import matrix, with_masters
 
 from edgeq.codec import Codec, dequantize
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.linear import LinearSpec
+from edgeq.records import LinearSpec
 from edgeq.runtime import Model
 from edgeq.runtime.requantize import Requantization, drifted, scales
 from edgeq.runtime.session import Part, Session, run_together
-from edgeq.targets import reference_requantize
-from edgeq.targets.copies import InputSums, SharedInput, Weights
-from edgeq.targets.operations import Rows
+from edgeq.targets.graph import Rows
+from edgeq.targets.reference import requantize
+from edgeq.targets.requantization import InputSums, SharedInput, Weights
 from edgeq.tools.compare import FileScorer
 from edgeq.tools.corpus import evaluation_code
 
@@ -133,9 +133,9 @@ def test_another_alpha_gives_other_weights(model: Model) -> None:
 @pytest.fixture(scope="module")
 def planted_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained model with eight outlier channels in every input of a linear layer."""
+    from edgeq.converters.convert import convert
     from edgeq.converters.options import ConvertOptions
-    from edgeq.converters.plan import convert
-    from edgeq.tools.plant_outliers import Kinds, plant
+    from edgeq.tools.lab.plant_outliers import Kinds, plant
 
     folder = tmp_path_factory.mktemp("planted")
     plant(TINY_LLAMA, folder / "checkpoint", Kinds(norms=20, up=20, values=20))
@@ -151,13 +151,13 @@ def test_the_loss_on_the_prompt_is_lower_than_that_of_plain_rounding(
     for most where they have none, and lower in the (geometric) mean."""
     model = Model.load(request.getfixturevalue(which), target="reference", context=300)
     seen: dict[str, list[np.ndarray]] = {}
-    add = reference_requantize.add_squares
+    add = requantize.add_squares
 
     def record(sums: InputSums, layer: LinearSpec, x: np.ndarray, rows: Rows) -> None:
         seen.setdefault(layer.name, []).append(x.copy())
         add(sums, layer, x, rows)
 
-    monkeypatch.setattr(reference_requantize, "add_squares", record)
+    monkeypatch.setattr(requantize, "add_squares", record)
     session = model.session()
     session.prefill(model.text.encode(evaluation_code()[0])[:300])
     session.requantize()

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from edgeq.errors import InputError
-from edgeq.runtime import Batch, Model, Sampling, drafts
-from edgeq.runtime.drafts import Draft, Lookup, Stream
-from edgeq.runtime.measure import LONGEST_DRAFT
-from edgeq.runtime.pace import Pace, expected_tokens
+from edgeq.runtime import Batch, Model, Sampling
 from edgeq.runtime.sampling import Sampler, distribution
 from edgeq.runtime.session import run_together
-from edgeq.runtime.speculate import Speculator, accept, residual
+from edgeq.runtime.speculative import drafts
+from edgeq.runtime.speculative.drafts import Draft, Lookup, Stream
+from edgeq.runtime.speculative.planner import Pace, expected_tokens
+from edgeq.runtime.speculative.speculator import Speculator, accept, residual
+from edgeq.runtime.stats import LONGEST_DRAFT
 
 CODE = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
 PROMPTS = (CODE * 2 + "def read_", "class Point:\n    def __init__(self, x", "The return value is a tuple of")

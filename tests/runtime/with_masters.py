@@ -10,8 +10,8 @@ import numpy as np
 
 from edgeq.codec import Codec, dequantize, pack_floats
 from edgeq.container import ModelFile
-from edgeq.linear import DTYPES, ArrayRef, LinearSpec, LowRank, Metadata, Weight
-from edgeq.rounding import rounded
+from edgeq.quantization import rounded
+from edgeq.records import DTYPES, ArrayRef, LinearSpec, LowRank, Metadata, Weight
 from edgeq.writer import Writer
 
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from edgeq import machine
 from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
-from edgeq.linear import ArrayRef, LinearSpec, Weight
-from edgeq.targets import Options, load, machine
+from edgeq.records import ArrayRef, LinearSpec, Weight
+from edgeq.targets import Options, load
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.operations import PAGE, Embed, Graph, Linear, Operation, Rows, Select
+from edgeq.targets.graph import PAGE, Embed, Graph, Linear, Operation, Rows, Select
 
 HERE = [
     isa.name

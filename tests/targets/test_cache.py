@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from edgeq.linear import KvCodec
+from edgeq.records import KvCodec
 from edgeq.targets import Options, load
-from edgeq.targets.operations import (
+from edgeq.targets.graph import (
     PAGE,
     Attention,
     CacheWrite,
@@ -23,7 +23,7 @@ from edgeq.targets.operations import (
     Rows,
     Select,
 )
-from edgeq.targets.reference_cache import cached
+from edgeq.targets.reference.attention import cached
 from tests.targets.cases import Arrays, rows_of
 from tests.targets.test_cpu_kernels import identity
 

@@ -5,10 +5,11 @@ import pytest
 
 from edgeq.codec import Codec, pack_floats
 from edgeq.errors import ResourceError, UnsupportedError
-from edgeq.linear import KvCodec, LinearSpec, Weight
+from edgeq.records import KvCodec, LinearSpec, Weight
 from edgeq.targets import Options, load
-from edgeq.targets.cpu.isa import all_isas, choose
-from edgeq.targets.operations import (
+from edgeq.targets.cpu.choose_isa import choose
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.graph import (
     PAGE,
     Attention,
     CacheWrite,
@@ -178,7 +179,7 @@ def test_unknown_instruction_set_is_refused_by_name():
 
 
 def test_instruction_set_the_processor_lacks_is_refused_with_what_is_missing(monkeypatch):
-    from edgeq.targets import machine
+    from edgeq import machine
 
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("old", "x86_64", frozenset({"avx2", "fma", "f16c"}), 1))
     with pytest.raises(UnsupportedError, match="avx512-vnni needs .*avx512_vnni"):
@@ -191,9 +192,10 @@ def test_instruction_set_the_processor_lacks_is_refused_with_what_is_missing(mon
 
 @pytest.mark.parametrize(("gain", "name"), [(1.2, "avx512-pairs"), (1.0, "avx512-vnni")])
 def test_products_go_by_pairs_of_channels_where_that_was_measured_to_be_faster(gain, name, monkeypatch):
-    from edgeq.targets import machine
+    from edgeq import machine
+    from edgeq.targets.cpu import probes
 
     features = frozenset.union(*(isa.needs for isa in all_isas() if "x86_64" in isa.machines))
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("some", "x86_64", features, 1))
-    monkeypatch.setattr(machine, "pair_gain", lambda begin: gain)
+    monkeypatch.setattr(probes, "pair_gain", lambda on_measure: gain)
     assert choose()[0].name == name

@@ -118,8 +118,8 @@ def test_result_does_not_depend_on_the_number_of_threads(threads):
 
 
 def test_tied_embedding_of_every_codec_equals_its_dequantized_rows():
-    from edgeq.linear import LinearSpec
-    from edgeq.targets.operations import Embed, Graph, Linear, Select
+    from edgeq.records import LinearSpec
+    from edgeq.targets.graph import Embed, Graph, Linear, Select
 
     rng = np.random.default_rng(7)
     for codec in (*INTEGER_CODECS, *FLOAT_CODECS):
@@ -136,7 +136,7 @@ def test_tied_embedding_of_every_codec_equals_its_dequantized_rows():
 
 def _identity(arrays, codec, size):
     from edgeq.codec import pack_floats
-    from edgeq.linear import Weight
+    from edgeq.records import Weight
 
     return Weight(codec, size, size, arrays.add(pack_floats(np.eye(size, dtype=np.float32), codec.kind), codec.kind))
 

@@ -5,17 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgeq.targets.operations import (
-    Attention,
-    CacheWrite,
-    GeGlu,
-    LayerNorm,
-    NormAdd,
-    PositionAdd,
-    Relu,
-    RopeRotate,
-    Scale,
-)
+from edgeq.targets.graph import Attention, CacheWrite, GeGlu, LayerNorm, NormAdd, PositionAdd, Relu, RopeRotate, Scale
 from tests.targets.cases import Arrays
 from tests.targets.test_cpu_kernels import both, shown
 

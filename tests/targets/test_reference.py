@@ -12,12 +12,14 @@ from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_intege
 from edgeq.config import ModelConfig, Rope
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
-from edgeq.layout import array_shapes, fused_shapes
-from edgeq.linear import ArrayRef, LinearSpec, Metadata, Transform, Weight
-from edgeq.targets import Options, pick, reference, reference_linear
-from edgeq.targets.operations import PAGE, Embed, Graph, Linear, Operation, RopeRotate, Rows, Select, SwiGlu
-from edgeq.targets.reference import ReferenceProgram, ReferenceTarget
-from edgeq.targets.reference_linear import quantize_blocks
+from edgeq.manifest import array_shapes, fused_shapes
+from edgeq.records import ArrayRef, LinearSpec, Metadata, Transform, Weight
+from edgeq.targets import Options, pick
+from edgeq.targets.graph import PAGE, Embed, Graph, Linear, Operation, RopeRotate, Rows, Select, SwiGlu
+from edgeq.targets.reference import linear
+from edgeq.targets.reference import program as reference
+from edgeq.targets.reference.linear import quantize_blocks
+from edgeq.targets.reference.program import ReferenceProgram, ReferenceTarget
 from edgeq.writer import Writer
 
 CONFIG = ModelConfig(
@@ -110,10 +112,10 @@ def test_matrices_beyond_the_budget_are_streamed_with_the_same_result(tmp_path: 
     file = build(tmp_path / "a.edgeq", Codec("int", 4, 32))
     spec = file.metadata.linears["layers.0.gate"]
     x = np.random.default_rng(1).normal(size=(3, spec.columns)).astype(np.float32)
-    monkeypatch.setattr(reference_linear, "BLOCK_ELEMENTS", 48 * spec.columns)  # 160 rows in blocks of 48
+    monkeypatch.setattr(linear, "BLOCK_ELEMENTS", 48 * spec.columns)  # 160 rows in blocks of 48
     results = []
     for budget in (1 << 30, 0):
-        monkeypatch.setattr(reference_linear, "KEEP_BYTES", budget)
+        monkeypatch.setattr(linear, "KEEP_BYTES", budget)
         program = program_of(file, (), {"out": spec.rows})
         for _ in range(2):
             state = {"x": x}

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from edgeq import machine
 from edgeq.codec import dequantize
 from edgeq.container import ModelFile
 from edgeq.runtime import Model
-from edgeq.targets import machine
-from edgeq.tools import roofline
-from edgeq.tools.peers import contest, for_edgeq, for_llama_cpp, peer, table, weights
-from edgeq.tools.peers.__main__ import configuration, main
-from edgeq.tools.peers.contest import Contest, Entry, PeerError, process
-from edgeq.tools.peers.peer import Stored, Times, Variant
+from edgeq.tools.lab import roofline
+from edgeq.tools.lab.peers import contest, for_edgeq, for_llama_cpp, peer, table, weights
+from edgeq.tools.lab.peers.__main__ import configuration, main
+from edgeq.tools.lab.peers.contest import Contest, Entry, PeerError, process
+from edgeq.tools.lab.peers.peer import Stored, Times, Variant
 
 CONFIG = configuration("tiny")
 
 
 def compare(work: Path, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "edgeq.tools.peers", "--shape", "tiny", "-p", "8", "-n", "4", "-r", "2", "-t", "1"]
+    command = [sys.executable, "-m", "edgeq.tools.lab.peers", "--shape", "tiny", "-p", "8", "-n", "4", "-r", "2", "-t", "1"]
     result = subprocess.run([*command, "--work", str(work), "--json", *arguments], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
@@ -110,7 +110,7 @@ def test_a_silent_worker_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_a_peer_prints_does_not_reach_the_protocol() -> None:
     shouts = "os.write(1, b'hello') and print('you') or '2'"
-    noise = f"import os; import edgeq.tools.peers.for_edgeq as p; p.version = lambda: {shouts}"
+    noise = f"import os; import edgeq.tools.lab.peers.for_edgeq as p; p.version = lambda: {shouts}"
     noisy = contest.BOOT.replace("; from edgeq", f"; {noise}; from edgeq")
     root = str(Path(contest.edgeq.__file__).parent.parent)
     request = json.dumps({"do": "version", "peer": "edgeq"})

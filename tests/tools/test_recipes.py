@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgeq.errors import InputError
-from edgeq.tools import quality
-from edgeq.tools.plant_outliers import Kinds, plant
+from edgeq.tools.lab import quality
+from edgeq.tools.lab.plant_outliers import Kinds, plant
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny-llama"
 
@@ -21,7 +21,7 @@ def test_planted_outliers_leave_the_function_as_it_was(tmp_path: Path, kinds: Ki
     import torch
     from transformers import AutoModelForCausalLM
 
-    from edgeq.tools import plant_outliers
+    from edgeq.tools.lab import plant_outliers
 
     monkeypatch.setattr(plant_outliers, "WINDOWS", 2)
     plant(TINY, tmp_path / "planted", kinds)
@@ -39,7 +39,7 @@ def test_the_basis_gathers_the_residual_in_few_channels(tmp_path: Path, monkeypa
     import torch
     from transformers import AutoModelForCausalLM
 
-    from edgeq.tools import plant_outliers
+    from edgeq.tools.lab import plant_outliers
 
     monkeypatch.setattr(plant_outliers, "WINDOWS", 2)
     plant(TINY, tmp_path / "planted", Kinds(basis=True))

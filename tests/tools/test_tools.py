@@ -10,11 +10,11 @@ import pytest
 from edgeq.devices import DEVICES, device
 from edgeq.errors import InputError
 from edgeq.tools import bench, corpus
-from edgeq.tools.make_checkpoint import SHAPES, make, tensors, tokenizer
+from edgeq.tools.lab.make_checkpoint import SHAPES, make, tensors, tokenizer
 
 
 def test_the_splits_of_the_corpus_do_not_overlap() -> None:
-    from edgeq.converters.text import MODULES
+    from edgeq.converters.calibration.dataset import MODULES
 
     assert set(corpus.CALIBRATION) == set(MODULES) and not set(corpus.CALIBRATION) & set(corpus.EVALUATION)
     training = set(corpus.training_texts())

@@ -1,106 +1,19 @@
-"""Instruction sets: how one of them multiplies packed integers.  The kernels are written once over this."""
+"""Instruction sets: one file each says how it multiplies packed integers (isa.py has what each must say)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
-
-from edgeq.errors import UnsupportedError
-from edgeq.targets import machine
-
-
-class Isa(Protocol):
-    """Emits LLVM IR for integer dot products over the file's order (edgeq/codec.py).
-
-    A *quad* is `lanes` rows x 4 channels of unsigned bytes in one vector.  An accumulator is <lanes x i32>, one lane a row.
-
-    lanes       rows of a block that one vector holds: 16, or 8 or 4 and a block takes two or four
-    tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
-    together    neighbouring blocks that share what is loaded of the tokens, where one alone leaves registers free
-    ahead       how many bytes ahead weights are asked for; 0 leaves that to the processor
-    machines    what `platform.machine()` says of the processors it is for; empty for all
-    needs       processor features without which the code would not run
-    pairs       whether products of 4-bit weights and 8-bit activations go by pairs of channels (pairs.py)
-    partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>
-    """
-
-    name: str
-    lanes: int
-    tiles: tuple[int, ...]
-    machines: frozenset[str]
-    needs: frozenset[str]
-    partials16: int = 1
-    together: int = 1
-    ahead: int = 0
-    pairs: bool = False
-
-    def offset(self, bits: int) -> int:
-        """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""
-        return 0
-
-    def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
-        """accumulator + sum over quads of 4 products; tokens are <lanes x i32> splats of 4 int8 channels, -127 ... 127."""
-        ...
-
-    def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
-        """accumulator + two products per lane: `pairs` holds two unsigned bytes in 16 bits each, `token` two int16 channels."""
-        ...
-
-    def takes_bytes(self, bits: int) -> bool:
-        """Whether 16-bit activations go to `dot_bytes`, for weights of so many bits, instead of `dot16`."""
-        return False
-
-    def dot_bytes(self, b: Any, accumulator: Any, quad: Any, low: Any, high: Any) -> Any:
-        """accumulator + 4 products; `low`, `high`: <lanes x i32> splats of the low and the high bytes of 4 int16 channels."""
-        raise AssertionError(f"{self.name} takes pairs of 16-bit activations")
-
-    def start16(self, b: Any, first: Any, bits: int) -> Any:
-        """The accumulator of 16-bit activations whose sums are `first`, <lanes x i32>."""
-        return first
-
-    def joined16(self, b: Any, accumulator: Any, bits: int) -> Any:
-        """The sums, <lanes x i32>, of an accumulator of 16-bit activations."""
-        return accumulator
-
-
-LEAST_GAIN = 1.05
-"""Of products by pairs of channels over plain ones, in registers: where bytes are added in the units that multiply they
-lose."""
+from edgeq.targets.cpu.isa.avx2 import Avx2
+from edgeq.targets.cpu.isa.avx512 import Avx512Pairs, Avx512Vnni
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.isa.neon import Neon, NeonDot
+from edgeq.targets.cpu.isa.portable import Portable
 
 
 def all_isas() -> tuple[Isa, ...]:
     """Best first."""
-    from edgeq.targets.cpu.isa.avx2 import Avx2
-    from edgeq.targets.cpu.isa.avx512 import Avx512Pairs, Avx512Vnni
-    from edgeq.targets.cpu.isa.neon import Neon, NeonDot
-    from edgeq.targets.cpu.isa.portable import Portable
-
     return (Avx512Pairs(), Avx512Vnni(), Avx2(), NeonDot(), Neon(), Portable())
 
 
-def choose(name: str | None = None, begin: machine.Begin = lambda: None) -> tuple[Isa, str]:
-    """The instruction set to use and the reason, for people; `begin` is called if that takes a measurement.
-
-    UnsupportedError: `name` is unknown, or this processor lacks what it needs.
-    """
-    isas, features = all_isas(), machine.cpu().features
-    if name is not None:
-        for isa in isas:
-            if isa.name == name:
-                if missing := sorted(isa.needs - features):
-                    here = ", ".join(i.name for i in isas if not i.needs - features)
-                    raise UnsupportedError(
-                        f"isa {name} needs {', '.join(missing)}, which this processor does not have; it can run {here}"
-                    )
-                return isa, "asked for"
-        raise UnsupportedError(f"isa {name!r} is not known; supported: {', '.join(isa.name for isa in isas)}")
-    passed: list[str] = []
-    for isa in isas:
-        if isa.machines and machine.cpu().arch not in isa.machines:
-            continue
-        missing = sorted(isa.needs - features)
-        if not missing and (not isa.pairs or machine.pair_gain(begin) >= LEAST_GAIN):
-            return isa, "the best this processor has" if not passed else "; ".join(passed)
-        if not isa.pairs:
-            passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")
-    raise AssertionError("the portable set needs nothing")
+def isa_index(isa: Isa) -> int:
+    """The place of an instruction set in `all_isas`: the number by which kernels name it as a literal."""
+    return [each.name for each in all_isas()].index(isa.name)

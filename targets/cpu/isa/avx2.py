@@ -7,8 +7,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from edgeq.targets.cpu.isa import Isa
-from edgeq.targets.cpu.vector import I8, I16, I32, call, constant
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit.simd import I8, I16, I32, call, constant
 
 B32, W16, D8 = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 

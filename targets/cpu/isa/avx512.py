@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edgeq.targets.cpu.isa import Isa
-from edgeq.targets.cpu.vector import VI32, call
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit.simd import VI32, call
 
 
 class Avx512Vnni(Isa):

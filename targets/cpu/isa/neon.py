@@ -25,8 +25,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from edgeq.targets.cpu.isa import Isa
-from edgeq.targets.cpu.vector import I8, I16, I32, call, constant
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit.simd import I8, I16, I32, call, constant
 
 B16, H8, S4 = ir.VectorType(I8, 16), ir.VectorType(I16, 8), ir.VectorType(I32, 4)
 

@@ -1,0 +1,1 @@
+"""Calibration: text, the model one layer at a time in torch, and what is chosen by measurement."""

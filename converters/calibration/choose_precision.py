@@ -1,0 +1,170 @@
+"""Decides by measurement what the options left open: the bits of the head, and the mode a file runs in by default.
+
+On a little of the calibration text the quantized layers, as they lie in the unfinished file, are run twice: with exact inputs
+(a16), and with the inputs of every quantized layer rounded to 8 bits as a target does (a8).  Behind the last layer
+
+    head    is the smallest of 4, 6 and 8 bits whose mean KL divergence from the unrounded head stays under MAX_HEAD_KL
+    mode    is a8 if it raises the perplexity by no more than MAX_A8_RISE; not measured where the method or the options say it
+
+Neither can be known without text that the model was trained for; then the head has 8 bits and the mode is a16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from edgeq.codec import Codec
+from edgeq.config import ModelConfig
+from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
+from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
+from edgeq.converters.method import Method
+from edgeq.converters.options import HeadBits
+from edgeq.converters.quantizer import fake
+from edgeq.converters.slabs import RowReader, Tensors, slabs
+from edgeq.records import Mode
+
+MAX_HEAD_KL = 0.005
+MAX_A8_RISE = 0.003
+ROWS = 4
+"""Calibration rows that are run, evenly spaced."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """bits of the head, mode, and what was measured for them: goes into the provenance."""
+
+    head: HeadBits
+    mode: Mode
+    measured: dict[str, object]
+
+
+@dataclass
+class Total:
+    """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens]."""
+
+    value: Tensor
+
+    @classmethod
+    def of(cls, tokens: int) -> Total:
+        return cls(torch.full((tokens,), -math.inf, dtype=torch.float64))
+
+    def add(self, logits: Tensor) -> Tensor:
+        """Logits float32 [tokens, slab]; returns the share of what was added so far, this slab included."""
+        part = logits.logsumexp(1).double()
+        self.value = torch.logaddexp(self.value, part)
+        return (part - self.value).exp()
+
+
+def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
+    """From now on the linear layers of `layer` see int8 activations: a scale per token and block of a group, at most 128."""
+
+    def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (rounded_activations(args[0], codec), *args[1:])
+
+    for module in quantized_linears(layer).values():
+        module.register_forward_pre_hook(rounded)
+
+
+def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
+    """x [..., channels] in integers up to codec.activation_limit, a scale per block of codec.activation_block channels."""
+    size, limit = codec.activation_block, codec.activation_limit
+    channels = x.shape[-1]
+    blocks = nn.functional.pad(x, (0, -channels % size)).unflatten(-1, (-1, size))
+    scale = blocks.abs().amax(-1, keepdim=True) / limit
+    blocks = (blocks / torch.where(scale > 0, scale, 1.0)).round().clamp(-limit, limit) * scale
+    rounded: Tensor = blocks.flatten(-2)[..., :channels]
+    return rounded
+
+
+@torch.no_grad()
+def decide(
+    method: Method,
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    tokens: Tensor,
+    stored: WholeReader,
+    heads: Mapping[HeadBits, Codec | None],
+) -> Verdict:
+    """Measure on a few rows of `tokens` [rows, length].
+
+    tensors  of the model;  stored: those of its decoder layers as the file has them
+    heads    candidates, smallest first: bits -> codec, None for an unrounded head
+    """
+    tokens = tokens[:: -(-len(tokens) // ROWS)]
+    config = method.stored_config
+    exact = _hidden(method, checkpoint, tensors, tokens, stored, None)
+    rounded = exact if method.mode else _hidden(method, checkpoint, tensors, tokens, stored, method.codec)
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
+    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    # Inputs of the head at every position that has a next token: [tokens, hidden].
+    inputs = [norm(hidden[:, :-1].flatten(0, 1)) for hidden in (exact, rounded)]
+    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, tokens[:, 1:].reshape(-1), heads)
+    head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
+    measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
+    if method.mode:
+        return Verdict(head, method.mode, measured)
+    return Verdict(head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]})
+
+
+def _hidden(
+    method: Method, checkpoint: Checkpoint, tensors: Tensors, tokens: Tensor, stored: WholeReader, rounded: Codec | None
+) -> Tensor:
+    """What leaves the last layer as stored, [rows, length, hidden]; `rounded`: inputs as targets round them for this codec."""
+    forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
+    for index in range(method.config.num_hidden_layers):
+        layer = forward.load(index, stored)
+        method.install(index, layer)
+        if rounded:
+            quantize_inputs(layer, rounded)
+        forward.advance(index, layer)
+        forward.unload(layer)
+    return forward.hidden
+
+
+def _head_slabs(read: RowReader, config: ModelConfig) -> Iterator[NDArray[np.float32]]:
+    name = EMBEDDING if config.tie_word_embeddings else HEAD
+    return slabs(((name, config.vocab_size),), config.hidden_size, read)
+
+
+def _measure(
+    head: Iterator[NDArray[np.float32]], inputs: list[Tensor], targets: Tensor, heads: Mapping[HeadBits, Codec | None]
+) -> tuple[dict[HeadBits, float], dict[HeadBits, float]]:
+    """Per candidate: mean KL from the unrounded head, and mean rise of the negative log-likelihood from a16 to a8.
+
+    KL(p || q) = sum p (l - m) - log sum exp l + log sum exp m for logits l and m, summed slab by slab of the vocabulary.
+    """
+    exact, rounded = inputs
+    count, first = len(targets), 0
+    everything = Total.of(count)
+    totals = {bits: (Total.of(count), Total.of(count)) for bits in heads}
+    gaps = {bits: torch.zeros(count, dtype=torch.float64) for bits in heads}
+    wanted = {bits: torch.zeros(2, count, dtype=torch.float64) for bits in heads}
+    for rows in head:
+        weight = torch.from_numpy(rows)
+        here = ((targets >= first) & (targets < first + len(weight))).nonzero()[:, 0]
+        logits = exact @ weight.T
+        share, inside = everything.add(logits), logits.softmax(1)
+        for bits, codec in heads.items():
+            candidate = weight if codec is None else fake(weight, codec)
+            views = (exact, rounded_activations(rounded, codec) if codec else rounded)
+            for i, x in enumerate(views):
+                approximate = x @ candidate.T
+                totals[bits][i].add(approximate)
+                wanted[bits][i, here] = approximate[here, targets[here] - first].double()
+                if i == 0:
+                    gap = (inside * (logits - approximate)).sum(1).double()
+                    gaps[bits] += share * (gap - gaps[bits])
+        first += len(weight)
+    kl = {bits: float((gaps[bits] - everything.value + totals[bits][0].value).mean()) for bits in heads}
+    nll = {bits: [totals[bits][i].value - wanted[bits][i] for i in range(2)] for bits in heads}
+    return kl, {bits: float((nll[bits][1] - nll[bits][0]).mean()) for bits in heads}

@@ -1,0 +1,152 @@
+"""The model, one decoder layer at a time, in torch (decoder.py).
+
+Of the network only the layer at hand is in memory.  The inputs of a layer are the outputs of the layer before it, unquantized
+as in AWQ, or as it is stored as in GPTQ: that is the method's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from edgeq.config import ModelConfig
+from edgeq.converters.calibration.dataset import ROW_TOKENS
+from edgeq.converters.calibration.torch_decoder import DecoderLayer, angles
+from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.families import EMBEDDING, POSITIONS, Family
+from edgeq.converters.slabs import Tensors
+
+WholeReader = Callable[[str], NDArray[np.float32]]
+"""Tensor name -> the whole tensor in float32."""
+BATCH_ROWS = 4
+"""Calibration rows in one forward: bounds what a layer holds inside."""
+
+
+def token_activations(c: ModelConfig) -> int:
+    """Numbers that a decoder layer computes from a token."""
+    mlps = c.num_experts_per_tok + bool(c.shared_expert_intermediate_size)
+    inner = max(c.num_experts_per_tok, 1) * c.intermediate_size + c.shared_expert_intermediate_size
+    return (8 + 3 * mlps) * c.hidden_size + c.query_size + 2 * inner
+
+
+@dataclass
+class Observed:
+    """What the inspected modules of one decoder layer saw and gave, over all calibration rows.
+
+    inputs, outputs: module path -> float32 [rows, tokens, channels], of an expert [tokens, channels]; one that no token reached
+    is not there.  `attention` are the keyword arguments of self_attn.
+    """
+
+    attention: dict[str, Any]
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def run(self, path: str, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """(output of `module` as it is now, output observed) of its observed inputs, batch by batch."""
+        arguments = self.attention if path == "self_attn" else {}
+        for x, y in zip(_batches(self.inputs[path]), _batches(self.outputs[path]), strict=True):
+            yield _first(module(x, **arguments)), y
+
+
+class BlockForward:
+    """Holds the hidden states that enter the next decoder layer: float32 [rows, tokens, hidden]."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, family: Family, config: ModelConfig, tokens: Tensor, tensors: Tensors | None = None
+    ) -> None:
+        """`tensors`: those of the model; None: the checkpoint's own."""
+        self._family, self._config = family, config
+        self._tensors: Tensors = tensors or checkpoint
+        ropes = [rope for rope in (config.rope, config.local_rope) if rope]
+        self._angles = {rope: angles(rope, config.head_dim, tokens.shape[1]) for rope in ropes}
+        self.hidden = self._embed(tokens)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Only the rows of the embedding that occur are read."""
+        unique, inverse = torch.unique(tokens, return_inverse=True)
+        rows = [torch.from_numpy(self._tensors.rows(EMBEDDING, int(i), int(i) + 1)) for i in unique]
+        x = torch.cat(rows)[inverse] * self._config.embedding_multiplier
+        if self._config.rope.kind == "learned":
+            x = x + torch.from_numpy(self._tensors.rows(POSITIONS, 0, tokens.shape[1]))
+        return x
+
+    def attention_arguments(self, layer: int) -> dict[str, Any]:
+        """Rotary tables and the mask: causal, and only the last `window` positions where the layer has a window."""
+        length, window = self.hidden.shape[1], self._config.window(layer)
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+        mask = (distance >= 0) & (distance < window if window else True)
+        return {"position_embeddings": self._angles[self._config.layer_rope(layer)], "attention_mask": mask[None, None]}
+
+    def load(self, index: int, read: WholeReader | None = None) -> nn.Module:
+        """Decoder layer `index` with its weights in float32; `read`: where they come from, None: the model's."""
+        with torch.device("meta"):
+            layer = DecoderLayer(self._config, self._family.row.biases)
+        names, read = self._family.layer_tensors(index), read or self._tensors.whole
+        prefix = f"model.layers.{index}."
+        state = {name.removeprefix(prefix): torch.from_numpy(read(name)) for name in names.values()}
+        layer.load_state_dict(state, strict=True, assign=True)
+        return layer.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def advance(self, index: int, layer: nn.Module, inspected: tuple[str, ...] = ()) -> Observed:
+        """Run the layer as it is: its outputs become the next layer's inputs; `inspected` modules are observed meanwhile."""
+        observed = Observed(self.attention_arguments(index))
+        seen: dict[str, list[Tensor]] = {path: [] for path in inspected}
+        given: dict[str, list[Tensor]] = {path: [] for path in inspected}
+        hooks = [
+            layer.get_submodule(path).register_forward_hook(_observer(seen[path], given[path]), with_kwargs=True)
+            for path in inspected
+        ]
+        batches = [_first(layer(batch, **observed.attention)) for batch in _batches(self.hidden)]
+        for hook in hooks:
+            hook.remove()
+        self.hidden = torch.cat(batches)
+        for path in inspected:
+            if seen[path]:
+                observed.inputs[path], observed.outputs[path] = torch.cat(seen.pop(path)), torch.cat(given.pop(path))
+        return observed
+
+    @torch.no_grad()
+    def watch(self, index: int, layer: nn.Module, hear: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Run the layer without going on: module path -> hears every batch of that module's inputs [rows, tokens, channels]."""
+        hooks = [layer.get_submodule(path).register_forward_hook(_hearer(f), with_kwargs=True) for path, f in hear.items()]
+        arguments = self.attention_arguments(index)
+        for batch in _batches(self.hidden):
+            layer(batch, **arguments)
+        for hook in hooks:
+            hook.remove()
+
+    def unload(self, layer: nn.Module) -> None:
+        layer.to("meta")
+
+
+def _observer(seen: list[Tensor], given: list[Tensor]) -> Callable[..., None]:
+    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+        given.append(_first(output))
+
+    return observe
+
+
+def _hearer(hear: Callable[[Tensor], None]) -> Callable[..., None]:
+    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        hear(args[0] if args else kwargs["hidden_states"])
+
+    return observe
+
+
+def _batches(x: Tensor) -> tuple[Tensor, ...]:
+    """Rows of tokens, or tokens of an expert, in portions."""
+    return torch.split(x, BATCH_ROWS if x.dim() == 3 else BATCH_ROWS * ROW_TOKENS)
+
+
+def _first(output: Any) -> Tensor:
+    """Attention modules return (output, weights)."""
+    result: Tensor = output[0] if isinstance(output, tuple) else output
+    return result

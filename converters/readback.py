@@ -1,0 +1,72 @@
+"""Tensors of the source as the unfinished file has them: rounded, and read back under their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.codec import dequantize, from_bf16
+from edgeq.converters.calibration.forward import WholeReader
+from edgeq.converters.items import ArrayItem, Item
+from edgeq.converters.linears import LinearItem
+from edgeq.metadata import Segment
+from edgeq.records import DTYPES, ArrayRef, Weight
+
+
+def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -> WholeReader:
+    """Of `items`, written in this order from the first of `segments` on; those not yet written have no tensors.
+
+    Weights are as a module of the model takes them: columns in the matrix's own order and times the input scale, the low-rank
+    part added; a transform of the input is left to who runs them.
+    """
+    data = np.memmap(path, np.uint8, "r")
+    places: dict[str, tuple[Item, int, slice]] = {}
+    first = 0
+    for item in items:
+        if first + len(item.nbytes) > len(segments):
+            break
+        if isinstance(item, ArrayItem):
+            places[item.tensor] = (item, first, slice(None))
+        elif isinstance(item, LinearItem):
+            for parts in (item.tensors, item.biases):
+                row = 0
+                for name, rows in parts:
+                    places[name] = (item, first, slice(row, row + rows))
+                    row += rows
+        first += len(item.nbytes)
+
+    def array(ref: ArrayRef) -> NDArray[Any]:
+        segment = segments[ref.segment]
+        stored = data[segment.offset : segment.offset + segment.length].view(DTYPES[ref.dtype]).reshape(ref.shape)
+        return from_bf16(stored) if ref.dtype == "bf16" else stored
+
+    def read(name: str) -> NDArray[np.float32]:
+        item, segment, rows = places[name]
+        if isinstance(item, ArrayItem):
+            return np.array(array(ArrayRef(item.dtype, item.shape, segment)), np.float32)
+        assert isinstance(item, LinearItem)
+        spec = item.spec(segment)
+        if spec.bias is not None and any(name == bias for bias, _ in item.biases):
+            return np.array(array(spec.bias)[rows], np.float32)
+        return matrix(item, segment)[rows]
+
+    def weights(weight: Weight) -> NDArray[np.float32]:
+        scale, zero = (None if ref is None else array(ref) for ref in (weight.scale, weight.zero))
+        return dequantize(weight.codec, weight.rows, weight.columns, array(weight.q), scale, zero)
+
+    def matrix(item: LinearItem, segment: int) -> NDArray[np.float32]:
+        spec = item.spec(segment)
+        blocks = [weights(weight) for weight in spec.weights]
+        found = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
+        if item.recipe.order is not None:
+            behind, found = found, np.empty_like(found)
+            found[:, item.recipe.order] = behind
+        if spec.low_rank:
+            found = found + weights(spec.low_rank.b) @ weights(spec.low_rank.a)
+        return found
+
+    return read

@@ -1,0 +1,183 @@
+"""Which layers and arrays a model of a given configuration must have, and their shapes.
+
+Converter, file and runtime agree here.
+"""
+
+from __future__ import annotations
+
+from edgeq.config import ModelConfig
+from edgeq.errors import FormatError
+from edgeq.records import ArrayRef, LinearSpec, Metadata, Transform, Weight
+
+Shape = tuple[int, int]
+MAX_BASE = 4096
+"""Rows of the dense factor of a transform: far above any order that is not a power of two times a smaller one."""
+FLOAT_PARTS = ("router", "shared_gate")
+"""Linear layers of a decoder layer that stay floats: a rounding error in them sends a token to another expert."""
+
+
+def layer_contents(config: ModelConfig, layer: int) -> dict[str, dict[str, Shape] | tuple[int, ...]]:
+    """What a decoder layer consists of, in execution order: the name of an array and its shape, or the name of a fused linear
+    layer and the names and (rows, columns) of what is fused."""
+    hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, f"layers.{layer}."
+    contents: dict[str, dict[str, Shape] | tuple[int, ...]] = dict(_norm(config, f"{p}attention_norm"))
+    contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)}
+    if config.qk_norm:
+        contents |= {f"{p}q_norm": (config.head_dim,), f"{p}k_norm": (config.head_dim,)}
+    contents[f"{p}o"] = {f"{p}o": (hidden, q)}
+    contents |= _norm(config, f"{p}post_attention_norm") if config.post_norms else {}
+    contents |= _norm(config, f"{p}mlp_norm")
+    if config.num_experts:
+        contents[f"{p}router"] = {f"{p}router": (config.num_experts, hidden)}
+        for expert in range(config.num_experts):
+            contents |= _mlp(config, f"{p}experts.{expert}.", config.intermediate_size)
+        if config.shared_expert_intermediate_size:
+            contents[f"{p}shared_gate"] = {f"{p}shared_gate": (1, hidden)}
+            contents |= _mlp(config, f"{p}shared.", config.shared_expert_intermediate_size)
+    else:
+        contents |= _mlp(config, p, config.intermediate_size)
+    return contents | (_norm(config, f"{p}post_mlp_norm") if config.post_norms else {})
+
+
+def _norm(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
+    names = (name, f"{name}_bias") if config.layer_norm else (name,)
+    return {each: (config.hidden_size,) for each in names}
+
+
+def _mlp(config: ModelConfig, p: str, inner: int) -> dict[str, dict[str, Shape]]:
+    hidden = config.hidden_size
+    gate: dict[str, Shape] = {f"{p}gate": (inner, hidden)} if config.gated else {}
+    return {
+        f"{p}gate_up" if config.gated else f"{p}up": gate | {f"{p}up": (inner, hidden)},
+        f"{p}down": {f"{p}down": (hidden, inner)},
+    }
+
+
+def fused_shapes(config: ModelConfig, layer: int) -> list[tuple[str, dict[str, Shape]]]:
+    """Per fused linear layer of a decoder layer, in execution order: its name and the (rows, columns) of what is fused."""
+    return [(name, part) for name, part in layer_contents(config, layer).items() if isinstance(part, dict)]
+
+
+def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Embedding where it is not the head, learned positions, norm gains and biases."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if not config.tie_word_embeddings:
+        shapes["embedding"] = (config.vocab_size, config.hidden_size)
+    if config.rope.kind == "learned":
+        shapes["positions"] = (config.max_position_embeddings, config.hidden_size)
+    for layer in range(config.num_hidden_layers):
+        shapes.update({name: part for name, part in layer_contents(config, layer).items() if isinstance(part, tuple)})
+    return shapes | _norm(config, "norm")
+
+
+def rotation_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Arrays of a layer whose queries and keys are rotated behind RoPE: dtype and shape.  All layers have them or none has."""
+    size, p = config.head_dim, f"layers.{layer}."
+    return {f"{p}key_rotation": ("i8", (size, size)), f"{p}key_rotation_scale": ("f32", (1,))}
+
+
+def check(metadata: Metadata) -> None:
+    """FormatError unless layers and arrays are exactly those of the configuration, in shape and in storage."""
+    config, expected = metadata.config, dict[str, Shape]()
+    for layer in range(config.num_hidden_layers):
+        for fused, parts in fused_shapes(config, layer):
+            if fused in metadata.linears:
+                rows = sum(rows for rows, _ in parts.values())
+                expected[fused] = (rows, next(iter(parts.values()))[1])
+            else:
+                expected.update(parts)
+    expected["head"] = (config.vocab_size, config.hidden_size)
+    _same_names("linear layers", set(expected), set(metadata.linears))
+    for name, shape in expected.items():
+        linear = metadata.linears[name]
+        if (linear.rows, linear.columns) != shape:
+            raise FormatError(f"{name} is {linear.rows} x {linear.columns}; its configuration says {shape[0]} x {shape[1]}")
+        _check_parts(linear)
+    head = metadata.linears["head"]
+    changing = (head.input_order, head.transform, head.input_scale, head.low_rank, *head.weights[1:])
+    if config.tie_word_embeddings and any(part is not None for part in changing):
+        raise FormatError("a head that is the embedding too can have one weight block and no part that changes its input")
+    arrays = array_shapes(config)
+    rotated = config.num_hidden_layers if "layers.0.key_rotation" in metadata.arrays else 0
+    rotations = {name: part for i in range(rotated) for name, part in rotation_shapes(config, i).items()}
+    _same_names("arrays", {*arrays, *rotations}, set(metadata.arrays))
+    for name, part in rotations.items():
+        if (metadata.arrays[name].dtype, metadata.arrays[name].shape) != part:
+            raise FormatError(f"{name} is {metadata.arrays[name].dtype} {metadata.arrays[name].shape}; expected {part}")
+    kv = metadata.kv
+    if kv.high and (kv.kind != "int4" or kv.high > config.head_dim):
+        raise FormatError(f"a {kv.kind} cache with {kv.high} dimensions in 8 bits; heads have {config.head_dim}")
+    if not 2 <= kv.bits <= 4 or (kv.kind != "int4" and kv.bits != 4):
+        raise FormatError(f"a {kv.kind} cache with codes of {kv.bits} bits; an int4 cache has 2 to 4")
+    for name, wanted in arrays.items():
+        array = metadata.arrays[name]
+        if array.shape != wanted or array.dtype not in ("f32", "f16", "bf16"):
+            raise FormatError(f"{name} is {array.dtype} {array.shape}; its configuration says a float array {wanted}")
+
+
+def _check_parts(linear: LinearSpec) -> None:
+    """Every part of a layer fits the others: nothing behind this needs to ask again."""
+    name, rows, columns = linear.name, linear.rows, linear.columns
+    _check_weights(name, linear.weights)
+    if any(weight.rows != rows for weight in linear.weights):
+        raise FormatError(f"{name}: its weight blocks differ in rows")
+    _check_vector(name, "bias", linear.bias, rows, ("f32", "f16", "bf16"))
+    _check_vector(name, "input_scale", linear.input_scale, columns, ("f32",))
+    _check_vector(name, "input_order", linear.input_order, columns, ("i32",))
+    if linear.transform:
+        _check_transform(name, linear.transform, columns)
+    if linear.activation:
+        bits, high = linear.activation.bits, linear.activation.high_bits
+        if not 2 <= bits <= 8 or (not 2 <= high <= 8 if len(linear.weights) > 1 else high != 0):
+            raise FormatError(f"{name}: {bits} and {high} activation bits for {len(linear.weights)} weight blocks")
+    if linear.low_rank:
+        a, b = linear.low_rank.a, linear.low_rank.b
+        _check_weights(name, (a, b))
+        if (b.rows, a.columns) != (rows, columns) or b.columns != a.rows or "int" in (a.codec.kind, b.codec.kind):
+            raise FormatError(f"{name}: low-rank parts {b.rows} x {b.columns} and {a.rows} x {a.columns} of {rows} x {columns}")
+    if linear.master:
+        _check_weights(name, (linear.master,))
+        if (linear.master.rows, linear.master.columns) != (rows, columns) or len(linear.weights) != 1:
+            raise FormatError(f"{name}: its master is {linear.master.rows} x {linear.master.columns}, not {rows} x {columns}")
+
+
+def _check_vector(name: str, part: str, array: ArrayRef | None, length: int, dtypes: tuple[str, ...]) -> None:
+    if array and (array.shape != (length,) or array.dtype not in dtypes):
+        raise FormatError(f"{name}: {part} is {array.dtype} {array.shape}; expected {' or '.join(dtypes)} ({length},)")
+
+
+def _check_transform(name: str, transform: Transform, columns: int) -> None:
+    size, stride, dense = transform.size, transform.stride, transform.base
+    if size < 1 or stride < 1 or columns % (size * stride):
+        raise FormatError(f"{name}: a transform of {size} channels {stride} apart does not fit {columns} channels")
+    # Asked first: `base_size` takes the shape for one of a matrix, and what follows divides by it.
+    if dense and (dense.dtype != "f32" or len(set(dense.shape)) != 1 or len(dense.shape) != 2):
+        raise FormatError(f"{name}: the base of its transform is {dense.dtype} {dense.shape}, not a square of f32")
+    base = transform.base_size
+    if not 1 <= base <= MAX_BASE:
+        raise FormatError(f"{name}: the base of its transform has {base} rows; supported: 1 to {MAX_BASE}")
+    if size % base or (size // base).bit_count() != 1:
+        raise FormatError(f"{name}: a transform of {size} channels is not {base} times a power of two")
+
+
+def _check_weights(name: str, weights: tuple[Weight, ...]) -> None:
+    for weight in weights:
+        expected = weight.codec.parts(weight.rows, weight.columns)
+        stored = {"q": weight.q, "scale": weight.scale, "zero": weight.zero}
+        for part, array in stored.items():
+            want = expected.get(part)
+            if (want is None) != (array is None):
+                raise FormatError(f"{name}: codec {weight.codec.name} and part {part!r} do not agree")
+            if want is None or array is None:
+                continue
+            dtype = {"float32": "f32", "float16": "f16", "uint8": "u8", "uint16": weight.codec.kind}[want.dtype]
+            if (array.dtype, array.shape) != (dtype, want.shape):
+                raise FormatError(
+                    f"{name}: {part} is {array.dtype} {array.shape}; codec {weight.codec.name} says {dtype} {want.shape}"
+                )
+
+
+def _same_names(what: str, expected: set[str], found: set[str]) -> None:
+    if expected != found:
+        missing, extra = sorted(expected - found)[:3], sorted(found - expected)[:3]
+        raise FormatError(f"the file's {what} do not fit its configuration: missing {missing}, unexpected {extra}")

@@ -1,0 +1,187 @@
+"""Messages to tokens through the chat template of the file.
+
+A template is a program that came with a checkpoint: it runs in jinja2's sandbox with limits on what it can build.  What a user
+writes is text: a control token spelled in a message is encoded as the characters it is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from edgeq.errors import InputError, UnsupportedError
+from edgeq.runtime.tokenizer import REPLACEMENT, Text
+
+Message = Mapping[str, Any]
+
+OTHER_TEMPLATE = "pass another one with --chat-template FILE"
+MAX_VALUE = 1 << 20
+"""Characters, items or bits that one `*`, `**` or `%` of a template may make."""
+OUTPUT_FACTOR, OUTPUT_EXTRA = 4, 64 << 10
+MARK = "\ue000"
+"""Private-use character around the index of a masked control token."""
+_MARKED = re.compile(f"{MARK}([0-9]+){MARK}")
+
+
+class ChatTemplate:
+    """UnsupportedError: jinja2 cannot read the template."""
+
+    def __init__(self, source: str, text: Text) -> None:
+        self._text = text
+        self._source_length = len(source)
+        self._literals = list(text.added)
+        self._all = _alternatives(self._literals)
+        self._special = _alternatives([literal for literal, special in text.added.items() if special])
+        try:
+            self._template = _environment().from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise UnsupportedError(f"the chat template cannot be read: {error}; {OTHER_TEMPLATE}") from None
+
+    def encode(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Tokens of a conversation, ready for the assistant's turn.
+
+        messages: `{"role": "user", "content": "..."}` and whatever else the template reads; `variables` go to the template too
+        (`tools=`, `enable_thinking=` ...).  InputError: not messages, or refused by the template.
+        """
+        _check(messages)
+        masked = [self._masked(m, self._special if m["role"] == "assistant" else self._all) for m in messages]
+        rendered = self.render(masked, **self._masked(variables, self._all))
+        tokens: list[int] = []
+        for i, part in enumerate(_MARKED.split(rendered)):
+            if i % 2 == 0:
+                tokens += self._text.encode_part(part)
+            elif int(part) < len(self._literals):
+                tokens += self._text.encode_plain(self._literals[int(part)])
+        return tokens
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The conversation as text; control tokens spelled in messages are not masked."""
+        limit = OUTPUT_FACTOR * (_length(messages) + _length(variables) + self._source_length) + OUTPUT_EXTRA
+        pieces, size = [], 0
+        try:
+            values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._text.special_tokens, **variables}
+            for piece in self._template.generate(messages=list(messages), **values):
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise SecurityError(f"more than {limit} characters")
+        except SecurityError as error:
+            raise UnsupportedError(f"the chat template goes too far: {error}; {OTHER_TEMPLATE}") from None
+        except jinja2.TemplateError as error:
+            raise InputError(f"the chat template refuses these messages: {error}") from None
+        # A template is a stranger's program and can raise anything.
+        except Exception as error:
+            raise InputError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from None
+        return "".join(pieces)
+
+    def _masked(self, value: Any, literals: re.Pattern[str] | None) -> Any:
+        """`value` with every control-token literal in its strings replaced by its mark."""
+        if isinstance(value, str):
+            value = value.replace(MARK, REPLACEMENT)
+            index = self._literals.index
+            return literals.sub(lambda match: f"{MARK}{index(match[0])}{MARK}", value) if literals else value
+        if isinstance(value, Mapping):
+            return {self._masked(k, literals): self._masked(v, literals) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._masked(v, literals) for v in value]
+        return value
+
+
+def _check(messages: Sequence[Message]) -> None:
+    if isinstance(messages, str) or not messages:
+        raise InputError('a chat takes a list of messages: [{"role": "user", "content": "Hello"}]')
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise InputError(f'message {i} is {str(message)[:80]!r}; expected {{"role": "user", "content": "..."}}')
+
+
+def _alternatives(literals: Sequence[str]) -> re.Pattern[str] | None:
+    """A pattern for any of `literals`, the longest first where one begins another."""
+    return re.compile("|".join(re.escape(s) for s in sorted(literals, key=len, reverse=True))) if literals else None
+
+
+def _length(value: Any) -> int:
+    """Characters in all strings of `value`."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_length(k) + _length(v) for k, v in value.items())
+    return sum(map(_length, value)) if isinstance(value, (list, tuple)) else 8
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox stops attributes and long ranges but not `'a' * 10**9`."""
+
+    intercepted_binops = frozenset(["*", "**", "%"])
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _size_of(operator, left, right) > MAX_VALUE:
+            raise SecurityError(f"a result of {operator} with more than {MAX_VALUE} characters, items or bits")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    """An upper bound of the size of `left operator right`."""
+    if operator == "%" and isinstance(left, str):
+        # A width can stand in the format or, as *, among the values.
+        if "*" in re.sub(r"%%", "", left):
+            return MAX_VALUE + 1
+        return len(left) + _length(right) + sum(int(n[:8]) for n in re.findall(r"[0-9]+", left))
+    if isinstance(left, int) and isinstance(right, int):
+        if operator == "**":
+            return left.bit_length() * max(right, 0)
+        return left.bit_length() + right.bit_length()
+    if operator == "*":
+        for items, count in ((left, right), (right, left)):
+            if isinstance(count, int) and hasattr(items, "__len__"):
+                return len(items) * max(count, 0)
+    return 0
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for training; here it means its contents."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> _Environment:
+    """What templates of the Hugging Face hub are written for."""
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Callable[[str], str]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(functions)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own it does not write `<` as an HTML escape."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)

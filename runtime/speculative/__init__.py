@@ -1,0 +1,1 @@
+"""Speculative decoding: draft tokens, verify them in one run, accept what agrees."""

@@ -1,0 +1,42 @@
+"""Which instruction set this machine runs: the best that its processor has, unless a user asks for another."""
+
+from __future__ import annotations
+
+from edgeq import machine
+from edgeq.errors import UnsupportedError
+from edgeq.measurements import OnMeasure
+from edgeq.targets.cpu import probes
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.isa.isa import Isa
+
+LEAST_GAIN = 1.05
+"""Of products by pairs of channels over plain ones, in registers: where bytes are added in the units that multiply they
+lose."""
+
+
+def choose(name: str | None = None, on_measure: OnMeasure = lambda: None) -> tuple[Isa, str]:
+    """The instruction set to use and the reason, for people; `on_measure` is called if that takes a measurement.
+
+    UnsupportedError: `name` is unknown, or this processor lacks what it needs.
+    """
+    isas, features = all_isas(), machine.cpu().features
+    if name is not None:
+        for isa in isas:
+            if isa.name == name:
+                if missing := sorted(isa.needs - features):
+                    here = ", ".join(i.name for i in isas if not i.needs - features)
+                    raise UnsupportedError(
+                        f"isa {name} needs {', '.join(missing)}, which this processor does not have; it can run {here}"
+                    )
+                return isa, "asked for"
+        raise UnsupportedError(f"isa {name!r} is not known; supported: {', '.join(isa.name for isa in isas)}")
+    passed: list[str] = []
+    for isa in isas:
+        if isa.machines and machine.cpu().arch not in isa.machines:
+            continue
+        missing = sorted(isa.needs - features)
+        if not missing and (not isa.pairs or probes.pair_gain(on_measure) >= LEAST_GAIN):
+            return isa, "the best this processor has" if not passed else "; ".join(passed)
+        if not isa.pairs:
+            passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")
+    raise AssertionError("the portable set needs nothing")

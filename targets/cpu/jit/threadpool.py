@@ -1,0 +1,369 @@
+"""A few threads that walk a table of operations together.
+
+A run is one wake-up.  An operation is cut into parts; every thread, the caller's included, takes the next part that nobody has
+until there are none, and goes on to the next operation when all parts of this one are done (well under a microsecond, where a
+parallel region per operation costs 1.5 to 50).  Nobody waits for a thread that has not come: one that the system has put aside,
+or a slow core, holds up the part that it is on and nothing else.  Results do not depend on who does which part.
+
+Between runs a thread spins for a moment, because the next token is near, then sleeps in the kernel: no processor time is used
+while nobody decodes.  The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library
+or on Numba's threading layer, and other users of either are left alone.  On a processor with cores of several kinds they keep
+to the fast ones.
+
+Asked to, the caller's thread notes the time before and behind every operation: all that a profiler needs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from edgeq import machine
+from edgeq.errors import ResourceError
+from edgeq.targets.cpu.jit.compile import entry, inline
+from edgeq.targets.cpu.jit.simd import I32, I64, call, load, store
+
+Table = NDArray[np.int64]
+
+# The number of the futex system call (linux/asm/unistd.h); elsewhere an idle thread sleeps and looks again.
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
+NAP_MICROSECONDS = 100
+
+# int64 words of the shared block: RUN and SLEEPERS on cache lines of their own, then what describes a run.
+RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END = 0, 8, 16, 17, 18, 19
+# From here a line for each operation: the run's number with the next part to be taken, and how many parts are done.
+STEPS, LINE_BYTES = 24, 64
+TAG_BITS = 32
+SPINS_BEFORE_YIELD = 2_000
+SPINS_BEFORE_SLEEP = 20_000
+"""Of `pause`, 10 to 50 ns each: longer than it takes to sample a token."""
+
+
+def _relax(b: Any) -> None:
+    """The processor's hint for a spinning thread."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        call(b, "llvm.x86.sse2.pause", ir.VoidType())
+    elif platform.machine() == "aarch64":
+        call(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(I32, 1))
+
+
+@intrinsic  # type: ignore[misc]
+def read(typing: Any, address: Any) -> Any:
+    """Atomic load of an int64 that orders what follows behind it, and itself behind every `add` before it.
+
+    An Arm processor may run a load that only acquires before what `add` stores is seen, and miss a thread that goes to sleep.
+    """
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.intp), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def publish(typing: Any, address: Any, value: Any) -> Any:
+    """Atomic store of an int64 behind everything before it."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def add(typing: Any, address: Any, value: Any) -> Any:
+    """Atomic fetch-and-add; returns the value before."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def exchange(typing: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Atomic compare-and-swap; whether `expected` was there."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        place = b.inttoptr(args[0], I64.as_pointer())
+        return b.extract_value(b.cmpxchg(place, args[1], args[2], "seq_cst", "seq_cst"), 1)
+
+    return types.boolean(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def relax(typing: Any, spins: Any) -> Any:
+    """Wait a little: `pause` at first, later let others run, who may be what is waited for."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        with b.if_else(b.icmp_signed(">", args[0], ir.Constant(I64, SPINS_BEFORE_YIELD))) as (long, short):
+            with long:
+                b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
+            with short:
+                _relax(b)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
+    """Sleep while the low 32 bits at `address` are `value` (WAIT), or wake up to `value` sleepers (WAKE)."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        address, operation, value = args
+        if FUTEX:
+            kind = ir.FunctionType(I64, [I64], var_arg=True)
+            function = cgutils.get_or_insert_function(b.module, kind, "syscall")
+            zero = ir.Constant(I64, 0)
+            b.call(function, [ir.Constant(I64, FUTEX), address, operation, value, zero, zero, zero])
+        else:
+            with b.if_then(b.icmp_signed("==", operation, ir.Constant(I64, WAIT_PRIVATE))):
+                call(b, "usleep", I32, ir.Constant(I32, NAP_MICROSECONDS))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def invoke(typing: Any, row: Any, part: Any, parts: Any, thread: Any) -> Any:
+    """Call the kernel whose address is the first word of the table row."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 4)
+        b.call(b.inttoptr(load(b, args[0], I64, 8), kind.as_pointer()), args)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def note_time(typing: Any, address: Any) -> Any:
+    """Store the processor's clock: counts of a constant rate, the same for all cores, that cost 10 ns or so to read.
+
+    On Arm the virtual counter: a program may not read the cycle counter there.
+    """
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if platform.machine() == "aarch64":
+            now = b.asm(ir.FunctionType(I64, []), "mrs $0, cntvct_el0", "=r", [], True)
+        else:
+            now = call(b, "llvm.readcyclecounter", I64)
+        store(b, now, args[0], 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+def _walk(shared, tag, table, length, row_bytes, thread, times):  # type: ignore[no-untyped-def]
+    """Take part in run `tag`.  The last word of a table row is its number of parts.
+
+    A thread that comes too late finds another run's number on the operation, and leaves.  `times`: 0, or where the clock goes:
+    of each operation when it begins and when no part of it is left to take; then of the end.
+    """
+    for i in range(length):
+        if times:
+            note_time(times + 16 * i)
+        row, step = table + i * row_bytes, shared + 8 * STEPS + LINE_BYTES * i
+        parts: int = read(row + row_bytes - 8)
+        while True:
+            ticket = read(step)
+            if ticket >> TAG_BITS != tag:
+                return
+            part = ticket & ((1 << TAG_BITS) - 1)
+            if part >= parts:
+                break
+            if exchange(step, ticket, ticket + 1):
+                invoke(row, part, parts, thread)
+                add(step + 8, 1)
+        if times:
+            note_time(times + 16 * i + 8)
+        spins = 0
+        while read(step + 8) < parts:
+            if read(step) >> TAG_BITS != tag:
+                return
+            spins += 1
+            relax(spins)
+    if times:
+        note_time(times + 16 * length)
+
+
+walk = inline(_walk)
+
+
+def _walk_alone(table, length, row_bytes, times):  # type: ignore[no-untyped-def]
+    for i in range(length):
+        if times:
+            note_time(times + 16 * i)
+        invoke(table + i * row_bytes, 0, 1, 0)
+        if times:
+            note_time(times + 16 * i + 8)
+    if times:
+        note_time(times + 16 * length)
+
+
+walk_alone = entry(_walk_alone, 4)
+
+
+def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
+    """A thread's life until END: wait for a run, walk if it takes part, wait again.
+
+    RUN is odd while a run is being described.  A thread may still be reading about a run when the next one comes; it believes
+    what it read only if RUN is the same behind it as before.
+    """
+    seen, spins = 0, 0
+    while read(shared + 8 * END) == 0:
+        current: int = read(shared + 8 * RUN)
+        if current == seen or current & 1:
+            spins += 1
+            if spins < SPINS_BEFORE_SLEEP:
+                relax(0)
+            else:
+                add(shared + 8 * SLEEPERS, 1)
+                futex(shared + 8 * RUN, WAIT_PRIVATE, current & 0xFFFFFFFF)
+                add(shared + 8 * SLEEPERS, -1)
+            continue
+        length, threads, table = read(shared + 8 * LENGTH), read(shared + 8 * ACTIVE), read(shared + 8 * TABLE)
+        if read(shared + 8 * RUN) != current:
+            continue
+        seen, spins = current, 0
+        if thread < threads:
+            walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, 0)
+
+
+work = entry(_work, 3)
+
+
+@inline
+def announce(shared, table, length, threads):  # type: ignore[no-untyped-def]
+    """Tell the other threads that there is a run, for the first `threads` of them; returns its number."""
+    tag = (add(shared + 8 * RUN, 1) + 2) & 0x7FFFFFFF
+    for i in range(length):
+        step = shared + 8 * STEPS + LINE_BYTES * i
+        # First the ticket, so that a late thread of the last run cannot take what it finds done for its own.
+        publish(step, tag << TAG_BITS)
+        publish(step + 8, 0)
+    publish(shared + 8 * ACTIVE, threads)
+    publish(shared + 8 * TABLE, table)
+    publish(shared + 8 * LENGTH, length)
+    add(shared + 8 * RUN, 1)
+    if read(shared + 8 * SLEEPERS) > 0:
+        futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
+    return tag
+
+
+def _run(shared, table, length, row_bytes, threads, times):  # type: ignore[no-untyped-def]
+    """A whole run in one call: an interrupt taken in the middle would leave the others at work on what Python then frees."""
+    walk(shared, announce(shared, table, length, threads), table, length, row_bytes, 0, times)
+
+
+run_together = entry(_run, 6)
+
+
+def _dismiss(shared):  # type: ignore[no-untyped-def]
+    """End the threads.  Another thread of Python's may still make runs: a word of its own, which no run can overwrite."""
+    publish(shared + 8 * END, 1)
+    # Still even, and another number: a thread that is about to sleep does not.
+    add(shared + 8 * RUN, 2)
+    if read(shared + 8 * SLEEPERS) > 0:
+        futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
+
+
+dismiss = entry(_dismiss, 1)
+
+
+def _live(shared: Table, row_bytes: int, thread: int) -> None:
+    """`shared` is the array itself, not its address: it must not end before its last thread does."""
+    cores = machine.big_cores()
+    if cores:
+        # 0 is the calling thread.  Without leave to choose, the system's choice of cores stays.
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
+    work(shared.ctypes.data, row_bytes, thread)
+
+
+def _stop(shared: Table, workers: list[threading.Thread]) -> None:
+    dismiss(shared.ctypes.data)
+    for worker in workers:
+        worker.join()
+
+
+class Pool:
+    """`threads` threads, the caller being one of them, for tables of up to `operations` rows.  One caller at a time."""
+
+    def __init__(self, threads: int, operations: int, row_words: int) -> None:
+        self.threads, self.operations = threads, operations
+        self._row_bytes = 8 * row_words
+        self._first_time: tuple[float, int] | None = None
+        self._seconds_per_count = np.inf
+        # The memory of a whole number of cache lines more: the block starts on one.
+        self._tables: tuple[Table | None, Table | None] = (None, None)
+        self._memory = np.zeros(STEPS + (LINE_BYTES // 8) * (operations + 1), np.int64)
+        self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
+        workers: list[threading.Thread] = []
+        # Before the first thread: whatever interrupts this, those that have begun end with the pool.
+        self.close = weakref.finalize(self, _stop, self._shared, workers)
+        try:
+            for i in range(1, threads):
+                worker = threading.Thread(target=_live, args=(self._shared, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)
+                worker.start()
+                workers.append(worker)
+        except RuntimeError:
+            self.close()
+            raise ResourceError(f"the system gives only {len(workers) + 1} of {threads} threads; pass fewer with -t") from None
+
+    def run(self, table: Table, threads: int, pieces: int = 1) -> None:
+        """Walk the rows of `table` with the first `threads` threads; returns when every operation is done.
+
+        With several pieces Python can take an interrupt between two of them.
+        """
+        for piece in self._split(table, pieces):
+            self._walk(piece, threads, 0)
+
+    def timed(self, table: Table, threads: int, pieces: int = 1) -> NDArray[np.float64]:
+        """The same run; seconds [operations, 2] that the caller's thread worked on each and then waited for the others."""
+        return np.concatenate([self._timed(piece, threads) for piece in self._split(table, pieces)])
+
+    def _split(self, table: Table, pieces: int) -> list[Table]:
+        """None of the pieces is empty.  ValueError: the whole has no room here."""
+        if len(table) > self.operations:
+            raise ValueError(f"{len(table)} operations; this pool has room for {self.operations}")
+        return np.array_split(table, min(pieces, len(table))) if pieces > 1 else [table]
+
+    def _walk(self, table: Table, threads: int, times: int) -> None:
+        shared = self._shared.ctypes.data
+        # A thread that comes late still reads the table.
+        self._tables = (self._tables[1], table)
+        if threads > 1:
+            run_together(shared, table.ctypes.data, len(table), self._row_bytes, threads, times)
+        else:
+            walk_alone(table.ctypes.data, len(table), self._row_bytes, times)
+
+    def _timed(self, table: Table, threads: int) -> NDArray[np.float64]:
+        times = np.zeros(2 * len(table) + 1, np.int64)
+        before = perf_counter()
+        self._walk(table, threads, times.ctypes.data)
+        after = perf_counter()
+        if self._first_time is None:
+            self._first_time = before, int(times[0])
+        # Seconds from before the first count to after the last one are always too many, whatever came between: the least of
+        # them is the nearest.  Over all timed runs so far the calls count little, and in this run an interruption of the first.
+        for first, start_count in (self._first_time, (before, int(times[0]))):
+            rate = (after - first) / max(1, int(times[-1]) - start_count)
+            self._seconds_per_count = min(self._seconds_per_count, rate)
+        return np.diff(times).reshape(-1, 2) * self._seconds_per_count

@@ -1,0 +1,62 @@
+"""How keys and values lie in a page of the cache.
+
+A page holds 64 positions of all layers.  For each layer and key/value head first the keys, [head_dim][64], so that a dot
+product with a query runs over positions in lanes and needs no horizontal sum; then the values, [64][head_dim].
+
+    f16     numbers as they are, limited to the largest f16; head_dim is padded to 16
+    int8    numbers / scale, with an f32 scale per position behind the keys, and one behind the values; head_dim is padded to 16
+    int4    codes, a number is offset + scale * code: dimensions 2j and 2j + 1 of a position in the low and the high half of
+            byte j, then each of the `high` last ones in a byte of its own; keys are [bytes][64] and values [64][bytes].
+            Behind either f32 [64] scales and [64] offsets, of the dimensions in 4 bits and of those in 8, where there are any.
+            Nothing is padded: what reads sixteen bytes of the last position reads on into the scales
+"""
+
+from __future__ import annotations
+
+from edgeq.records import KvCodec, KvKind
+from edgeq.targets.cpu.jit.compile import inline, word
+from edgeq.targets.cpu.jit.simd import get_i64
+from edgeq.targets.graph import PAGE, Graph
+
+POSITIONS = PAGE
+F16_KV, INT8_KV, INT4_KV = 0, 1, 2
+KV_CODES: dict[KvKind, int] = {"f16": F16_KV, "int8": INT8_KV, "int4": INT4_KV}
+
+# Words of a table row that every kernel of the cache has.
+X, X_ROW, HEADS, KV_HEADS, HEAD_DIM, PADDED, SLOTS, TABLES, LAYER_OFFSET, HIGH = 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
+"""Address and row bytes of x; heads; head_dim and its padding to 16; slots i32; page tables (i64 addresses, one per row, each
+of an i64 array of page addresses); bytes from the start of a page to this layer; dimensions of a head in 8 bits."""
+
+
+@inline
+def pair_bytes(dim, high):  # type: ignore[no-untyped-def]
+    """Bytes of the 4-bit codes of one position of an int4 cache."""
+    return (dim - high + 1) // 2
+
+
+@inline
+def half_bytes(dim, high, code):  # type: ignore[no-untyped-def]
+    """Bytes of the keys, or of the values, of one head in a page."""
+    if code == INT4_KV:
+        numbers = (8 if high < dim else 0) + (8 if high > 0 else 0)
+        return POSITIONS * (pair_bytes(dim, high) + high + numbers)
+    padded = (dim + 15) // 16 * 16
+    return POSITIONS * (padded + 4) if code == INT8_KV else 2 * POSITIONS * padded
+
+
+@inline
+def scales_at(half, dim, high):  # type: ignore[no-untyped-def]
+    """Address of the scales of a half of an int4 page, of its dimensions in 4 bits and of those in 8; offsets lie behind."""
+    first = half + POSITIONS * (pair_bytes(dim, high) + high)
+    return first, first + (8 * POSITIONS if high < dim else 0)
+
+
+@inline
+def keys_at(row, r, slot, head, code):  # type: ignore[no-untyped-def]
+    """Address of the keys of `head` in the page of row r that holds `slot`; the values are `half_bytes` behind."""
+    page = get_i64(get_i64(word(row, TABLES) + 8 * r) + 8 * (slot // POSITIONS))
+    return page + word(row, LAYER_OFFSET) + head * 2 * half_bytes(word(row, HEAD_DIM), word(row, HIGH), code)
+
+
+def layer_bytes(graph: Graph, kv: KvCodec) -> int:
+    return graph.kv_heads * 2 * int(half_bytes.py_func(graph.head_dim, kv.high, KV_CODES[kv.kind]))

@@ -1,0 +1,83 @@
+"""Products with the thin matrices of a low-rank part: few rows or few columns, floats, read straight from the rows of x.
+
+Four partial sums, of every fourth column each, hide the latency of the additions also for a token alone.
+"""
+
+from __future__ import annotations
+
+from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.jit.simd import get_f32, get_i64, lane_bf16, lane_f16, vadd, vfma, vload, vsplat, vstore
+from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, finish, share
+from edgeq.targets.cpu.kernels.microkernel_int import BF16_KIND, CHUNKS, F32_KIND, ROWS, SCRATCH, W_BLOCK, X_ROW, W, X
+
+
+@inline
+def column(kind, block, c):  # type: ignore[no-untyped-def]
+    """Column c of sixteen rows."""
+    if kind == F32_KIND:
+        return vload(block + 64 * c)
+    if kind == BF16_KIND:
+        return lane_bf16(block + c // 2 * 64, c % 2)
+    return lane_f16(block + c // 2 * 64, c % 2)
+
+
+@inline
+def one_token(kind, block, x, columns, out):  # type: ignore[no-untyped-def]
+    """out f32 [16] = the block times x."""
+    p, q, s, t = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
+    whole = columns // 4 * 4
+    for c in range(0, whole, 4):
+        p = vfma(column(kind, block, c), vsplat(get_f32(x + 4 * c)), p)
+        q = vfma(column(kind, block, c + 1), vsplat(get_f32(x + 4 * c + 4)), q)
+        s = vfma(column(kind, block, c + 2), vsplat(get_f32(x + 4 * c + 8)), s)
+        t = vfma(column(kind, block, c + 3), vsplat(get_f32(x + 4 * c + 12)), t)
+    for c in range(whole, columns):
+        p = vfma(column(kind, block, c), vsplat(get_f32(x + 4 * c)), p)
+    vstore(out, vadd(vadd(p, q), vadd(s, t)))
+
+
+@inline
+def two_tokens(kind, block, x, y, columns, out):  # type: ignore[no-untyped-def]
+    """The same for x and for y, each in the order that it is added in alone."""
+    p, q, s, t = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
+    e, f, g, h = p, q, s, t
+    whole = columns // 4 * 4
+    for c in range(0, whole, 4):
+        w = column(kind, block, c)
+        p, e = vfma(w, vsplat(get_f32(x + 4 * c)), p), vfma(w, vsplat(get_f32(y + 4 * c)), e)
+        w = column(kind, block, c + 1)
+        q, f = vfma(w, vsplat(get_f32(x + 4 * c + 4)), q), vfma(w, vsplat(get_f32(y + 4 * c + 4)), f)
+        w = column(kind, block, c + 2)
+        s, g = vfma(w, vsplat(get_f32(x + 4 * c + 8)), s), vfma(w, vsplat(get_f32(y + 4 * c + 8)), g)
+        w = column(kind, block, c + 3)
+        t, h = vfma(w, vsplat(get_f32(x + 4 * c + 12)), t), vfma(w, vsplat(get_f32(y + 4 * c + 12)), h)
+    for c in range(whole, columns):
+        w = column(kind, block, c)
+        p, e = vfma(w, vsplat(get_f32(x + 4 * c)), p), vfma(w, vsplat(get_f32(y + 4 * c)), e)
+    vstore(out, vadd(vadd(p, q), vadd(s, t)))
+    vstore(out + 64, vadd(vadd(e, f), vadd(g, h)))
+
+
+def thin_matmul(kind: int) -> Kernel:
+    """The words of a product (tile.py); X is the first row of floats, X_ROW the bytes of a row."""
+
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        count, columns, x_row = get_i64(word(row, COUNT)), word(row, CHUNKS), word(row, X_ROW)
+        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
+        # Where there are few blocks, many tokens are shared out instead.
+        first, last, start, step = 0, (word(row, ROWS) + 15) // 16, 2 * part, 2 * parts
+        if last >= parts:
+            first, last = share(word(row, ROWS), part, parts, 1)
+            start, step = 0, 2
+        for n in range(first, last):
+            block = word(row, W) + n * word(row, W_BLOCK)
+            for r in range(start, count, step):
+                x = word(row, X) + r * x_row
+                if r + 1 < count:
+                    two_tokens(kind, block, x, x + x_row, columns, scratch)
+                    finish(row, scratch, 2, n, r)
+                else:
+                    one_token(kind, block, x, columns, scratch)
+                    finish(row, scratch, 1, n, r)
+
+    return kernel

@@ -1,0 +1,167 @@
+"""Head norms, rotary positions, the rotation of heads and the write into the cache: one pass over the heads of a row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.jit.simd import (
+    get_f32,
+    get_i32,
+    get_i64,
+    put_f32,
+    rint,
+    vadd,
+    vdiv,
+    vfma,
+    vload,
+    vload_i8,
+    vmax,
+    vmin,
+    vmul,
+    vrint,
+    vsplat,
+    vstore,
+    vsub,
+)
+from edgeq.targets.cpu.kernels.kv_layout import (
+    HEAD_DIM,
+    HEADS,
+    HIGH,
+    INT4_KV,
+    INT8_KV,
+    KV_HEADS,
+    PADDED,
+    POSITIONS,
+    SLOTS,
+    X_ROW,
+    X,
+    half_bytes,
+    keys_at,
+    pair_bytes,
+)
+from edgeq.targets.cpu.kernels.kv_quantize import extremes, put_halves, put_mixed, put_symmetric
+
+Q_OFFSET, K_OFFSET, V_OFFSET, COSINES, SINES, ANGLE_ROW, PAIRS = 12, 13, 14, 15, 16, 17, 18
+Q_GAIN, K_GAIN, EPSILON, MATRIX, MATRIX_SCALE, SCRATCH = 19, 20, 21, 22, 23, 24
+"""Table words: byte offsets in a row of x; angles, bytes of a row of them and how many it has; f32 gains of the head norms or
+0, their epsilon (bits of an f32); i8 [head_dim][head_dim] that rotates heads or 0, readable a vector beyond its end, its scale
+(bits of an f32), f32 [padded] of every thread."""
+
+
+@inline
+def normalize(x, dim, gain, epsilon):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for i in range(dim):
+        total += get_f32(x + 4 * i) * get_f32(x + 4 * i)
+    factor = 1.0 / math.sqrt(total / dim + epsilon)
+    for i in range(dim):
+        put_f32(x + 4 * i, get_f32(x + 4 * i) * factor * get_f32(gain + 4 * i))
+
+
+@inline
+def turn(x, half, cosines, sines):  # type: ignore[no-untyped-def]
+    """Rotary positions: `half` pairs (x[i], x[half + i]), each by its angle."""
+    whole = half // 16 * 16
+    for i in range(0, whole, 16):
+        a, b = vload(x + 4 * i), vload(x + 4 * (half + i))
+        cosine, sine = vload(cosines + 4 * i), vload(sines + 4 * i)
+        vstore(x + 4 * i, vsub(vmul(a, cosine), vmul(b, sine)))
+        vstore(x + 4 * (half + i), vadd(vmul(b, cosine), vmul(a, sine)))
+    for i in range(whole, half):
+        first, second = get_f32(x + 4 * i), get_f32(x + 4 * (half + i))
+        put_f32(x + 4 * i, first * get_f32(cosines + 4 * i) - second * get_f32(sines + 4 * i))
+        put_f32(x + 4 * (half + i), second * get_f32(cosines + 4 * i) + first * get_f32(sines + 4 * i))
+
+
+@inline
+def spin(x, dim, padded, matrix, matrix_scale, scratch):  # type: ignore[no-untyped-def]
+    """The head at x, rounded to 8 bits over a range that has 0 in it, times the matrix.
+
+    Sums of whole numbers below 2^24 are exact in any order.
+    """
+    least, most = extremes(x, dim)
+    least, most = min(least, np.float32(0)), max(most, np.float32(0))
+    scale = (most - least) / np.float32(255)
+    divisor = scale if scale > 0 else np.float32(1)
+    zero = rint(-least / divisor)
+    low, high, whole = -zero, np.float32(255) - zero, dim // 16 * 16
+    for i in range(0, whole, 16):
+        code = vrint(vdiv(vload(x + 4 * i), vsplat(divisor)))
+        vstore(x + 4 * i, vmin(vmax(code, vsplat(low)), vsplat(high)))
+    for i in range(whole, dim):
+        put_f32(x + 4 * i, min(max(rint(get_f32(x + 4 * i) / divisor), low), high))
+    factor, c = vsplat(scale * matrix_scale), 0
+    while padded - c >= 64:
+        sums = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
+        for i in range(dim):
+            value, line = vsplat(get_f32(x + 4 * i)), matrix + dim * i + c
+            sums = (
+                vfma(value, vload_i8(line), sums[0]),
+                vfma(value, vload_i8(line + 16), sums[1]),
+                vfma(value, vload_i8(line + 32), sums[2]),
+                vfma(value, vload_i8(line + 48), sums[3]),
+            )
+        vstore(scratch + 4 * c, vmul(sums[0], factor))
+        vstore(scratch + 4 * c + 64, vmul(sums[1], factor))
+        vstore(scratch + 4 * c + 128, vmul(sums[2], factor))
+        vstore(scratch + 4 * c + 192, vmul(sums[3], factor))
+        c += 64
+    while c < padded:
+        total = vsplat(0.0)
+        for i in range(dim):
+            total = vfma(vsplat(get_f32(x + 4 * i)), vload_i8(matrix + dim * i + c), total)
+        vstore(scratch + 4 * c, vmul(total, factor))
+        c += 16
+    for i in range(dim):
+        put_f32(x + 4 * i, get_f32(scratch + 4 * i))
+
+
+def rotate(code: int, most_code: int) -> Kernel:
+    """Head norms and rotary positions in place; keys and values into the cache.  A unit is one head of one row.
+
+    A part has neighbouring rows of a head, since their keys share cache lines, and of the heads that cost more, those with keys
+    and values, no more than the next part: these lie between the queries that share them.
+
+    most_code   largest code of an int4 cache
+    """
+
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        heads, kv_heads, dim, padded = word(row, HEADS), word(row, KV_HEADS), word(row, HEAD_DIM), word(row, PADDED)
+        epsilon, high, count = get_f32(row + 8 * EPSILON), word(row, HIGH), get_i64(word(row, COUNT))
+        units, together = (heads + kv_heads) * count, heads // kv_heads + 1
+        for unit in range(units * part // parts, units * (part + 1) // parts):
+            r, group, place = unit % count, unit // count // together, unit // count % together
+            is_query = place < together - 1
+            head = group * (together - 1) + place if is_query else group
+            source = word(row, X) + r * word(row, X_ROW)
+            if is_query:
+                x, gain = source + word(row, Q_OFFSET) + 4 * dim * head, word(row, Q_GAIN)
+            else:
+                x, gain = source + word(row, K_OFFSET) + 4 * dim * head, word(row, K_GAIN)
+            if gain != 0:
+                normalize(x, dim, gain, epsilon)
+            angles = r * word(row, ANGLE_ROW)
+            turn(x, word(row, PAIRS), word(row, COSINES) + angles, word(row, SINES) + angles)
+            if word(row, MATRIX) != 0:
+                scratch = word(row, SCRATCH) + 4 * padded * thread
+                spin(x, dim, padded, word(row, MATRIX), get_f32(row + 8 * MATRIX_SCALE), scratch)
+            if not is_query:
+                slot, v = get_i32(word(row, SLOTS) + 4 * r), source + word(row, V_OFFSET) + 4 * dim * head
+                keys, lane = keys_at(row, r, slot, head, code), slot % POSITIONS
+                values = keys + half_bytes(dim, high, code)
+                if code == INT4_KV:
+                    width = pair_bytes(dim, high) + high
+                    put_mixed(x, dim, high, most_code, True, keys + lane, POSITIONS, keys, lane)
+                    put_mixed(v, dim, high, most_code, False, values + width * lane, 1, values, lane)
+                elif code == INT8_KV:
+                    scales = POSITIONS * padded + 4 * lane
+                    put_symmetric(x, dim, keys + lane, POSITIONS, keys + scales)
+                    put_symmetric(v, dim, values + padded * lane, 1, values + scales)
+                else:
+                    put_halves(x, dim, keys + 2 * lane, 2 * POSITIONS)
+                    put_halves(v, dim, values + 2 * padded * lane, 2)
+
+    return kernel

@@ -1,0 +1,241 @@
+"""What threads of this machine can do: read memory, multiply integers, and how many of them decode fastest."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from edgeq.codec import CHUNK, ROWS, Codec
+from edgeq.machine import cpu
+from edgeq.measurements import OnMeasure, keep, known, measured
+from edgeq.targets.cpu.isa import all_isas, isa_index
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit.buffers import zeros
+from edgeq.targets.cpu.jit.compile import COUNT, Kernel, address, word
+from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
+from edgeq.targets.cpu.jit.threadpool import Pool
+from edgeq.targets.cpu.kernels import microkernel_int as tile
+from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, integer_matvec
+from edgeq.targets.cpu.kernels.winograd import plain
+
+BYTES = 256 << 20
+"""Several times the largest cache of a machine this is for."""
+Table = NDArray[np.int64]
+
+
+def read_lines() -> Kernel:
+    """Row words: COUNT of 256-byte runs, 2 address, 3 results of the parts.  Sums, so that nothing can be left out."""
+
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        count = get_i64(word(row, COUNT))
+        a, b, c, d = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
+        for i in range(count * part // parts, count * (part + 1) // parts):
+            x = word(row, 2) + 256 * i
+            a, b = vadd(a, vload(x)), vadd(b, vload(x + 64))
+            c, d = vadd(c, vload(x + 128)), vadd(d, vload(x + 192))
+        put_f32(word(row, 3) + 64 * part, vsum(vadd(vadd(a, b), vadd(c, d))))
+
+    return kernel
+
+
+CHAINS = 12
+"""Independent sums: more than latency times units of any processor here, few enough for sixteen registers."""
+ROUNDS = 64
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[misc]
+def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) -> Any:
+    """repeat x ROUNDS x CHAINS dot products of 16 lanes x 4 channels in registers; the sums go to `out`.
+
+    Literals: isa, an index; pairs, 1: twice the work, as pairs.py does it, by two dot products or one with two additions.
+    """
+    chosen, twice = all_isas()[isa.literal_value], bool(pairs.literal_value)
+    sums, quad = ir.VectorType(I32, chosen.lanes), ir.VectorType(I8, 4 * chosen.lanes)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        slots = [cgutils.alloca_once(b, sums) for _ in range(CHAINS)]
+        for i, slot in enumerate(slots):
+            b.store(constant(sums, i), slot)
+        with cgutils.for_range(b, b.mul(args[2], ir.Constant(ir.IntType(64), ROUNDS))) as loop:
+            # An operand that changes, or the whole loop would be computed by the compiler.
+            token = b.insert_element(constant(sums, 0x01020304), b.trunc(loop.index, I32), ir.Constant(I32, 0))
+            for i, slot in enumerate(slots):
+                factors = [(constant(quad, 3), token)]
+                if twice and plain(i):
+                    factors *= 2
+                elif twice:
+                    first, second = (b.add(b.bitcast(token, quad), constant(quad, i + c)) for c in (8, 32))
+                    factors = [(first, b.bitcast(second, sums))]
+                for weights, operand in factors:
+                    b.store(chosen.dot8(b, b.load(slot), [weights], [operand], 4), slot)
+        # Every chain must reach the result, or the compiler would leave it out.
+        total = b.load(slots[0])
+        for slot in slots[1:]:
+            total = b.xor(total, b.load(slot))
+        store(b, total, args[3], 4)
+        return context.get_dummy_value()
+
+    return types.void(isa, pairs, types.intp, types.intp), codegen
+
+
+def multiply(isa: int, pairs: int) -> Kernel:
+    """Row words: COUNT of repetitions, 2 results of the parts."""
+
+    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+        multiply_integers(isa, pairs, get_i64(word(row, COUNT)), word(row, 2) + 64 * part)
+
+    return kernel
+
+
+def _rates(table: Table, threads: int, work: float, seconds: float) -> list[float]:
+    """`work` per second of each pass, for at least three passes and `seconds`."""
+    return _rates_and_share(table, threads, work, seconds)[0]
+
+
+def _rates_and_share(table: Table, threads: int, work: float, seconds: float) -> tuple[list[float], float]:
+    """Those, and which share of the time the threads had a core each; they do not sleep between the passes."""
+    pool = Pool(threads, 1, table.shape[1])
+    pool.run(table, threads)
+    passes, start, used = list[float](), time.perf_counter(), time.process_time()
+    end = start + seconds
+    while len(passes) < 3 or time.perf_counter() < end:
+        began = time.perf_counter()
+        pool.run(table, threads)
+        passes.append(work / (time.perf_counter() - began))
+    share = (time.process_time() - used) / (time.perf_counter() - start) / threads
+    pool.close()
+    return passes, share
+
+
+def read_bandwidth(threads: int, refresh: bool = False) -> float:
+    """Bytes per second that `threads` threads read from memory, measured once in about a second and kept per machine."""
+    return measured("read_bandwidth", threads, lambda: _read_bandwidth(threads), refresh)
+
+
+def _read_bandwidth(threads: int) -> float:
+    """The median of as many passes over 256 MiB as fit in a second."""
+    data = np.ones(BYTES // 4, np.float32)
+    parts = 4 * threads
+    results, count = np.zeros(16 * parts, np.float32), np.array([BYTES // 256], np.int64)
+    table = np.array([[address(read_lines), count.ctypes.data, data.ctypes.data, results.ctypes.data, parts]], np.int64)
+    return statistics.median(_rates(table, threads, BYTES, 1.0))
+
+
+def integer_peak(isa: Isa, threads: int, refresh: bool = False) -> float:
+    """8-bit operations per second of `threads` threads from registers, measured once in half a second and kept per machine.
+
+    A multiplication and an addition are two operations.
+    """
+
+    def measure() -> float:
+        return statistics.median(_product_rates(isa, False, threads, 20_000, 0.5))
+
+    return measured(f"integer_peak {isa.name}", threads, measure, refresh)
+
+
+PROBES = 5
+"""Of each of the things compared, in turn, of which the best counts: what else runs on the machine for a moment must not decide
+for all time."""
+
+
+def pair_gain(on_measure: OnMeasure = lambda: None) -> float:
+    """How much faster one thread does what plain dot products do by pairs of channels (pairs.py), both from registers.
+
+    Measured once in a moment and kept per machine.
+    """
+    return measured("pair_gain", 1, _pair_gain, on_measure=on_measure)
+
+
+def _pair_gain() -> float:
+    isa = next(i for i in all_isas() if i.pairs)
+    pairs, plain = list[float](), list[float]()
+    for _ in range(PROBES):
+        pairs += _product_rates(isa, True, 1, 500, 0.01)
+        plain += _product_rates(isa, False, 1, 500, 0.01)
+    # A product by pairs does twice the work.
+    return 2 * max(pairs) / max(plain)
+
+
+def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: float) -> list[float]:
+    index = isa_index(isa)
+    results, count = zeros(64 * threads), np.array([repeat], np.int64)
+    table = np.array([[address(multiply, index, int(pairs)), count.ctypes.data, results.ctypes.data, threads]], np.int64)
+    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads
+    return _rates(table, threads, work, seconds)
+
+
+ALONE = 0.9
+"""Share of the time that the threads of a probe have their cores where nothing else runs."""
+
+
+def decode_threads(isa: Isa, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
+    """How many threads decode fastest, probed once in about half a second and kept per machine.
+
+    Where something else kept the cores busy meanwhile the answer is good for now, and is not kept.
+    """
+    most, what = cpu().big_cores, f"decode_threads {isa.name}"
+    value = known(what, most)
+    if most == 1 or value is not None and not refresh:
+        return int(value or 1)
+    on_measure()
+    threads, alone = best_decode_threads(isa, most)
+    if alone:
+        keep(what, most, threads)
+    return threads
+
+
+def best_decode_threads(isa: Isa, most: int) -> tuple[int, bool]:
+    """The number of threads, up to `most`, that multiplies a large 4-bit matrix with a token fastest; whether they were alone.
+
+    More threads than it takes to fill the memory's bandwidth only disturb each other (two are best on a Raspberry Pi 5), so of
+    counts within 3 % of the best the smallest is taken.  Takes about half a second.
+    """
+    table, kept = _decode_table(isa, most)
+    candidates = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < most} | {most})
+    rates, shares = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0.0)
+    for _ in range(PROBES):
+        for n in candidates:
+            table[0, -1] = 4 * n
+            passes, share = _rates_and_share(table, n, 1.0, 0.5 / PROBES / len(candidates))
+            rates[n], shares[n] = max(rates[n], statistics.median(passes)), max(shares[n], share)
+    del kept
+    return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values())), min(shares.values()) >= ALONE
+
+
+def _decode_table(isa: Isa, threads: int) -> tuple[Table, list[NDArray[Any]]]:
+    """One product of a 64 MiB matrix, larger than caches, with a token of mode a8; and the arrays it needs."""
+    codec, rows, columns = Codec("int", 4, 128), 64 << 10, 2 << 10
+    parts = codec.parts(rows, columns)
+    blocks, groups = rows // ROWS, codec.groups(columns)
+    weights, scales = zeros(parts["q"].nbytes), zeros(parts["scale"].nbytes)
+    weights[:] = 0x5A
+    token, numbers, y = zeros(columns), zeros(4 * groups), zeros(4 * rows)
+    scratch, count = zeros(threads * SCRATCH_BYTES), np.array([1], np.int64)
+    words = [0] * (tile.WORDS + 1)
+    words[0] = address(integer_matvec, isa_index(isa), 4, 0, 0, 0)
+    words[COUNT] = count.ctypes.data
+    words[tile.X : tile.X_BLOCKS + 1] = [
+        token.ctypes.data,
+        columns,
+        numbers.ctypes.data,
+        numbers.ctypes.data,
+        groups,
+    ]
+    words[tile.W], words[tile.W_BLOCK] = weights.ctypes.data, weights.nbytes // blocks
+    words[tile.SCALE : tile.SCALE_STEP + 1] = [scales.ctypes.data, 2 * ROWS * groups, 2 * ROWS]
+    words[tile.CHUNKS], words[tile.PER_BLOCK] = columns // CHUNK, codec.group_size // CHUNK
+    words[tile.ROWS], words[tile.GROUP], words[tile.Y], words[tile.SCRATCH] = (
+        rows,
+        1,
+        y.ctypes.data,
+        scratch.ctypes.data,
+    )
+    return np.array([words], np.int64), [weights, scales, token, numbers, y, scratch, count]

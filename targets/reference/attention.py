@@ -1,0 +1,90 @@
+"""The reference's cache: how keys and values are rounded, what a page holds, and the rotation of heads in front of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.records import KvCodec
+from edgeq.targets.graph import PAGE, CacheWrite, Graph, HeadRotate, Page, Rows
+
+if TYPE_CHECKING:
+    from edgeq.targets.reference.program import ReferenceProgram
+
+ArrayF32 = NDArray[np.float32]
+State = dict[str, ArrayF32]
+
+F16_MAX = 65504.0
+
+
+class ReferencePage(Page):
+    """PAGE cache positions: [layers, 2 (keys, values), kv_heads, PAGE, head_dim], numbers of the cache's codec held as
+    float32."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.data = np.zeros((graph.layers, 2, graph.kv_heads, PAGE, graph.head_dim), np.float32)
+
+
+def heads_of(x: ArrayF32, offset: int, heads: int, head_dim: int) -> ArrayF32:
+    """x[:, offset:] as a view [rows, heads, head_dim]."""
+    return x[:, offset : offset + heads * head_dim].reshape(len(x), heads, head_dim)
+
+
+def page_of(rows: Rows, row: int, index: int) -> ReferencePage:
+    page = rows.pages[rows.sessions[row]][index]
+    assert isinstance(page, ReferencePage)
+    return page
+
+
+def cache_write(program: ReferenceProgram, op: CacheWrite, rows: Rows, state: State) -> None:
+    for part, offset in enumerate((op.k_offset, op.v_offset)):
+        values = cached(heads_of(state[op.x], offset, op.kv_heads, op.head_dim), program.options.kv, keys=part == 0)
+        for r, slot in enumerate(rows.slots):
+            page_of(rows, r, int(slot) // PAGE).data[op.layer, part, :, slot % PAGE] = values[r]
+
+
+def cached(x: ArrayF32, kv: KvCodec, keys: bool) -> ArrayF32:
+    """x [rows, kv_heads, head_dim] as the cache gives it back.
+
+    f16; int8 with one scale max|x| / 127 per row and head; int4 over the range of a row and head, with the last `high`
+    dimensions in 8 bits over a range of their own.
+    """
+    if kv.kind == "f16":
+        return x.clip(-F16_MAX, F16_MAX).astype(np.float16).astype(np.float32)
+    if kv.kind == "int4":
+        low = x.shape[2] - kv.high
+        return np.concatenate([in_range(x[:, :, :low], kv.bits, keys), in_range(x[:, :, low:], 8, keys)], axis=2)
+    scale = np.abs(x).max(axis=2, keepdims=True) / np.float32(127)
+    restored: ArrayF32 = np.rint(x / np.where(scale > 0, scale, np.float32(1))).clip(-127, 127) * scale
+    return restored
+
+
+def in_range(x: ArrayF32, bits: int, with_zero: bool) -> ArrayF32:
+    """x [rows, heads, n] as offset + scale * code, with 2^bits codes over the range of a head (arXiv 2412.14363, equation 1).
+
+    offset is the least number and scale (max - min) / (2^bits - 1), with the numbers limited as in f16.  `with_zero`: the
+    range has 0 in it, as keys' has and values' has not.  A head that is one number has scale 0.
+    """
+    if not x.shape[2]:
+        return x
+    x, levels = x.clip(-F16_MAX, F16_MAX), np.float32((1 << bits) - 1)
+    least, most = x.min(axis=2, keepdims=True), x.max(axis=2, keepdims=True)
+    if with_zero:
+        least, most = np.minimum(least, np.float32(0)), np.maximum(most, np.float32(0))
+    scale = (most - least) / levels
+    code = np.rint((x - least) / np.where(scale > 0, scale, np.float32(1))).clip(0, levels)
+    restored: ArrayF32 = code * scale + least
+    return restored
+
+
+def head_rotate(program: ReferenceProgram, op: HeadRotate, rows: Rows, state: State) -> None:
+    """The products are of whole numbers below 2^24, so float32 holds their sum exactly, in any order."""
+    x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
+    least, most = np.minimum(x.min(axis=2, keepdims=True), 0), np.maximum(x.max(axis=2, keepdims=True), 0)
+    scale = (most - least) / np.float32(255)
+    divisor = np.where(scale > 0, scale, np.float32(1))
+    zero = np.rint(-least / divisor)
+    whole = (np.rint(x / divisor) + zero).clip(0, 255) - zero
+    x[:] = np.matmul(whole, program.array(op.matrix)) * (scale * program.array(op.scale))

@@ -1,0 +1,62 @@
+"""The reference's side of edgeq/targets/copies.py: sums over inputs, weights rounded anew, layers that run with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.container import ModelFile
+from edgeq.quantization import rounded
+from edgeq.records import LinearSpec
+from edgeq.targets.graph import Rows
+from edgeq.targets.reference.linear import Matrices
+from edgeq.targets.requantization import InputSums, SharedInput, Weights, copied
+
+ArrayF32 = NDArray[np.float32]
+
+
+class ReferenceWeights(Weights):
+    """A copy with its matrices as float32."""
+
+    def __init__(self, inputs: Sequence[SharedInput]) -> None:
+        arrays = {ref: np.zeros(shape, dtype) for ref, (dtype, shape) in copied(inputs).items()}
+        super().__init__(arrays, [np.ones(each.columns, np.float32) for each in inputs])
+        self.scale_of = {layer.name: i for i, each in enumerate(inputs) for layer in each.layers}
+        self.matrices = Matrices(self)
+
+
+def requantize(file: ModelFile, inputs: Sequence[SharedInput], weights: ReferenceWeights, scales: Sequence[ArrayF32]) -> None:
+    masters = Matrices(file)
+    for i, (each, scale) in enumerate(zip(inputs, scales, strict=True)):
+        weights.input_scales[i][:] = np.float32(1) / scale
+        for layer in each.layers:
+            assert layer.master
+            weight = layer.weights[0]
+            whole = np.concatenate(list(masters.blocks(layer.master)))
+            masters.kept.clear()
+            made = rounded(whole * scale, weight.codec)
+            for name, ref in weight.arrays():
+                weights.arrays[ref][...] = made[name]
+            for _, ref in layer.master.arrays():
+                file.release(ref)
+    weights.matrices = Matrices(weights)
+
+
+def add_squares(sums: InputSums, layer: LinearSpec, x: ArrayF32, rows: Rows) -> None:
+    """Once per shared input: for the first of the layers that read it."""
+    for each in sums.inputs:
+        if each.layers[0].name == layer.name:
+            total = sums.values[each.offset : each.offset + each.columns]
+            for r in range(len(x)):
+                if rows.counted is None or rows.counted[r]:
+                    total += x[r] * x[r]
+
+
+def with_master(sums: InputSums, layer: LinearSpec) -> LinearSpec:
+    """The layer with its master for its weight, where its input is one of those that sums are taken of."""
+    if layer.master and any(each.name == layer.name for shared in sums.inputs for each in shared.layers):
+        return replace(layer, weights=(layer.master,))
+    return layer

@@ -1,0 +1,137 @@
+"""Weights made anew for a prompt: sums over what linear layers read, and copies of their weights for other input scales.
+
+A layer with a `master` takes part.  Which scales follow from the sums is the runtime's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.codec import ROWS, AnyArray
+from edgeq.errors import UnsupportedError
+from edgeq.records import ArrayRef, LinearSpec
+from edgeq.targets.graph import CacheWrite, Graph, Linear, Operation, Select
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """An input of `columns` channels and the layers with a master that read it, in the order of the graph.
+
+    Its sums begin at `offset`, which is a multiple of 16.
+    """
+
+    layers: tuple[LinearSpec, ...]
+    columns: int
+    offset: int
+
+
+def shared_inputs(graph: Graph) -> tuple[SharedInput, ...]:
+    """Of all layers with a master in front of the selection of rows; experts are not among them.
+
+    UnsupportedError: such a layer has parts that change its input.
+    """
+    readers: list[list[LinearSpec]] = []
+    open_buffers: dict[str, list[LinearSpec]] = {}
+    for operation in graph.operations:
+        if isinstance(operation, Select):
+            # Behind it lie rows of which few are wanted, not those of a prompt.
+            break
+        if isinstance(operation, Linear) and operation.linear.master:
+            layer = operation.linear
+            if layer.input_order or layer.transform or layer.input_scale or layer.activation:
+                raise UnsupportedError(
+                    f"{layer.name}: a master beside input_order, transform, input_scale or activation is not supported; "
+                    "run with --requantize never"
+                )
+            if operation.x not in open_buffers:
+                open_buffers[operation.x] = []
+                readers.append(open_buffers[operation.x])
+            open_buffers[operation.x].append(layer)
+        open_buffers.pop(_written(operation), None)
+    inputs, offset = [], 0
+    for layers in readers:
+        inputs.append(SharedInput(tuple(layers), layers[0].columns, offset))
+        offset += -(-layers[0].columns // ROWS) * ROWS
+    return tuple(inputs)
+
+
+def _written(operation: Operation) -> str:
+    """The buffer that has other contents behind an operation."""
+    if isinstance(operation, CacheWrite):
+        return ""
+    return str(getattr(operation, "out", None) or getattr(operation, "x", ""))
+
+
+@dataclass
+class InputSums:
+    """Sums over tokens of the squares of what layers read, per channel; float32, added in the order of the tokens.
+
+    values   of all inputs, each from its offset
+    tokens   that were added
+    """
+
+    inputs: tuple[SharedInput, ...]
+    values: NDArray[np.float32] = field(init=False)
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        last = self.inputs[-1] if self.inputs else None
+        self.values = np.zeros(last.offset + -(-last.columns // ROWS) * ROWS if last else 0, np.float32)
+
+    def squares(self) -> list[NDArray[np.float32]]:
+        """Per input, [columns]: views."""
+        return [self.values[i.offset : i.offset + i.columns] for i in self.inputs]
+
+    def clear(self) -> None:
+        self.values[:] = 0
+        self.tokens = 0
+
+    @contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """What is added within stays only if that comes to its end; tokens of an interrupted run will be read again."""
+        values, tokens = self.values.copy(), self.tokens
+        try:
+            yield
+        except BaseException:
+            self.values[:], self.tokens = values, tokens
+            raise
+
+
+class Weights:
+    """A copy of the weights of all layers with a master; the memory belongs to whoever holds it.
+
+    arrays         by the record of the file's array that it stands for
+    input_scales   per shared input f32 [columns], what its layers multiply their input by
+    """
+
+    def __init__(self, arrays: dict[ArrayRef, AnyArray], input_scales: list[NDArray[np.float32]]) -> None:
+        self.arrays, self.input_scales = arrays, input_scales
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in (*self.arrays.values(), *self.input_scales))
+
+    def array(self, ref: ArrayRef) -> AnyArray:
+        return self.arrays[ref]
+
+
+def copied(inputs: Iterable[SharedInput]) -> dict[ArrayRef, tuple[str, tuple[int, ...]]]:
+    """The arrays of a copy: numpy dtype and shape by the record that each stands for.
+
+    UnsupportedError: a layer's own weights are floats, which nothing is rounded to.
+    """
+    found = {}
+    for layer in (layer for each in inputs for layer in each.layers):
+        weight = layer.weights[0]
+        if weight.codec.kind != "int":
+            raise UnsupportedError(
+                f"{layer.name}: weights in {weight.codec.name} are not rounded anew; run with --requantize never"
+            )
+        for name, part in weight.codec.parts(weight.rows, weight.columns).items():
+            found[dict(weight.arrays())[name]] = part.dtype, part.shape
+    return found

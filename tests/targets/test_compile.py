@@ -1,0 +1,93 @@
+"""Machine code that is kept on disk."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeq.errors import ResourceError
+from edgeq.targets.cpu.jit import compile
+from edgeq.targets.cpu.jit.compile import address, entry, is_kept
+from edgeq.targets.cpu.jit.threadpool import Pool, publish
+from edgeq.targets.cpu.kernels.elementwise import select
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder for machine code, and a process that has loaded none of it."""
+    monkeypatch.setattr(compile, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def call(place: int) -> np.ndarray:
+    """The kernel `select` at that address, choosing rows 2 and 0 of three."""
+    x, out = np.arange(48, dtype=np.float32).reshape(3, 16), np.zeros((2, 16), np.float32)
+    indices, count = np.array([2, 0], np.int32), np.array([2], np.int64)
+    row = [place, count.ctypes.data, x.ctypes.data, 64, 16, out.ctypes.data, 64, indices.ctypes.data, 1]
+    pool = Pool(1, 1, 9)
+    pool.run(np.array([row], np.int64), 1)
+    assert np.array_equal(out, x[[2, 0]])
+    return out
+
+
+def test_kept_machine_code_runs_without_being_compiled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_kept(select)
+    call(address.__wrapped__(select))
+    assert is_kept(select) and [path.name for path in folder.iterdir()] == ["elementwise-select.o"]
+    monkeypatch.setattr(compile, "cfunc", None)
+    call(address.__wrapped__(select))
+
+
+def test_damaged_machine_code_is_compiled_again(folder: Path) -> None:
+    address.__wrapped__(select)
+    path = folder / "elementwise-select.o"
+    sound = path.read_bytes()
+    for wrong in (
+        b"",
+        b"{}\n",
+        sound[:100],
+        sound[:-1],
+        sound[:-1] + b"\1",
+        sound.replace(b'"needs": [', b'"needs": ["no_such_name", '),
+    ):
+        path.write_bytes(wrong)
+        assert compile._loaded(path) is None
+        call(address.__wrapped__(select))
+        assert path.read_bytes() != wrong and compile._loaded(path)
+
+
+def test_a_folder_that_cannot_be_written_only_costs_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").write_text("")
+    monkeypatch.setattr(compile, "cache_folder", lambda: folder / "file" / "below")
+    call(address.__wrapped__(select))
+    assert not is_kept(select)
+
+
+def _sum(a, b, place):  # type: ignore[no-untyped-def]
+    publish(place, a + b)
+
+
+def test_python_calls_machine_code(folder: Path) -> None:
+    for _ in range(2):
+        result = np.zeros(1, np.int64)
+        entry(_sum, 3)(1 << 40, -3, result.ctypes.data)
+        assert result[0] == (1 << 40) - 3
+
+
+def test_threads_that_the_system_does_not_give_are_an_error_and_those_it_gave_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if len(given) == 3:
+            raise RuntimeError("can't start new thread")
+        given.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(ResourceError, match="gives only 4 of 9 threads; pass fewer with -t"):
+        Pool(9, 4, 9)
+    assert len(given) == 3 and not any(thread.is_alive() for thread in given)

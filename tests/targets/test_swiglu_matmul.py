@@ -1,0 +1,68 @@
+"""Gate, up, SwiGLU and quantization in one pass: bit by bit what the operations give one after the other."""
+
+import numpy as np
+import pytest
+
+from edgeq.codec import Codec
+from edgeq.records import LinearSpec
+from edgeq.targets import Options, StepTimes, load
+from edgeq.targets.graph import Embed, Graph, Linear, Operation, RmsNorm, Select, SwiGlu
+from tests.targets.cases import HERE, Arrays, rows_of, run, weight
+
+I4, I4_ZERO, I3, I8 = Codec("int", 4, 128), Codec("int", 4, 32, False), Codec("int", 3, 64), Codec("int", 8, 16)
+
+
+def mlp(
+    arrays: Arrays, rng: np.random.Generator, up: Codec, down: Codec, width: int, count: int, more: tuple[Operation, ...] = ()
+) -> list[Graph]:
+    """Twice the same: as models have it, and with a bias of zeros, which keeps the operations apart."""
+    columns = 256
+    table = arrays.add(rng.standard_normal((count, columns)).astype(np.float32), "f32")
+    gain = arrays.add(rng.uniform(0.5, 2, columns).astype(np.float32), "f32")
+    w, v = weight(arrays, rng, up, 2 * width, columns), weight(arrays, rng, down, 40, width)
+    zeros = arrays.add(np.zeros(2 * width, np.float32), "f32")
+    graphs = []
+    for bias in (None, zeros):
+        operations: tuple[Operation, ...] = (
+            Embed(-1, table, "x"),
+            Select(-1, ("x",)),
+            RmsNorm(0, "x", gain, 1e-5, "normed"),
+            Linear(0, "normed", LinearSpec("gate_up", (w,), bias), "gate_up"),
+            SwiGlu(0, "gate_up", width, "inner"),
+            Linear(0, "inner", LinearSpec("down", (v,)), "y"),
+            *more,
+        )
+        buffers = {"x": columns, "normed": columns, "gate_up": 2 * width, "inner": width, "y": 40}
+        graphs.append(Graph(buffers, operations, "y", layers=1, kv_heads=1, head_dim=2))
+    return graphs
+
+
+def kernels(graph: Graph, arrays: Arrays, count: int, options: Options) -> list[str]:
+    program, times = load("cpu").compile(graph, arrays, options), list[StepTimes]()
+    program.run(rows_of(program, count), times=times)
+    return [kernel for _, kernel in times[0].steps]
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("mode", ["a8", "a16"])
+@pytest.mark.parametrize(("up", "down"), [(I4, I4), (I4_ZERO, I8), (I3, I4_ZERO)], ids=["g128", "g32-zero", "3-bit"])
+def test_one_pass_gives_the_bits_of_many(up: Codec, down: Codec, mode: str, isa: str) -> None:
+    rng = np.random.default_rng(1)
+    # A unit and a part of one, several; tiles of every size, and one row.
+    for units, count in ((1, 31), (8, 12), (1, 1), (3, 27)):
+        arrays, width = Arrays(), 128 * units + down.group_size % 128
+        joined, apart = mlp(arrays, rng, up, down, width, count)
+        options = Options(mode, 2, isa, 40, 40)  # type: ignore[arg-type]
+        assert np.array_equal(*(run("cpu", graph, arrays, count, options) for graph in (joined, apart))), (width, count)
+        assert [any("gated" in name for name in kernels(graph, arrays, count, options)) for graph in (joined, apart)] == [1, 0]
+
+
+def test_floats_that_somebody_reads_are_kept() -> None:
+    rng, arrays = np.random.default_rng(2), Arrays()
+    inner = LinearSpec("inner", (weight(arrays, rng, Codec("f32"), 40, 144),))
+    normed = LinearSpec("normed", (weight(arrays, rng, I8, 40, 256),))
+    more = (Linear(0, "inner", inner, "y", add=True), Linear(0, "normed", normed, "y", add=True))
+    joined, _ = mlp(arrays, rng, I4, I8, 144, 31, more)
+    options = Options("a8", 2, None, 40, 40)
+    assert not any("gated" in name for name in kernels(joined, arrays, 31, options))
+    assert np.allclose(*(run(target, joined, arrays, 31, options) for target in ("cpu", "reference")), rtol=1e-3, atol=1e-2)

@@ -1,0 +1,152 @@
+"""The threads that walk a table together."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from edgeq.targets.cpu.jit import threadpool as pool_module
+from edgeq.targets.cpu.jit.compile import address
+from edgeq.targets.cpu.jit.threadpool import RUN, SLEEPERS, Pool
+from edgeq.targets.cpu.kernels.elementwise import select
+
+
+def chain(steps, width=64, parts=3):
+    """A table whose operation i copies row i of a matrix to row i + 1; each needs the whole of the one before."""
+    data = np.zeros((steps + 1, width), np.float32)
+    data[0] = np.arange(width)
+    indices, count = np.zeros(width // 16, np.int32), np.array([width // 16], np.int64)
+    indices[:] = np.arange(width // 16)[::-1]
+    table = np.zeros((steps, 9), np.int64)
+    for i in range(steps):
+        source, target = (data[j].ctypes.data for j in (i, i + 1))
+        table[i] = [address(select), count.ctypes.data, source, 64, 16, target, 64, indices.ctypes.data, parts]
+    return data, table, (indices, count)
+
+
+def test_threads_meet_behind_every_operation():
+    for threads, parts in ((1, 1), (2, 1), (2, 4), (4, 3), (3, 16)):
+        data, table, kept = chain(501, parts=parts)
+        pool = Pool(threads, 501, 9)
+        for _ in range(20):
+            data[1:] = -1
+            pool.run(table, threads)
+            # 501 reversals of the four blocks of sixteen
+            assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1])
+        pool.close()
+        assert kept
+
+
+def test_runs_may_follow_each_other_with_other_numbers_of_threads():
+    data, table, kept = chain(7)
+    pool = Pool(4, 501, 9)
+    for i in range(500):
+        data[1:] = -1
+        pool.run(table, 1 + i * 7 % 4)
+        assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1])
+    pool.close()
+    assert kept
+
+
+def test_an_interrupt_leaves_no_run_half_done(monkeypatch):
+    """Python takes an interrupt when a call has returned: none of them may leave other threads at work."""
+    calls = ("run_together", "walk_alone", "dismiss")
+
+    def interrupting(real):
+        def call(*arguments):
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        return call
+
+    data, table, kept = chain(7)
+    pool = Pool(3, 7, 9)
+    for threads in (1, 3):
+        data[1:] = -1
+        with monkeypatch.context() as patch:
+            for name in calls:
+                patch.setattr(pool_module, name, interrupting(getattr(pool_module, name)))
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(table, threads)
+        assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1]) and kept
+    pool.close()
+
+
+def test_threads_begun_before_an_interrupt_end_with_the_pool(monkeypatch):
+    begun, start = [], threading.Thread.start
+
+    def interrupted(self):
+        start(self)
+        begun.append(self)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Pool(4, 7, 9)
+    gc.collect()
+    for thread in begun:
+        thread.join(60)
+    assert len(begun) == 2 and not any(thread.is_alive() for thread in begun)
+
+
+def test_a_run_right_behind_the_dismissal_does_not_keep_threads():
+    data, table, kept = chain(1)
+    for _ in range(100):
+        before = set(threading.enumerate())
+        pool = Pool(2, 1, 9)
+        (own,) = set(threading.enumerate()) - before
+        pool_module.dismiss(pool._shared.ctypes.data)
+        pool.run(table, 2)
+        pool.close()
+        assert not own.is_alive() and np.array_equal(data[1].reshape(4, 16), data[0].reshape(4, 16)[::-1]) and kept
+
+
+def test_a_table_longer_than_the_pool_is_refused():
+    table = chain(7)[1]
+    pool = Pool(2, 6, 9)
+    for walked in (pool.run, pool.timed):
+        with pytest.raises(ValueError, match="7 operations; this pool has room for 6"):
+            walked(table, 2)
+    pool.close()
+
+
+def test_idle_threads_sleep_and_wake():
+    data, table, kept = chain(2)
+    pool = Pool(3, 501, 9)
+    deadline = time.monotonic() + 20
+    while pool._shared[SLEEPERS] < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pool._shared[SLEEPERS] == 2
+    pool.run(table, 3)
+    assert np.array_equal(data[2], data[0]) and pool._shared[RUN] == 2 and kept
+    pool.close()
+
+
+def test_closing_a_pool_ends_its_threads():
+    # Its own: a pool that an earlier test left behind may end meanwhile.
+    before = set(threading.enumerate())
+    pool = Pool(4, 501, 9)
+    own = set(threading.enumerate()) - before
+    assert len(own) == 3
+    pool.close()
+    assert not any(thread.is_alive() for thread in own)
+
+
+def test_a_kernel_is_compiled_once():
+    assert address(select) == address(select)
+
+
+def test_a_table_walked_in_pieces_gives_the_same():
+    data, table, kept = chain(7)
+    for threads in (1, 3):
+        pool = Pool(threads, 7, 9)
+        for pieces in (1, 2, 7, 50):
+            data[1:] = -1
+            pool.run(table, threads, pieces)
+            assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1])
+            seconds = pool.timed(table, threads, pieces)
+            assert seconds.shape == (7, 2) and (seconds >= 0).all() and kept
+        pool.close()

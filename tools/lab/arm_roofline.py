@@ -1,0 +1,238 @@
+"""What a Raspberry Pi can reach, computed: instructions of the emitted machine code and published memory bandwidth.
+
+    python -m edgeq.tools.lab.arm_roofline [--json]
+
+Nothing is measured and no board is needed: LLVM compiles the inner tile for the board's processor on any machine, the hot
+loop's instructions are counted, and a model of the processor's pipelines turns them into cycles.  docs/arm.md shows the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import click
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from edgeq.codec import CHUNK, ROWS, Codec
+from edgeq.config import ModelConfig, Rope
+from edgeq.devices import DEVICES
+from edgeq.manifest import fused_shapes
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.jit.arm import settings
+from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile
+from edgeq.tools.entry import Command
+
+TRIPLE = "aarch64-unknown-linux-gnu"
+
+
+@dataclass(frozen=True)
+class Core:
+    """One core as this file models it.
+
+    Cycles of a loop are the largest of: instructions over `width`; vector instructions over two pipelines; those that only one
+    of them executes; 16-byte loads over `loads`.  Latencies are left out: a block of 16 rows has four or more independent sums.
+
+    cpu       LLVM's name
+    features  as `targets.machine` calls them
+    single    vector instructions that only one pipeline executes, by pipeline
+    """
+
+    cpu: str
+    features: frozenset[str]
+    hertz: float
+    width: int
+    loads: int
+    single: Mapping[str, tuple[str, ...]]
+
+
+# Widening multiplications run on one of two vector pipelines, shifts and widening accumulations on the other (Arm, Cortex-A72
+# and Cortex-A76 Software Optimization Guides, instruction tables; the A76 has `sdot` on both).
+_SINGLE = {
+    "multiply": ("smull", "smlal", "smull2", "smlal2", "mul", "mla"),
+    "shift": ("ushr", "sshr", "shl", "sli", "sri", "usra", "ssra", "sadalp", "uadalp", "saddlp"),
+}
+CORES = {
+    "raspberry-pi-4": Core("cortex-a72", frozenset({"asimd"}), 1.5e9, 3, 1, _SINGLE),
+    "raspberry-pi-5": Core("cortex-a76", frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"}), 2.4e9, 4, 2, _SINGLE),
+}
+
+# Bytes per second: what the best published runtime reached in decode, and the highest that memory was measured to give.
+REACHED = {"raspberry-pi-4": 3.2e9, "raspberry-pi-5": 11.8e9}
+CEILING = {name: DEVICES[name].read_bandwidth for name in CORES}
+
+_COMMON: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 128256, "intermediate_size": 8192, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope": Rope(theta=5e5), "max_position_embeddings": 131072, "tie_word_embeddings": True,
+}  # fmt: skip
+MODELS = {
+    "Llama-3.2-1B": ModelConfig(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, head_dim=64, **_COMMON),
+    "Llama-3.2-3B": ModelConfig(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, head_dim=128, **_COMMON),
+}
+
+
+def compiled(core: Core, emit: Callable[..., None], symbol: str = "tile") -> tuple[llvm.TargetMachine, llvm.ModuleRef]:
+    """What makes text or an object file of a module, and `emit(builder, row, n, r, out, own = 0)` as LLVM optimizes it for
+    `core`."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module(symbol)
+    module.triple = TRIPLE
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4), symbol)
+    builder = ir.IRBuilder(function.append_basic_block())
+    emit(builder, *function.args, ir.Constant(ir.IntType(64), 0))
+    builder.ret_void()
+    name, features = settings(core.features, core.cpu)
+    target = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu=name, features=features, opt=3)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    return target, parsed
+
+
+def tile(isa: str, bits: int, mode16: bool, zero: bool, half: bool, tokens: int) -> IntegerTile:
+    return IntegerTile(next(i for i in all_isas() if i.name == isa), bits, mode16, zero, half, tokens)
+
+
+def assembly(board: str, bits: int, mode16: bool, zero: bool = False, tokens: int = 1) -> str:
+    """The inner tile of whole chunks as LLVM compiles it for a board's processor."""
+    target, module = compiled(CORES[board], tile(DEVICES[board].isa, bits, mode16, zero, False, tokens).emit)
+    return str(target.emit_assembly(module))
+
+
+_BRANCH = re.compile(r"(?:b\.\w+|cbn?z\s+\w+,|tbn?z\s+\w+,.*,)\s*(\.L\w+)")
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Instructions by mnemonic: of the loop over chunks, and of what surrounds it once per activation block; calls anywhere."""
+
+    inner: Counter[str]
+    outer: Counter[str]
+    calls: tuple[str, ...]
+
+
+def loops(text: str) -> Loops:
+    """Takes a tile's assembly apart.  The inner loop is the only block that branches to itself; what lies between the first
+    label and it is counted once per activation block, a few instructions too many.
+    """
+    lines = [line.split("//")[0].strip() for line in text.splitlines()]
+    label, labels, inner = 0, list[int](), None
+    for i, line in enumerate(lines):
+        if re.fullmatch(r"\.L\w+:", line):
+            label = i
+            labels.append(i)
+        elif labels and (match := _BRANCH.fullmatch(line)) and lines[label] == match[1] + ":":
+            inner = (label, i)
+    if inner is None:
+        raise ValueError("the tile has no loop over chunks")
+    called = tuple(line for line in lines if re.match(r"(bl|blr)\b", line))
+    start, end = inner
+    return Loops(_count(lines[start : end + 1]), _count(lines[labels[0] : start]), called)
+
+
+def _count(lines: list[str]) -> Counter[str]:
+    """Mnemonics; those of vector instructions begin with "v."."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        if not line or line.startswith(".") or line.endswith(":"):
+            continue
+        name, _, operands = line.partition("\t")
+        found[("v." if re.match(r"v\d+\.", operands.strip()) else "") + name] += 1
+    return found
+
+
+def cycles(core: Core, found: Counter[str]) -> float:
+    """Cycles of so many instructions on one core; see `Core`."""
+    vector = sum(count for name, count in found.items() if name.startswith("v."))
+    loads = sum(count * (2 if name == "ldp" else 1) for name, count in found.items() if name.startswith("ld"))
+    single = [sum(found[f"v.{name}"] for name in names) for names in core.single.values()]
+    return max(sum(found.values()) / core.width, vector / 2, loads / core.loads, *map(float, single))
+
+
+@cache
+def block_cost(board: str, bits: int, mode16: bool, group: int) -> tuple[float, float]:
+    """Cycles, and instructions, per byte of stored weights and scales, for one token."""
+    core = CORES[board]
+    found = loops(assembly(board, bits, mode16))
+    codec = Codec("int", bits, group)
+    block = codec.activation_block
+    inner = Counter({name: count * (block // CHUNK) for name, count in found.inner.items()})
+    nbytes = codec.nbytes(ROWS, block)
+    # The two parts run one behind the other.
+    spent = block // CHUNK * cycles(core, found.inner) + cycles(core, found.outer)
+    return spent / nbytes, (sum(inner.values()) + sum(found.outer.values())) / nbytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens per second, all computed: `compute` from instructions, by number of threads; `memory` from the highest bandwidth
+    that the board's memory was measured to give, `memory_reached` from what the best published runtime reached.
+    """
+
+    board: str
+    model: str
+    weights: str
+    mode: str
+    gigabytes: float
+    instructions: float
+    compute: dict[int, float]
+    memory: float
+    memory_reached: float
+
+
+def row(board: str, model: str, bits: int, group: int, mode: str) -> Row:
+    config = MODELS[model]
+    parts = [
+        (Codec("int", bits, group), sum(rows for rows, _ in shapes.values()), next(iter(shapes.values()))[1])
+        for layer in range(config.num_hidden_layers)
+        for _, shapes in fused_shapes(config, layer)
+    ]
+    parts.append((Codec("int", 8, group), config.vocab_size, config.hidden_size))
+    nbytes = [codec.nbytes(rows, columns) for codec, rows, columns in parts]
+    costs = [block_cost(board, codec.bits, mode == "a16", group) for codec, _, _ in parts]
+    seconds = sum(n * spent for n, (spent, _) in zip(nbytes, costs, strict=True)) / CORES[board].hertz
+    instructions = sum(n * count for n, (_, count) in zip(nbytes, costs, strict=True)) / sum(nbytes)
+    total = sum(nbytes)
+    return Row(
+        board, model, f"i{bits} g{group}, head i8", mode, total / 1e9, instructions,
+        {threads: threads / seconds for threads in (1, 2, 4)}, CEILING[board] / total, REACHED[board] / total,
+    )  # fmt: skip
+
+
+def table() -> list[Row]:
+    cases = itertools.product(CORES, MODELS, (128, 32), ("a8", "a16"))
+    return [row(board, model, 4, group, mode) for board, model, group, mode in cases]
+
+
+def markdown(rows: list[Row]) -> str:
+    lines = [
+        "| board | model | weights | mode | GB per token | instructions per byte | instructions allow, 1 / 2 / 4 threads "
+        "| memory allows | at the bandwidth others reached |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        compute = " / ".join(f"{value:.1f}" for value in r.compute.values())
+        cells = (r.board, r.model, r.weights, r.mode, f"{r.gigabytes:.2f}", f"{r.instructions:.2f}", compute, f"{r.memory:.1f}")
+        lines.append(f"| {' | '.join(cells)} | {r.memory_reached:.1f} |")
+    return "\n".join(lines)
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def main(as_json: bool) -> None:
+    """Print the computed roofline of the Raspberry Pi 4 and 5, in tokens per second."""
+    rows = table()
+    click.echo(json.dumps([asdict(r) for r in rows], indent=1) if as_json else markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Make a Llama checkpoint of a published shape with random weights.
+
+    python -m edgeq.tools.lab.make_checkpoint OUT --shape NAME
+
+For measuring conversion and speed without downloading anything.  The weights are bf16 and written one slab at a time, so that
+memory does not grow with the model; the tokenizer is a byte-level BPE of the right size with invented merges.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from edgeq.codec import to_bf16
+from edgeq.errors import InputError
+from edgeq.tools.entry import Command
+from edgeq.tools.terminal import note, progress
+
+SPECIAL = ("<|begin|>", "<|end|>")
+SLAB = 1 << 22
+"""Weights in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    vocab: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+
+
+SHAPES = {
+    "tiny": Shape(2048, 256, 768, 2, 8, 4, 32, True),
+    "smollm-135m": Shape(49152, 576, 1536, 30, 9, 3, 64, True),
+    "llama-3.2-1b": Shape(128256, 2048, 8192, 16, 32, 8, 64, True),
+    "llama-3.2-3b": Shape(128256, 3072, 8192, 28, 24, 8, 128, True),
+    "llama-3.1-8b": Shape(128256, 4096, 14336, 32, 32, 8, 128, False),
+}
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every weight, in execution order."""
+    query, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    yield "model.embed_tokens.weight", (s.vocab, s.hidden)
+    for i in range(s.layers):
+        p = f"model.layers.{i}."
+        yield f"{p}input_layernorm.weight", (s.hidden,)
+        yield f"{p}self_attn.q_proj.weight", (query, s.hidden)
+        yield f"{p}self_attn.k_proj.weight", (kv, s.hidden)
+        yield f"{p}self_attn.v_proj.weight", (kv, s.hidden)
+        yield f"{p}self_attn.o_proj.weight", (s.hidden, query)
+        yield f"{p}post_attention_layernorm.weight", (s.hidden,)
+        yield f"{p}mlp.gate_proj.weight", (s.inner, s.hidden)
+        yield f"{p}mlp.up_proj.weight", (s.inner, s.hidden)
+        yield f"{p}mlp.down_proj.weight", (s.hidden, s.inner)
+    yield "model.norm.weight", (s.hidden,)
+    if not s.tied:
+        yield "lm_head.weight", (s.vocab, s.hidden)
+
+
+def config(s: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": s.vocab,
+        "hidden_size": s.hidden,
+        "intermediate_size": s.inner,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": ROPE,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": s.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "bfloat16",
+    }
+
+
+def tokenizer(size: int) -> Tokenizer:
+    """Byte-level BPE with exactly `size` tokens: special ones, bytes, then pairs of earlier tokens with a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet]
+    merges: list[tuple[str, str]] = []
+    wanted = size - len(SPECIAL)
+    first = 0
+    while len(words) < wanted:
+        for byte in alphabet[: wanted - len(words)]:
+            merges.append((words[first], byte))
+            words.append(words[first] + byte)
+        first += 1
+    vocab = {word: i for i, word in enumerate([*SPECIAL, *words])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return made
+
+
+def values(name: str, shape: tuple[int, ...], random: np.random.Generator) -> Iterator[NDArray[np.uint16]]:
+    """bf16 bits of a tensor in slabs: gains of one; weights that keep the size of what passes through them."""
+    left = math.prod(shape)
+    while left:
+        count = min(left, SLAB)
+        left -= count
+        if name.endswith("norm.weight"):
+            yield to_bf16(np.ones(count, np.float32))
+        else:
+            scale = np.float32(0.02 if "embed" in name else shape[-1] ** -0.5)
+            yield to_bf16(random.standard_normal(count, np.float32) * scale)
+
+
+def write_weights(path: Path, shape: Shape, seed: int) -> None:
+    """A safetensors file: length of the header, header, tensors."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, dims in tensors(shape):
+        size = 2 * math.prod(dims)
+        header[name] = {"dtype": "BF16", "shape": dims, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    random, done = np.random.default_rng(seed), 0
+    with open(path, "wb") as file, progress() as report:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, dims in tensors(shape):
+            for slab in values(name, dims, random):
+                file.write(slab.data)
+                done += slab.nbytes
+                report(done, at, name)
+
+
+def make(folder: Path, shape: Shape, seed: int) -> None:
+    """Write the checkpoint into `folder`.  InputError: it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_weights(folder / "model.safetensors", shape, seed)
+        (folder / "config.json").write_text(json.dumps(config(shape), indent=2), encoding="utf-8")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
+    except OSError as error:
+        raise InputError(f"{folder}: cannot write it: {error.strerror}") from None
+
+
+@click.command(cls=Command)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-3.2-1b", show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(out: Path, shape: str, seed: int) -> None:
+    """A checkpoint of random weights in the folder OUT."""
+    make(out, SHAPES[shape], seed)
+    note(f"{out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e6:,.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

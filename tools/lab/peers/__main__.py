@@ -1,0 +1,163 @@
+"""The command; see docs/peers.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import click
+
+from edgeq import machine, targets
+from edgeq.config import ModelConfig, Rope
+from edgeq.errors import InputError
+from edgeq.tools.entry import Command
+from edgeq.tools.lab.make_checkpoint import SHAPES
+from edgeq.tools.lab.peers.contest import Contest, Entry
+from edgeq.tools.lab.peers.peer import variants
+from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, Spread, last_level_cache, markdown, rows
+from edgeq.tools.terminal import note, progress
+
+MOST_THREADS = 1024
+MOST_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Bytes per second and 8-bit operations per second by number of threads, measured before every round; the load average
+    before the first round and behind the last, which tells whether something else was running.
+    """
+
+    processor: str
+    cores: int
+    last_level_cache: int | None
+    read_bandwidth: dict[int, Spread]
+    integer_peak: dict[int, Spread]
+    load_before: tuple[float, float, float]
+    load_after: tuple[float, float, float]
+
+
+@dataclass
+class Limits:
+    """What `threads` threads of the machine can do, measured as often as asked; nothing where the CPU target cannot run."""
+
+    threads: int
+    read: list[float] = field(default_factory=list)
+    integer: list[float] = field(default_factory=list)
+
+    def measure(self) -> None:
+        if targets.load("cpu").refusal() is None:
+            # Here, for where this target cannot run these cannot be imported.
+            from edgeq.targets.cpu import probes
+            from edgeq.targets.cpu.choose_isa import choose
+
+            self.read.append(probes.read_bandwidth(self.threads, refresh=True))
+            self.integer.append(probes.integer_peak(choose()[0], self.threads, refresh=True))
+
+
+def configuration(shape: str) -> ModelConfig:
+    s = SHAPES[shape]
+    rope = Rope(500000.0)
+    return ModelConfig("llama", s.vocab, s.hidden, s.inner, s.layers, s.heads, s.kv_heads, s.head_dim, 1e-5, rope, 16384, True)
+
+
+def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroundings, versions: dict[str, str]) -> str:
+    cache = f", {where.last_level_cache / 1e6:.0f} MB last-level cache" if where.last_level_cache else ""
+    limits = "; ".join(
+        f"{n} thread{'s' * (n > 1)}: read {shown(read, 1e9)} GB/s, 8-bit integers {shown(where.integer_peak[n], 1e12)} TOPS"
+        for n, read in where.read_bandwidth.items()
+    )
+    loads = " to ".join("/".join(f"{x:.1f}" for x in load) for load in (where.load_before, where.load_after))
+    return "\n".join(
+        [
+            f"{shape}, random weights, prompt {prompt}, {steps} tokens decoded behind it, {repetitions} rounds",
+            f"{where.processor}, {where.cores} cores{cache}; {limits or 'nothing measured'}; load average {loads}",
+            ", ".join(f"{peer} {version}" for peer, version in versions.items()),
+        ]
+    )
+
+
+def shown(value: Spread, unit: float) -> str:
+    return f"{value.median / unit:.2f} [{value.low / unit:.2f}–{value.high / unit:.2f}]"
+
+
+def text(head: str, found: list[Row], left_out: dict[str, str]) -> str:
+    settings = dict.fromkeys(f"- {row.name}: {row.settings}" for row in found if row.settings)
+    parts = [head, markdown(found, MAIN), "At each one's own bytes per token:", markdown(found, BY_BYTES)]
+    parts += ["\n".join(["Settings:", *settings])] if settings else []
+    parts += ["\n".join(["Left out:", *(f"- {name}: {reason}" for name, reason in left_out.items())])] if left_out else []
+    return "\n\n".join(parts)
+
+
+def numbers(value: str) -> list[int]:
+    parts = value.split(",")
+    if not all(part.isdecimal() and 1 <= int(part) <= MOST_THREADS for part in parts):
+        raise InputError(f"--threads {value!r}: expected numbers from 1 to {MOST_THREADS}, such as 1,2")
+    return [int(part) for part in parts]
+
+
+def chosen(only: str | None) -> list[str]:
+    names = list(variants())
+    if only is None:
+        return names
+    wanted = [name for name in names if any(name.startswith(part) for part in only.split(",") if part)]
+    if not wanted:
+        raise InputError(f"--only {only!r} names nobody; there are {', '.join(names)}")
+    return wanted
+
+
+@click.command(cls=Command)
+@click.option("--shape", type=click.Choice(["tiny", "llama-3.2-1b"]), default="llama-3.2-1b", show_default=True)
+@click.option("-t", "--threads", help="Numbers of threads, such as 1,2; by default all cores.")
+@click.option("-p", "--prompt", type=click.IntRange(1, MOST_TOKENS), default=512, show_default=True, help="Of the prompt.")
+@click.option("-n", "--tokens", type=click.IntRange(1, MOST_TOKENS), default=32, show_default=True, help="Tokens decoded.")
+@click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option("--only", metavar="NAME,NAME", help="Only competitors whose names begin so, such as edgeq-a8,llama.cpp.")
+@click.option("--peer-python", default=sys.executable, metavar="PATH", help="Python that has the peers; by default this one.")
+@click.option("--work", type=click.Path(path_type=Path), help="Where models are kept; by default edgeq's cache folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def main(
+    shape: str,
+    threads: str | None,
+    prompt: int,
+    tokens: int,
+    repetitions: int,
+    only: str | None,
+    peer_python: str,
+    work: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure edgeq and the other runtimes found, alternating, on the same random model."""
+    try:
+        config, counts, names = configuration(shape), numbers(threads or str(machine.cpu().cores)), chosen(only)
+        folder = (work or machine.cache_folder() / "peers").resolve()
+        with progress() as report:
+            contest = Contest(config, folder, peer_python, prompt, tokens, report)
+            found = contest.find(names)
+            sizes = contest.build(found)
+            before, entries = os.getloadavg(), list[Entry]()
+            limits = {n: Limits(n) for n in counts}
+            for n in counts:
+                here = [Entry(variant, n, sizes[variant.name]) for variant in found if variant.name in sizes]
+                contest.compete(here, repetitions, limits[n].measure)
+                entries += here
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}") from None
+    cpu, cache = machine.cpu(), last_level_cache()
+    bandwidth = {n: Spread.of(limit.read) for n, limit in limits.items() if limit.read}
+    peak = {n: Spread.of(limit.integer) for n, limit in limits.items() if limit.integer}
+    where = Surroundings(cpu.name, cpu.cores, cache, bandwidth, peak, before, os.getloadavg())
+    lines = rows(config, entries, prompt, {n: read.median for n, read in bandwidth.items()}, cache)
+    if as_json:
+        settings = {"shape": shape, "prompt": prompt, "tokens": tokens, "repetitions": repetitions}
+        about = {**settings, "machine": asdict(where), "versions": contest.versions, "left_out": contest.left_out}
+        click.echo(json.dumps({**about, "rows": [asdict(line) for line in lines]}, indent=1))
+    else:
+        click.echo(text(header(shape, prompt, tokens, repetitions, where, contest.versions), lines, contest.left_out))
+    note(f"models are kept in {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Who takes part, and the rounds: every competitor once, then every competitor again, each time in a fresh process.
+
+A fresh process gives each repetition its own load time and peak memory, leaves nothing of one peer running while another is
+measured, and lets a peer crash without taking anything along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+import numpy as np
+
+import edgeq
+from edgeq.config import ModelConfig
+from edgeq.tools.lab.peers.peer import PEERS, Stored, Times, Variant, variants
+
+BOOT = "import sys; sys.path.append(sys.argv[1]); from edgeq.tools.lab.peers.worker import main; main()"
+LONGEST_ANSWER = 1800.0
+"""Seconds; a large model on a small board takes minutes to build and to read a prompt."""
+LONGEST_REASON = 200
+WARM_UP_STEPS = 4
+Report = Callable[[float, float, str], None]
+
+
+class PeerError(Exception):
+    """A peer cannot take part, or fell out; the message is the reason that the table gives."""
+
+
+class Process:
+    """A worker in the Python at `python`, which finds edgeq behind everything of its own."""
+
+    def __init__(self, python: str) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        root = str(Path(edgeq.__file__).parent.parent)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self.started = perf_counter()
+        try:
+            self._process = subprocess.Popen([python, "-c", BOOT, root], **pipes)
+        except OSError as error:
+            raise PeerError(f"{python}: {error.strerror}") from None
+
+    def ask(self, **request: Any) -> Any:
+        """The result.  PeerError: the worker said no, died or did not answer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerError(self._death()) from None
+        answer = json.loads(self._line())
+        if "error" in answer:
+            raise PeerError(shortened(answer["error"]))
+        return answer["result"]
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        file, line, end = self._process.stdout.fileno(), b"", monotonic() + LONGEST_ANSWER
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([file], [], [], max(0.0, end - monotonic()))
+            if not ready:
+                raise PeerError(f"no answer in {LONGEST_ANSWER:.0f} s")
+            part = os.read(file, 1 << 16)
+            if not part:
+                raise PeerError(self._death())
+            line += part
+        return line
+
+    def _death(self) -> str:
+        code = self._process.wait()
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._errors.seek(0)
+        said = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        return shortened(f"its process ended with {how}" + (f": {said[-1]}" if said else ""))
+
+    def peak_rss(self) -> int | None:
+        """Most bytes it ever had in memory, mapped files included; None without /proc."""
+        try:
+            status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
+        except OSError:
+            return None
+        found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._errors.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def process(python: str) -> Iterator[Process]:
+    worker = Process(python)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 4] + " ..."
+
+
+@dataclass
+class Entry:
+    """One competitor with one number of threads, and what was measured.
+
+    load_s    opening the model, the library already imported; ready_s: from the start of the process
+    failure   why it fell out; what was measured before stays
+    """
+
+    variant: Variant
+    threads: int
+    stored: Stored
+    settings: str = ""
+    load_s: list[float] = field(default_factory=list)
+    ready_s: list[float] = field(default_factory=list)
+    peak_rss: list[int] = field(default_factory=list)
+    times: list[Times] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass
+class Contest:
+    """One run of the tool.
+
+    pythons     interpreter of each peer
+    versions    of the peers that are there; `left_out` has the reason of each peer or variant that is not
+    """
+
+    config: ModelConfig
+    work: Path
+    peer_python: str
+    prompt: int
+    steps: int
+    report: Report
+    versions: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def python(self, peer: str) -> str:
+        return sys.executable if peer == "edgeq" else self.peer_python
+
+    def find(self, wanted: Sequence[str]) -> list[Variant]:
+        """The variants among `wanted` whose peer is installed."""
+        chosen = [variant for name, variant in variants().items() if name in wanted]
+        for peer in [peer for peer in PEERS if any(variant.peer == peer for variant in chosen)]:
+            try:
+                with process(self.python(peer)) as worker:
+                    self.versions[peer] = worker.ask(do="version", peer=peer)
+            except PeerError as error:
+                self.left_out[peer] = str(error)
+        return [variant for variant in chosen if variant.peer in self.versions]
+
+    def build(self, found: Sequence[Variant]) -> dict[str, Stored]:
+        """Every model that is not there already; sizes by variant."""
+        sizes: dict[str, Stored] = {}
+        for i, variant in enumerate(found):
+            self.report(i, len(found), f"build {variant.file}")
+            folder = self.folder(variant)
+            try:
+                sizes[variant.name] = self._built(variant, folder)
+            except PeerError as error:
+                self.left_out[variant.name] = f"build: {error}"
+        return sizes
+
+    def folder(self, variant: Variant) -> Path:
+        """Another model, another version of the peer or of the code that builds it is another folder."""
+        code = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in ("weights", PEERS[variant.peer])]
+        key = hashlib.blake2b(b"\0".join([*code, self.config.to_json().encode(), self.versions[variant.peer].encode()]))
+        return self.work / f"{variant.file}-{key.hexdigest()[:12]}"
+
+    def _built(self, variant: Variant, folder: Path) -> Stored:
+        sizes = folder / "stored.json"
+        if not sizes.exists():
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            with process(self.python(variant.peer)) as worker:
+                stored = worker.ask(do="build", variant=variant.name, config=self.config.to_json(), folder=str(partial))
+            (partial / sizes.name).write_text(json.dumps(stored), encoding="utf-8")
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        return Stored(**json.loads(sizes.read_text(encoding="utf-8")))
+
+    def compete(self, entries: Sequence[Entry], repetitions: int, before_round: Callable[[], None]) -> None:
+        """The rounds of entries with the same number of threads."""
+        for i in range(repetitions):
+            before_round()
+            for j, entry in enumerate(entries):
+                name = f"{entry.variant.name}, threads {entry.threads}, round {i + 1}"
+                self.report(i * len(entries) + j, repetitions * len(entries), name)
+                if entry.failure is None:
+                    try:
+                        self._round(entry)
+                    except PeerError as error:
+                        entry.failure = str(error)
+
+    def _round(self, entry: Entry) -> None:
+        variant, config = entry.variant, self.config.to_json()
+        folder, context = str(self.folder(variant)), self.prompt + self.steps + 1
+        with process(self.python(variant.peer)) as worker:
+            names = {"do": "load", "variant": variant.name, "config": config, "folder": folder}
+            loaded = worker.ask(**names, threads=entry.threads, context=context)
+            ready = perf_counter() - worker.started
+            # Another prompt than the one that is timed: a peer may keep what it has computed for a beginning it has seen.
+            worker.ask(do="run", prompt=self._prompt(1), steps=min(WARM_UP_STEPS, self.steps))
+            times = Times(**worker.ask(do="run", prompt=self._prompt(0), steps=self.steps))
+            if len(times.tokens) != self.steps + 1:
+                raise PeerError(f"drew {len(times.tokens)} tokens instead of {self.steps + 1}")
+            peak = worker.peak_rss()
+        entry.settings = loaded["settings"]
+        entry.load_s.append(loaded["load_s"])
+        entry.ready_s.append(ready)
+        entry.times.append(times)
+        entry.peak_rss += [peak] if peak is not None else []
+
+    def _prompt(self, seed: int) -> list[int]:
+        return [int(token) for token in np.random.default_rng(seed).integers(0, self.config.vocab_size, self.prompt)]

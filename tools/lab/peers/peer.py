@@ -1,0 +1,90 @@
+"""What a peer is to the contest, and who they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from edgeq.config import ModelConfig
+
+PEERS = {
+    "edgeq": "for_edgeq",
+    "llama.cpp": "for_llama_cpp",
+    "onnxruntime-genai": "for_onnxruntime",
+    "openvino-genai": "for_openvino",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a peer.
+
+    name       as the table has it, unique
+    peer       a key of PEERS
+    file       what is built; variants that differ in settings only share it
+    group      weights that share a scale
+    head_bits  of the head, scales left out: only equal ones are compared
+    mode       how activations meet the weights, or another setting of the peer
+    """
+
+    name: str
+    peer: str
+    file: str
+    group: int
+    head_bits: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes that one token reads, as this peer stores them: all layers with their scales, and the head."""
+
+    weights: int
+    head: int
+
+
+@dataclass(frozen=True)
+class Times:
+    """`prefill_s` until the first token is drawn, `decode_s` for all the others; `tokens` are those drawn, greedily."""
+
+    prefill_s: float
+    decode_s: float
+    tokens: list[int]
+
+
+class Runner(Protocol):
+    """A loaded model."""
+
+    settings: str
+
+    def run(self, prompt: Sequence[int], steps: int) -> Times:
+        """Forget everything, run `prompt`, then draw 1 + `steps` tokens."""
+        ...
+
+
+class Peer(Protocol):
+    """What a module of PEERS has.  Its functions run in the peer's own process and import the peer when they are called."""
+
+    VARIANTS: tuple[Variant, ...]
+
+    def version(self) -> str:
+        """ImportError: it is not installed."""
+        ...
+
+    def build(self, config: ModelConfig, variant: Variant, folder: Path) -> Stored:
+        """Write the random model into the empty `folder`."""
+        ...
+
+    def load(self, config: ModelConfig, variant: Variant, folder: Path, threads: int, context: int) -> Runner: ...
+
+
+def module(peer: str) -> Peer:
+    return cast(Peer, import_module(f"edgeq.tools.lab.peers.{PEERS[peer]}"))
+
+
+def variants() -> dict[str, Variant]:
+    """All that can compete, edgeq first."""
+    return {variant.name: variant for name in PEERS for variant in module(name).VARIANTS}

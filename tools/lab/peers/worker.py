@@ -1,0 +1,57 @@
+"""The process of one peer: reads requests as lines of JSON, answers each with one.
+
+{"do": "version", "peer": NAME}
+{"do": "build", "variant": NAME, "config": JSON, "folder": PATH}
+{"do": "load", "variant": NAME, "config": JSON, "folder": PATH, "threads": N, "context": N}
+{"do": "run", "prompt": [TOKEN ...], "steps": N}
+
+An answer is {"result": ...} or {"error": "..."}.  Whatever the peer prints goes to standard error: its libraries may write to
+file descriptor 1 as they like.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from edgeq.config import ModelConfig
+from edgeq.tools.lab.peers.peer import Runner, module, variants
+
+
+class Worker:
+    def __init__(self) -> None:
+        self._runner: Runner | None = None
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        do = request["do"]
+        if do == "version":
+            return module(request["peer"]).version()
+        if do == "run":
+            assert self._runner is not None
+            return asdict(self._runner.run(request["prompt"], request["steps"]))
+        variant, config = variants()[request["variant"]], ModelConfig.from_json(request["config"])
+        peer, folder = module(variant.peer), Path(request["folder"])
+        if do == "build":
+            return asdict(peer.build(config, variant, folder))
+        # What an import costs is no part of loading a model.
+        peer.version()
+        began = perf_counter()
+        self._runner = peer.load(config, variant, folder, request["threads"], request["context"])
+        return {"load_s": perf_counter() - began, "settings": self._runner.settings}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    worker = Worker()
+    for line in sys.stdin:
+        try:
+            reply = {"result": worker.answer(json.loads(line))}
+        except Exception as error:  # whatever a peer raises is the answer
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=answers, flush=True)

@@ -1,0 +1,182 @@
+"""Plant outliers in a Llama checkpoint without changing what it computes.
+
+    python -m edgeq.tools.lab.plant_outliers SRC OUT --norms 10 --up 10
+
+Large language models have a few channels with values far above the others, and quantizers differ most in what they do with
+them; a small model has none.  Every kind multiplies some numbers and divides those that meet them by the same factor:
+
+    norms    channels of every norm's gain, and the columns of the layers behind it: methods that fold norms undo these
+    up       rows of the up projection, and columns of the down projection
+    values   rows of the value projection, and columns of the output projection of all query heads that read them
+    keys     pairs of channels that RoPE turns together, in the key and, inversely, in its query heads
+    basis    the residual stream turned into the basis of its principal components, where variance gathers in few channels
+
+The whole checkpoint is held in memory in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from edgeq.converters.families import EMBEDDING, HEAD, NORM
+from edgeq.errors import InputError
+from edgeq.tools import corpus
+from edgeq.tools.entry import Command
+from edgeq.tools.terminal import note, progress
+
+Tensors = dict[str, Tensor]
+WINDOW, WINDOWS = 256, 32
+"""Of the text whose principal components become the basis."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The factor of each kind; 1 leaves it out.  `channels` outliers in every norm, layer or head."""
+
+    norms: float = 1.0
+    up: float = 1.0
+    values: float = 1.0
+    keys: float = 1.0
+    basis: bool = False
+    channels: int = 8
+    seed: int = 0
+
+
+def plant(source: Path, out: Path, kinds: Kinds) -> None:
+    """Write `source` with its outliers into the new folder `out`, weights in float32.
+
+    InputError: not a folder with a Llama checkpoint, or `out` exists.
+    """
+    config = read_config(source)
+    if out.exists():
+        raise InputError(f"{out}: it exists; give the name of a new folder")
+    tensors = {name: t.float() for path in sorted(source.glob("*.safetensors")) for name, t in load_file(path).items()}
+    if EMBEDDING not in tensors:
+        raise InputError(f"{source}: no weights of a Llama in its *.safetensors")
+    if kinds.basis:
+        change_basis(tensors, config, principal_components(source))
+    random = torch.Generator().manual_seed(kinds.seed)
+    for layer in range(config["num_hidden_layers"]):
+        plant_layer(tensors, config, f"model.layers.{layer}.", kinds, random)
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "config.json"))
+    (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2), encoding="utf-8")
+    save_file({name: t.contiguous() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{source}: no readable config.json: {error}") from None
+    if config.get("model_type") != "llama":
+        raise InputError(f"{source}: model_type {config.get('model_type')!r}; outliers can be planted in: llama")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise InputError(f"{source}: {key} is true; outliers can be planted in a llama without biases")
+    return config
+
+
+def plant_layer(tensors: Tensors, config: dict[str, Any], p: str, kinds: Kinds, random: torch.Generator) -> None:
+    """All kinds but the basis, in the decoder layer with the prefix `p`."""
+
+    def some(size: int) -> Tensor:
+        return torch.randperm(size, generator=random)[: min(kinds.channels, size)]
+
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    q, k, v, o = (tensors[f"{p}self_attn.{name}_proj.weight"] for name in "qkvo")
+    gate, up, down = (tensors[f"{p}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    for norm, followers in (("input_layernorm", (q, k, v)), ("post_attention_layernorm", (gate, up))):
+        channels = some(config["hidden_size"])
+        tensors[f"{p}{norm}.weight"][channels] *= kinds.norms
+        for follower in followers:
+            follower[:, channels] /= kinds.norms
+    channels = some(config["intermediate_size"])
+    up[channels] *= kinds.up
+    down[:, channels] /= kinds.up
+    group = heads // kv_heads
+    for head in range(kv_heads):
+        readers = range(head * group, (head + 1) * group)
+        dims = some(head_dim)
+        v[head * head_dim + dims] *= kinds.values
+        for reader in readers:
+            o[:, reader * head_dim + dims] /= kinds.values
+        # RoPE turns channels i and i + head_dim / 2 into each other: one factor for both commutes with it.
+        pairs = some(head_dim // 2)[: max(1, kinds.channels // 2)]
+        dims = torch.cat([pairs, pairs + head_dim // 2])
+        k[head * head_dim + dims] *= kinds.keys
+        for reader in readers:
+            q[reader * head_dim + dims] /= kinds.keys
+
+
+def change_basis(tensors: Tensors, config: dict[str, Any], basis: Tensor) -> None:
+    """Gains into the layers behind their norms, then the residual stream x -> x basis; the head no longer is the embedding."""
+    tensors[HEAD] = tensors.get(HEAD, tensors[EMBEDDING]) * tensors[NORM]
+    tensors[NORM] = torch.ones_like(tensors[NORM])
+    for name in list(tensors):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensors[name] = turned(tensors[name] * tensors[f"{name.split('self_attn')[0]}input_layernorm.weight"], basis)
+        elif name.endswith(("gate_proj.weight", "up_proj.weight")):
+            tensors[name] = turned(tensors[name] * tensors[f"{name.split('mlp')[0]}post_attention_layernorm.weight"], basis)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = turned(tensors[name].T, basis).T
+    for name in tensors:
+        if name.endswith("layernorm.weight"):
+            tensors[name] = torch.ones_like(tensors[name])
+    tensors[HEAD], tensors[EMBEDDING] = turned(tensors[HEAD], basis), turned(tensors[EMBEDDING], basis)
+    config["tie_word_embeddings"] = False
+
+
+def turned(rows: Tensor, basis: Tensor) -> Tensor:
+    return (rows.double() @ basis).float()
+
+
+@torch.no_grad()
+def principal_components(source: Path) -> Tensor:
+    """Float64 [hidden, hidden]: eigenvectors, in columns, of the second moments of what enters the layers, all layers
+    together."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokens = AutoTokenizer.from_pretrained(source)("".join(corpus.calibration_code()), add_special_tokens=False).input_ids
+    size = model.config.hidden_size
+    moments = torch.zeros(size, size, dtype=torch.float64)
+    with progress() as report:
+        for i in range(WINDOWS):
+            report(i, WINDOWS, "principal components")
+            window = torch.tensor([tokens[i * WINDOW : (i + 1) * WINDOW]])
+            for hidden in model(window, output_hidden_states=True).hidden_states[:-1]:
+                moments += hidden[0].double().T @ hidden[0].double()
+    vectors: Tensor = torch.linalg.eigh(moments).eigenvectors
+    return vectors
+
+
+@click.command(cls=Command)
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--norms", default=1.0, show_default=True, help="Factor of channels of every norm.")
+@click.option("--up", default=1.0, show_default=True, help="Factor of channels between up and down projection.")
+@click.option("--values", default=1.0, show_default=True, help="Factor of channels of every value head.")
+@click.option("--keys", default=1.0, show_default=True, help="Factor of channel pairs of every key head.")
+@click.option("--basis", is_flag=True, help="Turn the residual stream into the basis of its principal components.")
+@click.option("--channels", type=click.IntRange(1), default=8, show_default=True, help="Outliers per norm, layer or head.")
+@click.option("--seed", default=0, show_default=True)
+def main(source: Path, out: Path, **kinds: Any) -> None:
+    """Copy the Llama checkpoint SRC into the new folder OUT with outliers; it computes what it did before."""
+    plant(source, out, Kinds(**kinds))
+    note(f"{out}: outliers planted")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""One checkpoint by many recipes on one table: `python -m edgeq.tools.lab.quality SRC WORK --recipe "..." --text code`.
+
+A recipe is what would be written behind `edgeq convert SRC -o OUT`; lists in braces stand for each of their items, so
+`--method {rtn,awq} --bits {2,3}` are four recipes.  Each is converted and compared with SRC in processes of their own, several
+at a time; what is done is kept in WORK, one file per result, and not done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from time import perf_counter
+from typing import Any
+
+import click
+
+from edgeq import __version__
+from edgeq.container import ModelFile
+from edgeq.errors import InputError
+from edgeq.tools.entry import Command
+from edgeq.tools.report import bits_per_weight
+from edgeq.tools.statistics import Interval, paired_difference
+from edgeq.tools.terminal import note, progress
+
+Json = dict[str, Any]
+COLUMNS = ("recipe", "bits", "head", "mode", "kv", "MB", "perplexity", "KL mean", "KL p99", "top-1 %", "s", "peak MB")
+"""Bits per weight of the layers, head apart; seconds and peak memory of the conversion."""
+_LIST = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command whose result is kept as JSON in `result`; `after` says what of its output is worth keeping."""
+
+    label: str
+    command: tuple[str, ...]
+    result: Path
+    after: Callable[[str], Json]
+
+
+def expand(recipe: str) -> list[str]:
+    """`--bits {2,3}` -> `--bits 2`, `--bits 3`; several lists give every combination, the last varying fastest."""
+    parts = _LIST.split(recipe)
+    choices = [[part] if i % 2 == 0 else part.split(",") for i, part in enumerate(parts)]
+    return [" ".join("".join(choice).split()) for choice in itertools.product(*choices)]
+
+
+def run(job: Job) -> Json:
+    """Carry out a job unless its result is there.  InputError: the command failed, with the line it ended with."""
+    if job.result.exists():
+        kept: Json = json.loads(job.result.read_text(encoding="utf-8"))
+        return kept
+    started = perf_counter()
+    # Not a pipe: a warning for every expert is more than one holds.
+    with TemporaryFile("w+") as err:
+        process = subprocess.Popen(job.command, stdout=subprocess.PIPE, stderr=err, text=True)
+        assert process.stdout is not None
+        printed = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        err.seek(0)
+        said = err.read()
+    if process.returncode:
+        raise InputError(f"{job.label}: {' '.join(said.split())[-500:] or f'exit code {process.returncode}'}")
+    result = job.after(printed) | {"seconds": perf_counter() - started, "peak_bytes": usage.ru_maxrss << 10}
+    written = job.result.with_suffix(".new")
+    written.write_text(json.dumps(result), encoding="utf-8")
+    os.replace(written, job.result)
+    return result
+
+
+def run_all(jobs: Sequence[Job], at_once: int) -> list[Json]:
+    """The results of all jobs, in order; a failure ends what has not begun."""
+    with progress() as report, ThreadPoolExecutor(at_once) as pool:
+        running = {pool.submit(run, job): job for job in jobs}
+        for done, future in enumerate(as_completed(running)):
+            if future.exception():
+                pool.shutdown(cancel_futures=True)
+            future.result()
+            report(done + 1, len(jobs), running[future].label)
+        return [future.result() for future in running]
+
+
+def stamps(path: Path) -> list[int]:
+    """What changes when a file, or the files of a folder, do: a name that is neither has nothing."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+    return [number for file in files for number in (file.stat().st_size, file.stat().st_mtime_ns)]
+
+
+def conversion(source: str, recipe: str, file: Path) -> Job:
+    def after(printed: str) -> Json:
+        metadata = ModelFile.open(file).metadata
+        return {
+            "recipe": recipe,
+            "file_bytes": file.stat().st_size,
+            "bits_per_weight": bits_per_weight(metadata, lambda name: name != "head"),
+            "head": metadata.linears["head"].weights[0].codec.name,
+            "mode": metadata.default_mode,
+            "kv": metadata.kv.name,
+        }
+
+    command = (sys.executable, "-m", "edgeq", "convert", source, "-o", str(file), *shlex.split(recipe))
+    return Job(f"convert {recipe}", command, file.with_suffix(".json"), after)
+
+
+def comparison(source: str, recipe: str, file: Path, text: str, window: int, limit: int) -> Job:
+    options = ("--window", str(window), "--limit", str(limit), "--json", "-t", "1")
+    command = (sys.executable, "-m", "edgeq", "compare", str(file), "--against", source, "--text", text, *options)
+    settings = json.dumps([text, *stamps(Path(text)), window, limit])
+    name = f"{file.stem}.{hashlib.sha256(settings.encode()).hexdigest()[:8]}.json"
+    return Job(f"compare {recipe} on {text}", command, file.with_name(name), json.loads)
+
+
+def measure(source: str, work: Path, recipes: Sequence[str], texts: Sequence[str], window: int, limit: int, jobs: int) -> Json:
+    """Everything that the table shows, as plain values."""
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{work}: cannot make this folder: {error.strerror}") from None
+    every = [part for recipe in recipes for part in expand(recipe)]
+    if len(set(every)) != len(every):
+        raise InputError("a recipe is there twice; every recipe gives the same file each time")
+    made_of = [__version__, source, *stamps(Path(source))]
+    files = [work / f"{hashlib.sha256(json.dumps([*made_of, recipe]).encode()).hexdigest()[:16]}.edgeq" for recipe in every]
+    made = run_all([conversion(source, recipe, file) for recipe, file in zip(every, files, strict=True)], jobs)
+    pairs = [(text, recipe, file) for text in texts for recipe, file in zip(every, files, strict=True)]
+    compared = run_all([comparison(source, recipe, file, text, window, limit) for text, recipe, file in pairs], jobs)
+    rows = [conversion | {"texts": {}} for conversion in made]
+    for (text, recipe, _), result in zip(pairs, compared, strict=True):
+        rows[every.index(recipe)]["texts"][text] = result
+    return {"source": source, "window": window, "rows": rows, "orders": {text: order(rows, text) for text in texts}}
+
+
+def order(rows: Sequence[Json], text: str) -> list[Json]:
+    """Recipes from the lowest to the highest perplexity, each with its mean difference in negative log-likelihood to the next.
+
+    Windows are the same for all, so differences are paired; one whose interval has 0 in it orders nothing.
+    """
+    ranked = sorted(rows, key=lambda row: sum(row["texts"][text]["files"][0]["window_nll"]))
+    steps = []
+    for better, worse in itertools.pairwise(ranked):
+        a, b = better["texts"][text], worse["texts"][text]
+        counts = [a["window"] - 1] * a["windows"]
+        gap: Interval = paired_difference(b["files"][0]["window_nll"], a["files"][0]["window_nll"], counts)
+        steps.append({"better": better["recipe"], "worse": worse["recipe"], "nll": vars(gap), "separable": gap.low > 0})
+    return steps
+
+
+def table(result: Json) -> str:
+    """Markdown: a table per text, and what can be said of the order."""
+    lines: list[str] = []
+    for text, steps in result["orders"].items():
+        about = result["rows"][0]["texts"][text]
+        lines += [
+            f"### {text}",
+            "",
+            f"{about['windows']} windows of {about['window']} tokens (sha256 {about['text_sha256'][:16]}); "
+            f"perplexity of the source {about['source']['perplexity']:.3f}.",
+            "",
+            "| " + " | ".join(COLUMNS) + " |",
+            "|" + "---|" * len(COLUMNS),
+        ]
+        for row in result["rows"]:
+            f = row["texts"][text]["files"][0]
+            top1 = f"{100 * f['top1_agreement']:.1f}"
+            numbers = (f"{f['perplexity']:.3f}", f"{f['kl_mean']:.4f}", f"{f['kl_p99']:.3f}", top1)
+            made = (f"{row['seconds']:.0f}", f"{row['peak_bytes'] / 1e6:.0f}")
+            size = (f"{row['bits_per_weight']:.2f}", row["head"], row["mode"], row["kv"], f"{row['file_bytes'] / 1e6:.2f}")
+            lines.append("| " + " | ".join((f"`{row['recipe']}`", *size, *numbers, *made)) + " |")
+        lines += ["", "From the lowest perplexity up, each with the next; 95 % interval of the difference per token:", ""]
+        for step in steps:
+            gap = step["nll"]
+            said = "" if step["separable"] else " — not separable"
+            lines.append(
+                f"- `{step['better']}` before `{step['worse']}`: "
+                f"{gap['value']:+.4f} nats ({gap['low']:+.4f} to {gap['high']:+.4f}){said}"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+@click.command(cls=Command)
+@click.argument("source", metavar="SRC")
+@click.argument("work", type=click.Path(path_type=Path))
+@click.option("--recipe", "recipes", multiple=True, required=True, help="Options of `edgeq convert`; {a,b} stands for each.")
+@click.option("--text", "texts", multiple=True, default=("code", "docs"), show_default=True, help="As in `edgeq compare`.")
+@click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens per window.")
+@click.option("--limit", type=click.IntRange(2), default=32768, show_default=True, help="Most tokens of a text to use.")
+@click.option("-j", "--jobs", type=click.IntRange(1), default=1, show_default=True, help="How many run at once.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of markdown.")
+def main(source: str, work: Path, recipes: tuple[str, ...], texts: tuple[str, ...], as_json: bool, **options: int) -> None:
+    """Convert SRC by every recipe, measure each against SRC, and print one table per text.  Results are kept in WORK."""
+    result = measure(source, work, recipes, texts, **options)
+    click.echo(json.dumps(result, indent=1) if as_json else table(result))
+    note(f"files and results are kept in {work}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What this machine can do at most: `python -m edgeq.tools.lab.roofline [--refresh] [--json]`.
+
+Read bandwidth bounds decode, the integer peak bounds prefill.  Each is measured in about a second and kept per machine; run,
+bench and peers use the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import click
+
+from edgeq import machine, targets
+from edgeq.tools.entry import Command
+from edgeq.tools.terminal import progress
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """read_bandwidth bytes per second, integer_peak 8-bit operations per second, by number of threads; decode_threads: how many
+    decode fastest.
+    """
+
+    processor: str
+    arch: str
+    cores: int
+    big_cores: int
+    memory: int
+    read_bandwidth: dict[int, float]
+    integer_peak: dict[int, float]
+    decode_threads: int
+
+
+def counts(cores: int) -> list[int]:
+    """Numbers of threads worth a line: powers of two below `cores`, then `cores`."""
+    return [*(1 << i for i in range(cores.bit_length()) if 1 << i < cores), cores]
+
+
+def measure(refresh: bool) -> Roofline:
+    cpu, threads = machine.cpu(), counts(machine.cpu().cores)
+    bandwidth: dict[int, float] = {}
+    peak: dict[int, float] = {}
+    # Here, for where this target cannot run these cannot be imported.
+    from edgeq.targets.cpu import probes
+    from edgeq.targets.cpu.choose_isa import choose
+
+    isa, _ = choose()
+    with progress() as report:
+        for i, n in enumerate(threads):
+            report(i, len(threads), f"{n} threads")
+            bandwidth[n] = probes.read_bandwidth(n, refresh)
+            peak[n] = probes.integer_peak(isa, n, refresh)
+        decode = probes.decode_threads(isa, refresh)
+    return Roofline(cpu.name, cpu.arch, cpu.cores, cpu.big_cores, machine.memory().total, bandwidth, peak, decode)
+
+
+def text(found: Roofline) -> str:
+    big = f", {found.big_cores} of them big" if found.big_cores != found.cores else ""
+    lines = [f"{found.processor}, {found.arch}, {found.cores} cores{big}, {found.memory / 1e9:.1f} GB of memory", ""]
+    lines += ["| threads | read GB/s | 8-bit GOPS |", "|---|---|---|"]
+    lines += [f"| {n} | {read / 1e9:.2f} | {found.integer_peak[n] / 1e9:,.0f} |" for n, read in found.read_bandwidth.items()]
+    return "\n".join([*lines, "", f"decode is fastest with {found.decode_threads} thread{'s' * (found.decode_threads > 1)}"])
+
+
+@click.command(cls=Command)
+@click.option("--refresh", is_flag=True, help="Measure again instead of showing what is kept.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def main(refresh: bool, as_json: bool) -> None:
+    """Print the read bandwidth and the integer peak of this machine by number of threads."""
+    reason = targets.load("cpu").refusal()
+    if reason is not None:
+        raise click.ClickException(f"the CPU target, which measures, cannot run here: {reason}")
+    found = measure(refresh)
+    click.echo(json.dumps(asdict(found), indent=1) if as_json else text(found))
+
+
+if __name__ == "__main__":
+    main()
