@@ -25,3 +25,7 @@ class ResourceError(EdgeqError):
 
 class InputError(EdgeqError):
     """An argument or a prompt that cannot be used: too long, out of range, not readable."""
+
+
+class DeviceError(EdgeqError):
+    """A device that failed while it ran: it was lost, or a kernel failed.  The program is unusable, the process is not."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from edgeq.errors import InputError
+from edgeq.runtime.decode import Stream, decode_step
 from edgeq.runtime.model import Model
 from edgeq.runtime.sampling import Sampler, Sampling
-from edgeq.runtime.speculative.drafts import Stream
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Speculation
 from edgeq.runtime.stopping import Ending, FinishReason
@@ -18,7 +18,7 @@ from edgeq.runtime.stopping import Ending, FinishReason
 
 @dataclass
 class Answer:
-    """One text of a batch.  `index` is its place among the prompts; `tokens` has a stop token at its end, if one came."""
+    """One text of a batch.  `index`: of its prompt; `tokens` ends with the stop token, if one came."""
 
     index: int
     text: str = ""
@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass
 class BatchMeasurement:
-    """Seconds and tokens of all texts together; prefill stands between the cycles of those that are already decoding."""
+    """Seconds and tokens of all texts together; prompts run between the cycles of the texts that are already decoding."""
 
     prefill_s: float = 0.0
     prompt_tokens: int = 0
@@ -38,7 +38,7 @@ class BatchMeasurement:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second of all texts together, behind the first of each."""
+        """Tokens per second of all texts together, after the first of each."""
         return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
 
@@ -50,7 +50,7 @@ class _Seat:
 
 
 class Batch:
-    """Answers prompts, at most `size` at a time: who comes first is served first, and a place that becomes free is taken.
+    """Answers prompts in their order, at most `size` at a time; the next prompt starts when an answer is finished.
 
     Model.load's `max_logits` must be at least `size`, and size x (gamma + 1) for drafts of gamma tokens.
     """
@@ -70,15 +70,16 @@ class Batch:
         most = min(model.program.options.max_logits, model.program.options.max_rows)
         if not 1 <= size <= most:
             raise InputError(f"a batch of {size}; this model was loaded for 1 to {most}: load it with a larger max_logits")
-        # Wrong values are refused before the first text.
+        # Made once to refuse wrong values before the first text.
         Ending(model.text, max_tokens, stop)
         self._model, self._size, self._most = model, size, max_tokens
         self._sampling, self._stop = sampling or Sampling(), stop
-        self._speculator = model.speculator(draft, gamma)
-        self.measurement = BatchMeasurement(speculation=self._speculator.statistics)
+        speculator = model.speculator(draft, gamma)
+        self._step = speculator.step if speculator else decode_step
+        self.measurement = BatchMeasurement(speculation=speculator.statistics if speculator else Speculation())
 
-    def run(self, prompts: Sequence[Sequence[int]], heard: Callable[[int], None] = lambda tokens: None) -> Iterator[Answer]:
-        """Answers as they are finished.  `prompts` are tokens; `heard` hears how many tokens a cycle gave.
+    def run(self, prompts: Sequence[Sequence[int]], on_tokens: Callable[[int], None] = lambda tokens: None) -> Iterator[Answer]:
+        """Answers as they are finished.  `prompts` are tokens; `on_tokens` is called with the number of tokens of each cycle.
 
         InputError: a prompt is empty or longer than the context.
         """
@@ -91,10 +92,10 @@ class Batch:
                 seats.append(self._begin(*waiting.popleft()))
             if going := [seat for seat in seats if seat.answer.finish_reason is None]:
                 before = perf_counter()
-                emitted = self._speculator.step([seat.stream for seat in going], [seat.ending.room for seat in going])
+                emitted = self._step([seat.stream for seat in going], [seat.ending.room for seat in going])
                 self.measurement.decode_s += perf_counter() - before
                 self.measurement.decode_tokens += sum(map(len, emitted))
-                heard(sum(map(len, emitted)))
+                on_tokens(sum(map(len, emitted)))
                 for seat, tokens in zip(going, emitted, strict=True):
                     self._take(seat, tokens)
             yield from (seat.answer for seat in seats if seat.answer.finish_reason)

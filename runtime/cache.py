@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgeq.targets import Program
-from edgeq.targets.graph import PAGE, Page
+from edgeq.targets.rows import PAGE, Page
+from edgeq.targets.target import Program
 
 
 class KVCache:
@@ -14,6 +14,6 @@ class KVCache:
         self.pages: list[Page] = []
 
     def reserve(self, positions: int) -> None:
-        """Have pages for so many positions in all."""
+        """Allocate pages until there is room for so many positions in all."""
         while len(self.pages) * PAGE < positions:
             self.pages.append(self._program.new_page())

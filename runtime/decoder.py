@@ -37,7 +37,7 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     """The graph of a decoder: embedding, layers, final norm and head; its sessions hold up to `context` positions."""
     config, linears = metadata.config, metadata.linears
     operations: list[Operation] = [*embedding(metadata)]
-    # What masters read is summed over all rows.
+    # The inputs of masters are summed over all rows.
     early = not any(linear.master for linear in linears.values())
     for layer in range(config.num_hidden_layers):
         operations += attention_block(metadata, layer, context, select=early and layer + 1 == config.num_hidden_layers)
@@ -48,7 +48,7 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     return Graph(
         buffers=buffer_widths(config),
         operations=tuple(operations),
-        logits="logits",
+        result="logits",
         layers=config.num_hidden_layers,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
@@ -119,10 +119,11 @@ def attention_block(metadata: Metadata, layer: int, context: int, select: bool) 
         matrix = arrays[f"{p}key_rotation"], arrays[f"{p}key_rotation_scale"]
         yield HeadRotate(layer, "qkv", 0, heads, head_dim, *matrix)
         yield HeadRotate(layer, "qkv", k, kv_heads, head_dim, *matrix)
-    yield CacheWrite(layer, "qkv", k, v, kv_heads, head_dim)
+    yield CacheWrite(layer, "qkv", k, v, kv_heads, head_dim, cache=layer)
     if select:
         yield Select(layer, ("x", "qkv"))
-    yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, config.attention_scale, config.window(layer))
+    scale, window = config.attention_scale, config.window(layer)
+    yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, scale, window, cache=layer)
     yield from residual(metadata, layer, "attended", f"{p}o", f"{p}post_attention_norm")
 
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from edgeq import machine
 from edgeq.errors import InputError
-from edgeq.runtime.session import Progress
-from edgeq.runtime.speculative.drafts import Stream
-from edgeq.runtime.speculative.speculator import Speculator
+from edgeq.runtime.decode import DecodeStep, Stream
+from edgeq.runtime.session import OnPrompt
 from edgeq.runtime.stats import Measurement
 from edgeq.runtime.stopping import Ending, FinishReason
 
@@ -33,18 +32,18 @@ class Generation(Iterator[str]):
         self,
         stream: Stream,
         ending: Ending,
-        speculator: Speculator,
+        step: DecodeStep,
         measurement: Measurement,
         positions_read: Callable[[int], float],
         started: float,
-        progress: Progress | None,
+        on_progress: OnPrompt | None,
     ) -> None:
         """The tokens of `stream` are the prompt.  `started`: when the caller began to wait (perf_counter)."""
         self.tokens: list[int] = []
         self.measurement = measurement
-        self._stream, self._ending, self._speculator = stream, ending, speculator
+        self._stream, self._ending, self._step = stream, ending, step
         self._positions_read = positions_read
-        self._pieces = self._run(started, progress)
+        self._pieces = self._run(started, on_progress)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -62,14 +61,14 @@ class Generation(Iterator[str]):
         """The next text that is not empty."""
         return next(piece.text for piece in self._pieces if piece.text)
 
-    def _run(self, started: float, progress: Progress | None) -> Iterator[Piece]:
-        """The loop: run the prompt, draw a token, then cycle until something ends the text."""
+    def _run(self, started: float, on_progress: OnPrompt | None) -> Iterator[Piece]:
+        """Run the prompt, draw a token, then take decode steps until something ends the text."""
         stream, m = self._stream, self.measurement
         session, prompt = stream.session, len(stream.tokens)
-        ticket = session.reader = object()
+        ticket = session.owner = object()
         m.cached_tokens = session.keep_prefix(stream.tokens)
         before = perf_counter()
-        logits = session.prefill(stream.tokens[m.cached_tokens :], progress)
+        logits = session.prefill(stream.tokens[m.cached_tokens :], on_progress)
         m.prefill_s = perf_counter() - before
         tokens = [stream.sampler.draw(logits, stream.tokens)]
         stream.tokens += tokens
@@ -80,18 +79,18 @@ class Generation(Iterator[str]):
                 m.generated_tokens += 1
                 text = self._ending.push(token, full=i + 1 == len(tokens) and not session.left)
                 if self._ending.reason:
-                    # What was accepted behind the end is not part of the text.
+                    # What was accepted after the end is not part of the text.
                     session.trim(prompt + len(self.tokens) - 1)
                 yield Piece(text, token)
                 if self._ending.reason:
                     return
-            if session.reader is not ticket or len(session.tokens) + 1 != len(stream.tokens):
-                raise InputError("its session has run another text meanwhile; a text that is to go on needs one of its own")
+            if session.owner is not ticket or len(session.tokens) + 1 != len(stream.tokens):
+                raise InputError("its session has run another text in the meantime; give each text a session of its own")
             self._requantize()
-            tokens = self._cycle()
+            tokens = self._decode()
 
     def _requantize(self) -> None:
-        """Behind the first token, which the prompt's own run gives: nobody waits longer for it."""
+        """After the first token, which the prompt's own run gives: it does not wait for this."""
         m, session = self.measurement, self._stream.session
         seconds = session.requantize()
         m.requantize_s += seconds
@@ -101,12 +100,14 @@ class Generation(Iterator[str]):
             memory = machine.process_memory()
             m.anonymous_bytes, m.peak_bytes = memory.get("RssAnon", 0), memory.get("VmHWM", 0)
 
-    def _cycle(self) -> list[int]:
-        m, speculation = self.measurement, self._speculator.statistics
-        before, runs = perf_counter(), speculation.runs
-        tokens = self._speculator.step([self._stream], [self._ending.room])[0]
+    def _decode(self) -> list[int]:
+        m = self.measurement
+        before, runs = perf_counter(), m.speculation.runs
+        tokens = self._step([self._stream], [self._ending.room])[0]
         m.decode_s += perf_counter() - before
-        m.decode_steps += speculation.runs - runs
+        # Without drafts a step is one run, which no statistics count.
+        runs = m.speculation.runs - runs or 1
+        m.decode_steps += runs
         m.decode_tokens += len(tokens)
-        m.context_positions += (speculation.runs - runs) * self._positions_read(len(self._stream.session.tokens))
+        m.context_positions += runs * self._positions_read(len(self._stream.session.tokens))
         return tokens

@@ -1,12 +1,13 @@
-"""Weights made anew for what a session reads (test-time quantization: Koike-Akino, Liu, Wang, arXiv 2603.19296).
+"""Test-time requantization: weights rounded again for what a session reads (Koike-Akino, Liu, Wang, arXiv 2603.19296).
 
-A prompt runs with the master weights, and the squares of what every linear layer reads are summed per channel.  Behind it the
-masters, their input channels scaled by s, are rounded into a copy of the weights, with which the answer is decoded:
+A prompt runs with the master weights, and the squares of what every linear layer reads are summed per channel.  After it the
+masters, their input channels scaled by s, are rounded to the weights with which the answer is decoded:
 
     s_i = (sum over tokens of x_i^2 + damping)^(alpha / 2),    y = Q[W diag(s)] (x / s) + B (A x)
 
-Large inputs get finer weights.  Only future rounding changes, so keys and values in the cache stay valid.  The copy belongs to
-its session: two sessions have two, each as large as the weights that it replaces, and what they decode is not batched.
+Large inputs get finer weights.  Only future rounding changes, so keys and values in the cache stay valid.  Requantized weights
+belong to their session: two sessions have two sets, each as large as the weights that it replaces, and what they decode is not
+batched.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.targets import Program
+from edgeq.records import Mode
 from edgeq.targets.requantization import InputSums, Weights
+from edgeq.targets.rows import Rows
+from edgeq.targets.target import Requantizable
 
 When = Literal["prompt", "drift", "never"]
 WHEN: tuple[When, ...] = ("prompt", "drift", "never")
 
-SPREAD = 1e4
+MAX_RATIO = 1e4
 """Scales stay within this factor of their median: f16 scales of W s hold no more."""
 
 ArrayF32 = NDArray[np.float32]
@@ -37,16 +40,16 @@ ArrayF32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Requantization:
-    """When and how weights are made anew.
+    """When and how weights are requantized.
 
-    when         "prompt": behind every new prompt; "drift": where scales have turned, or much was read since; "never": the
+    when         "prompt": after every new prompt; "drift": when the scales have changed, or much was read since; "never": the
                  file's own weights, for prompts too
     alpha        0: plain rounding of the masters; 1: scales grow as the inputs do
-    damping      keeps channels that saw nothing from vanishing (the paper's lambda)
+    damping      keeps channels that were always zero from vanishing (the paper's lambda)
     per_token    mean squares instead of sums: then damping counts the same for prompts of every length
-    min_tokens   with fewer tokens read the file's own weights stay
-    cosine       of old and new scales of a layer's input: below it, the input has drifted
-    drifted      the share of inputs that may have, before "drift" acts
+    min_tokens   with fewer tokens read the file's own weights are used
+    cosine       an input has drifted if the cosine between its old and new scales is below this
+    drifted      "drift" acts when more than this share of the inputs has drifted
     growth       "drift" also acts when the tokens read since are more than this many times those read before
 
     InputError: a value out of range.
@@ -72,7 +75,7 @@ class Requantization:
 
 
 def chosen(asked: Requantization | None, file: ModelFile) -> Requantization | None:
-    """What to do with `file`: what was asked, else the default where it has masters; None: nothing.
+    """The settings for `file`: what was asked for, else the default if it has masters; None: nothing is requantized.
 
     UnsupportedError: it was asked for and there is no master.
     """
@@ -86,7 +89,7 @@ def chosen(asked: Requantization | None, file: ModelFile) -> Requantization | No
 
 
 def scales(sums: InputSums, settings: Requantization) -> list[ArrayF32]:
-    """s float32 [columns] of every input.  A factor common to all channels is lost on purpose: rounding does not see it."""
+    """s float32 [columns] of every input.  A factor common to all channels is removed: rounding does not depend on it."""
     tokens = max(1, sums.tokens) if settings.per_token else 1
     found = []
     for squares in sums.squares():
@@ -94,45 +97,54 @@ def scales(sums: InputSums, settings: Requantization) -> list[ArrayF32]:
         positive = s[s > 0]
         # `np.median` would import a quarter of numpy that nothing else needs.
         middle = float(np.partition(positive, len(positive) // 2)[len(positive) // 2]) if len(positive) else 1.0
-        s = np.clip(s, middle / SPREAD, middle * SPREAD)
+        s = np.clip(s, middle / MAX_RATIO, middle * MAX_RATIO)
         found.append((s / np.sqrt(s.max() * s.min())).astype(np.float32))
     return found
 
 
 def drifted(old: Sequence[ArrayF32], new: Sequence[ArrayF32], settings: Requantization) -> bool:
-    """Whether more inputs than allowed have scales that point elsewhere."""
+    """Whether the scales of more inputs than allowed have changed direction."""
     cosines = [float(a @ b) / float(np.linalg.norm(a) * np.linalg.norm(b)) for a, b in zip(old, new, strict=True)]
     return sum(cosine < settings.cosine for cosine in cosines) > settings.drifted * len(cosines)
 
 
 class Requantizer:
-    """The sums and the copy of one session.
+    """The activation statistics and the requantized weights of one session.
 
     weights   what to decode with; None: the file's own
-    tokens    read for that copy
+    tokens    tokens that `weights` were requantized for
     """
 
-    def __init__(self, program: Program, settings: Requantization, turn: Lock) -> None:
+    def __init__(self, program: Requantizable, settings: Requantization, lock: Lock) -> None:
         self.sums = program.new_sums()
         self.weights: Weights | None = None
         self.tokens = 0
-        self._program, self._settings, self._turn = program, settings, turn
+        self._program, self._settings, self._lock = program, settings, lock
         self._scales: list[ArrayF32] = []
         self._judged = 0  # tokens read when `update` last decided: it is asked before every step
 
-    def begin(self) -> None:
-        """Nothing is left of what was read."""
-        self.sums.clear()
+    def run(self, rows: Rows, mode: Mode | None, summing: bool) -> ArrayF32:
+        """A run of the session: with the masters while inputs are summed, else with its requantized weights if it has some."""
+        if summing:
+            with self.sums.transaction():
+                return self._program.run_summing(rows, self.sums, mode)
+        if self.weights is None:
+            return self._program.run(rows, mode)
+        return self._program.run_requantized(rows, self.weights, mode)
+
+    def reset(self) -> None:
+        """Discard the statistics."""
+        self.sums.reset()
         self.tokens = self._judged = 0
 
     def keeps(self, common: int) -> bool:
-        """Whether sums over a prompt of which the first `common` tokens stay still speak for it."""
+        """Whether the statistics still hold for a prompt of which the first `common` tokens stay."""
         return 2 * common >= self.sums.tokens
 
     def update(self) -> float:
-        """Make the copy anew if it is time; the seconds that it took.
+        """Requantize if it is time; the seconds that it took.
 
-        With too few tokens read there is none.
+        With too few tokens read the file's own weights are used.
         """
         if self.sums.tokens == self._judged:
             return 0.0
@@ -143,10 +155,10 @@ class Requantizer:
         before = perf_counter()
         new = scales(self.sums, self._settings)
         if self._is_time(new):
-            with self._turn:
+            with self._lock:
                 if self.weights is None:
                     self.weights = self._program.new_weights()
-                # Interrupted, it is half of one copy and half of another: made again, whatever was read since.
+                # If interrupted, half of the weights are old: they are requantized again, whatever was read since.
                 self.tokens = 0
                 self._program.requantize(self.weights, new)
             self._scales, self.tokens = new, self.sums.tokens

@@ -150,7 +150,7 @@ def _largest(scores: ArrayF64, k: int) -> float:
 
 
 def _softmax(scores: ArrayF64) -> ArrayF64:
-    """Of `scores`, which become the result."""
+    """Probabilities, in place of `scores`."""
     scores -= scores.max()
     np.exp(scores, out=scores)
     total = float(scores.sum())

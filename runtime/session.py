@@ -1,9 +1,8 @@
-"""One conversation: its tokens, their keys and values, and the logits behind the last of them."""
+"""One conversation: its tokens, their keys and values, and the logits after the last of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from threading import Lock
 from time import perf_counter
 from typing import NamedTuple
@@ -15,46 +14,47 @@ from edgeq.errors import InputError
 from edgeq.records import Mode
 from edgeq.runtime.cache import KVCache
 from edgeq.runtime.requantize import Requantizer
-from edgeq.targets import Program
-from edgeq.targets.graph import Rows
-from edgeq.targets.requantization import InputSums, Weights
+from edgeq.targets.requantization import Weights
+from edgeq.targets.rows import Rows
+from edgeq.targets.target import Program
 
 CHUNK_SECONDS = 1.25
-"""Every chunk reads all weights once: with 0.4 seconds that took a twentieth of the time here, more on small machines."""
-COUNTED_SECONDS = 0.4
-"""Of a chunk whose inputs are summed for new weights: no interrupt may part it."""
-FIRST_CHUNK = 48
-LEAST_CHUNK = 12
-"""Tokens; the tiles of the cpu target are of 12 and of 4."""
+"""Every chunk of a prompt reads all weights once: at 0.4 seconds that took a twentieth of the time here, more on small
+machines."""
+SUMMED_SECONDS = 0.4
+"""The same for a chunk whose inputs are summed for requantization: an interrupt waits for its end."""
+FIRST_TILES = 4
+"""Tiles of the first chunk, before the rate is known."""
 
 Logits = NDArray[np.float32]
-Progress = Callable[[int, int], None]
-"""Hears (tokens done, tokens in all)."""
+OnPrompt = Callable[[int, int], None]
+"""Progress callback of a prompt: (tokens done, total tokens)."""
 
 
-class Pace:
-    """How fast prompts run, which the sessions of a model learn from one another."""
+class PrefillRate:
+    """How fast prompts run, shared by the sessions of a model.  `tile`: rows that the kernels multiply together."""
 
-    def __init__(self) -> None:
+    def __init__(self, tile: int) -> None:
+        self._tile = tile
         self._rate: float | None = None
 
     def rows(self, seconds: float) -> int:
-        """Tokens that take so long, whole tiles; FIRST_CHUNK while nothing is known."""
+        """Tokens that take so long, in whole tiles; FIRST_TILES tiles while nothing is known."""
         if self._rate is None:
-            return FIRST_CHUNK
-        return max(LEAST_CHUNK, int(self._rate * seconds) // LEAST_CHUNK * LEAST_CHUNK)
+            return FIRST_TILES * self._tile
+        return max(self._tile, int(self._rate * seconds) // self._tile * self._tile)
 
-    def note(self, rows: int, seconds: float, whole: bool) -> None:
-        """A chunk has run; one that is not `whole` waits for memory more than it computes, so it can only raise the pace."""
+    def record(self, rows: int, seconds: float, whole: bool) -> None:
+        """A chunk has run; one that is not `whole` waits for memory more than it computes, so it can only raise the rate."""
         if whole or (self._rate is not None and rows > self._rate * seconds):
             self._rate = rows / seconds
 
 
 class Session:
-    """Tokens run so far.  `tokens[i]` lies at position i of the cache; `logits` float32 [vocab] are those behind the last one.
+    """Tokens run so far.  `tokens[i]` is at position i of the cache; `logits` float32 [vocab] are those after the last one.
 
-    Sessions of one model may be used from several threads: `turn` lets one run at a time.  With a `requantizer` prompts run
-    with the master weights, and what follows them with the copy that is made of them.
+    Sessions of one model may be used from several threads: they share `lock`, so that one runs at a time.  With a `requantizer`
+    prompts run with the master weights, and decoding with the weights that are requantized from them.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class Session:
         program: Program,
         vocab_size: int,
         context: int,
-        turn: Lock,
-        pace: Pace,
+        lock: Lock,
+        prefill_rate: PrefillRate,
         requantizer: Requantizer | None = None,
     ) -> None:
         self.context = context
         self.tokens: list[int] = []
         self.logits: Logits | None = None
-        # A ticket of who generates in it: another one's text cannot go on behind this one's.
-        self.reader: object = None
+        # The generation that runs in it: the text of another one cannot continue after this one's.
+        self.owner: object = None
         self._program = program
         self._vocab_size = vocab_size
         self._cache = KVCache(program)
-        self._turn = turn
-        self._pace = pace
+        self._lock = lock
+        self._prefill_rate = prefill_rate
         self._requantizer = requantizer
 
     @property
@@ -89,50 +89,51 @@ class Session:
         options = self._program.options
         return min(options.max_logits, options.max_rows)
 
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits:
-        """Run `tokens` behind those already here, in chunks; logits behind the last.
+    def prefill(self, tokens: Sequence[int], on_progress: OnPrompt | None = None) -> Logits:
+        """Run `tokens` after those already here, in chunks; the logits after the last.
 
-        A chunk has at most `max_rows` tokens and is meant to take CHUNK_SECONDS, or COUNTED_SECONDS; behind each `progress` is
-        told, and may raise.
+        A chunk has at most `max_rows` tokens and is meant to take CHUNK_SECONDS, or SUMMED_SECONDS.  `on_progress` is called
+        after each and may raise.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
         self._check(tokens)
-        done, seconds = 0, COUNTED_SECONDS if self._requantizer else CHUNK_SECONDS
+        summing = self._requantizer is not None
+        done, seconds = 0, SUMMED_SECONDS if summing else CHUNK_SECONDS
         while done < len(tokens):
-            most = min(self._pace.rows(seconds), self._program.options.max_rows)
+            most = min(self._prefill_rate.rows(seconds), self._program.options.max_rows)
             chunk = tokens[done : done + most]
             done += len(chunk)
             before = perf_counter()
-            sums = self._requantizer.sums if self._requantizer else None
-            logits = run_together([Part(self, chunk, [len(chunk) - 1] if done == len(tokens) else [])], sums=sums)[0]
-            self._pace.note(len(chunk), perf_counter() - before, len(chunk) == most)
-            if progress is not None:
-                progress(done, len(tokens))
+            item = BatchItem(self, chunk, [len(chunk) - 1] if done == len(tokens) else [])
+            logits = run_together([item], summing=summing)[0]
+            self._prefill_rate.record(len(chunk), perf_counter() - before, len(chunk) == most)
+            if on_progress is not None:
+                on_progress(done, len(tokens))
         self.logits = logits[0]
         return self.logits
 
     def decode(self, token: int) -> Logits:
-        """Run one token; logits behind it."""
+        """Run one token; the logits after it."""
         self._check([token])
         self.logits = self._run([token], [0])[0]
         return self.logits
 
     def requantize(self) -> float:
-        """Make the copy of the weights for what was read since, if it is time; the seconds that it took."""
+        """Requantize the weights for what was read since, if it is time; the seconds that it took."""
         return self._requantizer.update() if self._requantizer else 0.0
 
     @property
     def weights(self) -> Weights | None:
-        """The session's own copy of the weights; None: it uses the file's."""
+        """The requantized weights of this session; None: it uses the file's."""
         return self._requantizer.weights if self._requantizer else None
 
     @property
     def requantized_tokens(self) -> int:
-        """Tokens read for that copy, 0 where there is none."""
+        """Tokens that these weights were requantized for, 0 where there are none."""
         return self._requantizer.tokens if self._requantizer and self._requantizer.weights else 0
 
     def all_logits(self, tokens: Sequence[int]) -> Iterator[Logits]:
-        """Run `tokens` and give the logits behind each of them, in parts [n, vocab] of at most `most_logits` rows."""
+        """Run `tokens` and give the logits after each of them, in pieces [n, vocab] of at most `most_logits` rows."""
         self._check(tokens)
         for start in range(0, len(tokens), self.most_logits):
             chunk = tokens[start : start + self.most_logits]
@@ -148,13 +149,13 @@ class Session:
             del self.tokens[length:]
             self.logits = None
             if self._requantizer and not length:
-                self._requantizer.begin()
+                self._requantizer.reset()
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
         """Forget what differs from `tokens`; how many of them need not be run.
 
-        That is at most all but the last: its row has to run to give logits.  With a requantizer it is none where less than half
-        of what was read is kept: its sums cannot forget a part.
+        At most all but the last: its row has to run to give logits.  With a requantizer it is none where less than half of what
+        was read is kept: its sums cannot forget a part.
         """
         common = 0
         for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
@@ -175,56 +176,62 @@ class Session:
             raise InputError(f"token {wrong} is not in the vocabulary of {self._vocab_size} tokens")
 
     def _run(self, tokens: Sequence[int], wanted: Sequence[int]) -> Logits:
-        return run_together([Part(self, tokens, wanted)])[0]
+        return run_together([BatchItem(self, tokens, wanted)])[0]
 
 
 def check_length(tokens: int, context: int, held: int = 0) -> None:
-    """InputError: a prompt of so many tokens, behind `held` others, is longer than the context."""
+    """InputError: a prompt of so many tokens, after `held` others, is longer than the context."""
     if held + tokens > context:
-        behind = f" behind the {held} already there" if held else ""
+        after = f" after the {held} already there" if held else ""
         raise InputError(
-            f"the prompt has {tokens} tokens{behind}, the context {context} positions; "
+            f"the prompt has {tokens} tokens{after}, the context {context} positions; "
             "shorten the prompt or pass a larger context with -c"
         )
 
 
-class Part(NamedTuple):
-    """Tokens that a session runs in a run shared with others; `wanted`: those of them whose logits are."""
+class BatchItem(NamedTuple):
+    """The tokens that one session contributes to a run; `wanted`: indices of those whose logits are asked for."""
 
     session: Session
     tokens: Sequence[int]
     wanted: Sequence[int]
 
 
-def run_together(parts: Sequence[Part], mode: Mode | None = None, sums: InputSums | None = None) -> list[Logits]:
-    """One run of the program for the rows of several sessions of one model; the logits wanted of each part, [n, vocab].
+def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summing: bool = False) -> list[Logits]:
+    """One run of the program for the rows of several sessions of one model; the wanted logits of each item, [n, vocab].
 
-    A session's part gives the same bits as if it ran alone.  Tokens are the session's when the run is done.  Sessions that have
-    weights of their own run one after another.  `sums`: run with the masters and add up what they read.
+    An item gives the same bits as if it ran alone.  Its tokens are the session's once the run is done.  Sessions that have
+    requantized weights run one after another.  `summing`: run with the masters and add up what they read, for one item whose
+    session has a requantizer.
     """
-    if sums is None:
-        for part in parts:
-            part.session.requantize()
-    if len({id(part.session.weights) for part in parts}) > 1:
-        return [run_together([part], mode, sums)[0] for part in parts]
-    for part in parts:
-        part.session._cache.reserve(len(part.session.tokens) + len(part.tokens))
-    slots = [np.arange(len(s.tokens), len(s.tokens) + len(tokens), dtype=np.int32) for s, tokens, _ in parts]
-    starts = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
-    together = np.concatenate(slots)
-    rows = Rows(
-        tokens=np.concatenate([np.asarray(part.tokens, np.int32) for part in parts]),
-        positions=together,
-        slots=together,
-        sessions=np.repeat(np.arange(len(parts), dtype=np.int32), [len(part.tokens) for part in parts]),
-        pages=[part.session._cache.pages for part in parts],
-        logits=np.concatenate([np.asarray(p.wanted, np.int32) + start for p, start in zip(parts, starts, strict=True)]),
-    )
-    runner = parts[0].session
-    with runner._turn, sums.or_nothing() if sums else nullcontext():
+    if not summing:
+        for item in items:
+            item.session.requantize()
+    if len({id(item.session.weights) for item in items}) > 1:
+        return [run_together([item], mode, summing=summing)[0] for item in items]
+    for item in items:
+        item.session._cache.reserve(len(item.session.tokens) + len(item.tokens))
+    rows, session = rows_of(items), items[0].session
+    with session._lock:
         # The next run, perhaps another session's, overwrites the program's own array.
-        weights = runner.weights if sums is None else None
-        logits = runner._program.run(rows, mode, weights=weights, sums=sums).copy()
-        for session, tokens, _ in parts:
+        requantizer = session._requantizer
+        run = requantizer.run(rows, mode, summing) if requantizer else session._program.run(rows, mode)
+        logits = run.copy()
+        for session, tokens, _ in items:
             session.tokens += [int(t) for t in tokens]
-    return np.split(logits, np.cumsum([len(part.wanted) for part in parts])[:-1])
+    return np.split(logits, np.cumsum([len(item.wanted) for item in items])[:-1])
+
+
+def rows_of(items: Sequence[BatchItem]) -> Rows:
+    """The rows of a run: the items one after another, each continuing its session."""
+    slots = [np.arange(len(s.tokens), len(s.tokens) + len(tokens), dtype=np.int32) for s, tokens, _ in items]
+    starts = np.cumsum([0, *(len(item.tokens) for item in items[:-1])])
+    together = np.concatenate(slots)
+    return Rows(
+        tokens=np.concatenate([np.asarray(item.tokens, np.int32) for item in items]),
+        positions=together[None, :],
+        slots=together,
+        sessions=np.repeat(np.arange(len(items), dtype=np.int32), [len(item.tokens) for item in items]),
+        pages=[item.session._cache.pages for item in items],
+        wanted=np.concatenate([np.asarray(i.wanted, np.int32) + start for i, start in zip(items, starts, strict=True)]),
+    )

@@ -12,7 +12,7 @@ LONGEST_DRAFT = 7
 class Speculation:
     """What drafting did so far.
 
-    cycles       runs of the exact mode behind the prompt, drafts or not; tokens: what they gave
+    cycles       runs of the exact mode after the prompt, with drafts or without; tokens: what they gave
     draft_steps  runs in the draft's mode
     drafted, accepted   tokens, by their position in the draft
     c, v, beta   cost of a draft step and of a verification as parts of a plain step, and acceptance, as last measured
@@ -31,7 +31,7 @@ class Speculation:
 
     @property
     def runs(self) -> int:
-        """Of the program, in either mode."""
+        """Runs of the program, in either mode."""
         return self.cycles + self.draft_steps
 
     @property
@@ -40,7 +40,7 @@ class Speculation:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted of all drafted tokens."""
+        """The share of drafted tokens that were accepted; None: none were drafted."""
         return sum(self.accepted) / sum(self.drafted) if any(self.drafted) else None
 
 
@@ -53,17 +53,17 @@ class Measurement:
     load_s               opening the file and compiling
     ttft_s               from the call to the first token (TTFT)
     prefill_s            of that, running the prompt
-    decode_s             running and drawing the tokens behind the first
-    decode_steps         runs that made them, drafts included: one a token where nothing is drafted
+    decode_s             running and drawing the tokens after the first
+    decode_steps         runs that made them, drafts included: one per token where nothing is drafted
     decode_tokens        what those runs gave
     context_positions    cache positions read by those runs, mean over the layers (a sliding window reads fewer)
     step_bytes           weights and head read by a run of one row
     position_bytes       cache bytes of a position over all layers
     speculation          what drafting did
-    requantize_s         making the session's copy of the weights anew from the masters; not part of prefill_s and decode_s
-    requantized_tokens   read for that copy; 0: the file's own weights were used
-    copy_bytes           of that copy
-    anonymous_bytes, peak_bytes   of the process behind that: memory that no file is behind, and the most it ever held
+    requantize_s         requantizing the weights from the masters; not part of prefill_s and decode_s
+    requantized_tokens   tokens that they were requantized for; 0: the file's own weights were used
+    copy_bytes           of the requantized weights
+    anonymous_bytes, peak_bytes   of the process afterwards: memory that is not mapped from a file, and its peak resident size
     """
 
     load_s: float
@@ -92,7 +92,7 @@ class Measurement:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second behind the first; its inverse is the time per output token (TPOT)."""
+        """Tokens per second after the first; its inverse is the time per output token (TPOT)."""
         return _rate(self.decode_tokens, self.decode_s)
 
     @property

@@ -1,4 +1,4 @@
-"""When a text ends, and what of it can be shown."""
+"""When a text ends, and how much of it can be shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ending:
     """
 
     def __init__(self, text: Text, max_tokens: int, stop: Sequence[str]) -> None:
-        """InputError: no tokens are asked for, or strings that cannot be looked for."""
+        """InputError: no tokens are asked for, or stop strings that cannot be used."""
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}; expected at least 1")
         self.reason: FinishReason | None = None
@@ -31,7 +31,7 @@ class Ending:
         return self._most - self.count
 
     def push(self, token: int, full: bool) -> str:
-        """The text that `token` makes complete, often none.  `full`: nothing fits behind it into the context."""
+        """The text that `token` makes complete, often none.  `full`: the context has no room after it."""
         self.count += 1
         stopped = token in self._eos
         text = "" if stopped else self._stops.push(self._stream.push(token))

@@ -1,31 +1,39 @@
-"""The network as data: a flat list of operations over named buffers, and the rows it is run over.
+"""The network as data: a flat list of operations over named buffers.
 
-`runtime/model.py` writes the list once per model; a target compiles it into a Program.  An operation names buffers and sizes
-and never holds numbers of its own, so the same list can be interpreted, walked by threads or captured into a graph.
-
-A buffer is float32 [rows, width].  A *row* is one token of one session: decode is one row, a prefill chunk many, a batch of
-sessions one row each; so there is one loop and not five.
+`runtime/decoder.py` writes the list once per model; a target compiles it into a Program.  An operation names buffers and sizes
+and holds no arrays, so the same list can be interpreted, walked by threads or captured into a CUDA graph.  A buffer is float32
+[rows, width]; rows.py says what a row is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 from edgeq.records import ArrayRef, KvCodec, LinearSpec, Mode
-
-PAGE = 64
-"""Cache positions in a page."""
+from edgeq.targets.rows import PAGE
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`layer` is -1 before and after the decoder layers; with the class name it is all a profiler needs."""
+    """One step of the network.  `layer` is -1 before and after the decoder layers.
+
+    reads, writes   the buffers whose contents an operation uses, and those that it changes, perhaps in part; an operation that
+                    works in place has its buffer in both
+    """
 
     layer: int
+
+    READS: ClassVar[tuple[str, ...]] = ("x",)
+    """Names of the fields that hold what `reads` gives."""
+    WRITES: ClassVar[tuple[str, ...]] = ("out",)
+
+    def reads(self) -> tuple[str, ...]:
+        return tuple(getattr(self, name) for name in self.READS)
+
+    def writes(self) -> tuple[str, ...]:
+        return tuple(getattr(self, name) for name in self.WRITES)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Embed(Operation):
 
     table: ArrayRef | LinearSpec
     out: str
+
+    READS = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,8 @@ class NormAdd(Operation):
     eps: float
     out: str
 
+    READS = ("x", "out")
+
 
 @dataclass(frozen=True)
 class LayerNorm(Operation):
@@ -74,13 +86,31 @@ class Scale(Operation):
     x: str
     factor: float
 
+    WRITES = ("x",)
+
 
 @dataclass(frozen=True)
 class PositionAdd(Operation):
-    """x[r] += table[position of row r], in place; the table is an array [positions, width] (learned positions)."""
+    """x[r] += table[first position of row r], in place; the table is an array [positions, width] (learned positions)."""
 
     x: str
     table: ArrayRef
+
+    WRITES = ("x",)
+
+
+@dataclass(frozen=True)
+class InjectVectors(Operation):
+    """out[r] = v[offset : offset + width of out], or with `add` out[r] += that, where v is the vector that row r brings.
+
+    Rows that bring none stay as they are.  Pixels of a patch, features of an image.
+    """
+
+    out: str
+    offset: int = 0
+    add: bool = False
+
+    READS = ("out",)
 
 
 @dataclass(frozen=True)
@@ -92,6 +122,9 @@ class Linear(Operation):
     out: str
     offset: int = 0
     add: bool = False
+
+    def reads(self) -> tuple[str, ...]:
+        return (self.x, self.out) if self.add else (self.x,)
 
 
 @dataclass(frozen=True)
@@ -105,6 +138,8 @@ class HeadNorm(Operation):
     gain: ArrayRef
     eps: float
 
+    WRITES = ("x",)
+
 
 @dataclass(frozen=True)
 class RopeRotate(Operation):
@@ -113,6 +148,8 @@ class RopeRotate(Operation):
     Halves are rotated: (a, b) = (x[:d/2], x[d/2:d]) of a head become (a cos - b sin, b cos + a sin) with the angle
     position * frequencies[i], cosines and sines times `factor`.  `frequencies` has d/2 entries, in radians per position;
     where d is less than head_dim, the rest of a head stays as it is.
+
+    axes   for each frequency, which of a row's positions it multiplies (M-RoPE: time, height, width); empty: the first
     """
 
     x: str
@@ -121,6 +158,9 @@ class RopeRotate(Operation):
     head_dim: int
     frequencies: tuple[float, ...]
     factor: float = 1.0
+    axes: tuple[int, ...] = ()
+
+    WRITES = ("x",)
 
 
 @dataclass(frozen=True)
@@ -138,22 +178,33 @@ class HeadRotate(Operation):
     matrix: ArrayRef
     scale: ArrayRef
 
+    WRITES = ("x",)
+
 
 @dataclass(frozen=True)
 class CacheWrite(Operation):
-    """Keys x[:, k_offset:] and values x[:, v_offset:] of every row into its slot of the cache of `layer`."""
+    """Keys x[:, k_offset:] and values x[:, v_offset:] of every row into its slot of the cache.
+
+    cache   layer of the cache's pages
+    """
 
     x: str
     k_offset: int
     v_offset: int
     kv_heads: int
     head_dim: int
+    cache: int
+
+    WRITES = ()
 
 
 @dataclass(frozen=True)
 class Attention(Operation):
-    """out = softmax(q k^T * scale) v over the slots that the row sees: 0 ... its own slot, with `window` only the last that
-    many.
+    """out = softmax(q k^T * scale) v over the slots that the row sees.
+
+    span     -1, causal: slots 0 ... its own, with a `window` above 0 only the last that many; else the kind of `Rows.spans`
+             that says which slots
+    cache    layer of the cache's pages
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
     """
@@ -166,6 +217,8 @@ class Attention(Operation):
     head_dim: int
     scale: float
     window: int
+    cache: int
+    span: int = -1
 
 
 @dataclass(frozen=True)
@@ -223,29 +276,7 @@ class Experts(Operation):
     width: int
     out: str
 
-
-def mode_of(operation: Operation, mode: Mode) -> Mode:
-    """The mode in which an operation runs in a run of `mode`.
-
-    Behind the layers, right in front of the softmax, 4 bits would cost more than in all layers together.
-    """
-    return "a8" if mode == "a4" and operation.layer < 0 else mode
-
-
-def buffers(operation: Operation) -> set[str]:
-    """Names of the buffers that an operation reads or writes."""
-    named = {getattr(operation, name) for name in ("x", "out", "routing", "gate") if hasattr(operation, name)}
-    return named | set(getattr(operation, "buffers", ()))
-
-
-def linears(operation: Operation) -> Iterator[LinearSpec]:
-    """The linear layers that an operation may read."""
-    if isinstance(operation, Linear):
-        yield operation.linear
-    elif isinstance(operation, Experts):
-        for projection, down in zip(operation.projections, operation.downs, strict=True):
-            yield from projection
-            yield down
+    READS = ("x", "routing", "out")
 
 
 @dataclass(frozen=True)
@@ -256,22 +287,40 @@ class GatedAdd(Operation):
     gate: str
     out: str
 
+    READS = ("x", "gate", "out")
+
 
 @dataclass(frozen=True)
 class Select(Operation):
-    """Of `buffers` only the rows for which logits are wanted stay, what other buffers hold is lost; every later operation runs
-    over these rows."""
+    """outs[i][r] = the rows wanted[r * together] ... wanted[(r + 1) * together - 1] of buffers[i], side by side.
+
+    Every later operation runs over the rows of the result, and what other buffers hold is lost.  `wanted` is the run's
+    (rows.py), and so is its order: with `together` neighbouring rows become one, as where a vision tower merges patches.
+
+    outs   empty: the same names
+    """
 
     buffers: tuple[str, ...]
+    outs: tuple[str, ...] = ()
+    together: int = 1
+
+    def reads(self) -> tuple[str, ...]:
+        return self.buffers
+
+    def writes(self) -> tuple[str, ...]:
+        return self.outs or self.buffers
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A network: buffer widths, operations in order, and the buffer that holds the logits after the last."""
+    """A network: buffer widths, operations in order, and the buffer that holds the result after the last: a decoder's logits.
+
+    layers   of the cache: a page holds keys and values for each
+    """
 
     buffers: dict[str, int]
     operations: tuple[Operation, ...]
-    logits: str
+    result: str
     layers: int
     kv_heads: int
     head_dim: int
@@ -281,35 +330,19 @@ class Graph:
         return self.layers * 2 * self.kv_heads * PAGE * kv.head_bytes(self.head_dim)
 
 
-@dataclass
-class Rows:
-    """What a Program runs over: R rows of one or more sessions.
+def mode_of(operation: Operation, mode: Mode) -> Mode:
+    """The mode in which an operation runs in a run of `mode`.
 
-    tokens      int32 [R]
-    positions   int32 [R]     rotary position
-    slots       int32 [R]     where the row's keys and values go in its session's cache; it sees slots 0 ... its own
-    sessions    int32 [R]     index into `pages`
-    pages       per session   its cache pages, enough for the largest slot
-    logits      int32 [L]     rows whose logits are wanted, ascending
-    counted     bool [R]      rows that are added to sums, where there are any; None: all
+    After the last layer, right before the softmax, 4 bits would cost more than in all layers together.
     """
-
-    tokens: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    slots: NDArray[np.int32]
-    sessions: NDArray[np.int32]
-    pages: Sequence[Sequence[Page]]
-    logits: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    counted: NDArray[np.bool_] | None = None
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def selected(self) -> Rows:
-        """The rows whose logits are wanted."""
-        tokens, positions, slots, sessions = (a[self.logits] for a in (self.tokens, self.positions, self.slots, self.sessions))
-        return Rows(tokens, positions, slots, sessions, self.pages, np.arange(len(self.logits), dtype=np.int32))
+    return "a8" if mode == "a4" and operation.layer < 0 else mode
 
 
-class Page:
-    """PAGE cache positions of one session; what is inside is the program's that made it."""
+def linears(operation: Operation) -> Iterator[LinearSpec]:
+    """The linear layers that an operation may read."""
+    if isinstance(operation, Linear):
+        yield operation.linear
+    elif isinstance(operation, Experts):
+        for projection, down in zip(operation.projections, operation.downs, strict=True):
+            yield from projection
+            yield down

@@ -1,6 +1,7 @@
-"""Weights made anew for a prompt: sums over what linear layers read, and copies of their weights for other input scales.
+"""Test-time requantization: activation statistics and per-session requantized weights.
 
-A layer with a `master` takes part.  Which scales follow from the sums is the runtime's to say.
+Layers with a `master` take part.  A target sums the squares of what they read, and rounds their masters again for given input
+scales; which scales follow from the sums is decided in `runtime/requantize.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +17,14 @@ from numpy.typing import NDArray
 from edgeq.codec import ROWS, AnyArray
 from edgeq.errors import UnsupportedError
 from edgeq.records import ArrayRef, LinearSpec
-from edgeq.targets.graph import CacheWrite, Graph, Linear, Operation, Select
+from edgeq.targets.graph import Graph, Linear, Select
 
 
 @dataclass(frozen=True)
 class SharedInput:
     """An input of `columns` channels and the layers with a master that read it, in the order of the graph.
 
-    Its sums begin at `offset`, which is a multiple of 16.
+    Its sums begin at `offset` of `InputSums.values`, a multiple of 16.
     """
 
     layers: tuple[LinearSpec, ...]
@@ -31,7 +33,7 @@ class SharedInput:
 
 
 def shared_inputs(graph: Graph) -> tuple[SharedInput, ...]:
-    """Of all layers with a master in front of the selection of rows; experts are not among them.
+    """The inputs of all layers with a master before the selection of rows; experts are not among them.
 
     UnsupportedError: such a layer has parts that change its input.
     """
@@ -39,7 +41,7 @@ def shared_inputs(graph: Graph) -> tuple[SharedInput, ...]:
     open_buffers: dict[str, list[LinearSpec]] = {}
     for operation in graph.operations:
         if isinstance(operation, Select):
-            # Behind it lie rows of which few are wanted, not those of a prompt.
+            # After it few rows are left, not those of a prompt.
             break
         if isinstance(operation, Linear) and operation.linear.master:
             layer = operation.linear
@@ -52,7 +54,8 @@ def shared_inputs(graph: Graph) -> tuple[SharedInput, ...]:
                 open_buffers[operation.x] = []
                 readers.append(open_buffers[operation.x])
             open_buffers[operation.x].append(layer)
-        open_buffers.pop(_written(operation), None)
+        for name in operation.writes():
+            open_buffers.pop(name, None)
     inputs, offset = [], 0
     for layers in readers:
         inputs.append(SharedInput(tuple(layers), layers[0].columns, offset))
@@ -60,19 +63,12 @@ def shared_inputs(graph: Graph) -> tuple[SharedInput, ...]:
     return tuple(inputs)
 
 
-def _written(operation: Operation) -> str:
-    """The buffer that has other contents behind an operation."""
-    if isinstance(operation, CacheWrite):
-        return ""
-    return str(getattr(operation, "out", None) or getattr(operation, "x", ""))
-
-
 @dataclass
 class InputSums:
     """Sums over tokens of the squares of what layers read, per channel; float32, added in the order of the tokens.
 
-    values   of all inputs, each from its offset
-    tokens   that were added
+    values   float32: the sums of every input, from its offset
+    tokens   how many were added
     """
 
     inputs: tuple[SharedInput, ...]
@@ -87,13 +83,14 @@ class InputSums:
         """Per input, [columns]: views."""
         return [self.values[i.offset : i.offset + i.columns] for i in self.inputs]
 
-    def clear(self) -> None:
+    def reset(self) -> None:
+        """Discard the statistics."""
         self.values[:] = 0
         self.tokens = 0
 
     @contextmanager
-    def or_nothing(self) -> Iterator[None]:
-        """What is added within stays only if that comes to its end; tokens of an interrupted run will be read again."""
+    def transaction(self) -> Iterator[None]:
+        """Roll the sums back if the block raises: tokens of an interrupted run will be read again."""
         values, tokens = self.values.copy(), self.tokens
         try:
             yield
@@ -102,10 +99,17 @@ class InputSums:
             raise
 
 
-class Weights:
-    """A copy of the weights of all layers with a master; the memory belongs to whoever holds it.
+class Weights(Protocol):
+    """The requantized weights of all layers with a master; the memory belongs to whoever holds them."""
 
-    arrays         by the record of the file's array that it stands for
+    @property
+    def nbytes(self) -> int: ...
+
+
+class HostWeights:
+    """Requantized weights in host memory.
+
+    arrays         by the record of the file's array that each replaces
     input_scales   per shared input f32 [columns], what its layers multiply their input by
     """
 
@@ -120,8 +124,8 @@ class Weights:
         return self.arrays[ref]
 
 
-def copied(inputs: Iterable[SharedInput]) -> dict[ArrayRef, tuple[str, tuple[int, ...]]]:
-    """The arrays of a copy: numpy dtype and shape by the record that each stands for.
+def requantized_arrays(inputs: Iterable[SharedInput]) -> dict[ArrayRef, tuple[str, tuple[int, ...]]]:
+    """The arrays of requantized weights: numpy dtype and shape by the record of the array that each replaces.
 
     UnsupportedError: a layer's own weights are floats, which nothing is rounded to.
     """
@@ -130,7 +134,7 @@ def copied(inputs: Iterable[SharedInput]) -> dict[ArrayRef, tuple[str, tuple[int
         weight = layer.weights[0]
         if weight.codec.kind != "int":
             raise UnsupportedError(
-                f"{layer.name}: weights in {weight.codec.name} are not rounded anew; run with --requantize never"
+                f"{layer.name}: weights in {weight.codec.name} cannot be requantized; run with --requantize never"
             )
         for name, part in weight.codec.parts(weight.rows, weight.columns).items():
             found[dict(weight.arrays())[name]] = part.dtype, part.shape

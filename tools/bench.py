@@ -22,10 +22,9 @@ import numpy as np
 from edgeq import machine
 from edgeq.errors import InputError
 from edgeq.runtime import Model
-from edgeq.runtime.session import Part, run_together
+from edgeq.runtime.session import BatchItem, run_together
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT
-from edgeq.targets import CHUNK_ROWS
 from edgeq.tools import breakdown
 from edgeq.tools.lab import drafting
 from edgeq.tools.report import codec_label, model_name, read_bandwidth, step_bytes
@@ -128,7 +127,7 @@ def bench(
     most = max(*batches, LONGEST_DRAFT + 1)
     for i, count in enumerate(threads):
         with compilation() as report:
-            options |= {"context": context, "max_rows": max(CHUNK_ROWS, most), "max_logits": most, "report": report}
+            options |= {"context": context, "max_logits": most, "on_progress": report}
             loaded = Model.load(model, threads=count, **options)
         # Of this minute: on a shared machine what was measured before may be far off.
         bandwidth = read_bandwidth(loaded, refresh=True)
@@ -192,7 +191,7 @@ def run(model: Model, test: Test, count: int) -> Iterator[float]:
         return
     for token in random[test.depth :]:
         started = perf_counter()
-        run_together([Part(session, [token], [0]) for session in sessions])
+        run_together([BatchItem(session, [token], [0]) for session in sessions])
         yield perf_counter() - started
 
 

@@ -11,14 +11,15 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.records import Mode
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.sampling import Sampler
 from edgeq.runtime.tokenizer import TextStream
-from edgeq.targets import Program, Step, StepTimes
-from edgeq.targets.graph import Linear, Rows, Select
+from edgeq.targets.graph import Linear, Select
+from edgeq.targets.requantization import InputSums, Weights
+from edgeq.targets.rows import Rows
+from edgeq.targets.target import Program, Requantizable, Step, StepTimes
 
-PRODUCTS = ("integer_matmul", "gated_matmul", "pair_matmul", "gated_pair_matmul", "float_matmul", "linear")
-"""Kernels that read the weights of a layer; others of the same operation prepare its input."""
 WAITING = "waiting for other threads"
 OUTSIDE = "outside: Python, rows, sampling"
 
@@ -66,8 +67,14 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
-    def run(self, rows: Rows, *arguments: Any, **options: Any) -> NDArray[np.float32]:
-        return self._program.run(rows, *arguments, times=self.times, **options)
+    def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
+        return self._program.run(rows, mode, times=self.times)
+
+    def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> NDArray[np.float32]:
+        return cast(Requantizable, self._program).run_requantized(rows, weights, mode, times=self.times)
+
+    def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
+        return cast(Requantizable, self._program).run_summing(rows, sums, mode, times=self.times)
 
     def taken(self) -> list[StepTimes]:
         """What was kept since the last time."""
@@ -143,21 +150,19 @@ def lines(runs: list[Run], decoded: bool) -> list[Line]:
 
 
 def _key(step: Step) -> Key:
-    operation, kernel = step
-    if isinstance(operation, Linear) and kernel in PRODUCTS:
-        return operation.linear.name.rpartition(".")[2], type(operation).__name__
-    return kernel, type(operation).__name__
+    operation, kernel, reads_weights = step
+    name = operation.linear.name.rpartition(".")[2] if isinstance(operation, Linear) and reads_weights else kernel
+    return name, type(operation).__name__
 
 
 def _work(steps: Sequence[Step], decoded: bool) -> dict[Key, int]:
     """Of products: bytes that a decoded token reads, or multiplications and additions of a token of a prompt."""
     work: dict[Key, int] = {}
     for step in steps:
-        operation, kernel = step
-        if isinstance(operation, Select) and not decoded:
+        if isinstance(step.operation, Select) and not decoded:
             break
-        if isinstance(operation, Linear) and kernel in PRODUCTS:
-            layer = operation.linear
+        if isinstance(step.operation, Linear) and step.reads_weights:
+            layer = step.operation.linear
             work[_key(step)] = work.get(_key(step), 0) + (layer.nbytes if decoded else 2 * layer.rows * layer.columns)
     return work
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgeq import targets
 from edgeq.container import ModelFile
 from edgeq.records import Metadata
 from edgeq.runtime import Model
@@ -49,12 +48,8 @@ def step_bytes(model: Model, length: int, texts: int = 1) -> float:
 
 
 def read_bandwidth(model: Model, refresh: bool = False) -> float | None:
-    """Bytes per second that this machine reads with the threads of the model; measured in about a second if not known yet.
+    """Bytes per second that the model's target reads with its threads; measured in about a second if not known yet.
 
-    None where the CPU target, which measures it, cannot run.
+    None where the target does not measure it.
     """
-    if targets.load("cpu").refusal() is not None:
-        return None
-    from edgeq.targets.cpu import probes
-
-    return probes.read_bandwidth(model.program.threads, refresh)
+    return model.program.read_bandwidth(refresh)

@@ -66,9 +66,9 @@ def run(
         if chat:
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": text})
-            generation = loaded.chat(messages, progress=prefilled, **wishes)
+            generation = loaded.chat(messages, on_progress=prefilled, **wishes)
         else:
-            generation = loaded.generate(text, progress=prefilled, **wishes)
+            generation = loaded.generate(text, on_progress=prefilled, **wishes)
         # The bar has to be gone before text is written.
         first = next(generation, "")
     if as_json:
@@ -111,7 +111,7 @@ def utf8(data: bytes, name: str) -> str:
 def load(model: Path, chat_template: Path | None, options: dict[str, Any]) -> Model:
     template = None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
     with compilation() as report:
-        return Model.load(model, chat_template=template, report=report, **{name: options[name] for name in LOAD})
+        return Model.load(model, chat_template=template, on_progress=report, **{name: options[name] for name in LOAD})
 
 
 def sampling_of(model: Model, options: dict[str, Any]) -> Sampling:

@@ -17,6 +17,6 @@ def warm(*, model: Path, mode: Mode | None, **options: Any) -> None:
     for each in (mode,) if mode else MODES:
         started = perf_counter()
         with compilation() as report:
-            loaded = Model.load(model, mode=each, report=report, **options)
+            loaded = Model.load(model, mode=each, on_progress=report, **options)
         note(f"{loaded.description}: ready after {perf_counter() - started:.1f} s")
     note(f"kernels are kept in {machine.cache_folder()}")

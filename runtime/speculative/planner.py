@@ -1,4 +1,4 @@
-"""How far to draft: what runs cost and how drafts fare, learned while decoding."""
+"""How long drafts should be: from what runs cost and how many drafts are accepted, measured while decoding."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Literal
 Source = Literal["mode", "lookup"]
 
 REMEMBERED = 9
-"""Times of a kind of run whose median counts: enough to ignore one that was held up, few enough to follow a growing cache."""
+"""Last times of a kind of run, whose median is used: enough to ignore an outlier, few enough to follow a growing cache."""
 FADING = 0.95
-"""Weight of what was known about acceptance when the next cycle is counted: about the last twenty cycles matter."""
+"""Factor of the earlier counts of acceptance at each cycle: about the last twenty cycles matter."""
 GAIN = 1.03
 """Predicted speed-up below which drafting is not worth its risk."""
 TRIED = 2
-"""Tokens of a draft that is made to see how it fares."""
+"""Length of a draft that is made to measure acceptance."""
 FIRST_PROBE, LAST_PROBE = 64, 1024
-"""Cycles between tries of a source that did not pay when it was last tried; twice as many after each."""
+"""Cycles between trials of a source that did not pay when it was last tried; twice as many after each."""
 ROW_COST = 0.1
-"""Of a further row of a run, as a part of the first, until it is measured."""
+"""Cost of a further row of a run as a share of the first, until it is measured."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """Draft `gamma` tokens from `source`; 0: none.  `speedup` is what the measurements predict, against not drafting."""
 
     source: Source
@@ -34,18 +34,18 @@ class Plan:
 
 
 def expected_tokens(beta: float, gamma: int) -> float:
-    """Of a cycle, when each draft is accepted with probability beta (Leviathan et al. 2023, arXiv 2211.17192, eq. 1)."""
+    """Tokens of a cycle, when each draft is accepted with probability beta (Leviathan et al. 2023, arXiv 2211.17192, eq. 1)."""
     return gamma + 1.0 if beta >= 1 else float((1 - beta ** (gamma + 1)) / (1 - beta))
 
 
 class Acceptance:
-    """The probability that a draft is accepted, given that those before it were; fades, and starts out undecided."""
+    """The probability that a draft is accepted, given that those before it were; old counts fade; it begins at one half."""
 
     def __init__(self) -> None:
         self._accepted, self._rejected = 1.0, 1.0
 
     def count(self, accepted: int, drafted: int) -> None:
-        """A cycle: of `drafted` tokens the first `accepted`."""
+        """Count a cycle: of `drafted` tokens the first `accepted` were accepted."""
         if drafted:
             self._accepted = FADING * self._accepted + accepted
             self._rejected = FADING * self._rejected + (accepted < drafted)
@@ -55,11 +55,11 @@ class Acceptance:
         return self._accepted / (self._accepted + self._rejected)
 
 
-class Pace:
+class DraftPlanner:
     """Costs of runs by their number of rows, acceptance by source, and the plan that follows from them (QSpec, section 5 of
     arXiv 2410.11305: speed-up = E(gamma) / (gamma c + v)).
 
-    gamma   what a user fixed; None: what pays
+    gamma   draft length that the user fixed; None: the one with the best predicted speed-up
     """
 
     def __init__(self, gamma: int | None, longest: int) -> None:
@@ -69,10 +69,10 @@ class Pace:
         self._medians: dict[bool, dict[int, float]] = {True: {}, False: {}}
         self._cycle, self._probe, self._interval = 0, 0, FIRST_PROBE
 
-    def ran(self, exact: bool, rows: int, seconds: float) -> None:
-        """A run in the exact or in the draft's mode took so long.
+    def record(self, exact: bool, rows: int, seconds: float) -> None:
+        """Record the time of a run in the exact mode or in the draft's.
 
-        The first of a kind does not count: it finds its code and its buffers cold.
+        The first of a kind does not count: its code and its buffers are cold.
         """
         if (exact, rows) not in self._times:
             self._times[exact, rows] = deque(maxlen=REMEMBERED)
@@ -97,35 +97,35 @@ class Pace:
             return a + slope * (rows - n)
         return above[0][1]
 
-    def knows_plain_steps(self, streams: int) -> bool:
-        """Whether a step without drafts was measured, in whose units c and v are."""
+    def has_plain_steps(self, streams: int) -> bool:
+        """Whether a step without drafts was measured, which is the unit of c and v."""
         return streams in self._medians[True]
 
     def draft_cost(self, streams: int) -> float | None:
-        """c: a step of the draft's mode, as a part of an exact one."""
+        """c: the cost of a step in the draft's mode, relative to an exact one."""
         draft, exact = self.cost(False, streams), self.cost(True, streams)
         return draft / exact if draft and exact else None
 
     def verify_cost(self, streams: int, gamma: float) -> float:
-        """v: verifying gamma drafts of a stream, in the mean over the streams, as a part of an exact step."""
+        """v: the cost of verifying gamma drafts of a stream, mean over the streams, relative to an exact step."""
         exact, verify = self.cost(True, streams), self.cost(True, max(1, round(streams * (gamma + 1))))
         return verify / exact if exact and verify else 1.0 + ROW_COST * gamma
 
-    def plan(self, streams: int, limit: int, lookup: Callable[[], float] | None, mode: bool) -> Plan:
-        """What to do in the next cycle.
+    def plan(self, streams: int, limit: int, lookup: Callable[[], float] | None, mode: bool) -> DraftPlan:
+        """The plan of the next cycle.
 
         limit    drafts that there is room for
-        lookup   gives the share of the streams whose text offers drafts; None: not wanted
-        mode     drafts in another mode are wanted
+        lookup   gives the share of the streams for which the text offers drafts; None: not enabled
+        mode     whether drafts in another mode are enabled
         """
         self._cycle += 1
-        none = Plan("mode" if mode else "lookup", 0)
+        none = DraftPlan("mode" if mode else "lookup", 0)
         limit = min(limit, self._longest if self._gamma is None else self._gamma)
         if limit < 1 or not (mode or lookup):
             return none
         offered = lookup() if lookup else 0.0
         if self._gamma is not None:
-            return Plan("lookup" if offered else "mode", limit) if offered or mode else none
+            return DraftPlan("lookup" if offered else "mode", limit) if offered or mode else none
         if self.cost(True, streams) is None:
             return none
         plans = [none]
@@ -138,16 +138,16 @@ class Pace:
         if best.speedup >= GAIN:
             return best
         if offered and self._is_time_to_try(streams, limit, 0.0):
-            return Plan("lookup", min(TRIED, limit))
-        return Plan("mode", min(TRIED, limit)) if mode and self._is_time_to_try(streams, limit, c) else none
+            return DraftPlan("lookup", min(TRIED, limit))
+        return DraftPlan("mode", min(TRIED, limit)) if mode and self._is_time_to_try(streams, limit, c) else none
 
-    def _predicted(self, source: Source, gamma: int, streams: int, offered: float, c: float) -> Plan:
-        """`offered`: the share of streams that have drafts; the others ride along with one row each."""
+    def _predicted(self, source: Source, gamma: int, streams: int, offered: float, c: float) -> DraftPlan:
+        """`offered`: the share of streams that have drafts; the others run one row each."""
         tokens = offered * expected_tokens(self.acceptance[source].beta, gamma) + 1 - offered
-        return Plan(source, gamma, tokens / (gamma * c + self.verify_cost(streams, offered * gamma)))
+        return DraftPlan(source, gamma, tokens / (gamma * c + self.verify_cost(streams, offered * gamma)))
 
     def _is_time_to_try(self, streams: int, limit: int, c: float | None) -> bool:
-        """Seldom, and never if even drafts that are all accepted would not pay."""
+        """Whether to try a source again: seldom, and never if even drafts that are all accepted would not pay."""
         if c is not None:
             hope = max((g + 1) / (g * c + self.verify_cost(streams, g)) for g in range(1, limit + 1))
             if hope < GAIN:

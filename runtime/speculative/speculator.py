@@ -1,8 +1,9 @@
-"""Draft, verify, accept: several tokens for one reading of the weights, and exactly the text that there would be without.
+"""Draft, verify, accept: several tokens for one reading of the weights, and exactly the text that there is without.
 
-A cycle drafts gamma tokens behind the last one, runs that one and the drafts in one exact run, which overwrites whatever keys
-and values the drafts left, and keeps the longest beginning that the exact logits agree with, plus the token that they put
-behind it (Leviathan et al. 2023, arXiv 2211.17192; QSpec, arXiv 2410.11305).  Without drafts a cycle is a plain decoding step.
+A cycle drafts gamma tokens after the last one, runs that one and the drafts in one exact run, which overwrites the keys and
+values that the drafts left, and keeps the longest beginning that the exact logits agree with, plus the token that they give
+next (Leviathan et al. 2023, arXiv 2211.17192; QSpec, arXiv 2410.11305).  A cycle for which no draft would pay is a plain
+decoding step.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.records import Mode
+from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Candidates
-from edgeq.runtime.session import Part, run_together
-from edgeq.runtime.speculative.drafts import Draft, Stream, drafted, looked_up
-from edgeq.runtime.speculative.planner import Pace, Plan
+from edgeq.runtime.session import BatchItem, run_together
+from edgeq.runtime.speculative.drafts import Draft, drafted, looked_up
+from edgeq.runtime.speculative.planner import DraftPlan, DraftPlanner
 from edgeq.runtime.stats import LONGEST_DRAFT, Speculation
 
 DraftSource = Literal["off", "qspec", "lookup", "both", "auto"]
@@ -29,13 +31,13 @@ class Speculator:
     """Decodes streams of one model together.
 
     source   where drafts come from; "auto" is "both" with a gamma that pays
-    gamma    tokens of a draft; None: what pays, 0 included
+    gamma    draft length; None: the one with the best predicted speed-up, 0 included
     mode     of the drafts that the model itself makes
     """
 
     def __init__(self, source: DraftSource, gamma: int | None, mode: Mode) -> None:
         self.statistics = Speculation()
-        self.pace = Pace(gamma, LONGEST_DRAFT)
+        self.planner = DraftPlanner(gamma, LONGEST_DRAFT)
         self._mode = mode
         self._looks_up, self._drafts = source in ("lookup", "both", "auto"), source in ("qspec", "both", "auto")
 
@@ -52,7 +54,7 @@ class Speculator:
             offers.extend(looked_up(stream, limit) for stream, limit in zip(streams, limits, strict=True))
             return sum(bool(draft.tokens) for draft in offers) / len(offers)
 
-        plan = self.pace.plan(len(streams), max(limits), offered if self._looks_up else None, self._drafts)
+        plan = self.planner.plan(len(streams), max(limits), offered if self._looks_up else None, self._drafts)
         drafts = self._draft(streams, [min(plan.gamma, limit) for limit in limits], plan, offers)
         verified = self._verify(streams, drafts)
         emitted = []
@@ -67,7 +69,7 @@ class Speculator:
         self._conclude(plan, len(streams), emitted)
         return emitted
 
-    def _draft(self, streams: Sequence[Stream], counts: list[int], plan: Plan, offers: list[Draft]) -> list[Draft]:
+    def _draft(self, streams: Sequence[Stream], counts: list[int], plan: DraftPlan, offers: list[Draft]) -> list[Draft]:
         if plan.gamma == 0:
             return [Draft() for _ in streams]
         if plan.source == "lookup":
@@ -75,48 +77,48 @@ class Speculator:
         started = perf_counter()
         drafts = drafted(streams, counts, self._mode)
         self.statistics.draft_steps += max(counts)
-        self.pace.ran(False, len(streams), (perf_counter() - started) / max(counts))
+        self.planner.record(False, len(streams), (perf_counter() - started) / max(counts))
         return drafts
 
     def _verify(self, streams: Sequence[Stream], drafts: list[Draft]) -> list[NDArray[np.float32]]:
-        parts = [
-            Part(stream.session, [stream.tokens[-1], *draft.tokens], range(len(draft.tokens) + 1))
+        items = [
+            BatchItem(stream.session, [stream.tokens[-1], *draft.tokens], range(len(draft.tokens) + 1))
             for stream, draft in zip(streams, drafts, strict=True)
         ]
         started = perf_counter()
-        logits = run_together(parts)
-        self.pace.ran(True, sum(len(part.tokens) for part in parts), perf_counter() - started)
+        logits = run_together(items)
+        self.planner.record(True, sum(len(item.tokens) for item in items), perf_counter() - started)
         return logits
 
-    def _count(self, plan: Plan, draft: Draft, accepted: int, offer: list[int], emitted: list[int]) -> None:
-        """Acceptance of a stream's cycle.  What the text offered and was not tried is judged by what came."""
+    def _count(self, plan: DraftPlan, draft: Draft, accepted: int, offer: list[int], emitted: list[int]) -> None:
+        """Acceptance of a stream's cycle.  An offer of the text that was not tried is judged by the token that came."""
         for j in range(len(draft.tokens)):
             self.statistics.drafted[j] += 1
             self.statistics.accepted[j] += j < accepted
         if draft.tokens:
-            self.pace.acceptance[plan.source].count(accepted, len(draft.tokens))
+            self.planner.acceptance[plan.source].count(accepted, len(draft.tokens))
         if offer and (plan.gamma == 0 or plan.source != "lookup"):
-            self.pace.acceptance["lookup"].count(int(offer[0] == emitted[0]), 1)
+            self.planner.acceptance["lookup"].count(int(offer[0] == emitted[0]), 1)
 
-    def _conclude(self, plan: Plan, streams: int, emitted: list[list[int]]) -> None:
+    def _conclude(self, plan: DraftPlan, streams: int, emitted: list[list[int]]) -> None:
         s = self.statistics
         s.cycles += 1
         s.tokens += sum(map(len, emitted))
         s.predicted += (plan.speedup - s.predicted) / s.cycles
-        if plan.gamma and self.pace.knows_plain_steps(streams):
-            s.c = self.pace.draft_cost(streams) if plan.source == "mode" else 0.0
-            s.v = self.pace.verify_cost(streams, plan.gamma)
+        if plan.gamma and self.planner.has_plain_steps(streams):
+            s.c = self.planner.draft_cost(streams) if plan.source == "mode" else 0.0
+            s.v = self.planner.verify_cost(streams, plan.gamma)
         if plan.gamma:
-            s.beta = self.pace.acceptance[plan.source].beta
+            s.beta = self.planner.acceptance[plan.source].beta
 
 
 def accept(stream: Stream, draft: Draft, logits: NDArray[np.float32]) -> list[int]:
     """Append to `stream.tokens` the drafts that hold, and one token more; returns what was appended.
 
-    logits   exact, float32 [drafts + 1, vocab], behind the last token and behind each draft
+    logits   exact, float32 [drafts + 1, vocab], after the last token and after each draft
 
     A draft d from distribution q holds with probability min(1, p(d) / q(d)); at the first that does not, the token comes from
-    max(0, p - q): together exactly the law p (Leviathan et al. 2023, section 2.3).  Greedy is the case of certain p.
+    max(0, p - q): together exactly the distribution p (Leviathan et al. 2023, section 2.3).  Greedy is the case of certain p.
     """
     start, sampler = len(stream.tokens), stream.sampler
     for token, q, row in zip(draft.tokens, draft.candidates, logits[:-1], strict=True):

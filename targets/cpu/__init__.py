@@ -7,8 +7,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from edgeq.container import ModelFile
-from edgeq.targets import Options, Report, silent
 from edgeq.targets.graph import Graph
+from edgeq.targets.host import host_room
+from edgeq.targets.target import OnProgress, Options, Room, no_progress
 
 if TYPE_CHECKING:
     from edgeq.targets.cpu.program import CpuProgram
@@ -17,14 +18,17 @@ if TYPE_CHECKING:
 class CpuTarget:
     name = "cpu"
 
-    def refusal(self) -> str | None:
+    def refusal(self, file: ModelFile | None = None) -> str | None:
         if sys.byteorder != "little" or sys.maxsize < 1 << 32:
             return "it needs a 64-bit little-endian processor"
         if importlib.util.find_spec("numba") is None:
             return "numba is not installed; run: pip install numba"
         return None
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options, report: Report = silent) -> CpuProgram:
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+        return host_room(graph, file, options)
+
+    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> CpuProgram:
         from edgeq.targets.cpu.program import CpuProgram
 
-        return CpuProgram(graph, file, options, report)
+        return CpuProgram(graph, file, options, on_progress)

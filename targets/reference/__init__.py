@@ -1,1 +1,28 @@
 """The reference target: every operation in plain numpy, complete and slow; the oracle that other targets are tested against."""
+
+from __future__ import annotations
+
+from edgeq.container import ModelFile
+from edgeq.errors import UnsupportedError
+from edgeq.targets.graph import Graph
+from edgeq.targets.host import host_room
+from edgeq.targets.reference.program import ReferenceProgram
+from edgeq.targets.target import OnProgress, Options, Room, no_progress
+
+
+class ReferenceTarget:
+    name = "reference"
+
+    def refusal(self, file: ModelFile | None = None) -> str | None:
+        return None
+
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+        return host_room(graph, file, options)
+
+    def compile(
+        self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress
+    ) -> ReferenceProgram:
+        """UnsupportedError: an instruction set was asked for; numpy has its own."""
+        if options.isa is not None:
+            raise UnsupportedError(f"the reference target has no isa {options.isa!r}; leave it out or use the cpu target")
+        return ReferenceProgram(graph, file, options)

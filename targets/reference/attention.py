@@ -1,20 +1,17 @@
-"""The reference's cache: how keys and values are rounded, what a page holds, and the rotation of heads in front of it."""
+"""The reference's attention: norms and rotations of heads, what a cache page holds and how it is rounded, softmax(q k) v."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.records import KvCodec
-from edgeq.targets.graph import PAGE, CacheWrite, Graph, HeadRotate, Page, Rows
-
-if TYPE_CHECKING:
-    from edgeq.targets.reference.program import ReferenceProgram
+from edgeq.targets.graph import Attention, CacheWrite, Graph, HeadNorm, HeadRotate, RopeRotate
+from edgeq.targets.reference.context import Context, State
+from edgeq.targets.reference.layers import normalized
+from edgeq.targets.rows import PAGE, Page, Rows
 
 ArrayF32 = NDArray[np.float32]
-State = dict[str, ArrayF32]
 
 F16_MAX = 65504.0
 
@@ -38,11 +35,11 @@ def page_of(rows: Rows, row: int, index: int) -> ReferencePage:
     return page
 
 
-def cache_write(program: ReferenceProgram, op: CacheWrite, rows: Rows, state: State) -> None:
+def cache_write(context: Context, op: CacheWrite, rows: Rows, state: State) -> None:
     for part, offset in enumerate((op.k_offset, op.v_offset)):
-        values = cached(heads_of(state[op.x], offset, op.kv_heads, op.head_dim), program.options.kv, keys=part == 0)
+        values = cached(heads_of(state[op.x], offset, op.kv_heads, op.head_dim), context.kv, keys=part == 0)
         for r, slot in enumerate(rows.slots):
-            page_of(rows, r, int(slot) // PAGE).data[op.layer, part, :, slot % PAGE] = values[r]
+            page_of(rows, r, int(slot) // PAGE).data[op.cache, part, :, slot % PAGE] = values[r]
 
 
 def cached(x: ArrayF32, kv: KvCodec, keys: bool) -> ArrayF32:
@@ -79,7 +76,7 @@ def in_range(x: ArrayF32, bits: int, with_zero: bool) -> ArrayF32:
     return restored
 
 
-def head_rotate(program: ReferenceProgram, op: HeadRotate, rows: Rows, state: State) -> None:
+def head_rotate(context: Context, op: HeadRotate, rows: Rows, state: State) -> None:
     """The products are of whole numbers below 2^24, so float32 holds their sum exactly, in any order."""
     x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
     least, most = np.minimum(x.min(axis=2, keepdims=True), 0), np.maximum(x.max(axis=2, keepdims=True), 0)
@@ -87,4 +84,47 @@ def head_rotate(program: ReferenceProgram, op: HeadRotate, rows: Rows, state: St
     divisor = np.where(scale > 0, scale, np.float32(1))
     zero = np.rint(-least / divisor)
     whole = (np.rint(x / divisor) + zero).clip(0, 255) - zero
-    x[:] = np.matmul(whole, program.array(op.matrix)) * (scale * program.array(op.scale))
+    x[:] = np.matmul(whole, context.array(op.matrix)) * (scale * context.array(op.scale))
+
+
+def head_norm(context: Context, op: HeadNorm, rows: Rows, state: State) -> None:
+    x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
+    x[:] = normalized(x.copy(), context.array(op.gain), op.eps)
+
+
+def rope_rotate(context: Context, op: RopeRotate, rows: Rows, state: State) -> None:
+    # Angles in float64: in float32 a position of 100,000 is already wrong in the third decimal.
+    axes = np.array(op.axes or (0,) * len(op.frequencies))
+    angle = rows.positions[axes].T.astype(np.float64) * np.array(op.frequencies, np.float64)  # [rows, pairs]
+    cos, sin = ((f(angle) * op.factor).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))  # [rows, 1, pairs]
+    x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
+    half = len(op.frequencies)
+    a, b = x[:, :, :half].copy(), x[:, :, half : 2 * half].copy()
+    x[:, :, :half] = a * cos - b * sin
+    x[:, :, half : 2 * half] = b * cos + a * sin
+
+
+def visible_range(op: Attention, rows: Rows, row: int) -> tuple[int, int]:
+    """The first slot that a row sees, and the one after the last."""
+    if op.span >= 0:
+        assert rows.spans is not None
+        first, end = rows.spans[op.span, :, row].tolist()
+        return first, end
+    end = int(rows.slots[row]) + 1
+    return max(0, end - op.window) if op.window else 0, end
+
+
+def attention(context: Context, op: Attention, rows: Rows, state: State) -> None:
+    queries = heads_of(state[op.x], op.q_offset, op.heads, op.head_dim)
+    out = context.out(state, op.out, len(rows))
+    for r in range(len(rows)):
+        first, end = visible_range(op, rows, r)
+        pages = [page_of(rows, r, i).data[op.cache] for i in range(first // PAGE, (end - 1) // PAGE + 1)]
+        start = first - first // PAGE * PAGE
+        seen = np.concatenate(pages, axis=2)[:, :, start : start + end - first]
+        keys, values = seen  # [kv_heads, positions, head_dim]
+        q = queries[r].reshape(op.kv_heads, -1, op.head_dim)
+        scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(op.scale)  # [kv_heads, heads / kv_heads, positions]
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        out[r] = np.matmul(weights, values).reshape(-1)

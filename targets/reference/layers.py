@@ -1,34 +1,34 @@
-"""The reference's operations that not every family has, in plain numpy."""
+"""The reference's operations over whole rows, in plain numpy: embeddings, norms, activations, experts, the choice of rows."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.targets.graph import (
+    Embed,
     Experts,
     GatedAdd,
     GeGlu,
+    InjectVectors,
     LayerNorm,
     Linear,
     NormAdd,
     PositionAdd,
     Relu,
+    RmsNorm,
     Route,
-    Rows,
     Scale,
+    Select,
     SwiGlu,
 )
+from edgeq.targets.reference.context import Context, State
 from edgeq.targets.reference.linear import linear
-
-if TYPE_CHECKING:
-    from edgeq.targets.reference.program import ReferenceProgram
+from edgeq.targets.rows import Rows
 
 ArrayF32 = NDArray[np.float32]
-State = dict[str, ArrayF32]
 
 
 def normalized(x: ArrayF32, gain: ArrayF32, eps: float) -> ArrayF32:
@@ -37,33 +37,33 @@ def normalized(x: ArrayF32, gain: ArrayF32, eps: float) -> ArrayF32:
     return np.asarray((x / np.sqrt(mean + eps)).astype(np.float32) * gain)
 
 
-def norm_add(program: ReferenceProgram, op: NormAdd, rows: Rows, state: State) -> None:
-    state[op.out] += normalized(state[op.x], program.array(op.gain), op.eps)
+def norm_add(context: Context, op: NormAdd, rows: Rows, state: State) -> None:
+    state[op.out] += normalized(state[op.x], context.array(op.gain), op.eps)
 
 
-def layer_norm(program: ReferenceProgram, op: LayerNorm, rows: Rows, state: State) -> None:
+def layer_norm(context: Context, op: LayerNorm, rows: Rows, state: State) -> None:
     x = state[op.x].astype(np.float64)
     centered = x - x.mean(axis=-1, keepdims=True)
     scaled = centered / np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + op.eps)
-    state[op.out] = scaled.astype(np.float32) * program.array(op.gain) + program.array(op.bias)
+    state[op.out] = scaled.astype(np.float32) * context.array(op.gain) + context.array(op.bias)
 
 
-def scale(program: ReferenceProgram, op: Scale, rows: Rows, state: State) -> None:
+def scale(context: Context, op: Scale, rows: Rows, state: State) -> None:
     state[op.x] = state[op.x] * np.float32(op.factor)
 
 
-def position_add(program: ReferenceProgram, op: PositionAdd, rows: Rows, state: State) -> None:
-    state[op.x] = state[op.x] + program.array(op.table)[rows.positions]
+def position_add(context: Context, op: PositionAdd, rows: Rows, state: State) -> None:
+    state[op.x] = state[op.x] + context.array(op.table)[rows.positions[0]]
 
 
-def geglu(program: ReferenceProgram, op: GeGlu, rows: Rows, state: State) -> None:
+def geglu(context: Context, op: GeGlu, rows: Rows, state: State) -> None:
     gate, up = state[op.x][:, : op.width], state[op.x][:, op.width : 2 * op.width]
     with np.errstate(over="ignore"):  # the cube of a large gate is infinite, its tanh rightly 1
         inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate**3)
     state[op.out] = np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
 
 
-def route(program: ReferenceProgram, op: Route, rows: Rows, state: State) -> None:
+def route(context: Context, op: Route, rows: Rows, state: State) -> None:
     logits = state[op.x][:, : op.experts]
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares = weights / weights.sum(axis=1, keepdims=True)
@@ -74,7 +74,7 @@ def route(program: ReferenceProgram, op: Route, rows: Rows, state: State) -> Non
     state[op.out] = np.concatenate([picked, best.astype(np.float32)], axis=1)
 
 
-def experts(program: ReferenceProgram, op: Experts, rows: Rows, state: State) -> None:
+def experts(context: Context, op: Experts, rows: Rows, state: State) -> None:
     x, routing = state[op.x], state[op.routing]
     chosen = routing[:, op.chosen :].astype(np.int64)
     outputs = np.zeros((len(x), op.chosen, op.downs[0].rows), np.float32)
@@ -83,26 +83,50 @@ def experts(program: ReferenceProgram, op: Experts, rows: Rows, state: State) ->
         inner = {"x": x[r], "gate_up": np.zeros((len(r), 2 * op.width), np.float32)}
         offset = 0
         for layer in op.projections[expert]:
-            linear(program, Linear(op.layer, "x", layer, "gate_up", offset), rows, inner)
+            linear(context, Linear(op.layer, "x", layer, "gate_up", offset), rows, inner)
             offset += layer.rows
-        swiglu(program, SwiGlu(op.layer, "gate_up", op.width, "inner"), rows, inner)
+        swiglu(context, SwiGlu(op.layer, "gate_up", op.width, "inner"), rows, inner)
         inner["out"] = np.zeros((len(r), op.downs[expert].rows), np.float32)
-        linear(program, Linear(op.layer, "inner", op.downs[expert], "out"), rows, inner)
+        linear(context, Linear(op.layer, "inner", op.downs[expert], "out"), rows, inner)
         outputs[r, rank] = inner["out"]
     # The sum goes by falling share, one row like another.
     for place in range(op.chosen):
         state[op.out] += routing[:, place : place + 1] * outputs[:, place]
 
 
-def gated_add(program: ReferenceProgram, op: GatedAdd, rows: Rows, state: State) -> None:
+def gated_add(context: Context, op: GatedAdd, rows: Rows, state: State) -> None:
     state[op.out] += state[op.x] / (1 + np.exp(-state[op.gate][:, :1]))
 
 
-def swiglu(program: ReferenceProgram, op: SwiGlu, rows: Rows, state: State) -> None:
+def swiglu(context: Context, op: SwiGlu, rows: Rows, state: State) -> None:
     gate, up = state[op.x][:, : op.width], state[op.x][:, op.width : 2 * op.width]
     with np.errstate(over="ignore"):  # exp(-gate) of a very negative gate is infinite, its silu rightly 0
         state[op.out] = gate / (1 + np.exp(-gate)) * up
 
 
-def relu(program: ReferenceProgram, op: Relu, rows: Rows, state: State) -> None:
+def relu(context: Context, op: Relu, rows: Rows, state: State) -> None:
     state[op.out] = np.maximum(state[op.x][:, : op.width], np.float32(0))
+
+
+def embed(context: Context, op: Embed, rows: Rows, state: State) -> None:
+    state[op.out] = context.table_rows(op.table, rows.tokens.astype(np.int64))
+
+
+def rms_norm(context: Context, op: RmsNorm, rows: Rows, state: State) -> None:
+    state[op.out] = normalized(state[op.x], context.array(op.gain), op.eps)
+
+
+def select(context: Context, op: Select, rows: Rows, state: State) -> None:
+    """The selected rows; what other buffers hold is dropped, so that a later read of them fails."""
+    taken = {out: state[name][rows.wanted] for name, out in zip(op.reads(), op.writes(), strict=True)}
+    state.clear()
+    state.update({name: x.reshape(-1, op.together * x.shape[1]) for name, x in taken.items()})
+
+
+def inject_vectors(context: Context, op: InjectVectors, rows: Rows, state: State) -> None:
+    out = context.out(state, op.out, len(rows))
+    if rows.vectors is None or rows.vector_of is None:
+        return
+    brought = rows.vector_of >= 0
+    vectors = rows.vectors[rows.vector_of[brought], op.offset : op.offset + out.shape[1]]
+    out[brought] = out[brought] + vectors if op.add else vectors

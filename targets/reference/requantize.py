@@ -1,4 +1,4 @@
-"""The reference's side of edgeq/targets/copies.py: sums over inputs, weights rounded anew, layers that run with them."""
+"""Test-time requantization in numpy: sums over inputs, masters rounded again, layers that run with the result."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.quantization import rounded
 from edgeq.records import LinearSpec
-from edgeq.targets.graph import Rows
-from edgeq.targets.reference.linear import Matrices
-from edgeq.targets.requantization import InputSums, SharedInput, Weights, copied
+from edgeq.targets.reference.matrices import Matrices
+from edgeq.targets.requantization import HostWeights, InputSums, SharedInput, requantized_arrays
+from edgeq.targets.rows import Rows
 
 ArrayF32 = NDArray[np.float32]
 
 
-class ReferenceWeights(Weights):
-    """A copy with its matrices as float32."""
+class ReferenceWeights(HostWeights):
+    """Requantized weights, and their matrices as float32.
+
+    scale_of   layer name -> index of its shared input
+    """
 
     def __init__(self, inputs: Sequence[SharedInput]) -> None:
-        arrays = {ref: np.zeros(shape, dtype) for ref, (dtype, shape) in copied(inputs).items()}
+        arrays = {ref: np.zeros(shape, dtype) for ref, (dtype, shape) in requantized_arrays(inputs).items()}
         super().__init__(arrays, [np.ones(each.columns, np.float32) for each in inputs])
         self.scale_of = {layer.name: i for i, each in enumerate(inputs) for layer in each.layers}
         self.matrices = Matrices(self)
 
 
 def requantize(file: ModelFile, inputs: Sequence[SharedInput], weights: ReferenceWeights, scales: Sequence[ArrayF32]) -> None:
+    """Fill `weights` for the scales s float32 [columns] of every input: W diag(s) rounded, and 1/s."""
     masters = Matrices(file)
     for i, (each, scale) in enumerate(zip(inputs, scales, strict=True)):
         weights.input_scales[i][:] = np.float32(1) / scale

@@ -56,7 +56,7 @@ def test_products_equal_the_reference(bits: int, group: int, symmetric: bool) ->
     import numpy as np
 
     from edgeq.codec import Codec
-    from edgeq.targets import Options
+    from edgeq.targets.target import Options
     from tests.targets.cases import Arrays, matrix, product, run, weight
 
     rng, arrays = np.random.default_rng(bits), Arrays()

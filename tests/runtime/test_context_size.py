@@ -9,7 +9,8 @@ import pytest
 from edgeq import machine as facts
 from edgeq.errors import InputError, ResourceError
 from edgeq.records import KvCodec
-from edgeq.runtime import Model, context_size
+from edgeq.runtime import Model
+from edgeq.targets.host import buffer_bytes
 
 MIB = 1 << 20
 
@@ -29,7 +30,7 @@ def has(path: Path, available: int) -> None:
 
 def fixed_bytes(model: Model) -> int:
     sizes = model.file.metadata.bytes_per_token()
-    return sizes["weights"] + sizes["head"] + context_size.buffer_bytes(model.graph, model.program.options)
+    return sizes["weights"] + sizes["head"] + buffer_bytes(model.graph, model.program.options)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_a_context_the_model_does_not_take_is_refused(context: int, tiny_path: P
 
 
 def test_buffers_count_rows_before_and_logits_after_the_selection(model: Model) -> None:
-    few = context_size.buffer_bytes(model.graph, model.program.options)
+    few = buffer_bytes(model.graph, model.program.options)
     before = sum(model.graph.buffers[b] for b in ("x", "normed", "qkv", "attended", "gate_up", "inner"))
     after = sum(model.graph.buffers[b] for b in ("x", "qkv", "logits"))
     assert few == 4 * (model.program.options.max_rows * before + 8 * after)

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from edgeq.runtime import Model
-from edgeq.targets import StepTimes
-from edgeq.targets.graph import Linear, Rows, Select
+from edgeq.targets.graph import Linear, Select
+from edgeq.targets.rows import Rows
+from edgeq.targets.target import StepTimes
 from edgeq.tools import breakdown
 from edgeq.tools.cli import main
 
@@ -21,7 +22,7 @@ from edgeq.tools.cli import main
 def rows(model: Model, count: int) -> Rows:
     places = np.arange(count, dtype=np.int32)
     pages = [[model.program.new_page() for _ in range(2)]]
-    return Rows(places, places, places, np.zeros(count, np.int32), pages, np.array([count - 1], np.int32))
+    return Rows(places, places[None], places, np.zeros(count, np.int32), pages, np.array([count - 1], np.int32))
 
 
 @pytest.mark.parametrize(("target", "threads"), [("cpu", 1), ("cpu", 2), ("reference", 1)])

@@ -15,10 +15,10 @@ from edgeq.errors import InputError, UnsupportedError
 from edgeq.records import LinearSpec
 from edgeq.runtime import Model
 from edgeq.runtime.requantize import Requantization, drifted, scales
-from edgeq.runtime.session import Part, Session, run_together
-from edgeq.targets.graph import Rows
+from edgeq.runtime.session import BatchItem, Session, run_together
 from edgeq.targets.reference import requantize
 from edgeq.targets.requantization import InputSums, SharedInput, Weights
+from edgeq.targets.rows import Rows
 from edgeq.tools.compare import FileScorer
 from edgeq.tools.corpus import evaluation_code
 
@@ -298,7 +298,7 @@ def test_sessions_have_copies_of_their_own(model: Model) -> None:
     sessions = [model.session(), model.session()]
     for session, prompt in zip(sessions, prompts, strict=True):
         session.prefill(prompt)
-    together = run_together([Part(session, [6], [0]) for session in sessions])
+    together = run_together([BatchItem(session, [6], [0]) for session in sessions])
     assert all(np.array_equal(ours[0], theirs) for ours, theirs in zip(together, expected, strict=True))
 
 

@@ -15,7 +15,7 @@ from edgeq.runtime.sampling import Sampler, distribution
 from edgeq.runtime.session import run_together
 from edgeq.runtime.speculative import drafts
 from edgeq.runtime.speculative.drafts import Draft, Lookup, Stream
-from edgeq.runtime.speculative.planner import Pace, expected_tokens
+from edgeq.runtime.speculative.planner import DraftPlanner, expected_tokens
 from edgeq.runtime.speculative.speculator import Speculator, accept, residual
 from edgeq.runtime.stats import LONGEST_DRAFT
 
@@ -234,9 +234,9 @@ def test_expected_tokens_of_a_cycle() -> None:
     assert expected_tokens(0.5, 2) == pytest.approx(1 + 0.5 + 0.25)
 
 
-def paced(beta: float, c: float, v: float, cycles: int = 400) -> tuple[Pace, list[int]]:
+def paced(beta: float, c: float, v: float, cycles: int = 400) -> tuple[DraftPlanner, list[int]]:
     """Gammas that are chosen where a plain step takes 1, a draft step c and each further row of a verification v."""
-    pace, random, gammas = Pace(None, LONGEST_DRAFT), np.random.default_rng(1), []
+    pace, random, gammas = DraftPlanner(None, LONGEST_DRAFT), np.random.default_rng(1), []
     for _ in range(cycles):
         plan = pace.plan(1, LONGEST_DRAFT, None, True)
         gammas.append(plan.gamma)

@@ -11,9 +11,11 @@ import numpy as np
 from edgeq import machine
 from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
 from edgeq.records import ArrayRef, LinearSpec, Weight
-from edgeq.targets import Options, load
+from edgeq.targets import load
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.graph import PAGE, Embed, Graph, Linear, Operation, Rows, Select
+from edgeq.targets.graph import Embed, Graph, Linear, Operation, Select
+from edgeq.targets.rows import PAGE, Rows
+from edgeq.targets.target import Options
 
 HERE = [
     isa.name
@@ -84,7 +86,7 @@ def rows_of(program, count: int, first: int = 0, pages=None) -> Rows:
     """`count` rows of one session from position `first`, row r with token first + r, all logits wanted."""
     places = np.arange(first, first + count, dtype=np.int32)
     pages = pages if pages is not None else [program.new_page() for _ in range((first + count - 1) // PAGE + 1)]
-    return Rows(places, places, places, np.zeros(count, np.int32), [pages], np.arange(count, dtype=np.int32))
+    return Rows(places, places[None], places, np.zeros(count, np.int32), [pages], np.arange(count, dtype=np.int32))
 
 
 def run(target: str, graph: Graph, arrays: Arrays, count: int, options: Options) -> np.ndarray:

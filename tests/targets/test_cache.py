@@ -8,22 +8,11 @@ import numpy as np
 import pytest
 
 from edgeq.records import KvCodec
-from edgeq.targets import Options, load
-from edgeq.targets.graph import (
-    PAGE,
-    Attention,
-    CacheWrite,
-    Embed,
-    Graph,
-    HeadNorm,
-    HeadRotate,
-    Linear,
-    Operation,
-    RopeRotate,
-    Rows,
-    Select,
-)
+from edgeq.targets import load
+from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, HeadNorm, HeadRotate, Linear, Operation, RopeRotate, Select
 from edgeq.targets.reference.attention import cached
+from edgeq.targets.rows import PAGE, Rows
+from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, rows_of
 from tests.targets.test_cpu_kernels import identity
 
@@ -54,8 +43,8 @@ class Heads:
         operations = (
             Embed(-1, arrays.add(x.astype(np.float32), "f32"), "x"),
             *changes,
-            CacheWrite(1, "x", q, q + k, self.kv_heads, self.dim),
-            Attention(1, "x", 0, "a", self.heads, self.kv_heads, self.dim, self.dim**-0.5, self.window),
+            CacheWrite(1, "x", q, q + k, self.kv_heads, self.dim, cache=1),
+            Attention(1, "x", 0, "a", self.heads, self.kv_heads, self.dim, self.dim**-0.5, self.window, cache=1),
             Select(-1, ("a",)),
             Linear(-1, "a", identity(arrays, q), "y"),
         )
@@ -181,7 +170,7 @@ def test_sessions_in_one_run_give_the_bits_they_give_alone(kv):
     order = np.random.default_rng(3).permutation(90)
     every = np.arange(90, dtype=np.int32)
     sessions = np.repeat(np.arange(2, dtype=np.int32), lengths)
-    together = program.run(Rows(every[order], slots[order], slots[order], sessions[order], pages, every))
+    together = program.run(Rows(every[order], slots[None, order], slots[order], sessions[order], pages, every))
     assert np.array_equal(together[np.argsort(order)], np.concatenate(alone))
 
 

@@ -6,23 +6,12 @@ import pytest
 from edgeq.codec import Codec, pack_floats
 from edgeq.errors import ResourceError, UnsupportedError
 from edgeq.records import KvCodec, LinearSpec, Weight
-from edgeq.targets import Options, load
+from edgeq.targets import load
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.graph import (
-    PAGE,
-    Attention,
-    CacheWrite,
-    Embed,
-    Graph,
-    HeadNorm,
-    Linear,
-    RmsNorm,
-    RopeRotate,
-    Rows,
-    Select,
-    SwiGlu,
-)
+from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, HeadNorm, Linear, RmsNorm, RopeRotate, Select, SwiGlu
+from edgeq.targets.rows import PAGE, Rows
+from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, rows_of
 
 
@@ -100,8 +89,8 @@ def test_attention_over_the_cache(heads, kv_heads, dim, window, positions, norme
     operations += [
         RopeRotate(1, "x", 0, heads, dim, frequencies),
         RopeRotate(1, "x", q, kv_heads, dim, frequencies),
-        CacheWrite(1, "x", q, q + k, kv_heads, dim),
-        Attention(1, "x", 0, "a", heads, kv_heads, dim, dim**-0.5, window),
+        CacheWrite(1, "x", q, q + k, kv_heads, dim, cache=1),
+        Attention(1, "x", 0, "a", heads, kv_heads, dim, dim**-0.5, window, cache=1),
     ]
     graph = shown(arrays, x, operations, "a", {"a": q, "_dim": dim})
     oracle, y = both(graph, arrays, positions, kv=kv)
@@ -122,8 +111,8 @@ def test_sessions_in_one_run_give_the_bits_they_give_alone():
     operations = [
         RopeRotate(0, "x", 0, heads, dim, frequencies),
         RopeRotate(0, "x", size, heads, dim, frequencies),
-        CacheWrite(0, "x", size, 2 * size, heads, dim),
-        Attention(0, "x", 0, "a", heads, heads, dim, dim**-0.5, 0),
+        CacheWrite(0, "x", size, 2 * size, heads, dim, cache=0),
+        Attention(0, "x", 0, "a", heads, heads, dim, dim**-0.5, 0, cache=0),
     ]
     arrays_of = shown(arrays, x, operations, "a", {"a": size, "_dim": dim})
     graph = Graph(arrays_of.buffers, arrays_of.operations, "y", 1, heads, dim)
@@ -139,7 +128,7 @@ def test_sessions_in_one_run_give_the_bits_they_give_alone():
     order = rng.permutation(90)
     sessions = np.repeat(np.arange(2, dtype=np.int32), lengths)
     every = np.arange(90, dtype=np.int32)
-    rows = Rows(every[order], slots[order], slots[order], sessions[order], pages, every)
+    rows = Rows(every[order], slots[None, order], slots[order], sessions[order], pages, every)
     together = program.run(rows)
     assert np.array_equal(together[np.argsort(order)], np.concatenate(alone))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgeq.codec import Codec
-from edgeq.targets import Options
+from edgeq.targets.target import Options
 from tests.targets.cases import FLOAT_CODECS, HERE, INTEGER_CODECS, Arrays, integers, matrix, product, run, weight
 
 

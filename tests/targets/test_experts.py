@@ -8,8 +8,9 @@ import pytest
 from edgeq.codec import Codec, pack_floats
 from edgeq.errors import UnsupportedError
 from edgeq.records import LinearSpec, Weight
-from edgeq.targets import Options, load
+from edgeq.targets import load
 from edgeq.targets.graph import Embed, Experts, GatedAdd, Graph, Linear, Route, Select
+from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, matrix, rows_of, weight
 from tests.targets.test_cpu_kernels import identity
 

@@ -89,8 +89,8 @@ def test_attention_behind_partial_scaled_and_no_rotation(dim, pairs, factor, kv)
     if pairs:
         operations = [RopeRotate(1, "x", o, n, dim, frequencies, factor) for o, n in ((0, heads), (q, kv_heads))]
     operations += [
-        CacheWrite(1, "x", q, q + k, kv_heads, dim),
-        Attention(1, "x", 0, "a", heads, kv_heads, dim, 0.2, 30),
+        CacheWrite(1, "x", q, q + k, kv_heads, dim, cache=1),
+        Attention(1, "x", 0, "a", heads, kv_heads, dim, 0.2, 30, cache=1),
     ]
     graph = shown(arrays, x, operations, "a", {"a": q, "_dim": dim})
     oracle, y = both(graph, arrays, positions, [33, 1, 36], kv=kv)

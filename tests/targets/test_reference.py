@@ -14,12 +14,13 @@ from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.manifest import array_shapes, fused_shapes
 from edgeq.records import ArrayRef, LinearSpec, Metadata, Transform, Weight
-from edgeq.targets import Options, pick
-from edgeq.targets.graph import PAGE, Embed, Graph, Linear, Operation, RopeRotate, Rows, Select, SwiGlu
-from edgeq.targets.reference import linear
-from edgeq.targets.reference import program as reference
+from edgeq.targets import pick
+from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, Linear, Operation, RopeRotate, Select, SwiGlu
+from edgeq.targets.reference import ReferenceTarget, attention, layers, linear, matrices
 from edgeq.targets.reference.linear import quantize_blocks
-from edgeq.targets.reference.program import ReferenceProgram, ReferenceTarget
+from edgeq.targets.reference.program import ReferenceProgram
+from edgeq.targets.rows import PAGE, Page, Rows
+from edgeq.targets.target import Options
 from edgeq.writer import Writer
 
 CONFIG = ModelConfig(
@@ -77,9 +78,9 @@ def build(path: Path, codec: Codec) -> ModelFile:
     return writer.finish(Metadata(CONFIG, {}, {}, "a16", linears, arrays))
 
 
-def rows_of(count: int, pages: list[reference.Page] | None = None) -> Rows:
+def rows_of(count: int, pages: list[Page] | None = None) -> Rows:
     index = np.arange(count, dtype=np.int32)
-    return Rows(index, index, index, np.zeros(count, np.int32), [pages or []], index)
+    return Rows(index, index[None], index, np.zeros(count, np.int32), [pages or []], index)
 
 
 def program_of(
@@ -102,8 +103,8 @@ def test_linear_is_the_dequantized_matrix_times_x_plus_bias(codec: Codec, name: 
     program = program_of(file, (), {"out": spec.rows + 3})
     x = np.random.default_rng(1).normal(size=(3, spec.columns)).astype(np.float32)
     state = {"x": x, "out": np.ones((3, spec.rows + 3), np.float32)}
-    reference.linear(program, Linear(0, "x", spec, "out", offset=2, add=True), rows_of(3), state)
-    wanted = x.astype(np.float64) @ matrix(file, spec).T.astype(np.float64) + program.array(spec.bias) + 1
+    linear.linear(program.context, Linear(0, "x", spec, "out", offset=2, add=True), rows_of(3), state)
+    wanted = x.astype(np.float64) @ matrix(file, spec).T.astype(np.float64) + program.context.array(spec.bias) + 1
     assert np.allclose(state["out"][:, 2:-1], wanted, rtol=1e-5, atol=1e-4)
     assert np.array_equal(state["out"][:, [0, 1, -1]], np.ones((3, 3)))
 
@@ -112,16 +113,16 @@ def test_matrices_beyond_the_budget_are_streamed_with_the_same_result(tmp_path: 
     file = build(tmp_path / "a.edgeq", Codec("int", 4, 32))
     spec = file.metadata.linears["layers.0.gate"]
     x = np.random.default_rng(1).normal(size=(3, spec.columns)).astype(np.float32)
-    monkeypatch.setattr(linear, "BLOCK_ELEMENTS", 48 * spec.columns)  # 160 rows in blocks of 48
+    monkeypatch.setattr(matrices, "BLOCK_ELEMENTS", 48 * spec.columns)  # 160 rows in blocks of 48
     results = []
     for budget in (1 << 30, 0):
-        monkeypatch.setattr(linear, "KEEP_BYTES", budget)
+        monkeypatch.setattr(matrices, "KEEP_BYTES", budget)
         program = program_of(file, (), {"out": spec.rows})
         for _ in range(2):
             state = {"x": x}
-            reference.linear(program, Linear(0, "x", spec, "out"), rows_of(3), state)
+            linear.linear(program.context, Linear(0, "x", spec, "out"), rows_of(3), state)
             results.append(state["out"])
-        assert bool(program.matrices.kept) == (budget > 0)
+        assert bool(program.context.matrices.kept) == (budget > 0)
     assert all(np.array_equal(r, results[0]) for r in results)
 
 
@@ -133,7 +134,7 @@ def test_a_run_without_logits_ends_where_they_would_begin(mode: str, tmp_path: P
     program = program_of(file, (table, Select(0, ("x",)), Linear(0, "x", spec, "out")), {"x": 64, "out": 40}, mode)
     rows = rows_of(3)
     assert program.run(rows).shape == (3, 40)
-    assert program.run(replace(rows, logits=rows.logits[:0])).shape == (0, 40)
+    assert program.run(replace(rows, wanted=rows.wanted[:0])).shape == (0, 40)
 
 
 def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
         spec = file.metadata.linears["layers.0.down"]
         x = np.random.default_rng(1).normal(size=(2, spec.columns)).astype(np.float32)
         state = {"x": x}
-        reference.linear(program_of(file, (), {"out": spec.rows}, "a8"), Linear(0, "x", spec, "out"), rows_of(2), state)
+        linear.linear(program_of(file, (), {"out": spec.rows}, "a8").context, Linear(0, "x", spec, "out"), rows_of(2), state)
         seen = quantize_blocks(x, 32, codec.activation_limit) if codec.kind == "int" else x
         wanted = seen @ matrix(file, spec).T + file.array(spec.bias)
         assert np.allclose(state["out"], wanted, atol=1e-3)
@@ -174,7 +175,7 @@ def test_the_embedding_of_a_tied_head_is_its_row(tmp_path: Path) -> None:
     file = build(tmp_path / "a.edgeq", Codec("int", 3, 16, symmetric=False))
     head = file.metadata.linears["head"]
     picked = np.array([39, 0, 17], np.int64)
-    assert np.array_equal(program_of(file, (), {}).table_rows(head, picked), matrix(file, head)[picked])
+    assert np.array_equal(program_of(file, (), {}).context.table_rows(head, picked), matrix(file, head)[picked])
 
 
 def test_rotation_turns_each_pair_by_its_angle(tmp_path: Path) -> None:
@@ -183,8 +184,8 @@ def test_rotation_turns_each_pair_by_its_angle(tmp_path: Path) -> None:
     frequencies = (1.0, 0.3, 0.01)
     state = {"x": x.copy()}
     rows = rows_of(4)
-    rows.positions = np.array([0, 1, 7, 100_003], np.int32)
-    reference.rope_rotate(program_of(file, (), {}), RopeRotate(0, "x", 3, 2, 6, frequencies), rows, state)
+    rows.positions = np.array([[0, 1, 7, 100_003]], np.int32)
+    attention.rope_rotate(program_of(file, (), {}).context, RopeRotate(0, "x", 3, 2, 6, frequencies), rows, state)
     assert np.array_equal(state["x"][:, :3], x[:, :3])
     before, after = (a[:, 3:].reshape(4, 2, 2, 3).astype(np.float64) for a in (x, state["x"]))
     turned = (before[:, :, 0] + 1j * before[:, :, 1]) * np.exp(1j * rows.positions[:, None, None] * np.array(frequencies))
@@ -194,7 +195,7 @@ def test_rotation_turns_each_pair_by_its_angle(tmp_path: Path) -> None:
 def test_swiglu_is_exact_at_extreme_gates(tmp_path: Path) -> None:
     file = build(tmp_path / "a.edgeq", Codec("f32"))
     state = {"x": np.array([[-1e4, 0, 1e4, 1, 2, 3, 4, 5]], np.float32)}
-    reference.swiglu(program_of(file, (), {}), SwiGlu(0, "x", 4, "out"), rows_of(1), state)
+    layers.swiglu(program_of(file, (), {}).context, SwiGlu(0, "x", 4, "out"), rows_of(1), state)
     assert np.allclose(state["out"], [[0, 0, 4e4, 5 / (1 + np.exp(-1))]])
 
 
@@ -214,8 +215,8 @@ def test_attention_reads_the_window_across_pages(window: int, tmp_path: Path) ->
     rows = rows_of(1, pages)
     rows.slots = np.array([slot], np.int32)
     state = {"x": x}
-    reference.cache_write(program, reference.CacheWrite(0, "x", 64, 96, 2, 16), rows, state)
-    reference.attention(program, reference.Attention(0, "x", 0, "out", 4, 2, 16, 0.25, window), rows, state)
+    attention.cache_write(program.context, CacheWrite(0, "x", 64, 96, 2, 16, cache=0), rows, state)
+    attention.attention(program.context, Attention(0, "x", 0, "out", 4, 2, 16, 0.25, window, cache=0), rows, state)
     first = max(0, slot + 1 - window) if window else 0
     for head in range(4):
         k, v = keys[first:, head // 2].astype(np.float64), values[first:, head // 2].astype(np.float64)
@@ -227,7 +228,7 @@ def test_the_cache_holds_the_largest_f16_instead_of_infinity(tmp_path: Path) -> 
     program = program_of(build(tmp_path / "a.edgeq", Codec("f32")), (), {})
     page = program.new_page()
     state = {"x": np.array([[1e6] * 32 + [-1e6] * 32], np.float32)}
-    reference.cache_write(program, reference.CacheWrite(0, "x", 0, 32, 2, 16), rows_of(1, [page]), state)
+    attention.cache_write(program.context, CacheWrite(0, "x", 0, 32, 2, 16, cache=0), rows_of(1, [page]), state)
     written = page.data[0, :, :, 0]  # type: ignore[attr-defined]
     assert (written[0] == 65504).all() and (written[1] == -65504).all()
 

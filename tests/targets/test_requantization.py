@@ -1,4 +1,4 @@
-"""Weights rounded anew on the device: the rule, the kernel over the file's order, the sums that it follows from."""
+"""HostWeights rounded anew on the device: the rule, the kernel over the file's order, the sums that it follows from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from edgeq.codec import Codec, dequantize, pack_floats, unpack_groups, unpack_in
 from edgeq.errors import UnsupportedError
 from edgeq.quantization import rounded
 from edgeq.records import LinearSpec, Weight
-from edgeq.targets import Options, load
+from edgeq.targets import load
 from edgeq.targets.graph import Embed, Graph, Linear, Scale, Select
-from edgeq.targets.requantization import InputSums, Weights, shared_inputs
+from edgeq.targets.requantization import HostWeights, InputSums, shared_inputs
+from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, matrix, rows_of
 
 CODECS = [
@@ -112,7 +113,7 @@ def test_scales_of_one_give_the_rounding_of_the_master_bit_by_bit(target):
     for _, ref in spec.weights[0].arrays():
         assert np.array_equal(weights.array(ref), file.array(ref))
     rows = rows_of(program, 2)
-    assert np.array_equal(program.run(rows).copy(), program.run(rows, weights=weights))
+    assert np.array_equal(program.run(rows).copy(), program.run_requantized(rows, weights))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -161,7 +162,7 @@ class Case:
         for last in (*cuts, 30):
             rows = rows_of(program, last - first, first, pages)
             rows.counted = None if counted is None else counted[first:last]
-            parts.append(program.run(rows, sums=sums).copy())
+            parts.append(program.run_summing(rows, sums).copy())
             first = last
         return sums, np.concatenate(parts)
 
@@ -212,10 +213,10 @@ def test_a_copy_runs_like_the_product_it_stands_for(case, mode):
         weights = program.new_weights()
         program.requantize(weights, s)
         rows = rows_of(program, 30)
-        many = program.run(rows, weights=weights).copy()
+        many = program.run_requantized(rows, weights).copy()
         own = program.run(rows).copy()
         assert not np.allclose(many, own), "the copy was not used"
-        alone = program.run(rows_of(program, 1), weights=weights)
+        alone = program.run_requantized(rows_of(program, 1), weights)
         assert np.array_equal(alone[0], many[0]), "a row alone must give the same bits as among others"
         results.append(many)
     assert np.abs(results[0] - results[1]).max() < 1e-3 * np.abs(results[0]).max()
@@ -225,16 +226,9 @@ def test_a_copy_runs_like_the_product_it_stands_for(case, mode):
         assert np.abs(results[1] - expected).max() < 1e-3 * np.abs(expected).max()
 
 
-def product_of(copy: Weights, each: LinearSpec, x: np.ndarray) -> np.ndarray:
+def product_of(copy: HostWeights, each: LinearSpec, x: np.ndarray) -> np.ndarray:
     weight = each.weights[0]
     return x @ dequantize(weight.codec, weight.rows, weight.columns, *(copy.array(ref) for _, ref in weight.arrays())).T
-
-
-def test_sums_and_a_copy_exclude_each_other(case):
-    for target in ("reference", "cpu"):
-        program = program_of(target, case.graph, case.file)
-        with pytest.raises(ValueError, match="masters"):
-            program.run(rows_of(program, 1), weights=program.new_weights(), sums=program.new_sums())
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="the system cannot be told")
@@ -252,5 +246,5 @@ def test_where_memory_is_short_masters_leave_it_behind_their_product(case, monke
     file._arrays = case.file._arrays
     monkeypatch.setattr(requantize, "available_bytes", lambda: 1)
     program = program_of("cpu", case.graph, file)
-    program.run(rows_of(program, 3), sums=program.new_sums())
+    program.run_summing(rows_of(program, 3), program.new_sums())
     assert set(told) == {ref for each in (*case.layers, case.again) for _, ref in each.master.arrays()}

@@ -5,8 +5,9 @@ import pytest
 
 from edgeq.codec import Codec
 from edgeq.records import LinearSpec
-from edgeq.targets import Options, StepTimes, load
+from edgeq.targets import load
 from edgeq.targets.graph import Embed, Graph, Linear, Operation, RmsNorm, Select, SwiGlu
+from edgeq.targets.target import Options, StepTimes
 from tests.targets.cases import HERE, Arrays, rows_of, run, weight
 
 I4, I4_ZERO, I3, I8 = Codec("int", 4, 128), Codec("int", 4, 32, False), Codec("int", 3, 64), Codec("int", 8, 16)

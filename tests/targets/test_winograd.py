@@ -8,11 +8,11 @@ import pytest
 from edgeq import machine
 from edgeq.codec import Codec
 from edgeq.records import Activation, LinearSpec
-from edgeq.targets import Options
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import address
 from edgeq.targets.cpu.kernels import quantize
 from edgeq.targets.graph import Embed, Graph, Linear, Select
+from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, matrix, product, run, weight
 
 PAIRS, PLAIN = "avx512-pairs", "avx512-vnni"

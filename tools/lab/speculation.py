@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model, Sampling
+from edgeq.runtime.decode import DecodeStep, Stream, decode_step
 from edgeq.runtime.sampling import Candidates, Sampler, certain, distribution
-from edgeq.runtime.session import Part, run_together
-from edgeq.runtime.speculative.drafts import Stream
-from edgeq.runtime.speculative.speculator import DraftSource, Speculator
+from edgeq.runtime.session import BatchItem, run_together
+from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT, Speculation
 from edgeq.tools import corpus
 from edgeq.tools.entry import Commands
@@ -137,7 +137,7 @@ def row_costs(model: Model, counts: Sequence[int], depth: int, repetitions: int,
         report(i, repetitions + 1, "rows")
         for n in seconds:
             started = perf_counter()
-            run_together([Part(session, tokens[depth : depth + n], range(n))])
+            run_together([BatchItem(session, tokens[depth : depth + n], range(n))])
             # The first time pages of the file are read and buffers become real.
             if i:
                 seconds[n].append(perf_counter() - started)
@@ -173,14 +173,16 @@ def edit(model: Model, draft: DraftSource, gamma: int | None, tokens: int, repet
     seconds: dict[str, list[float]] = {"plain": [], "drafts": []}
     speculation = Speculation()
     for i in range(repetitions):
-        for name, speculator in (("plain", model.speculator("off", None)), ("drafts", model.speculator(draft, gamma))):
+        speculator = model.speculator(draft, gamma)
+        assert speculator is not None
+        speculation = speculator.statistics
+        for name, step in (("plain", decode_step), ("drafts", speculator.step)):
             report(2 * i + (name == "drafts"), 2 * repetitions, name)
             stream = Stream(model.session(), Replay(len(prompt), text), list(prompt))
             stream.session.prefill(prompt)
             stream.tokens.append(text[0])
-            seconds[name].append(sum(cycles(speculator, stream, len(prompt) + len(text))))
+            seconds[name].append(sum(cycles(step, stream, len(prompt) + len(text))))
             assert stream.tokens[len(prompt) :] == text
-            speculation = speculator.statistics
     plain, drafts = (statistics.median(s) for s in seconds.values())
     return {
         "prompt_tokens": len(prompt),
@@ -193,11 +195,11 @@ def edit(model: Model, draft: DraftSource, gamma: int | None, tokens: int, repet
     }
 
 
-def cycles(speculator: Speculator, stream: Stream, length: int) -> Iterator[float]:
+def cycles(step: DecodeStep, stream: Stream, length: int) -> Iterator[float]:
     """Seconds of every cycle until the stream has `length` tokens."""
     while len(stream.tokens) < length:
         started = perf_counter()
-        speculator.step([stream], [length - len(stream.tokens)])
+        step([stream], [length - len(stream.tokens)])
         yield perf_counter() - started
 
 

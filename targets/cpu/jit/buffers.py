@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeq.codec import from_bf16
 from edgeq.container import ModelFile
 from edgeq.records import ArrayRef
-from edgeq.targets.graph import Page
+from edgeq.targets.rows import Page
 
 ALIGNMENT = 64
 SPACING, APART = 4096, 5 * 64

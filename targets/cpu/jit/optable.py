@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.targets import Step
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.kernels import microkernel_int as tile
+from edgeq.targets.target import Step
 
 ROW_WORDS = 28
 PARTS = ROW_WORDS - 1

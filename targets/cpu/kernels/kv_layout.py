@@ -16,7 +16,8 @@ from __future__ import annotations
 from edgeq.records import KvCodec, KvKind
 from edgeq.targets.cpu.jit.compile import inline, word
 from edgeq.targets.cpu.jit.simd import get_i64
-from edgeq.targets.graph import PAGE, Graph
+from edgeq.targets.graph import Graph
+from edgeq.targets.rows import PAGE
 
 POSITIONS = PAGE
 F16_KV, INT8_KV, INT4_KV = 0, 1, 2

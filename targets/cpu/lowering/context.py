@@ -15,7 +15,6 @@ from edgeq.codec import ROWS
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.records import ArrayRef
-from edgeq.targets import Options, Report, Step
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.isa import isa_index
 from edgeq.targets.cpu.isa.isa import Isa
@@ -37,6 +36,7 @@ from edgeq.targets.cpu.kernels import elementwise, matmul
 from edgeq.targets.cpu.kernels.quantize import ABSENT, Form
 from edgeq.targets.cpu.lowering import attention, experts, layers, linear, requantize
 from edgeq.targets.requantization import shared_inputs
+from edgeq.targets.target import OnProgress, Options, Step
 
 
 @dataclass
@@ -91,6 +91,7 @@ class Lowering:
         self.decode_functions: dict[int, Variant] = {}
         self.decode_parts: dict[int, int] = {}
         self.finer: list[int] = []
+        self.reads_weights: set[int] = set()
         self.expert_stages: list[experts.Stages] = []
         self.forms: dict[str, list[Form]] = {}
         self.prepared: dict[str, dict[tuple[int, ...], str]] = {}
@@ -102,17 +103,17 @@ class Lowering:
         self.head_changes: list[op.HeadNorm | op.RopeRotate | op.HeadRotate] = []
         self.scratch = memory.shared("scratch", self.threads * matmul.SCRATCH_BYTES)
 
-    def tables(self, report: Report) -> tuple[Table, Table]:
-        """The tables, with their kernels compiled; `report` hears of each one that was not before, then of the end."""
+    def tables(self, on_progress: OnProgress) -> tuple[Table, Table]:
+        """The tables, with their kernels compiled; `on_progress` is told of each one that was not before, then of the end."""
         self.lower()
         of_experts = [each for stages in self.expert_stages for functions in stages.functions for each in functions]
         kernels = dict.fromkeys([*self.functions, *self.decode_functions.values(), *of_experts])
         missing = [each for each in kernels if not is_kept(each[0], *each[1])]
         for i, (factory, literals) in enumerate(missing):
-            report(i, len(missing), f"compiling {factory.__name__}")
+            on_progress(i, len(missing), f"compiling {factory.__name__}")
             address(factory, *literals)
         if missing:
-            report(len(missing), len(missing), "compiled")
+            on_progress(len(missing), len(missing), "compiled")
         addresses = {each: address(each[0], *each[1]) for each in kernels}
         for stages in self.expert_stages:
             for table, functions in zip(stages.tables, stages.functions, strict=True):
@@ -138,7 +139,10 @@ class Lowering:
 
     def steps(self) -> list[Step]:
         """What each row of the tables does."""
-        return [(operation, factory.__name__) for operation, (factory, _) in zip(self.origins, self.functions, strict=True)]
+        return [
+            Step(operation, factory.__name__, i in self.reads_weights)
+            for i, (operation, (factory, _)) in enumerate(zip(self.origins, self.functions, strict=True))
+        ]
 
     def emit(self, function: Variant, *words: int, parts: int = 1) -> int:
         """Append an operation; with one row there is work for at most `parts` parts."""
@@ -203,7 +207,7 @@ class Lowering:
     def select(self, o: op.Select) -> None:
         self.count, self.most = self.arrays.selected, self.options.max_logits
         self.slots, self.page_tables = self.arrays.selected_slots, self.arrays.selected_tables
-        for name in o.buffers:
+        for name in o.writes():
             x, step = self.buffers[name], self.row_bytes[name]
             self.buffers[name] = self.memory.shared(("selected", name), self.most * step)
             words = (x, step, self.graph.buffers[name], self.buffers[name], step, self.arrays.selection)

@@ -119,7 +119,7 @@ def lowered(lowering: Lowering, o: op.Experts, memory: RowMemory, rows: int) -> 
     options = replace(lowering.options, max_rows=memory.rows, max_logits=1)
     stages: Stages | None = None
     for expert in range(size):
-        graph = replace(lowering.graph, buffers=buffers, operations=tuple(operations(o, expert)), logits=Y)
+        graph = replace(lowering.graph, buffers=buffers, operations=tuple(operations(o, expert)), result=Y)
         arrays = replace(lowering.arrays, rows=rows + 8 * expert)
         one = type(lowering)(graph, lowering.file, options, lowering.isa, memory, arrays)
         # The table rows of an expert do not stand behind one another, and a thread's row is not one of its places.

@@ -83,7 +83,7 @@ def formed_only(lowering: Lowering, buffer: str, position: int) -> bool:
             readings.add(reading(lowering, layer, 0, 0, op.mode_of(o, lowering.options.mode)))
         elif isinstance(o, (op.RmsNorm, op.SwiGlu)) and o.out == buffer != o.x:
             break
-        elif buffer in op.buffers(o):
+        elif buffer in (*o.reads(), *o.writes()):
             return False
     whole = lowering.graph.buffers[buffer]
     return len(readings) == 1 and all(each.scaling == quantize.BLOCK and each.columns == whole for each in readings)
@@ -220,6 +220,7 @@ def product(lowering: Lowering, weight: Weight, read: Form, y: int, row_bytes: i
     else:
         many = kernel(matmul.float_matmul, FLOAT_KINDS[codec.kind], lowering.big)
     row = lowering.emit(many, *words[COUNT + 1 :], parts=blocks)
+    lowering.reads_weights.add(row)
     if one:
         lowering.decode_functions[row] = one
 

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.machine import available_bytes
 from edgeq.records import ArrayRef, LinearSpec, Mode, Weight
-from edgeq.targets import Report
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import Memory, zeros
 from edgeq.targets.cpu.jit.compile import FUNCTION, address, is_kept
 from edgeq.targets.cpu.jit.optable import PARTS, PARTS_A_THREAD, ROW_WORDS, Table, Tables, channel_parts, kernel
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels import requantize
-from edgeq.targets.requantization import SharedInput, Weights, copied
+from edgeq.targets.requantization import HostWeights, SharedInput, requantized_arrays
+from edgeq.targets.target import OnProgress
 
 if TYPE_CHECKING:
     from edgeq.targets.cpu.lowering.context import Lowering
@@ -35,13 +35,13 @@ Source = Literal["file", "masters", "copy"]
 """Where a table's weights come from."""
 
 
-class CpuWeights(Weights):
+class CpuWeights(HostWeights):
     """A copy at addresses of its own."""
 
     def __init__(self, inputs: Sequence[SharedInput]) -> None:
         arrays = {
             ref: zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
-            for ref, (dtype, shape) in copied(inputs).items()
+            for ref, (dtype, shape) in requantized_arrays(inputs).items()
         }
         super().__init__(arrays, [zeros(4 * each.columns).view(np.float32) for each in inputs])
         self.tables: dict[Mode, Tables] = {}
@@ -105,16 +105,16 @@ def factors(lowering: Lowering, layer: LinearSpec) -> int:
     return 0
 
 
-def prepare(inputs: Sequence[SharedInput], report: Report) -> None:
-    """Compile what `fill` needs; `report` hears of each kernel that was not compiled before."""
+def prepare(inputs: Sequence[SharedInput], on_progress: OnProgress) -> None:
+    """Compile what `fill` needs; `on_progress` is told of each kernel that was not compiled before."""
     specs = [spec for each in inputs for spec in each.layers]
     needed = dict.fromkeys(requantize.literals(spec.master, spec.weights[0].codec) for spec in specs if spec.master)
     missing = [each for each in needed if not is_kept(requantize.requantize, *each)]
     for i, each in enumerate(missing):
-        report(i, len(missing), "compiling requantize")
+        on_progress(i, len(missing), "compiling requantize")
         address(requantize.requantize, *each)
     if missing:
-        report(len(missing), len(missing), "compiled")
+        on_progress(len(missing), len(missing), "compiled")
 
 
 def fill(

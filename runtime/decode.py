@@ -1,0 +1,33 @@
+"""The decode loop's one step: run the last token of each text, draw the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from edgeq.runtime.sampling import Sampler
+from edgeq.runtime.session import BatchItem, Session, run_together
+from edgeq.runtime.speculative.lookup import Lookup
+
+
+@dataclass
+class Stream:
+    """A text being generated.  `tokens` is prompt and text; all but the last one are in the session's cache."""
+
+    session: Session
+    sampler: Sampler
+    tokens: list[int]
+    lookup: Lookup = field(default_factory=Lookup)
+
+
+DecodeStep = Callable[[Sequence[Stream], Sequence[int]], list[list[int]]]
+"""The next tokens of each stream, at least one and at most what it has room for; they are in `Stream.tokens` on return."""
+
+
+def decode_step(streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
+    """One token for each stream, from one run of the program: a DecodeStep without drafts (`Speculator.step` is one with)."""
+    logits = run_together([BatchItem(stream.session, stream.tokens[-1:], [0]) for stream in streams])
+    for stream, (after,) in zip(streams, logits, strict=True):
+        stream.session.logits = after
+        stream.tokens.append(stream.sampler.draw(after, stream.tokens))
+    return [stream.tokens[-1:] for stream in streams]

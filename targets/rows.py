@@ -1,0 +1,74 @@
+"""The rows that a Program runs over, and the pages of the key/value cache.
+
+A *row* is one token, or one vector in place of a token, of one session: decode is one row, a prefill chunk many, a batch of
+sessions one row each, an image one row for each of its patches; so there is one loop and not five.  Slot, position and place
+among the rows of a run are three things: the rows of a run may come in any order, and all keys and values of a run are in the
+cache before any of its rows attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE = 64
+"""Cache positions in a page."""
+
+TEXT, VISION = 0, 1
+"""Modalities."""
+
+
+class Page:
+    """PAGE cache positions of one session; the program that made it knows what is inside."""
+
+
+@dataclass
+class Rows:
+    """R rows of one or more sessions.
+
+    tokens      int32 [R]
+    positions   int32 [axes, R]      for rotary and learned positions: one axis for text; time, height and width for M-RoPE
+    slots       int32 [R]            where the row's keys and values go in its session's cache
+    sessions    int32 [R]            index into `pages`
+    pages       per session          its cache pages, enough for the largest slot that is written or seen
+    wanted      int32 [L * together] the rows of the result, in its order; Select says how many make one row of it
+    vectors     float32 [V, width]   what rows bring instead of a token, or beside it
+    vector_of   int32 [R]            row of `vectors`; -1: none.  None: no row brings one
+    modality    uint8 [R]            TEXT or VISION; None: text
+    spans       int32 [kinds, 2, R]  per kind of visible range the first slot that the row sees, and the one after the last
+    counted     bool [R]             rows whose inputs are added to sums; None: all
+    """
+
+    tokens: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    sessions: NDArray[np.int32]
+    pages: Sequence[Sequence[Page]]
+    wanted: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    vectors: NDArray[np.float32] | None = None
+    vector_of: NDArray[np.int32] | None = None
+    modality: NDArray[np.uint8] | None = None
+    spans: NDArray[np.int32] | None = None
+    counted: NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def selected(self, together: int = 1) -> Rows:
+        """The rows after a Select: the first of every `together` wanted ones stands for them; they want themselves."""
+        first = self.wanted[::together]
+        return Rows(
+            tokens=self.tokens[first],
+            positions=self.positions[:, first],
+            slots=self.slots[first],
+            sessions=self.sessions[first],
+            pages=self.pages,
+            wanted=np.arange(len(first), dtype=np.int32),
+            vectors=self.vectors,
+            vector_of=None if self.vector_of is None else self.vector_of[first],
+            modality=None if self.modality is None else self.modality[first],
+            spans=None if self.spans is None else self.spans[:, :, first],
+        )

@@ -1,0 +1,172 @@
+"""The contract of a target: it compiles a Graph into a Program, and a Program runs rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.container import ModelFile
+from edgeq.records import KvCodec, Mode
+from edgeq.targets.graph import Graph, Operation
+from edgeq.targets.requantization import InputSums, Weights
+from edgeq.targets.rows import Page, Rows
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a program is compiled for.
+
+    threads           of a run of one row; 0: the target chooses
+    threads_prefill   of a run of several rows; 0: the target chooses
+    isa               instruction set; None: the best this machine has
+    max_rows          rows of one run, which is the prefill chunk; 0: the target chooses
+    max_logits        rows whose results one run can return
+    kv                how keys and values are cached
+    requantize        runs that sum inputs and runs with requantized weights will follow: compile for them too
+
+    `Program.options` has the numbers that the target chose.
+    """
+
+    mode: Mode
+    threads: int = 0
+    isa: str | None = None
+    max_rows: int = 0
+    max_logits: int = 1
+    threads_prefill: int = 0
+    kv: KvCodec = KvCodec()
+    requantize: bool = False
+
+
+OnProgress = Callable[[int, int, str], None]
+"""Progress callback: (steps done, total steps, label).  A total of 0 means unknown."""
+
+
+def no_progress(done: int, total: int, label: str) -> None:
+    """A progress callback that does nothing."""
+
+
+class Step(NamedTuple):
+    """One executed step: the operation (for fused steps, the main one) and the name of the kernel that ran.
+
+    One operation can take several steps, such as the quantization of what a product reads.  `reads_weights`: this step of a
+    Linear is the one that reads the layer's weights.
+    """
+
+    operation: Operation
+    kernel: str
+    reads_weights: bool = False
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The steps of a run, in order, and float64 [steps, 2]: the seconds that the calling thread worked on each step, and the
+    seconds it then waited for work items that other threads had taken.
+    """
+
+    steps: Sequence[Step]
+    seconds: NDArray[np.float64]
+
+
+class Program(Protocol):
+    """A compiled graph with its buffers.  One caller at a time.
+
+    tile   rows that the kernels multiply together: prefill chunks of a multiple of it waste nothing
+    """
+
+    options: Options
+    threads: int
+    tile: int
+
+    @property
+    def description(self) -> str:
+        """What runs where, for people: target, instruction set, threads, mode."""
+        ...
+
+    def prepare(self, mode: Mode, on_progress: OnProgress = no_progress) -> None:
+        """Compile for `mode` ahead of its first run."""
+        ...
+
+    def new_page(self) -> Page:
+        """A cache page of `Graph.page_bytes(kv)` bytes."""
+        ...
+
+    def read_bandwidth(self, refresh: bool = False) -> float | None:
+        """Bytes per second that this program's threads read from memory, measured unless known; None: not measured here."""
+        ...
+
+    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> NDArray[np.float32]:
+        """The rows of the graph's result, float32 [wanted, width], valid until the next run.
+
+        mode     None: the mode of the options; another one runs over the same weights and cache, as a cheap draft of an exact
+                 run, and is compiled when it first runs
+        times    the time of every step is appended to it
+
+        The arithmetic of a row does not depend on which rows run with it.
+        DeviceError: the device failed; the program is unusable from then on.
+        """
+        ...
+
+
+@runtime_checkable
+class Requantizable(Program, Protocol):
+    """A Program whose target can also requantize weights for a prompt (requantization.py)."""
+
+    def new_sums(self) -> InputSums:
+        """Zeros, for `run_summing`."""
+        ...
+
+    def new_weights(self) -> Weights:
+        """Room for the requantized weights of all layers with a master."""
+        ...
+
+    def requantize(self, weights: Weights, scales: Sequence[NDArray[np.float32]]) -> None:
+        """Fill `weights` from the masters: W diag(s) rounded in the codec of the layer's own weights, and 1/s for its input.
+
+        scales   s float32 [columns] of every shared input, in the order of `InputSums.inputs`
+
+        No more than one layer's master stays in memory.  UnsupportedError: a master that cannot be read.
+        """
+        ...
+
+    def run_requantized(
+        self, rows: Rows, weights: Weights, mode: Mode | None = None, *, times: list[StepTimes] | None = None
+    ) -> NDArray[np.float32]:
+        """`Program.run` with requantized weights instead of the file's."""
+        ...
+
+    def run_summing(
+        self, rows: Rows, sums: InputSums, mode: Mode | None = None, *, times: list[StepTimes] | None = None
+    ) -> NDArray[np.float32]:
+        """`Program.run` in which layers with a master use it, and the squares of their inputs are added to `sums`.
+
+        They are added in the order of the rows.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of memory that a program may take, and bytes that it needs without its cache pages."""
+
+    available: int
+    needed: int
+
+
+class Target(Protocol):
+    name: str
+
+    def refusal(self, file: ModelFile | None = None) -> str | None:
+        """Why this target cannot be used on this machine, or not for `file`; None if it can."""
+        ...
+
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+        """The memory that the program of these arguments may take and needs; nothing is allocated."""
+        ...
+
+    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
+        """`on_progress` is told of measurements and of each kernel that is compiled, which takes seconds the first time."""
+        ...
