@@ -188,7 +188,7 @@ def test_rotation_turns_each_pair_by_its_angle(tmp_path: Path) -> None:
     attention.rope_rotate(program_of(file, (), {}).context, RopeRotate(0, "x", 3, 2, 6, frequencies), rows, state)
     assert np.array_equal(state["x"][:, :3], x[:, :3])
     before, after = (a[:, 3:].reshape(4, 2, 2, 3).astype(np.float64) for a in (x, state["x"]))
-    turned = (before[:, :, 0] + 1j * before[:, :, 1]) * np.exp(1j * rows.positions[:, None, None] * np.array(frequencies))
+    turned = (before[:, :, 0] + 1j * before[:, :, 1]) * np.exp(1j * rows.positions[0][:, None, None] * np.array(frequencies))
     assert np.allclose(after[:, :, 0], turned.real, atol=1e-6) and np.allclose(after[:, :, 1], turned.imag, atol=1e-6)
 
 
