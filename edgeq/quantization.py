@@ -25,7 +25,9 @@ LARGEST_SCALE = 65504.0
 def rounded(w: ArrayF32, codec: Codec) -> dict[str, AnyArray]:
     """w float32 [rows, columns] as the arrays of an integer codec, packed: "q", "scale", and "zero" where it has one."""
     rows, columns = w.shape
-    groups = w.reshape(rows, codec.groups(columns), -1)
+    size = codec.group_size or columns
+    # The last group may be shorter: its last weight, repeated, changes neither its least nor its greatest.
+    groups = np.pad(w, ((0, 0), (0, -columns % size)), "edge").reshape(rows, -1, size)
     top = np.float32((1 << codec.bits) - 1)
     if codec.symmetric:
         span, steps = np.abs(groups).max(axis=2), np.float32(codec.center - 1)
@@ -37,5 +39,6 @@ def rounded(w: ArrayF32, codec: Codec) -> dict[str, AnyArray]:
     scale = stored.astype(np.float32)
     zero = np.full_like(scale, codec.center) if codec.symmetric else np.clip(-np.rint(low / scale), 0, top)
     q = np.clip(np.rint(groups / scale[:, :, None]) + zero[:, :, None], 0, top)
-    packed = {"q": pack_integers(q.reshape(rows, columns).astype(np.uint8), codec.bits), "scale": pack_groups(stored)}
+    q = q.reshape(rows, -1)[:, :columns].astype(np.uint8)
+    packed = {"q": pack_integers(q, codec.bits), "scale": pack_groups(stored)}
     return packed if codec.symmetric else packed | {"zero": pack_groups(zero.astype(np.uint8))}
