@@ -38,10 +38,6 @@ QUADS = 8
 LINE = 64
 GROUP_SIZES = (16, 32, 64, 128)
 BITS = range(2, 9)
-MAX_ACTIVATION_BLOCK = 128
-"""Channels of an activation that share a scale, at most: what an int32 sum of 8-bit by 16-bit products holds."""
-A4_LIMIT = 7
-"""The largest integer of 4-bit activations with a scale per block; that of 8-bit ones depends on the codec."""
 
 ArrayF32 = NDArray[np.float32]
 ArrayU8 = NDArray[np.uint8]
@@ -120,20 +116,6 @@ class Codec:
 
     def nbytes(self, rows: int, columns: int) -> int:
         return sum(part.nbytes for part in self.parts(rows, columns).values())
-
-    @property
-    def activation_block(self) -> int:
-        """Channels of an activation that share a scale, in front of such weights: a group of theirs, if it is not too long."""
-        return min(self.group_size or MAX_ACTIVATION_BLOCK, MAX_ACTIVATION_BLOCK)
-
-    @property
-    def activation_limit(self) -> int:
-        """The largest integer of 8-bit activations with a scale per block, for such weights.
-
-        For 4 bits it leaves room in a byte for the sum of an activation and a weight less its center: products by pairs of
-        channels need that (targets/cpu/pairs.py).
-        """
-        return 128 - self.center if self.bits == 4 else 127
 
     @property
     def center(self) -> int:
