@@ -24,9 +24,14 @@ T = TypeVar("T")
 
 MAX_SEGMENTS = 1 << 18
 MAX_LAYERS = 1 << 16
+MAX_ARRAYS = 1 << 19
 MAX_BLOBS = 64
+MAX_WEIGHTS = 2
 MAX_JSON = 1 << 20
 MAX_RANK = 4
+MAX_DIMENSION = 1 << 40
+MAX_NAME = 256
+MAX_MODE = 16
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
 CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int")
 DIGEST_BYTES = 16
@@ -189,11 +194,11 @@ def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
     model = fb.Model.GetRootAs(data, 0)
     segments = _items("segments", model.SegmentsLength(), MAX_SEGMENTS, model.Segments, _read_segment)
     linears = _items("linear layers", model.LinearsLength(), MAX_LAYERS, model.Linears, _read_linear)
-    arrays = _items("arrays", model.ArraysLength(), MAX_LAYERS * 8, model.Arrays, _read_named_array)
+    arrays = _items("arrays", model.ArraysLength(), MAX_ARRAYS, model.Arrays, _read_named_array)
     blobs = _items("blobs", model.BlobsLength(), MAX_BLOBS, model.Blobs, _read_blob)
     if model.KernelsLength():
         raise UnsupportedError("the file has embedded kernels; this version runs files without them: build it without --embed")
-    named = _text(model.DefaultMode(), "default_mode", 16)
+    named = _text(model.DefaultMode(), "default_mode", MAX_MODE)
     mode = next((m for m in MODES if m == named), None)
     if mode is None:
         raise UnsupportedError(f"default_mode {named!r} is not supported; supported: {', '.join(MODES)}")
@@ -260,20 +265,20 @@ def _read_array(a: Any) -> ArrayRef | None:
     if a.Dtype() >= len(DTYPE_NAMES):
         raise UnsupportedError(f"array type {a.Dtype()} is not supported; this file needs a newer edgeq")
     shape = _items("dimensions of an array", a.ShapeLength(), MAX_RANK, a.Shape, int)
-    if any(n > 1 << 40 for n in shape):
+    if any(n > MAX_DIMENSION for n in shape):
         raise FormatError(f"array shape {shape} is out of range")
     return ArrayRef(DTYPE_NAMES[a.Dtype()], tuple(shape), int(a.Segment()))
 
 
 def _read_named_array(a: Any) -> tuple[str, ArrayRef]:
-    name, array = _text(a.Name(), "array name", 256), _read_array(a.Array())
+    name, array = _text(a.Name(), "array name", MAX_NAME), _read_array(a.Array())
     if array is None:
         raise FormatError(f"array {name!r} has no data")
     return name, array
 
 
 def _read_blob(b: Any) -> tuple[str, int]:
-    return _text(b.Name(), "blob name", 256), int(b.Segment())
+    return _text(b.Name(), "blob name", MAX_NAME), int(b.Segment())
 
 
 def _read_kv(kv: Any) -> KvCodec:
@@ -307,10 +312,10 @@ def _read_weight(name: str, w: Any) -> Weight:
 
 
 def _read_linear(x: Any) -> LinearSpec:
-    name = _text(x.Name(), "layer name", 256)
+    name = _text(x.Name(), "layer name", MAX_NAME)
     if x.SplitRow() is not None:
         raise UnsupportedError(f"{name}: part 'split_row' is not supported by this version; this file needs a newer edgeq")
-    weights = _items("weight blocks", x.WeightsLength(), 2, x.Weights, lambda w: _read_weight(name, w))
+    weights = _items("weight blocks", x.WeightsLength(), MAX_WEIGHTS, x.Weights, lambda w: _read_weight(name, w))
     if not weights:
         raise FormatError(f"{name}: a linear layer without a weight")
     a, b = x.LowRankA(), x.LowRankB()
