@@ -37,7 +37,7 @@ from edgeq.converters.tokenizer import Text, read_text
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.machine import available_bytes
 from edgeq.manifest import FLOAT_PARTS, layer_contents
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 
 BASELINE = 500 << 20
 """Anonymous memory of Python, torch and transformers with their thread pools."""

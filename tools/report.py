@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edgeq.container import ModelFile
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 from edgeq.runtime import Model
 
 
