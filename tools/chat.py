@@ -131,7 +131,11 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": text})
 
     def _fitting(self, turns: list[Message]) -> list[Message]:
-        """`turns` without the oldest questions and answers, so that `tokens`, at most a quarter of the context, are left."""
+        """`turns` without the oldest questions and answers, so that room for `tokens` or a quarter of the context, the
+        smaller of the two, is left.
+
+        InputError: the last question alone does not fit.
+        """
         assert self._model.template is not None
         room = self._model.context - min(self._tokens, self._model.context // 4)
         while True:

@@ -66,7 +66,7 @@ hub = section("Hugging Face hub")
     "device",
     metavar="DEVICE",
     type=OneOf(*DEVICES),
-    help="Say whether the file fits this device and how fast its memory allows; edgeq devices lists the names.",
+    help="Report whether the file fits this device and the speed that its memory allows; edgeq devices lists the names.",
 )
 @quantization(
     "--method",
@@ -109,7 +109,12 @@ hub = section("Hugging Face hub")
     type=OneOf(*TYPES),
     help="Type of the weights with --method none.  [default: as in SRC]",
 )
-@single("--act-order/--no-act-order", "act_order", default=None, help="gptq: quantize columns with large activations first.")
+@single(
+    "--act-order/--no-act-order",
+    "act_order",
+    default=None,
+    help="gptq: quantize columns with large activations first.  [default: no]",
+)
 @single("--gptq/--no-gptq", "gptq", default=None, help="quarot, resq: round by gptq.  [default: round to nearest]")
 @single("--rank", type=int, metavar="N", help="ttq: rank of the 16-bit correction; 0: none.  [default: 16]")
 @single("--master", type=OneOf(*MASTERS), help="ttq: type of the master weights that the device rounds from.  [default: i8]")

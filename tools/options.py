@@ -71,7 +71,8 @@ TARGET_OPTIONS = decorated(
     execution(
         "--mode",
         type=OneOf(*MODES),
-        help="Precision of activations: 16, 8 or 4 bits. Fewer bits are faster and less exact.  [default: what the file says]",
+        help="Precision of activations: 16, 8 or 4 bits. Fewer bits are faster and less exact.  [default: the mode that the "
+        "file records]",
     ),
     execution(
         "--kv",

@@ -88,11 +88,14 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         raise InputError("both -p and -f are given; pass one of them")
     if prompt is not None:
         return prompt
-    piped = file is None or str(file) == "-"
-    if sys.stdin is None and piped or file is None and sys.stdin.isatty():
-        raise InputError("no prompt: pass -p TEXT or -f FILE, or pipe it in")
-    data = sys.stdin.buffer.read() if file is None or piped else read_bytes(file)
-    return utf8(data, "standard input" if piped else str(file)).removesuffix("\n").removesuffix("\r")
+    if file is None or str(file) == "-":
+        # On a terminal `-f -` waits for the text, as other programs do; without -f the user more likely forgot the prompt.
+        if sys.stdin is None or (file is None and sys.stdin.isatty()):
+            raise InputError("no prompt: pass -p TEXT or -f FILE, or pipe it in")
+        data, name = sys.stdin.buffer.read(), "standard input"
+    else:
+        data, name = read_bytes(file), str(file)
+    return utf8(data, name).removesuffix("\n").removesuffix("\r")
 
 
 def read_bytes(path: Path) -> bytes:
