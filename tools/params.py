@@ -37,7 +37,7 @@ class OneOf(click.Choice):  # type: ignore[type-arg]
         for name in self.choices:
             if str(value).casefold() == name:
                 return str(name)
-        self.fail(f"{value!r}: choose {', '.join(self.choices)}", param, ctx)
+        self.fail(f"{value!r} is not known; supported: {', '.join(self.choices)}", param, ctx)
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]
