@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import zipfile
@@ -92,6 +93,16 @@ def test_a_folder_is_not_importable_by_its_bare_name(folder: str) -> None:
     assert f"import edgeq.{folder}, not {folder}" in result.stderr
 
 
+LABORATORY = ("tools", "lab")
+"""What people who work on edgeq run: it is not installed."""
+
+
+def test_no_command_imports_the_laboratory() -> None:
+    for path in SOURCES:
+        if path.relative_to(ROOT).parts[:2] != LABORATORY:
+            assert not [module for _, module in imports(path) if module.startswith("edgeq.tools.lab")], path
+
+
 def project() -> dict[str, object]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
@@ -99,25 +110,54 @@ def project() -> dict[str, object]:
 def test_the_package_list_is_the_folders_with_an_init() -> None:
     """A folder missing from the list still works in a checkout and is silently missing from the wheel."""
     found = {path.parent.relative_to(ROOT).parts for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")}
-    names = {".".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in found}
+    names = {".".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in found if parts[:2] != LABORATORY}
     setuptools = project()["tool"]["setuptools"]  # type: ignore[index]
     assert set(setuptools["packages"]) == names
     assert {p.parent.relative_to(ROOT).parts for p in SOURCES} == found, "a folder with Python files lacks __init__.py"
 
 
-def test_the_wheel_holds_every_module_and_nothing_outside_edgeq(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
     pytest.importorskip("setuptools", minversion="77")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
     # Built from a copy: setuptools leaves build/ and an egg-info beside what it builds.
-    copy = tmp_path / "source"
+    copy = folder / "source"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
         (copy / name).symlink_to(ROOT / name)
     subprocess.run(command, cwd=copy, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("edgeq-*.whl")
+    (built,) = folder.glob("edgeq-*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_module_but_the_laboratory_and_nothing_outside_edgeq(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"edgeq"}
-    ours = {path.relative_to(ROOT).parts for path in SOURCES}
+    ours = {parts for path in SOURCES if (parts := path.relative_to(ROOT).parts)[:2] != LABORATORY}
     ours |= {("edgeq", "py.typed"), *(("edgeq", "schema", name) for name in ("model.fbs", "model_generated.py"))}
     expected = {"/".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in ours}
     assert expected <= set(names), sorted(expected - set(names))
+    assert not [name for name in names if name.startswith("edgeq/tools/lab")]
+
+
+def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """With -S no editable install is seen: edgeq can only come from the unpacked wheel, what it needs from site-packages."""
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    packages = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    search = os.pathsep.join([str(installed), *packages])
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True)
+
+    assert Path(run("-c", "import edgeq; print(edgeq.__file__)").stdout.strip()).is_relative_to(installed)
+    assert "No module named 'edgeq.tools.lab'" in run("-m", "edgeq.tools.lab.quality", "--help").stderr
+    shown = run("-m", "edgeq", "--help")
+    assert shown.returncode == 0 and "convert" in shown.stdout, shown.stderr
+    made = run("-m", "edgeq", "convert", str(ROOT / "models" / "tiny-llama"), "-o", "tiny.edgeq")
+    assert made.returncode == 0, made.stderr
+    facts = run("-m", "edgeq", "inspect", "tiny.edgeq", "--verify")
+    assert facts.returncode == 0 and "every byte verified" in facts.stdout, facts.stderr

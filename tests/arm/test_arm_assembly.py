@@ -88,7 +88,7 @@ def test_instructions_for_a_line_are_as_documented() -> None:
 
 
 def test_the_table_is_in_the_documentation() -> None:
-    text = (arm_roofline.__spec__.origin or "").replace("tools/arm_roofline.py", "docs/arm.md")
+    text = (arm_roofline.__spec__.origin or "").replace("tools/lab/arm_roofline.py", "docs/arm.md")
     with open(text, encoding="utf-8") as file:
         assert arm_roofline.markdown(arm_roofline.table()) in file.read(), "run: python -m edgeq.tools.lab.arm_roofline"
 

@@ -109,7 +109,7 @@ def test_the_command_line_says_which_cache_is_used(tiny_path: Path) -> None:
     shown = CliRunner().invoke(main, ["inspect", str(tiny_path)])
     assert "bytes of f16 cache per position" in shown.output
     refused = CliRunner().invoke(main, ["run", str(tiny_path), "-p", "a", "--kv", "int3"])
-    assert refused.exit_code == 1 and "supported: file, f16, int8, int4" in refused.output
+    assert refused.exit_code == 2 and "supported: file, f16, int8, int4" in refused.output
 
 
 def test_int8_costs_nothing_and_int4_little(tiny_path: Path) -> None:
