@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 from torch import nn
@@ -31,12 +31,10 @@ from edgeq.config import ModelConfig
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
+from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import AWQ, Preset
 from edgeq.converters.slabs import RowReader, Tensors
 from edgeq.records import Activation, KvCodec, Mode
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 Study = dict[str, NDArray[Any]]
 MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 4: "a4"}
@@ -101,7 +99,7 @@ class Method:
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         """`config` is the network of the checkpoint.  UnsupportedError: the method cannot do this one, and why."""
-        self.options, self.family, self.config = options, family, config
+        self.options, self.family, self.config = options.completed(self.defaults), family, config
 
     @property
     def codec(self) -> Codec:

@@ -12,8 +12,9 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from edgeq.converters.calibration.builtin_text import MODULES as CALIBRATION
+
 EVALUATION = ("argparse.py", "heapq.py", "shelve.py", "statistics.py", "tarfile.py")
-CALIBRATION = ("configparser.py", "fractions.py", "sched.py", "textwrap.py", "zipfile.py")
 SKIPPED = ("site-packages", "/test", "/tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__", "config-")
 
 

@@ -39,7 +39,7 @@ ROWS = 4
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PrecisionChoice:
     """bits of the head, mode, and what was measured for them: goes into the provenance."""
 
     head: HeadBits
@@ -48,13 +48,13 @@ class Verdict:
 
 
 @dataclass
-class Total:
+class LogSumExp:
     """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens]."""
 
     value: Tensor
 
     @classmethod
-    def of(cls, tokens: int) -> Total:
+    def of(cls, tokens: int) -> LogSumExp:
         return cls(torch.full((tokens,), -math.inf, dtype=torch.float64))
 
     def add(self, logits: Tensor) -> Tensor:
@@ -86,14 +86,14 @@ def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
 
 
 @torch.no_grad()
-def decide(
+def choose(
     method: Method,
     checkpoint: Checkpoint,
     tensors: Tensors,
     tokens: Tensor,
     stored: WholeReader,
     heads: Mapping[HeadBits, Codec | None],
-) -> Verdict:
+) -> PrecisionChoice:
     """Measure on a few rows of `tokens` [rows, length].
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
@@ -112,8 +112,10 @@ def decide(
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
-        return Verdict(head, method.mode, measured)
-    return Verdict(head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]})
+        return PrecisionChoice(head, method.mode, measured)
+    return PrecisionChoice(
+        head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]}
+    )
 
 
 def _hidden(
@@ -145,8 +147,8 @@ def _measure(
     """
     exact, rounded = inputs
     count, first = len(targets), 0
-    everything = Total.of(count)
-    totals = {bits: (Total.of(count), Total.of(count)) for bits in heads}
+    everything = LogSumExp.of(count)
+    totals = {bits: (LogSumExp.of(count), LogSumExp.of(count)) for bits in heads}
     gaps = {bits: torch.zeros(count, dtype=torch.float64) for bits in heads}
     wanted = {bits: torch.zeros(2, count, dtype=torch.float64) for bits in heads}
     for rows in head:

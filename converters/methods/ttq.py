@@ -12,7 +12,6 @@ pair of rank r for each would have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,12 +24,10 @@ from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.method import Method
 from edgeq.converters.methods.rtn import RoundToNearest
+from edgeq.converters.options import ConvertOptions
 from edgeq.converters.slabs import RowReader, slabs
 from edgeq.errors import InputError
 from edgeq.manifest import layer_contents
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 SPARE_COLUMNS = 16
 ITERATIONS = 4

@@ -18,6 +18,7 @@ from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Block
+from edgeq.converters.methods import METHODS, chosen
 from edgeq.converters.methods.smoothquant import smooth, smoothing
 from edgeq.converters.methods.ttq import factors, shared_rank
 from edgeq.converters.quantizer import AWQ, GPTQ, QUAROT, SMOOTHQUANT, Preset, fake, quantize
@@ -219,14 +220,17 @@ def test_the_searched_range_never_loses_more_than_the_whole_one(codec: Codec) ->
 )
 def test_an_option_that_the_method_has_no_use_for_is_refused_with_the_reason(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        ConvertOptions(**options)
+        chosen(ConvertOptions(**options))
 
 
 def test_an_option_that_is_not_given_has_the_methods_default() -> None:
-    ttq, smooth = ConvertOptions(method="ttq"), ConvertOptions(method="smoothquant")
+    def completed(method: str) -> ConvertOptions:
+        return ConvertOptions(method=method).completed(METHODS[method].defaults)
+
+    ttq, smooth, rtn = completed("ttq"), completed("smoothquant"), completed("rtn").recorded()
     assert (ttq.bits, ttq.group_size, ttq.rank, ttq.master) == (4, 32, 16, "i8")
     assert (smooth.bits, smooth.activation_bits, smooth.group_size, smooth.symmetric) == (8, 8, 0, True)
-    assert "rank" not in ConvertOptions().lasting() and ConvertOptions().lasting()["group_size"] == 128
+    assert "rank" not in rtn and rtn["group_size"] == 128
 
 
 @pytest.mark.parametrize(("bits", "mode"), [(16, "a16"), (8, "a8"), (4, "a4"), (None, "a16")])
