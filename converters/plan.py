@@ -31,7 +31,7 @@ from edgeq.converters.options import HEADS, ConvertOptions, HeadBits
 from edgeq.converters.slabs import SLAB_BYTES
 from edgeq.converters.tokenizer import TextAssets
 from edgeq.manifest import FLOAT_PARTS, layer_contents
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 
 BASELINE = 500 << 20
 """Anonymous memory of Python, torch and transformers with their thread pools."""

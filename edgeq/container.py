@@ -28,8 +28,8 @@ import numpy as np
 
 from edgeq import manifest
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.metadata import DIGEST_BYTES, Segment, decode
-from edgeq.records import DTYPES, ArrayRef, Metadata
+from edgeq.metadata import DIGEST_BYTES, Metadata, Segment, decode
+from edgeq.records import DTYPES, ArrayRef
 
 MAGIC = b"edgeq\r\n\x1a"
 VERSION = 1

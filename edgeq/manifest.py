@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from edgeq.config import ModelConfig
 from edgeq.errors import FormatError
-from edgeq.records import ArrayRef, LinearSpec, Metadata, Transform, Weight
+from edgeq.metadata import Metadata
+from edgeq.records import ArrayRef, LinearSpec, Transform, Weight
 
 Shape = tuple[int, int]
 MAX_BASE = 4096

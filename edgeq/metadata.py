@@ -1,4 +1,4 @@
-"""Metadata to FlatBuffer bytes and back.
+"""The metadata of a model file: its record, to FlatBuffer bytes and back.
 
 The Python reader of FlatBuffers has no verifier and trusts every count and offset, so reading goes: cap, check, then loop, and
 whatever the reader raises on nonsense becomes one FormatError.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import flatbuffers  # type: ignore[import-untyped]
@@ -18,7 +18,7 @@ import edgeq.schema.model_generated as fb
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.records import KV_KINDS, MODES, Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Metadata, Transform, Weight
+from edgeq.records import KV_KINDS, MODES, Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Mode, Transform, Weight
 
 T = TypeVar("T")
 
@@ -39,6 +39,48 @@ class Segment:
     offset: int
     length: int
     digest: bytes
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """All of a model file but its bytes.  `linears` is in execution order and maps names to layers; `kv` is the cache that the
+    file was made for.
+
+    Names: `layers.3.qkv`, `layers.3.o`, `layers.3.gate_up`, `layers.3.down`, `head`; where the parts of q, k, v (or gate, up)
+    do not agree they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
+    `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
+    `layers.3.shared.gate_up`, `layers.3.shared.down`.  Arrays: `embedding` (absent when tied to the head), `positions` where
+    they are learned, `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a
+    LayerNorm also `layers.3.mlp_norm_bias` ..., where blocks end in a norm `layers.3.post_attention_norm` and
+    `layers.3.post_mlp_norm`; where queries and keys are rotated behind RoPE `layers.3.key_rotation` i8 [head_dim, head_dim] and
+    `layers.3.key_rotation_scale` f32 [1].
+    Blobs: `tokenizer.json`, `chat_template`, `preprocessor.json`.
+    """
+
+    config: ModelConfig
+    generation: dict[str, object]
+    provenance: dict[str, object]
+    default_mode: Mode
+    linears: dict[str, LinearSpec]
+    arrays: dict[str, ArrayRef]
+    blobs: dict[str, int] = field(default_factory=dict)
+    kv: KvCodec = KvCodec()
+
+    def idle_bytes(self) -> int:
+        """Bytes of the experts that a token does not go through."""
+        experts = sum(x.nbytes for name, x in self.linears.items() if ".experts." in name)
+        return experts - experts * self.config.num_experts_per_tok // max(self.config.num_experts, 1)
+
+    def bytes_per_token(self) -> dict[str, int]:
+        """Bytes read to decode one token: `weights`, `head`, and `kv_per_position` of the cache that the file was made for."""
+        head = self.linears["head"].nbytes
+        norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
+        kv = self.kv.head_bytes(self.config.head_dim)
+        return {
+            "weights": sum(x.nbytes for x in self.linears.values()) - self.idle_bytes() - head + norms,
+            "head": head,
+            "kv_per_position": self.config.num_hidden_layers * 2 * self.config.num_key_value_heads * kv,
+        }
 
 
 def encode(metadata: Metadata, segments: list[Segment]) -> bytes:

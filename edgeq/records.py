@@ -1,4 +1,4 @@
-"""What is in a model file, as records: arrays, the parts of a linear layer, the metadata of a model.
+"""What is in a model file, as records: arrays, the parts of a linear layer, the cache.
 
 A quantization method is data: `y = W x` with optional parts.  A record says which parts a layer has; which parts a target can
 run is the target's to say.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from edgeq.codec import Codec
-from edgeq.config import ModelConfig
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "uint16", "u8": "uint8", "i8": "int8", "i32": "int32"}
 Mode = Literal["a16", "a8", "a4"]
@@ -192,45 +191,3 @@ class LinearSpec:
     def bits_per_weight(self) -> float:
         """Effective bits, from the parts that a token reads: scales, zero points, padding, low rank and bias count."""
         return 8 * self.nbytes / (self.rows * self.columns)
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """All of a model file but its bytes.  `linears` is in execution order and maps names to layers; `kv` is the cache that the
-    file was made for.
-
-    Names: `layers.3.qkv`, `layers.3.o`, `layers.3.gate_up`, `layers.3.down`, `head`; where the parts of q, k, v (or gate, up)
-    do not agree they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
-    `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
-    `layers.3.shared.gate_up`, `layers.3.shared.down`.  Arrays: `embedding` (absent when tied to the head), `positions` where
-    they are learned, `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a
-    LayerNorm also `layers.3.mlp_norm_bias` ..., where blocks end in a norm `layers.3.post_attention_norm` and
-    `layers.3.post_mlp_norm`; where queries and keys are rotated behind RoPE `layers.3.key_rotation` i8 [head_dim, head_dim] and
-    `layers.3.key_rotation_scale` f32 [1].
-    Blobs: `tokenizer.json`, `chat_template`, `preprocessor.json`.
-    """
-
-    config: ModelConfig
-    generation: dict[str, object]
-    provenance: dict[str, object]
-    default_mode: Mode
-    linears: dict[str, LinearSpec]
-    arrays: dict[str, ArrayRef]
-    blobs: dict[str, int] = field(default_factory=dict)
-    kv: KvCodec = KvCodec()
-
-    def idle_bytes(self) -> int:
-        """Bytes of the experts that a token does not go through."""
-        experts = sum(x.nbytes for name, x in self.linears.items() if ".experts." in name)
-        return experts - experts * self.config.num_experts_per_tok // max(self.config.num_experts, 1)
-
-    def bytes_per_token(self) -> dict[str, int]:
-        """Bytes read to decode one token: `weights`, `head`, and `kv_per_position` of the cache that the file was made for."""
-        head = self.linears["head"].nbytes
-        norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
-        kv = self.kv.head_bytes(self.config.head_dim)
-        return {
-            "weights": sum(x.nbytes for x in self.linears.values()) - self.idle_bytes() - head + norms,
-            "head": head,
-            "kv_per_position": self.config.num_hidden_layers * 2 * self.config.num_key_value_heads * kv,
-        }

@@ -17,8 +17,8 @@ import numpy as np
 
 from edgeq.container import DATA_OFFSET, Header, ModelFile, aligned, digest
 from edgeq.errors import InputError, ResourceError
-from edgeq.metadata import DIGEST_BYTES, Segment, encode
-from edgeq.records import DTYPES, ArrayRef, Metadata
+from edgeq.metadata import DIGEST_BYTES, Metadata, Segment, encode
+from edgeq.records import DTYPES, ArrayRef
 
 BLOCK_BYTES = 2 << 20
 """Written in whole blocks, at multiples of their size, a file lies in memory so that Linux (from 6.16 on, ext4) maps it in huge

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeq.errors import InputError, ResourceError
 from edgeq.machine import available_bytes
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 from edgeq.targets import Options
 from edgeq.targets.graph import PAGE, Experts, Graph, Select
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from edgeq.config import ModelConfig
 from edgeq.manifest import fused_shapes
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 from edgeq.rope import frequencies
 from edgeq.targets.graph import (
     Attention,

@@ -10,7 +10,7 @@ from typing import Any
 from edgeq.container import ModelFile
 from edgeq.devices import Device, device
 from edgeq.errors import InputError
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.tools.report import bits_per_weight
 from edgeq.tools.terminal import note, progress

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from edgeq import targets
 from edgeq.container import ModelFile
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 from edgeq.runtime import Model
 
 

@@ -30,6 +30,7 @@ from edgeq.converters.method import Method
 from edgeq.converters.options import HeadBits
 from edgeq.converters.quantizer import fake
 from edgeq.converters.slabs import RowReader, Tensors, slabs
+from edgeq.quantization import activation_block, activation_limit
 from edgeq.records import Mode
 
 MAX_HEAD_KL = 0.005
@@ -75,8 +76,8 @@ def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
 
 
 def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
-    """x [..., channels] in integers up to codec.activation_limit, a scale per block of codec.activation_block channels."""
-    size, limit = codec.activation_block, codec.activation_limit
+    """x [..., channels] in integers up to activation_limit, a scale per block of activation_block channels."""
+    size, limit = activation_block(codec), activation_limit(codec, "a8")
     channels = x.shape[-1]
     blocks = nn.functional.pad(x, (0, -channels % size)).unflatten(-1, (-1, size))
     scale = blocks.abs().amax(-1, keepdim=True) / limit

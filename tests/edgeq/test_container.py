@@ -247,7 +247,11 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "nine bits": (setting("linears.0.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
     "bits of a float codec": (setting("linears.2.weights.0.codec.bits", 9), FormatError, "layers.0.gate_up"),
     "group size 48": (setting("linears.0.weights.0.codec.groupSize", 48), UnsupportedError, "group size 48 is not supported"),
-    "group size too large": (setting("linears.0.weights.0.codec.groupSize", 64), UnsupportedError, "does not divide 32"),
+    "group size too large": (
+        setting("linears.0.weights.0.codec.groupSize", 64),
+        FormatError,
+        "scale is f16 .*i4 g64 zero says",
+    ),
     "zero kind offset": (setting("linears.0.weights.0.codec.zero", 2), UnsupportedError, "zero kind 2"),
     # parts that do not fit their layer: layers.0.o is 32 x 32
     "input_scale of f16": (setting("linears.1.inputScale", array(dtype=1)), FormatError, "input_scale is f16 .*expected f32"),

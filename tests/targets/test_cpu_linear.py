@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from edgeq.codec import Codec, pack_floats
+from edgeq.quantization import quantize_tokens
 from edgeq.records import Activation, LinearSpec, LowRank, Transform, Weight
 from edgeq.targets import Options, load
 from edgeq.targets.cpu.jit.compile import address
 from edgeq.targets.cpu.kernels import quantize
 from edgeq.targets.graph import Embed, Graph, Linear, RmsNorm
-from edgeq.targets.reference.linear import quantize_tokens, transformed
+from edgeq.targets.reference.linear import transformed
 from tests.targets.cases import HERE, Arrays, matrix, rows_of, run, weight
 
 I4, I8, ROW4, ROW8 = Codec("int", 4, 32), Codec("int", 8, 16, False), Codec("int", 4, 0), Codec("int", 8, 0)

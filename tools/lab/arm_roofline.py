@@ -25,6 +25,7 @@ from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.config import ModelConfig, Rope
 from edgeq.devices import DEVICES
 from edgeq.manifest import fused_shapes
+from edgeq.quantization import activation_block
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.arm import settings
 from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile
@@ -164,7 +165,7 @@ def block_cost(board: str, bits: int, mode16: bool, group: int) -> tuple[float, 
     core = CORES[board]
     found = loops(assembly(board, bits, mode16))
     codec = Codec("int", bits, group)
-    block = codec.activation_block
+    block = activation_block(codec)
     inner = Counter({name: count * (block // CHUNK) for name, count in found.inner.items()})
     nbytes = codec.nbytes(ROWS, block)
     # The two parts run one behind the other.

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgeq.codec import A4_LIMIT, CHUNK, MAX_ACTIVATION_BLOCK, ROWS
+from edgeq.codec import CHUNK, ROWS
+from edgeq.quantization import MAX_ACTIVATION_BLOCK, activation_block, activation_limit
 from edgeq.records import LinearSpec, Mode, Transform, Weight
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded, row_stride
@@ -142,9 +143,9 @@ def reading(lowering: Lowering, layer: LinearSpec, index: int, first: int, mode:
     factors = factors or requantize.factors(lowering, layer)
     if weight.codec.kind != "int":
         return Reading(quantize.FLOAT, weight.columns, MAX_ACTIVATION_BLOCK, factors=factors, first=first)
-    codec, block = weight.codec, weight.codec.activation_block
+    codec, block = weight.codec, activation_block(weight.codec)
     kind, scaling = quantize.A16 if mode == "a16" else quantize.A8, quantize.BLOCK
-    limit = {"a16": A16_LIMIT, "a8": codec.activation_limit, "a4": A4_LIMIT}[mode]
+    limit = A16_LIMIT if mode == "a16" else activation_limit(codec, mode)
     if mode != "a16" and layer.activation:
         bits = layer.activation.high_bits if index else layer.activation.bits
         if layer.activation.symmetric:
@@ -153,7 +154,9 @@ def reading(lowering: Lowering, layer: LinearSpec, index: int, first: int, mode:
             limit, scaling = (1 << bits) - 1, quantize.TOKEN_ZERO
         # Less their zero point, 8 bits are from -255 to 255.
         kind = quantize.A16 if limit > LARGEST_BYTE else quantize.A8
-    by_pairs = lowering.isa.pairs and kind == quantize.A8 and codec.bits == winograd.BITS and limit <= codec.activation_limit
+    by_pairs = (
+        lowering.isa.pairs and kind == quantize.A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
+    )
     return Reading(kind, weight.columns, block, limit, scaling, factors, first, by_pairs and block >= CHUNK)
 
 

@@ -15,7 +15,8 @@ from edgeq import __version__
 from edgeq.codec import ROWS, Codec, pack_integers
 from edgeq.config import ModelConfig
 from edgeq.manifest import array_shapes, fused_shapes
-from edgeq.records import LinearSpec, Metadata, Mode, Weight
+from edgeq.metadata import Metadata
+from edgeq.records import LinearSpec, Mode, Weight
 from edgeq.tools.lab.peers.peer import Stored, Times, Variant
 from edgeq.tools.lab.peers.weights import BITS, head_slabs, head_step, matrix, step
 
