@@ -48,6 +48,8 @@ def convert(
     plan = preflight(source, options)
     if output.is_dir():
         raise InputError(f"{output}: a folder; give the name of the file to write")
+    for line in plan.notes():
+        warn(line)
     journal = Journal(output, plan.fingerprint())
     segments = journal.resume(options.restart)
     check_disk(plan, output, segments[-1].offset + segments[-1].length if segments else 0)

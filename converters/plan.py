@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import cast
 
 import edgeq
-from edgeq.codec import GROUP_SIZES, Codec, Kind
+from edgeq.codec import Codec, Kind
 from edgeq.container import DATA_OFFSET
 from edgeq.converters.calibration.choose_precision import PrecisionChoice
 from edgeq.converters.calibration.dataset import Calibration
@@ -28,6 +28,7 @@ from edgeq.converters.items import ArrayItem, BlobItem, Contents, Item
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Method
 from edgeq.converters.options import HEADS, ConvertOptions, HeadBits
+from edgeq.converters.quantizer import fitting_group_size
 from edgeq.converters.slabs import SLAB_BYTES
 from edgeq.converters.tokenizer import TextAssets
 from edgeq.manifest import FLOAT_PARTS, layer_contents
@@ -108,7 +109,9 @@ class ConversionPlan:
             },
             "edgeq": edgeq.__version__,
             "measured": self.choice.measured if self.choice else None,
-            "quantizer": None if self.method.options.bits is None else self.method.preset.title(self.method.codec),
+            "quantizer": None
+            if self.method.options.bits is None
+            else self.method.preset.title(self.method.codec(self.method.config.hidden_size)),
             **({"details": self.method.details} if self.method.details else {}),
         }
         contents = self.contents
@@ -134,7 +137,25 @@ class ConversionPlan:
         config = json.dumps(self.checkpoint.config, sort_keys=True)
         found["config.json"] = hashlib.sha256(config.encode()).hexdigest()
         found["calibration text"] = self.calibration.sha256 if self.calibration else None
-        return found | {f"option {key}": value for key, value in self.method.options.recorded().items()}
+        options = self.method.options.recorded()
+        if options.get("group_size") and not self.method.group_size_given:
+            options["group_size"] = f"at most {options['group_size']}"
+        return found | {f"option {key}": value for key, value in options.items()}
+
+    def notes(self) -> list[str]:
+        """Lines for the user: the layers whose columns the group size does not divide, and what their groups are instead."""
+        size = self.method.options.group_size
+        layers: dict[tuple[int, int], dict[str, None]] = {}
+        for step in self.steps:
+            for item in step.items:
+                if not size or step.layer is None or not isinstance(item, LinearItem):
+                    continue
+                codec, block = item.recipe.blocks(item.columns)[0]
+                columns = block.stop - block.start
+                if codec.kind == "int" and columns % size:
+                    part = ".".join(x for x in item.name.split(".")[2:] if not x.isdigit())
+                    layers.setdefault((columns, codec.group_size), {})[part] = None
+        return [_groups_note(size or 0, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items()]
 
 
 def write_steps(checkpoint: Checkpoint, method: Method, text: TextAssets) -> tuple[WriteStep, ...]:
@@ -161,7 +182,6 @@ def write_steps(checkpoint: Checkpoint, method: Method, text: TextAssets) -> tup
             kind = stored(*tensors)
             floats = part in FLOAT_PARTS
             recipe = Recipe(Codec(cast(Kind, method.dtype(part, kind)))) if floats else method.recipe(name, columns, kind)
-            recipe.check(name, columns)
             bias_dtype = method.dtype(f"{part}.bias", stored(*biases)) if biases else "f32"
             rows = tuple((tensor, shapes[tensor][0]) for tensor in tensors)
             return LinearItem(name, rows, columns, recipe, tuple((b, shapes[b][0]) for b in biases), bias_dtype)
@@ -198,8 +218,12 @@ def write_steps(checkpoint: Checkpoint, method: Method, text: TextAssets) -> tup
 
 
 def head_codec(bits: int, columns: int) -> Codec | None:
-    """Symmetric integers in the largest groups that fit; None for 16 bits: floats as stored."""
-    if bits == 16:
-        return None
-    group_size = next((g for g in reversed(GROUP_SIZES) if columns % g == 0), 0)
-    return Codec("int", bits, group_size, symmetric=True)
+    """Symmetric integers in the largest groups that divide the columns; None for 16 bits: floats as stored."""
+    return None if bits == 16 else Codec("int", bits, fitting_group_size(columns), symmetric=True)
+
+
+def _groups_note(size: int, columns: int, taken: int, layers: str) -> str:
+    """What the groups of `layers` are, where `size` does not divide their columns and `taken` is their group size."""
+    rest = columns % taken
+    ends = f", the last group of each output channel has {rest}" if rest else ""
+    return f"{layers}: group size {size} does not divide {columns} input channels: groups of {taken}{ends}"

@@ -12,7 +12,7 @@ Neither can be known without text that the model was trained for; then the head 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,11 +65,11 @@ class LogSumExp:
         return (part - self.value).exp()
 
 
-def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
+def quantize_inputs(layer: nn.Module, codec: Callable[[int], Codec]) -> None:
     """From now on the linear layers of `layer` see int8 activations: a scale per token and block of a group, at most 128."""
 
     def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (rounded_activations(args[0], codec), *args[1:])
+        return (rounded_activations(args[0], codec(args[0].shape[-1])), *args[1:])
 
     for module in quantized_linears(layer).values():
         module.register_forward_pre_hook(rounded)
@@ -120,7 +120,12 @@ def choose(
 
 
 def _hidden(
-    method: Method, checkpoint: Checkpoint, tensors: Tensors, tokens: Tensor, stored: WholeReader, rounded: Codec | None
+    method: Method,
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    tokens: Tensor,
+    stored: WholeReader,
+    rounded: Callable[[int], Codec] | None,
 ) -> Tensor:
     """What leaves the last layer as stored, [rows, length, hidden]; `rounded`: inputs as targets round them for this codec."""
     forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)

@@ -43,7 +43,7 @@ class QuaRot(Rotated):
         elif part == "o" and self.before_o():
             transform = stored_transform(self._across, self.config.head_dim)
         activation = Activation(bits) if bits in (4, 8) else None
-        return Recipe(self.codec, self.preset, transform=transform, activation=activation)
+        return Recipe(self.codec(columns), self.preset, transform=transform, activation=activation)
 
     @property
     def details(self) -> dict[str, object]:

@@ -71,7 +71,7 @@ class ResQ(Rotated):
         order = output_order(self.config.num_attention_heads, self.config.head_dim, high) if part == "o" and high else None
         activation = Activation(bits, HIGH_BITS if high else 0, symmetric=False) if bits in (4, 8) else None
         return Recipe(
-            self.codec,
+            self.codec(columns - high),
             self.preset,
             high=Codec("int", HIGH_BITS, 0, symmetric=True) if high else None,
             high_columns=high,

@@ -85,10 +85,8 @@ class Rotated(Method):
 
     # What follows from it -----------------------------------------------------------------------------------------------------
 
-    @property
-    def codec(self) -> Codec:
-        assert self.options.bits is not None and self.options.group_size is not None
-        return Codec("int", self.options.bits, self.options.group_size, symmetric=True)
+    def codec(self, columns: int) -> Codec:
+        return replace(super().codec(columns), symmetric=True)
 
     @property
     def preset(self) -> Preset:

@@ -264,12 +264,6 @@ def test_options_out_of_range_or_without_effect_are_refused(options: dict[str, A
         chosen(ConvertOptions(**options))
 
 
-def test_a_group_size_that_does_not_divide_names_the_layer_and_what_fits(checkpoint: Callable[..., Path]) -> None:
-    folder = checkpoint("llama_gqa", intermediate_size=288)
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.down: group size 64 does not divide 288.*choose 16, 32, row"):
-        preflight(str(folder), ConvertOptions(group_size=64))
-
-
 def test_calibration_text_that_cannot_be_read_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="missing.txt"):
         preflight(str(llama), ConvertOptions(method="awq", group_size=32, calibration=tmp_path / "missing.txt"))
