@@ -51,7 +51,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor that a checkpoint has under another name, as rows of a larger one, or less a constant.
 
     name    of the stored tensor, whose shape is `stored`
@@ -129,7 +129,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {name} has the shape {tensor.shape}; config.json says {shape}")
         return tensor
 
-    def arrange(self, sources: Mapping[str, Source]) -> None:
+    def arrange(self, sources: Mapping[str, TensorSource]) -> None:
         """From now on `tensors` has those of `sources` under the names given, instead of what they are made of.
 
         CheckpointError: a source is missing or has another shape.

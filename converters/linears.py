@@ -17,7 +17,6 @@ from torch import Tensor
 from edgeq.codec import AnyArray, Codec, pack_floats, pack_groups, pack_integers
 from edgeq.converters.quantizer import AWQ, Preset, Quantized, quantize
 from edgeq.converters.slabs import RowReader, fitting_f16, slabs, stored
-from edgeq.errors import UnsupportedError
 from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Transform, Weight
 from edgeq.writer import Writer
 
@@ -59,17 +58,6 @@ class Recipe:
             return ((self.codec, slice(0, columns)),)
         split = columns - self.high_columns
         return ((self.codec, slice(0, split)), (self.high, slice(split, columns)))
-
-    def check(self, name: str, columns: int) -> None:
-        """UnsupportedError: a group size that does not divide the columns of its block."""
-        for codec, block in self.blocks(columns):
-            try:
-                codec.groups(block.stop - block.start)
-            except UnsupportedError as error:
-                behind = f" (of {columns}, {self.high_columns} are kept in {self.high.bits} bits)" if self.high else ""
-                raise UnsupportedError(f"{name}: {error}{behind}") from None
-        if self.master:
-            self.master.groups(columns)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 from torch import nn
@@ -31,12 +31,10 @@ from edgeq.config import ModelConfig
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
-from edgeq.converters.quantizer import AWQ, Preset
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.quantizer import AWQ, Preset, fitting_group_size
 from edgeq.converters.slabs import RowReader, Tensors
 from edgeq.records import Activation, KvCodec, Mode
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 Study = dict[str, NDArray[Any]]
 MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 4: "a4"}
@@ -101,14 +99,23 @@ class Method:
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         """`config` is the network of the checkpoint.  UnsupportedError: the method cannot do this one, and why."""
-        self.options, self.family, self.config = options, family, config
+        self.options, self.family, self.config = options.completed(self.defaults), family, config
+        self.group_size_given = options.group_size is not None
 
-    @property
-    def codec(self) -> Codec:
-        """Of a weight of a decoder layer: what the options say."""
-        options = self.options
-        assert options.bits is not None and options.group_size is not None
-        return Codec("int", options.bits, options.group_size, bool(options.symmetric))
+    def group_size(self, columns: int) -> int:
+        """Columns of a group of a weight with `columns`.
+
+        A size that was asked for is kept, with a shorter last group where it does not divide the columns; of the default the
+        largest size is taken that does.
+        """
+        size = self.options.group_size
+        assert size is not None
+        return size if self.group_size_given or not size else fitting_group_size(columns, size)
+
+    def codec(self, columns: int) -> Codec:
+        """The codec of a weight of a decoder layer, or of its block of `columns`."""
+        assert self.options.bits is not None
+        return Codec("int", self.options.bits, self.group_size(columns), bool(self.options.symmetric))
 
     @property
     def preset(self) -> Preset:
@@ -124,7 +131,7 @@ class Method:
         """The parts of linear layer `name`, such as layers.3.qkv, of a decoder layer; `stored`: its type in the checkpoint."""
         # In 8 bits the runtime's own scales, a block each, are finer and lose nothing; in 4 a baseline is what its paper says.
         four = self.options.activation_bits == 4
-        return Recipe(self.codec, self.preset, activation=Activation(4, symmetric=False) if four else None)
+        return Recipe(self.codec(columns), self.preset, activation=Activation(4, symmetric=False) if four else None)
 
     def dtype(self, part: str, stored: str) -> str:
         """Type of an array, `stored` in the checkpoint.

@@ -18,13 +18,13 @@ measured is what the file holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from edgeq.codec import Codec
+from edgeq.codec import GROUP_SIZES, Codec
 from edgeq.errors import CheckpointError
 from edgeq.quantization import SMALLEST_RANGE
 
@@ -84,6 +84,14 @@ class Grid:
     zero: Tensor
     bits: int
 
+    @classmethod
+    def joined(cls, grids: Sequence[Grid], dimension: int) -> Grid:
+        """The grids of more rows (dimension 0) or of more groups (dimension 1) as one."""
+        if len(grids) == 1:
+            return grids[0]
+        scale, zero = torch.cat([g.scale for g in grids], dimension), torch.cat([g.zero for g in grids], dimension)
+        return cls(scale, zero, grids[0].bits)
+
     def integers(self, groups: Tensor) -> Tensor:
         """Weights [rows, groups, any] -> stored integers as float32."""
         return groups.div(self.scale[..., None]).round_().add_(self.zero[..., None]).clamp_(0, (1 << self.bits) - 1)
@@ -99,23 +107,41 @@ class Grid:
 
 def quantize(weight: Tensor, codec: Codec, name: str, preset: Preset = AWQ) -> Quantized:
     """Weight float32 [rows, columns] -> stored integers.  CheckpointError: a scale of tensor `name` overflows f16."""
-    groups = grouped(weight, codec)
-    found = grid(groups, codec, preset, name)
-    return found.stored(found.integers(groups).reshape(weight.shape), codec)
+    parts = split_groups(weight, codec)
+    grids = [grid(part, codec, preset, name) for part in parts]
+    integers = _joined([found.integers(part) for found, part in zip(grids, parts, strict=True)])
+    return Grid.joined(grids, 1).stored(integers, codec)
 
 
 def fake(weight: Tensor, codec: Codec, preset: Preset = AWQ) -> Tensor:
     """Weight float32 [rows, columns] after a round trip through `codec`: bit for bit what edgeq.codec.dequantize gives."""
-    groups = grouped(weight, codec)
-    found = _grid(groups, codec, preset)
-    return found.weights(found.integers(groups)).reshape(weight.shape)
+    parts = split_groups(weight, codec)
+    grids = [_grid(part, codec, preset) for part in parts]
+    return _joined([found.weights(found.integers(part)) for found, part in zip(grids, parts, strict=True)])
 
 
-def grouped(weight: Tensor, codec: Codec) -> Tensor:
-    """[rows, columns] -> [rows, groups, group size]."""
-    rows, columns = weight.shape
-    count = codec.groups(columns)
-    return weight.reshape(rows, count, columns // count)
+def fitting_group_size(columns: int, most: int = GROUP_SIZES[-1]) -> int:
+    """The largest group size up to `most` that divides `columns`; `most` if none does: the last group is then shorter."""
+    return next((size for size in reversed(GROUP_SIZES) if size <= most and columns % size == 0), most)
+
+
+def uniform_spans(codec: Codec, columns: int) -> list[slice]:
+    """The columns in spans whose groups have the same size: the whole groups, then the shorter last one where there is one."""
+    size = codec.group_size or columns
+    whole = columns // size * size
+    return [span for span in (slice(0, whole), slice(whole, columns)) if span.start < span.stop]
+
+
+def split_groups(weight: Tensor, codec: Codec) -> list[Tensor]:
+    """[rows, columns] -> [rows, groups, group size], and [rows, 1, rest] where the last group is shorter."""
+    spans = uniform_spans(codec, weight.shape[1])
+    return [weight[:, span].unflatten(1, (codec.groups(span.stop - span.start), -1)) for span in spans]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The inverse of `split_groups`."""
+    flat = [part.flatten(1) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
 
 
 def grid(groups: Tensor, codec: Codec, preset: Preset, name: str) -> Grid:
@@ -133,8 +159,7 @@ def _grid(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
     if not preset.search:
         return _grid_of(groups, codec, preset, 1.0)
     rows = max(1, SEARCH_ELEMENTS // groups[0].numel())
-    parts = [_searched(part, codec, preset) for part in torch.split(groups, rows)]
-    return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]), codec.bits)
+    return Grid.joined([_searched(part, codec, preset) for part in torch.split(groups, rows)], 0)
 
 
 def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid:

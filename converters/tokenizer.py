@@ -22,14 +22,14 @@ MAX_TEMPLATE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Text:
+class TextAssets:
     """What the file carries of the tokenizer: blobs by name, and Metadata.generation."""
 
     blobs: dict[str, bytes]
     generation: dict[str, object]
 
 
-def read_text(checkpoint: Checkpoint, vocab_size: int) -> Text:
+def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
     """Everything about text in the checkpoint.
 
     UnsupportedError: a tokenizer that `tokenizers` cannot load or that transformers runs differently; its class is named.
@@ -56,7 +56,7 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> Text:
     blobs = {"tokenizer.json": data}
     if template:
         blobs["chat_template"] = template.encode()
-    return Text(blobs, generation)
+    return TextAssets(blobs, generation)
 
 
 def _load(folder: Path, kind: str) -> tuple[Tokenizer, bytes]:

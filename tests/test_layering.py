@@ -26,6 +26,8 @@ MAY_IMPORT = {
     "converters": {"edgeq", "converters"},
     "tools": {"edgeq", "targets", "runtime", "converters", "tools"},
 }
+ACYCLIC = ("converters",)
+"""Folders without import cycles."""
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if path.name != "model_generated.py"]
 
 
@@ -58,6 +60,55 @@ def test_imports_follow_the_arrows(path: Path) -> None:
             continue
         target = folder_of(module)
         assert target is None or target in MAY_IMPORT[folder], f"{path}:{line}: {folder} must not import {target}"
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module; the name of a package is that of its __init__."""
+    found = {}
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "edgeq" else ("edgeq", *parts))
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> the modules it imports, in functions and for types too; not the packages around what it imports."""
+    known = modules()
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        graph[name] = set()
+        for _, imported in imports(path):
+            # `from module import something` is an import of the module, `from package import module` of that module.
+            module = imported if imported in known else imported.rpartition(".")[0]
+            graph[name] |= {module} & set(known) - {name}
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of more than one module that all reach each other."""
+
+    def reached(start: str) -> set[str]:
+        found, waiting = set[str](), [start]
+        while waiting:
+            new = graph[waiting.pop()] - found
+            found |= new
+            waiting += new
+        return found
+
+    reach = {name: reached(name) for name in graph}
+    components = {tuple(sorted({name} | {other for other in reach[name] if name in reach[other]})) for name in graph}
+    return sorted(list(component) for component in components if len(component) > 1)
+
+
+def test_a_cycle_is_found_and_nothing_else() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d"}}) == [["b", "c"]]
+
+
+@pytest.mark.parametrize("folder", ACYCLIC)
+def test_no_modules_import_each_other_in_a_circle(folder: str) -> None:
+    """Imports inside functions and for types count: what needs them in a circle cannot be read, or moved, one by one."""
+    assert not [component for component in cycles(import_graph()) if any(folder_of(name) == folder for name in component)]
 
 
 def test_only_converters_and_tools_know_torch() -> None:

@@ -12,7 +12,7 @@ Neither can be known without text that the model was trained for; then the head 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ ROWS = 4
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PrecisionChoice:
     """bits of the head, mode, and what was measured for them: goes into the provenance."""
 
     head: HeadBits
@@ -49,13 +49,13 @@ class Verdict:
 
 
 @dataclass
-class Total:
+class LogSumExp:
     """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens]."""
 
     value: Tensor
 
     @classmethod
-    def of(cls, tokens: int) -> Total:
+    def of(cls, tokens: int) -> LogSumExp:
         return cls(torch.full((tokens,), -math.inf, dtype=torch.float64))
 
     def add(self, logits: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ class Total:
         return (part - self.value).exp()
 
 
-def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
+def quantize_inputs(layer: nn.Module, codec: Callable[[int], Codec]) -> None:
     """From now on the linear layers of `layer` see int8 activations: a scale per token and block of a group, at most 128."""
 
     def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (rounded_activations(args[0], codec), *args[1:])
+        return (rounded_activations(args[0], codec(args[0].shape[-1])), *args[1:])
 
     for module in quantized_linears(layer).values():
         module.register_forward_pre_hook(rounded)
@@ -87,14 +87,14 @@ def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
 
 
 @torch.no_grad()
-def decide(
+def choose(
     method: Method,
     checkpoint: Checkpoint,
     tensors: Tensors,
     tokens: Tensor,
     stored: WholeReader,
     heads: Mapping[HeadBits, Codec | None],
-) -> Verdict:
+) -> PrecisionChoice:
     """Measure on a few rows of `tokens` [rows, length].
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
@@ -113,12 +113,19 @@ def decide(
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
-        return Verdict(head, method.mode, measured)
-    return Verdict(head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]})
+        return PrecisionChoice(head, method.mode, measured)
+    return PrecisionChoice(
+        head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]}
+    )
 
 
 def _hidden(
-    method: Method, checkpoint: Checkpoint, tensors: Tensors, tokens: Tensor, stored: WholeReader, rounded: Codec | None
+    method: Method,
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    tokens: Tensor,
+    stored: WholeReader,
+    rounded: Callable[[int], Codec] | None,
 ) -> Tensor:
     """What leaves the last layer as stored, [rows, length, hidden]; `rounded`: inputs as targets round them for this codec."""
     forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
@@ -146,8 +153,8 @@ def _measure(
     """
     exact, rounded = inputs
     count, first = len(targets), 0
-    everything = Total.of(count)
-    totals = {bits: (Total.of(count), Total.of(count)) for bits in heads}
+    everything = LogSumExp.of(count)
+    totals = {bits: (LogSumExp.of(count), LogSumExp.of(count)) for bits in heads}
     gaps = {bits: torch.zeros(count, dtype=torch.float64) for bits in heads}
     wanted = {bits: torch.zeros(2, count, dtype=torch.float64) for bits in heads}
     for rows in head:

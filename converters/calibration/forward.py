@@ -86,7 +86,7 @@ class BlockForward:
     def load(self, index: int, read: WholeReader | None = None) -> nn.Module:
         """Decoder layer `index` with its weights in float32; `read`: where they come from, None: the model's."""
         with torch.device("meta"):
-            layer = DecoderLayer(self._config, self._family.row.biases)
+            layer = DecoderLayer(self._config, self._family.description.biases)
         names, read = self._family.layer_tensors(index), read or self._tensors.whole
         prefix = f"model.layers.{index}."
         state = {name.removeprefix(prefix): torch.from_numpy(read(name)) for name in names.values()}

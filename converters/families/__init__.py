@@ -13,7 +13,7 @@ from edgeq.converters.families.family import (
     NORMS,
     POSITIONS,
     Family,
-    FamilyRow,
+    FamilyDescription,
     ScaleMapping,
     linear_module,
 )
@@ -29,7 +29,7 @@ __all__ = [
     "NORM_BIAS",
     "POSITIONS",
     "Family",
-    "FamilyRow",
+    "FamilyDescription",
     "ScaleMapping",
     "linear_module",
     "recognise",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import Source
-from edgeq.converters.families.family import ATTENTION_MAPPINGS, FamilyRow, ScaleMapping, Values, linear_module
+from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.families.family import ATTENTION_MAPPINGS, FamilyDescription, ScaleMapping, Values, linear_module
 from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, llama_settings, qwen3_settings
 from edgeq.converters.families.positions import one_window
 from edgeq.errors import UnsupportedError
@@ -56,16 +56,16 @@ def qwen3_moe_settings(values: Values) -> dict[str, Any]:
     return qwen3_settings(values) | qwen_experts(values)
 
 
-def mixtral_sources(config: ModelConfig) -> dict[str, Source]:
+def mixtral_sources(config: ModelConfig) -> dict[str, TensorSource]:
     hidden, inner, router = config.hidden_size, config.intermediate_size, (config.num_experts, config.hidden_size)
     sources = {}
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"model.layers.{layer}.mlp.", f"model.layers.{layer}.block_sparse_moe."
-        sources[f"{ours}gate.weight"] = Source(f"{theirs}gate.weight", router, router)
+        sources[f"{ours}gate.weight"] = TensorSource(f"{theirs}gate.weight", router, router)
         for expert in range(config.num_experts):
             for module, name in EXPERT_MODULES.items():
                 shape = (hidden, inner) if module == "down_proj" else (inner, hidden)
-                source = Source(f"{theirs}experts.{expert}.{name}.weight", shape, shape)
+                source = TensorSource(f"{theirs}experts.{expert}.{name}.weight", shape, shape)
                 sources[f"{ours}experts.{expert}.{module}.weight"] = source
     return sources
 
@@ -86,7 +86,7 @@ def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
 
 
 EXPERT_FAMILIES = (
-    FamilyRow(
+    FamilyDescription(
         "MixtralForCausalLM",
         DEFAULTS
         | {
@@ -104,7 +104,7 @@ EXPERT_FAMILIES = (
         sources=mixtral_sources,
         mappings=expert_mappings,
     ),
-    FamilyRow(
+    FamilyDescription(
         "Qwen2MoeForCausalLM",
         DEFAULTS
         | {
@@ -123,7 +123,7 @@ EXPERT_FAMILIES = (
         biases=QKV,
         mappings=expert_mappings,
     ),
-    FamilyRow(
+    FamilyDescription(
         "Qwen3MoeForCausalLM",
         DEFAULTS
         | {

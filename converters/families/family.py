@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import Source
+from edgeq.converters.checkpoint import TensorSource
 from edgeq.manifest import layer_contents
 
 Values = Mapping[str, Any]
@@ -82,12 +82,12 @@ def no_windows(values: Values, layers: int) -> tuple[int, ...]:
     return ()
 
 
-def no_sources(config: ModelConfig) -> dict[str, Source]:
+def no_sources(config: ModelConfig) -> dict[str, TensorSource]:
     return {}
 
 
 @dataclass(frozen=True)
-class FamilyRow:
+class FamilyDescription:
     """
     defaults   transformers' own, for keys that config.json may leave out
     neutral    values of other keys that have no effect
@@ -106,7 +106,7 @@ class FamilyRow:
     windows: Callable[[Values, int], tuple[int, ...]] = no_windows
     keys: Mapping[str, str] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
-    sources: Callable[[ModelConfig], dict[str, Source]] = no_sources
+    sources: Callable[[ModelConfig], dict[str, TensorSource]] = no_sources
     derived: tuple[str, ...] = (".rotary_emb.inv_freq",)
     mappings: Callable[[ModelConfig], tuple[ScaleMapping, ...]] = llama_mappings
 
@@ -115,15 +115,15 @@ class FamilyRow:
 class Family:
     """The family of one checkpoint, whose network is `config`."""
 
-    row: FamilyRow
+    description: FamilyDescription
     config: ModelConfig
 
     @property
     def architecture(self) -> str:
-        return self.row.architecture
+        return self.description.architecture
 
-    def sources(self) -> dict[str, Source]:
-        return self.row.sources(self.config)
+    def sources(self) -> dict[str, TensorSource]:
+        return self.description.sources(self.config)
 
     def layer_parts(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Part of a decoder layer -> tensor name and shape, in execution order: attention_norm, q, q.bias, k ... down."""
@@ -138,7 +138,7 @@ class Family:
             for linear, (rows, columns) in content.items():
                 part = linear.removeprefix(prefix)
                 parts[part] = f"{tensors}{linear_module(part)}.weight", (rows, columns)
-                if part in self.row.biases:
+                if part in self.description.biases:
                     parts[f"{part}.bias"] = f"{tensors}{linear_module(part)}.bias", (rows,)
         return parts
 
@@ -163,4 +163,4 @@ class Family:
     def awq_mappings(self, config: ModelConfig) -> list[ScaleMapping]:
         """The scales that this model can absorb: v -> o only where v has as many outputs as o has inputs (no GQA)."""
         multi_head = config.kv_size == config.query_size
-        return [m for m in self.row.mappings(config) if multi_head or not m.multi_head_only]
+        return [m for m in self.description.mappings(config) if multi_head or not m.multi_head_only]

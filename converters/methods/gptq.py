@@ -220,9 +220,8 @@ def quantize_matrix(weight: Tensor, factor: Factor | None, recipe: Recipe, title
 
 def _spans(codec: Codec, block: slice) -> Iterator[tuple[int, int, int]]:
     """(index, start, stop) of the groups of a weight block."""
-    size = (block.stop - block.start) // codec.groups(block.stop - block.start)
-    for index, start in enumerate(range(block.start, block.stop, size)):
-        yield index, start, start + size
+    for index, start in enumerate(range(block.start, block.stop, codec.group_size or block.stop - block.start)):
+        yield index, start, min(start + (codec.group_size or block.stop), block.stop)
 
 
 def _grid(columns: Tensor, codec: Codec, preset: Preset, title: str) -> Grid:
@@ -233,5 +232,4 @@ def _grid(columns: Tensor, codec: Codec, preset: Preset, title: str) -> Grid:
 def _block(index: int, codec: Codec, block: slice, integers: Tensor, groups: list[_Group], grids: list[Grid]) -> Quantized:
     """The integers [columns, rows] of one weight block with the grids of its groups, [rows, 1] each."""
     own = [found for group, found in zip(groups, grids, strict=True) if group.block == index]
-    together = Grid(torch.cat([g.scale for g in own], 1), torch.cat([g.zero for g in own], 1), codec.bits)
-    return together.stored(integers[block].T.contiguous(), codec)
+    return Grid.joined(own, 1).stored(integers[block].T.contiguous(), codec)

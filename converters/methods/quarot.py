@@ -8,8 +8,6 @@ one scale per token; keys and values asymmetric, a scale per position and head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from edgeq.codec import Kind
@@ -18,13 +16,11 @@ from edgeq.converters.families import Family
 from edgeq.converters.linears import Recipe
 from edgeq.converters.method import Study
 from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
+from edgeq.converters.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.orthogonal import signs
 from edgeq.records import Activation
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 SIGNS_SEED = 0
 
@@ -47,7 +43,7 @@ class QuaRot(Rotated):
         elif part == "o" and self.before_o():
             transform = stored_transform(self._across, self.config.head_dim)
         activation = Activation(bits) if bits in (4, 8) else None
-        return Recipe(self.codec, self.preset, transform=transform, activation=activation)
+        return Recipe(self.codec(columns), self.preset, transform=transform, activation=activation)
 
     @property
     def details(self) -> dict[str, object]:

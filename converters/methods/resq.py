@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,14 +34,12 @@ from edgeq.converters.families import LINEARS, NORMS, Family
 from edgeq.converters.linears import Recipe
 from edgeq.converters.method import Study
 from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
+from edgeq.converters.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation, dense
 from edgeq.converters.rotation.hadamard import hadamard
 from edgeq.converters.rotation.orthogonal import principal_axes, split_rotation
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.records import Activation, KvCodec
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 HIGH_BITS = 8
 HIDDEN_SEED, HEAD_SEED = 1, 2
@@ -57,7 +54,7 @@ class ResQ(Rotated):
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
-        fraction = options.high_fraction
+        fraction = self.options.high_fraction
         assert fraction is not None
         self._high_dims = int(config.head_dim * fraction)
         if fraction and not self._high_dims:
@@ -74,7 +71,7 @@ class ResQ(Rotated):
         order = output_order(self.config.num_attention_heads, self.config.head_dim, high) if part == "o" and high else None
         activation = Activation(bits, HIGH_BITS if high else 0, symmetric=False) if bits in (4, 8) else None
         return Recipe(
-            self.codec,
+            self.codec(columns - high),
             self.preset,
             high=Codec("int", HIGH_BITS, 0, symmetric=True) if high else None,
             high_columns=high,

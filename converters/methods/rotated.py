@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method, Study
 from edgeq.converters.methods.gptq import gptq_layer, hessian_bytes
+from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import QUAROT, Preset
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
@@ -31,9 +32,6 @@ from edgeq.converters.rotation.model import RotatedModel
 from edgeq.converters.slabs import SLAB_BYTES, Tensors
 from edgeq.errors import UnsupportedError
 from edgeq.manifest import FLOAT_PARTS, rotation_shapes
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 
 def generator(seed: int) -> torch.Generator:
@@ -57,7 +55,7 @@ class Rotated(Method):
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
         _refuse(self.name, config)
-        self.calibrates = self.propagates = bool(options.gptq)
+        self.calibrates = self.propagates = bool(self.options.gptq)
         # A size without a transform is refused here, not behind the first layer.
         for size in self.transformed_sizes():
             hadamard(size)
@@ -87,10 +85,8 @@ class Rotated(Method):
 
     # What follows from it -----------------------------------------------------------------------------------------------------
 
-    @property
-    def codec(self) -> Codec:
-        assert self.options.bits is not None and self.options.group_size is not None
-        return Codec("int", self.options.bits, self.options.group_size, symmetric=True)
+    def codec(self, columns: int) -> Codec:
+        return replace(super().codec(columns), symmetric=True)
 
     @property
     def preset(self) -> Preset:

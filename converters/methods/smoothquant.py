@@ -36,7 +36,7 @@ class SmoothQuant(Method):
         return SMOOTHQUANT
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
-        return Recipe(self.codec, self.preset, activation=per_token(self.options.activation_bits))
+        return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
@@ -58,7 +58,7 @@ class SmoothQuantGptq(Gptq):
     defaults = {**DEFAULTS, "act_order": False}
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
-        return Recipe(self.codec, self.preset, activation=per_token(self.options.activation_bits))
+        return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)

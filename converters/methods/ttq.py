@@ -12,25 +12,23 @@ pair of rank r for each would have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.codec import GROUP_SIZES, ROWS, Codec, Kind
+from edgeq.codec import ROWS, Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.method import Method
 from edgeq.converters.methods.rtn import RoundToNearest
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.quantizer import fitting_group_size
 from edgeq.converters.slabs import RowReader, slabs
 from edgeq.errors import InputError
 from edgeq.manifest import layer_contents
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 SPARE_COLUMNS = 16
 ITERATIONS = 4
@@ -58,12 +56,12 @@ class Ttq(Method):
         rank = shared_rank(self.rank, [rows for rows, _ in matrices.values()], columns)
         # A prompt gives most experts too few tokens to go by: theirs stay as they are rounded here (TTQ, section 1).
         master = None if ".experts." in name else self._master(columns)
-        return Recipe(self.codec, self.preset, rank=rank, master=master)
+        return Recipe(self.codec(columns), self.preset, rank=rank, master=master)
 
     def _master(self, columns: int) -> Codec:
         if self.options.master == "bf16":
             return Codec("bf16")
-        return Codec("int", 8, next((g for g in reversed(GROUP_SIZES) if columns % g == 0), 0), symmetric=True)
+        return Codec("int", 8, fitting_group_size(columns), symmetric=True)
 
     def memory_bytes(self, tokens: int) -> int:
         rows = max(self.config.query_size + 2 * self.config.kv_size, 2 * self.config.intermediate_size)

@@ -19,7 +19,7 @@ from edgeq.config import ModelConfig
 from edgeq.container import ModelFile
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.torch_decoder import Norm
-from edgeq.converters.checkpoint import Checkpoint, HubAccess, Source
+from edgeq.converters.checkpoint import Checkpoint, HubAccess, TensorSource
 from edgeq.converters.convert import convert
 from edgeq.converters.families import HEAD, NORM, NORM_BIAS, Family, linear_module, recognise
 from edgeq.converters.method import Block
@@ -277,7 +277,7 @@ def test_a_source_is_rows_of_what_is_stored(tmp_path: Path) -> None:
     save_file({"a": values}, tmp_path / "model.safetensors")
     source = Checkpoint.open(str(tmp_path), HubAccess())
     source.open_weights()
-    source.arrange({"b": Source("a", (6, 4), (3, 4), 2, 0.5), "c": Source("a", (6, 4), (1, 4), 5)})
+    source.arrange({"b": TensorSource("a", (6, 4), (3, 4), 2, 0.5), "c": TensorSource("a", (6, 4), (1, 4), 5)})
     assert np.array_equal(source.whole("b"), values[2:5].numpy() + 0.5)
     assert np.array_equal(source.rows("b", 1, 2), values[3:4].numpy() + 0.5)
     assert np.array_equal(source.whole("c"), values[5:].numpy())
