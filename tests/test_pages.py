@@ -1,4 +1,4 @@
-"""The paths and commands that CONTRIBUTING.md and README.md name exist."""
+"""The paths, modules, make targets and links that the pages name exist."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("CONTRIBUTING.md", "README.md", "SECURITY.md")
+PAGES = (
+    "CONTRIBUTING.md",
+    "README.md",
+    "SECURITY.md",
+    *(f"docs/{name}.md" for name in ("arm", "index", "peers", "qspec", "quality", "reproduce")),
+)
 FOLDERS = ("edgeq", "targets", "runtime", "converters", "tools", "tests", "docs", "examples", "models")
-TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES if (ROOT / page).exists()}
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -37,4 +42,4 @@ def test_every_module_that_is_run_exists(page: str) -> None:
 @pytest.mark.parametrize("page", TEXTS)
 def test_the_links_lead_somewhere(page: str) -> None:
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", TEXTS[page]):
-        assert (ROOT / link).exists(), link
+        assert (ROOT / page).parent.joinpath(link).exists(), link
