@@ -87,6 +87,7 @@ class ModelConfig:
     layer_norm              LayerNorm with a bias instead of RMSNorm, with the same epsilon (OPT)
     post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
     local_rope              of layers with a sliding window; None: `rope` (Gemma 3)
+    layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
     embedding_multiplier    of token embeddings, not of the tied head (Gemma 3)
     query_pre_attn_scalar   scores are divided by its root; None: by that of head_dim (Gemma 3)
     num_experts             of each MLP, of which a row goes through the num_experts_per_tok that the softmax of its router
@@ -119,6 +120,7 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = False
     shared_expert_intermediate_size: int = 0
+    layers_without_rope: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
@@ -152,6 +154,9 @@ class ModelConfig:
         longest = LIMITS["max_position_embeddings"]
         if any(type(w) is not int or not 0 <= w <= longest for w in self.sliding_windows):
             raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
+        plain, layers = self.layers_without_rope, self.num_hidden_layers
+        if any(type(i) is not int or not 0 <= i < layers for i in plain) or list(plain) != sorted(set(plain)):
+            raise FormatError(f"config layers_without_rope must be ascending integers from 0 to {layers - 1}")
 
     def _check_experts(self) -> None:
         limits = {
@@ -181,7 +186,10 @@ class ModelConfig:
         scale: float = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         return scale
 
-    def layer_rope(self, layer: int) -> Rope:
+    def layer_rope(self, layer: int) -> Rope | None:
+        """How this layer rotates its queries and keys; None: not at all."""
+        if self.rope.kind == "learned" or layer in self.layers_without_rope:
+            return None
         return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
 
     @property
@@ -202,8 +210,12 @@ class ModelConfig:
         return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
 
     def to_json(self) -> str:
-        """Canonical: same configuration, same bytes."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """Canonical: same configuration, same bytes.  `layers_without_rope` is written only where there are some, so that
+        files without them keep the bytes, and the readers, that they had before the key existed."""
+        values = asdict(self)
+        if not self.layers_without_rope:
+            del values["layers_without_rope"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
@@ -215,12 +227,14 @@ class ModelConfig:
             raise FormatError("config is not a JSON object")
         rope = _rope(data.pop("rope", {}), "config rope")
         local = data.pop("local_rope", None)
-        windows = data.pop("sliding_windows", ())
-        if not isinstance(windows, (list, tuple)) or len(windows) > LIMITS["num_hidden_layers"]:
-            raise FormatError("config sliding_windows is not a list of at most one entry per layer")
-        values = _known(cls, data, "config", {"rope", "local_rope", "sliding_windows"})
+        lists: dict[str, Any] = {key: data.pop(key, ()) for key in ("sliding_windows", "layers_without_rope")}
+        for key, entries in lists.items():
+            if not isinstance(entries, (list, tuple)) or len(entries) > LIMITS["num_hidden_layers"]:
+                raise FormatError(f"config {key} is not a list of at most one entry per layer")
+            lists[key] = tuple(entries)
+        values = _known(cls, data, "config", {"rope", "local_rope", *lists})
         local_rope = None if local is None else _rope(local, "config local_rope")
-        return cls(rope=rope, local_rope=local_rope, sliding_windows=tuple(windows), **values)
+        return cls(rope=rope, local_rope=local_rope, **lists, **values)
 
 
 def check_positive(name: str, value: object) -> None:

@@ -63,8 +63,8 @@ class BlockForward:
         """`tensors`: those of the model; None: the checkpoint's own."""
         self._family, self._config = family, config
         self._tensors: Tensors = tensors or checkpoint
-        ropes = [rope for rope in (config.rope, config.local_rope) if rope]
-        self._angles = {rope: angles(rope, config.head_dim, tokens.shape[1]) for rope in ropes}
+        ropes = {config.layer_rope(layer) for layer in range(config.num_hidden_layers)}
+        self._angles = {rope: rope and angles(rope, config.head_dim, tokens.shape[1]) for rope in ropes}
         self.hidden = self._embed(tokens)
 
     def _embed(self, tokens: Tensor) -> Tensor:

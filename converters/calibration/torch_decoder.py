@@ -141,10 +141,8 @@ ACTIVATIONS = {
 }
 
 
-def angles(rope: Rope, head_dim: int, length: int) -> Angles | None:
-    """Of positions 0 ... length - 1 in a session of that length; None: positions are not rotary."""
-    if rope.kind == "learned":
-        return None
+def angles(rope: Rope, head_dim: int, length: int) -> Angles:
+    """Of positions 0 ... length - 1 in a session of that length."""
     turned = torch.outer(torch.arange(length).double(), torch.tensor(frequencies(rope, head_dim, length), dtype=torch.float64))
     return (turned.cos() * rope.attention_factor).float(), (turned.sin() * rope.attention_factor).float()
 

@@ -10,11 +10,11 @@ from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.gemma import GEMMA_FAMILIES
 from edgeq.converters.families.llama import LLAMA_FAMILIES
 from edgeq.converters.families.opt import OPT_FAMILIES
+from edgeq.converters.families.smollm import SMOLLM_FAMILIES
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
 
-FAMILIES = {
-    description.architecture: description for description in (*LLAMA_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)
-}
+DESCRIPTIONS = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)
+FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
 
 
 def recognise(hf: Values) -> tuple[Family, ModelConfig]:

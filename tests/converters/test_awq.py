@@ -17,7 +17,7 @@ from edgeq.converters.families import LINEARS, recognise
 from edgeq.converters.methods.awq import apply_scale, awq, clip, inspected_modules, output_error, search_scale
 from edgeq.converters.quantizer import fake
 
-FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm3")
 CODEC = Codec("int", 3, 32, symmetric=False)
 
 

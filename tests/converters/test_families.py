@@ -27,7 +27,7 @@ from edgeq.converters.methods.awq import Awq, apply_scale
 from edgeq.converters.options import ConvertOptions
 from edgeq.errors import CheckpointError, UnsupportedError
 
-FAMILIES = ("qwen2", "phi3", "phi3_longrope", "gemma3", "opt", "mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "mixtral", "qwen2_moe", "qwen3_moe")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -80,6 +80,18 @@ def test_gemma3_reads_the_rope_of_its_old_configurations() -> None:
     assert ModelConfig.from_json(config.to_json()) == config
 
 
+def test_smollm3_rotates_where_its_list_or_its_interval_says() -> None:
+    plain = config_of("SmolLM3ForCausalLM")
+    assert plain.layers_without_rope == (3, 7) and plain.sliding_windows == () and plain.rope.theta == 2e6
+    assert [rope is None for rope in map(plain.layer_rope, range(8))] == [False, False, False, True] * 2
+    listed = config_of("SmolLM3ForCausalLM", no_rope_layers=[1, 0] * 5, use_sliding_window=True, sliding_window=12)
+    assert listed.layers_without_rope == (1, 3, 5, 7) and listed.sliding_windows == (0, 12) * 4
+    typed = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 6, "use_sliding_window": True, "sliding_window": 9}
+    assert config_of("SmolLM3ForCausalLM", **typed).sliding_windows == (9, 9, 0, 0, 0, 0, 0, 0)
+    assert config_of("SmolLM3ForCausalLM", no_rope_layers=[1] * 8).layers_without_rope == ()
+    assert ModelConfig.from_json(listed.to_json()) == listed
+
+
 def test_opt_ignores_keys_that_only_other_families_have() -> None:
     config = config_of("OPTForCausalLM", ffn_dim=96, num_key_value_heads=2, rope_theta=5.0)
     assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (96, 4, 8)
@@ -106,6 +118,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rotation of a part": ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "dense layers between": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
     "every second layer": ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    "layers without rope elsewhere": ("LlamaForCausalLM", {"no_rope_layers": [1, 0] * 4}, "no_rope_layers is"),
+    "windows that are not used": ("SmolLM3ForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "use_sliding_window"),
     "windows of experts": ("Qwen2MoeForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
 }
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -120,6 +134,13 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "types of other layers": ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "not a list of 8 entries"),
     "no window": ("Gemma3ForCausalLM", {"sliding_window": None}, "sliding_window is null"),
     "no pattern": ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    "no interval": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+    "too few rotated layers": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [1, 0]},
+        "no_rope_layers is .1, 0.; expected a list of 8",
+    ),
+    "indices for switches": ("SmolLM3ForCausalLM", {"no_rope_layers": [0, 1, 2, 3, 4, 5, 6, 7]}, "no_rope_layers is"),
     "no scale": ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
     "heads that do not divide": ("OPTForCausalLM", {"hidden_size": 34}, "hidden_size 34 is not a multiple"),
     "more chosen than there are": ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),

@@ -70,6 +70,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("qwen2", {}),
     ("qwen3", {}),
+    ("smollm3", {}),
     ("phi3", {}),
     ("mixtral", {}),
     ("qwen2_moe", {}),

@@ -139,6 +139,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("qwen2", {}),
     ("qwen3", {}),
+    ("smollm3", {}),
 ]
 
 
