@@ -1,8 +1,9 @@
 """How the numbers of a matrix are stored: pack, unpack and dequantize in numpy.  This file is the truth.
 
-Every codec stores the matrix W[rows, columns] in one order, so that a CPU kernel reads it straight from the mapped file:
+Every codec stores the matrix W[rows, columns], output by input channels, in one order, which CPU kernels read straight from the
+mapped file:
 
-    block   16 output rows (the last one padded with zero rows)
+    block   16 rows (the last one padded with zero rows)
     line    64 bytes = 16 lanes of 32 bits; lane r belongs to row r of the block and holds consecutive input channels
             (8 bits: 4 channels, 16 bits: 2, 32 bits: 1)
     chunk   16 rows x 32 channels; a b-bit integer codec stores it in exactly b lines
@@ -89,7 +90,7 @@ class Codec:
 
     @property
     def name(self) -> str:
-        """Short name: `f16`, `i4 g128`, `i4 g128 zero`, `i8 row`."""
+        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i8 row`."""
         if self.kind != "int":
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
@@ -102,7 +103,7 @@ class Codec:
         return -(-columns // self.group_size) if self.group_size else 1
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """The arrays that store a [rows, columns] matrix: "q", and for integers "scale" and perhaps "zero"."""
+        """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and with zero points "zero"."""
         blocks = -(-rows // ROWS)
         if self.kind == "f32":
             return {"q": Part("float32", (blocks, columns, ROWS))}
@@ -119,7 +120,7 @@ class Codec:
 
     @property
     def center(self) -> int:
-        """The stored value of the number zero in the symmetric form."""
+        """The integer that stores the number zero in symmetric codecs."""
         return 1 << (self.bits - 1)
 
 

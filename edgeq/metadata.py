@@ -1,7 +1,7 @@
 """The metadata of a model file: its record, to FlatBuffer bytes and back.
 
-The Python reader of FlatBuffers has no verifier and trusts every count and offset, so reading goes: cap, check, then loop, and
-whatever the reader raises on nonsense becomes one FormatError.
+The Python reader of FlatBuffers has no verifier and trusts every count and offset.  So every count is capped before a loop over
+it, and whatever the reader raises on nonsense becomes one FormatError.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class Metadata:
-    """All of a model file but its bytes.  `linears` is in execution order and maps names to layers; `kv` is the cache that the
-    file was made for.
+    """Everything in a model file but its data.
+
+    linears   layers by name, in execution order;  arrays: everything else that is stored, by name;  blobs: name -> segment
+    kv        the cache that the file was made for
 
     Names: `layers.3.qkv`, `layers.3.o`, `layers.3.gate_up`, `layers.3.down`, `head`; where the parts of q, k, v (or gate, up)
-    do not agree they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
+    differ they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
     `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
     `layers.3.shared.gate_up`, `layers.3.shared.down`.  Arrays: `embedding` (absent when tied to the head), `positions` where
     they are learned, `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a
-    LayerNorm also `layers.3.mlp_norm_bias` ..., where blocks end in a norm `layers.3.post_attention_norm` and
-    `layers.3.post_mlp_norm`; where queries and keys are rotated behind RoPE `layers.3.key_rotation` i8 [head_dim, head_dim] and
+    LayerNorm also `layers.3.mlp_norm_bias` ..., where attention and MLP end in a norm `layers.3.post_attention_norm` and
+    `layers.3.post_mlp_norm`; where queries and keys are rotated after RoPE `layers.3.key_rotation` i8 [head_dim, head_dim] and
     `layers.3.key_rotation_scale` f32 [1].
     Blobs: `tokenizer.json`, `chat_template`, `preprocessor.json`.
     """
@@ -72,7 +74,7 @@ class Metadata:
     kv: KvCodec = KvCodec()
 
     def idle_bytes(self) -> int:
-        """Bytes of the experts that a token does not go through."""
+        """Bytes of the experts that a token does not use."""
         experts = sum(x.nbytes for name, x in self.linears.items() if ".experts." in name)
         return experts - experts * self.config.num_experts_per_tok // max(self.config.num_experts, 1)
 
@@ -89,7 +91,7 @@ class Metadata:
 
 
 def encode(metadata: Metadata, segments: list[Segment]) -> bytes:
-    """Metadata as a FlatBuffer; the same metadata gives the same bytes."""
+    """Metadata as a FlatBuffer; equal metadata gives equal bytes."""
     model = fb.ModelT()
     model.config = metadata.config.to_json()
     model.generation = _dump(metadata.generation)
@@ -178,7 +180,7 @@ def _blob(name: str, segment: int) -> Any:
 
 
 def decode(data: bytes) -> tuple[Metadata, list[Segment]]:
-    """FlatBuffer bytes -> metadata and segments.  Structure only: that arrays lie inside the file is the container's to check.
+    """FlatBuffer bytes -> metadata and segments.  Checks the structure only; the container checks that arrays lie in the file.
 
     FormatError: not a sound FlatBuffer of this schema.  UnsupportedError: a codec or part this version cannot run.
     """
@@ -216,7 +218,7 @@ def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
 
 
 def _items(what: str, count: int, cap: int, get: Callable[[int], Any], read: Callable[[Any], T]) -> list[T]:
-    """`read` of each entry of a vector whose length a stranger wrote."""
+    """`read` of each entry of a vector; FormatError if the file claims more than `cap` entries."""
     if count > cap:
         raise FormatError(f"metadata claims {count} {what}; at most {cap} are possible")
     return [read(get(i)) for i in range(count)]
@@ -250,7 +252,7 @@ def _load(value: bytes | None, what: str) -> dict[str, object]:
 
 
 def _not_a_number(name: str) -> None:
-    raise FormatError(f"metadata holds the number {name}, which JSON does not have")
+    raise FormatError(f"metadata holds the number {name}, which JSON does not allow")
 
 
 def _read_segment(s: Any) -> Segment:
@@ -320,7 +322,7 @@ def _read_linear(x: Any) -> LinearSpec:
         raise FormatError(f"{name}: a linear layer without a weight")
     a, b = x.LowRankA(), x.LowRankB()
     if (a is None) != (b is None):
-        raise FormatError(f"{name}: half of a low-rank part")
+        raise FormatError(f"{name}: a low-rank part with one factor")
     return LinearSpec(
         name,
         tuple(weights),

@@ -1,4 +1,4 @@
-"""How weights and activations are rounded, in numpy: every converter, device and target follows these rules bit for bit.
+"""The rules of rounding weights and activations, in numpy; round to nearest of a converter or a device gives the same bits.
 
 Weights, per group of a row, to the integers of a codec of b bits:
 

@@ -1,7 +1,7 @@
 """What is in a model file, as records: arrays, the parts of a linear layer, the cache.
 
-A quantization method is data: `y = W x` with optional parts.  A record says which parts a layer has; which parts a target can
-run is the target's to say.
+A quantization method is data: `y = W x` with optional parts.  A record lists the parts that a layer has; each target decides
+which of them it can run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from edgeq.codec import Codec
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "uint16", "u8": "uint8", "i8": "int8", "i32": "int32"}
 Mode = Literal["a16", "a8", "a4"]
-"""How a layer's input is quantized: not, but for kernels' 16-bit fixed point; to 8 or 4 bits, as its `activation` says or else
-symmetrically per block of at most 128 channels."""
+"""How the inputs of linear layers are quantized.
+
+a16   not at all; kernels may use 16-bit fixed point
+a8    to 8 bits, by the layer's `activation` or else symmetrically in blocks of at most 128 channels (quantization.py)
+a4    to 4 bits, in the same way; layers outside the decoder layers run in a8
+"""
 MODES: tuple[Mode, ...] = ("a16", "a8", "a4")
 KvKind = Literal["f16", "int8", "int4"]
 KV_KINDS: tuple[KvKind, ...] = ("f16", "int8", "int4")
@@ -42,7 +46,7 @@ class KvCodec:
         return f"{low}+{self.high}" if self.high else low
 
     def head_bytes(self, head_dim: int) -> int:
-        """Bytes of the keys, or the values, of one position and head, padding apart."""
+        """Bytes of the keys, or of the values, of one position and head, without padding."""
         if self.kind == "f16":
             return 2 * head_dim
         if self.kind == "int8":
@@ -53,7 +57,7 @@ class KvCodec:
 
 @dataclass(frozen=True)
 class ArrayRef:
-    """A plain C-ordered array that fills one segment of the file.  bf16 is held as its uint16 bits."""
+    """A plain C-ordered array that fills one segment of the file; numpy sees bf16 as its uint16 bits."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,7 +84,7 @@ class Weight:
         return sum(part.nbytes for _, part in self.arrays())
 
     def arrays(self) -> Iterator[tuple[str, ArrayRef]]:
-        """The arrays that are there, by the codec's names, in the order of the file."""
+        """(name in `codec.parts`, array) of the arrays that the weight has, in the order of the file."""
         yield "q", self.q
         if self.scale:
             yield "scale", self.scale
@@ -109,9 +113,9 @@ class Transform:
 class Activation:
     """How the input is quantized in the modes a8 and a4: dynamically, with one scale per token and weight block.
 
-    bits        of the first weight block's input;  high_bits: of the second's, 0 where there is none
-    symmetric   scale max|x| / (2^(bits-1) - 1); else scale (max - min) / (2^bits - 1) and a zero point, over a range that has
-                0 in it
+    bits        of the input of the first weight block;  high_bits: of that of the second, 0 where there is none
+    symmetric   scale max|x| / (2^(bits-1) - 1); else scale (max - min) / (2^bits - 1) and a zero point, over a range that
+                includes 0
     """
 
     bits: int
@@ -142,8 +146,8 @@ class LinearSpec:
     weights       one or two blocks of consecutive channels of x'; the second is the one of higher precision
     low_rank      added; reads x as it came
     bias          added
-    master        the weight (less the low-rank part) at higher precision, from which the device makes copies of `weights` for
-                  other input scales
+    master        the weight (less the low-rank part) at higher precision, from which a device requantizes `weights` for other
+                  input scales
     """
 
     name: str
@@ -157,7 +161,7 @@ class LinearSpec:
     master: Weight | None = None
 
     def arrays(self) -> Iterator[tuple[str, ArrayRef]]:
-        """(what it is, array) of everything stored for this layer, in the order of the file."""
+        """(description, array) of everything stored for this layer, in the order of the file."""
         for i, weight in enumerate(self.weights):
             yield from ((f"{part} of the second block" if i else part, ref) for part, ref in weight.arrays())
         if self.bias:
@@ -184,10 +188,10 @@ class LinearSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a token reads; the master is not among them."""
+        """Bytes that a token reads; the master is not counted."""
         return sum(ref.nbytes for part, ref in self.arrays() if not part.startswith("master"))
 
     @property
     def bits_per_weight(self) -> float:
-        """Effective bits, from the parts that a token reads: scales, zero points, padding, low rank and bias count."""
+        """Effective bits per weight of what a token reads: scales, zero points, padding, low rank and bias are counted."""
         return 8 * self.nbytes / (self.rows * self.columns)

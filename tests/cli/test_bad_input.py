@@ -305,7 +305,7 @@ def test_a_truncated_file(edgeq: Run, demo: Path, tmp_path: Path) -> None:
 
 def test_flipped_bits(edgeq: Run, demo: Path, tmp_path: Path) -> None:
     path, data = tmp_path / "flipped.edgeq", demo.read_bytes()
-    for at, words in ((20, "header"), (len(data) - 900, "metadata does not fit its digest")):
+    for at, words in ((20, "header"), (len(data) - 900, "metadata does not match its digest")):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         refused(edgeq("inspect", path), words)
     path.write_bytes(data[:1_000_000] + bytes([data[1_000_000] ^ 4]) + data[1_000_001:])

@@ -1,4 +1,4 @@
-"""docs/format.md says what the schema, the reader and the constants say; its example is rebuilt from it."""
+"""docs/format.md agrees with the schema, the reader and the constants; its example is rebuilt from it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_part_that_the_reader_takes_is_explained() -> None:
 
 
 def test_what_is_reserved_is_refused_by_the_reader() -> None:
-    """The names of which the page says so, and no others; test_container.py has a file with each."""
+    """Exactly the names that the page marks so; test_container.py has a file with each."""
     reserved = {
         named(cells[0])[0]
         for title in re.findall(r"^### (.*)$", PAGE, re.M)
