@@ -62,7 +62,7 @@ class ConversionPlan:
         return Contents.of([item for step in self.steps for item in step.items])
 
     def heads(self) -> dict[HeadBits, Codec | None]:
-        """The codecs among which the head's is chosen: one, where the options say it."""
+        """The candidates for the head's codec, by bits: only one where the options give it."""
         candidates: tuple[HeadBits, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
         return {bits: head_codec(bits, self.method.config.hidden_size) for bits in candidates}
 
@@ -94,7 +94,7 @@ class ConversionPlan:
         return streaming + 4 * layer + hidden + batch
 
     def metadata(self) -> Metadata:
-        """Of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
+        """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
         provenance: dict[str, object] = {
             "source": self.checkpoint.name,
             "source_digest": self.checkpoint.digest(),
