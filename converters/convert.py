@@ -1,4 +1,4 @@
-"""Carries out a plan: step by step into a partial file, resumed where a killed run stopped."""
+"""Carries out a plan step by step into a partial file, and resumes where a killed run stopped."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from edgeq.writer import Writer
 __all__ = ["ConversionProgress", "ConvertOptions", "Warn", "convert", "preflight"]
 
 ConversionProgress = Callable[[int, int, str, int, int], None]
-"""Hears (step, steps, what is being done, bytes of the file done, bytes of the file in all) as the conversion goes on.
+"""Progress callback: (step, total steps, label, bytes of the file written, total bytes).
 
-Steps count from 0; verification is the last one.  After a resume the first call says where it goes on."""
+Steps count from 0; verification is the last one.  After a resume the first call has the step at which it goes on."""
 Warn = Callable[[str], None]
-"""Takes a line that a user should read; the conversion goes on."""
+"""Called with a line that the user should read; the conversion goes on."""
 
 
 def convert(
@@ -41,7 +41,7 @@ def convert(
     """The checkpoint `source` (folder or hub id) as the model file `output`, verified.
 
     Killed at any moment and called again with the same source and options, it goes on and ends in the same bytes.  An existing
-    `output` is replaced only by the finished file.  Memory: see `edgeq.converters.preflight`.
+    `output` is replaced only by the finished file.  Memory: see `edgeq.converters.plan`.
     Errors: as `preflight`; InputError: an interrupted conversion with other source or options is in the way; ResourceError: the
     disk is full, what is written stays for the next run.
     """
@@ -66,7 +66,7 @@ def convert(
 
 
 class _Run:
-    """Writes what the journal does not have yet."""
+    """One run of a plan: writes the steps that the journal does not have yet."""
 
     def __init__(
         self, plan: ConversionPlan, writer: Writer, journal: Journal, progress: ConversionProgress, warn: Warn
@@ -146,7 +146,7 @@ class _Run:
         return stored_tensors(self.writer.partial, self.writer.segments, items)
 
     def _measure(self, tensors: Tensors) -> PrecisionChoice:
-        """What the head and the mode should be, from the layers already written."""
+        """The bits of the head and the mode, chosen on the layers already written."""
         assert self.plan.calibration is not None
         rows = self.plan.calibration.rows
         return choose(self.method, self.plan.checkpoint, tensors, rows, self._stored(), self.plan.heads())

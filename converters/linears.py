@@ -24,7 +24,7 @@ Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
 
 
 FACTOR = Codec("f16")
-"""Of both low-rank factors."""
+"""Codec of both low-rank factors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Recipe:
                   multiplied by its inverse
     activation    how the input is quantized
     rank          of the low-rank part, delivered, stored in f16; 0: none
-    master        codec of the master: another copy of the rows that the weight is rounded from
+    master        codec of the master: the rows that the weight is rounded from, at higher precision
     """
 
     codec: Codec
@@ -96,12 +96,12 @@ class LinearItem:
 
     @property
     def nbytes(self) -> tuple[int, ...]:
-        """Of each segment, in the order in which `write_linear` appends them."""
+        """Bytes of each segment, in the order in which `write_linear` appends them."""
         return _lay(self, 0)[1]
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales and zero points that wait in memory while the integers are written."""
+        """Bytes of the scales and zero points that wait in memory while the integers are written."""
         weights = [*self.spec(0).weights, *([master] if (master := self.spec(0).master) else [])]
         return max(w.nbytes - w.q.nbytes for w in weights)
 

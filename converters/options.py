@@ -47,21 +47,22 @@ class ConvertOptions:
     """How to convert.  None: not given; the method then takes its own default (`completed`).
 
     bits              of weights, 2 to 8
-    activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text (gate.py), else 16
+    activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
-    group_size        16, 32, 64, 128, or 0: one group per row
+    group_size        16, 32, 64, 128, or 0: one group per output channel; None: the method's default, or the next smaller
+                      size that divides the columns
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
-    head              bits of the head; 16: as stored; None: measured where there is calibration text (gate.py), else 8
+    head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
     calibration       a UTF-8 text file; None: the built-in text where the method needs one, else nothing is measured
     calibration_rows, calibration_length
                       at most so many rows of so many tokens of it; None: 64 of 512, or as many tokens as the model takes
     device            name of the device profile the file is meant for, recorded in its provenance
-    restart           discard an interrupted conversion instead of going on with it
+    restart           discard an interrupted conversion instead of resuming it
     token, revision, offline   for hub ids, as in huggingface_hub
 
     InputError: a value out of range.  `edgeq.converters.methods.chosen` refuses what the method has no use for.

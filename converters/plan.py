@@ -49,6 +49,8 @@ class WriteStep:
 
 @dataclass(frozen=True)
 class ConversionPlan:
+    """What will be written and how; `options` are those asked for, `method.options` have the defaults filled in."""
+
     options: ConvertOptions
     checkpoint: Checkpoint
     method: Method
@@ -62,7 +64,7 @@ class ConversionPlan:
         return Contents.of([item for step in self.steps for item in step.items])
 
     def heads(self) -> dict[HeadBits, Codec | None]:
-        """The codecs among which the head's is chosen: one, where the options say it."""
+        """The candidates for the head's codec, by bits: only one where the options give it."""
         candidates: tuple[HeadBits, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
         return {bits: head_codec(bits, self.method.config.hidden_size) for bits in candidates}
 
@@ -94,7 +96,7 @@ class ConversionPlan:
         return streaming + 4 * layer + hidden + batch
 
     def metadata(self) -> Metadata:
-        """Of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
+        """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
         provenance: dict[str, object] = {
             "source": self.checkpoint.name,
             "source_digest": self.checkpoint.digest(),
@@ -145,21 +147,22 @@ class ConversionPlan:
     def notes(self) -> list[str]:
         """Lines for the user: the layers whose columns the group size does not divide, and what their groups are instead."""
         size = self.method.options.group_size
+        if not size:
+            return []
+        # (columns, their group size) -> the layers' names without numbers, in order
         layers: dict[tuple[int, int], dict[str, None]] = {}
-        for step in self.steps:
-            for item in step.items:
-                if not size or step.layer is None or not isinstance(item, LinearItem):
-                    continue
+        for item in (item for step in self.steps if step.layer is not None for item in step.items):
+            if isinstance(item, LinearItem) and item.recipe.codec.kind == "int":
                 codec, block = item.recipe.blocks(item.columns)[0]
                 columns = block.stop - block.start
-                if codec.kind == "int" and columns % size:
+                if columns % size:
                     part = ".".join(x for x in item.name.split(".")[2:] if not x.isdigit())
                     layers.setdefault((columns, codec.group_size), {})[part] = None
-        return [_groups_note(size or 0, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items()]
+        return [_groups_note(size, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items()]
 
 
 def write_steps(checkpoint: Checkpoint, method: Method, text: TextAssets) -> tuple[WriteStep, ...]:
-    """In execution order: text and embedding, decoder layers, norm and head."""
+    """The steps in execution order: text and embedding, decoder layers, norm and head."""
     family, config, stored_config = method.family, method.config, method.stored_config
     shapes = family.tensor_shapes(config)
     tied, options = config.tie_word_embeddings, method.options

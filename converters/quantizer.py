@@ -1,4 +1,4 @@
-"""The group-wise quantizer, in torch float32, and its named presets.
+"""Rounds weights group by group, in torch float32, by named presets.
 
 What papers call the same rounding differs in the range that the integers cover and in whether it holds 0.  Per group of a row,
 at b bits, with the name under which results are reported:
@@ -11,6 +11,8 @@ at b bits, with the name under which results are reported:
     smoothquant       as awq-symmetric (Xiao et al. 2022, arXiv 2211.10438)
     quarot            as awq-symmetric, over the range, of 1.00 ... 0.21 of the largest weight, with the least sum |error|^2.4
                       (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
+
+The last group of a row is shorter where the group size does not divide the columns.
 
 Ranges are at least 1e-5 wide.  Rounding is half to even.  The scale is rounded to f16 *before* q is computed, so what a search
 measured is what the file holds.
@@ -32,7 +34,7 @@ SLAB_ROWS = 1024
 SEARCH_STEPS = 80
 SEARCH_POWER = 2.4
 SEARCH_ELEMENTS = 1 << 22
-"""Weights that the search holds several copies of."""
+"""Weights that are searched at a time: the search holds several arrays of this size."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Grid:
-    """Of every group: scale (already rounded to f16) and zero point, float32 [rows, groups]; integers are 0 ... 2^bits - 1."""
+    """Scale (already rounded to f16) and zero point of every group, float32 [rows, groups]; integers are 0 ... 2^bits - 1."""
 
     scale: Tensor
     zero: Tensor
@@ -163,7 +165,7 @@ def _grid(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
 
 
 def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid:
-    """Over `share` of the range."""
+    """The grids over `share` of each group's range."""
     if codec.symmetric:
         span = groups.abs().amax(-1).mul(share).clamp(min=SMALLEST_RANGE)
         steps = ((1 << codec.bits) - 1) / 2 if preset.full_range else (1 << (codec.bits - 1)) - 1

@@ -1,12 +1,12 @@
-"""Decides by measurement what the options left open: the bits of the head, and the mode a file runs in by default.
+"""Chooses the head's bit width and the default activation mode by measurement.
 
 On a little of the calibration text the quantized layers, as they lie in the unfinished file, are run twice: with exact inputs
-(a16), and with the inputs of every quantized layer rounded to 8 bits as a target does (a8).  Behind the last layer
+(a16), and with the inputs of every quantized layer rounded to 8 bits as a target does (a8).  After the last layer
 
-    head    is the smallest of 4, 6 and 8 bits whose mean KL divergence from the unrounded head stays under MAX_HEAD_KL
-    mode    is a8 if it raises the perplexity by no more than MAX_A8_RISE; not measured where the method or the options say it
+    head    the smallest of 4, 6 and 8 bits whose mean KL divergence from the unrounded head stays under MAX_HEAD_KL
+    mode    a8 if it raises the perplexity by no more than MAX_A8_RISE; not measured where the method or the options fix it
 
-Neither can be known without text that the model was trained for; then the head has 8 bits and the mode is a16.
+Neither can be measured without text that the model was trained for; then the head has 8 bits and the mode is a16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """bits of the head, mode, and what was measured for them: goes into the provenance."""
+    """Bits of the head, the mode, and the measurements that chose them, which go into the provenance."""
 
     head: HeadBits
     mode: Mode
@@ -66,7 +66,7 @@ class LogSumExp:
 
 
 def quantize_inputs(layer: nn.Module, codec: Callable[[int], Codec]) -> None:
-    """From now on the linear layers of `layer` see int8 activations: a scale per token and block of a group, at most 128."""
+    """Round the inputs of the linear layers of `layer` to 8 bits from now on; `codec`: columns of a weight -> its codec."""
 
     def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (rounded_activations(args[0], codec(args[0].shape[-1])), *args[1:])
@@ -127,7 +127,7 @@ def _hidden(
     stored: WholeReader,
     rounded: Callable[[int], Codec] | None,
 ) -> Tensor:
-    """What leaves the last layer as stored, [rows, length, hidden]; `rounded`: inputs as targets round them for this codec."""
+    """Outputs of the last layer as stored, [rows, length, hidden]; `rounded`: inputs rounded as targets do for these codecs."""
     forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
     for index in range(method.config.num_hidden_layers):
         layer = forward.load(index, stored)

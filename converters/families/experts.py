@@ -11,7 +11,7 @@ from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, llama_settin
 from edgeq.converters.families.positions import one_window
 from edgeq.errors import UnsupportedError
 
-# Of Mixtral: module of decoder.py -> its own.
+# Module of torch_decoder.py -> Mixtral's own.
 EXPERT_MODULES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 NEUTRAL_MIXTRAL = {key: values for key, values in NEUTRAL.items() if key not in ("num_experts", "num_local_experts")}
 NEUTRAL_QWEN: dict[str, tuple[Any, ...]] = NEUTRAL_MIXTRAL | {
@@ -71,7 +71,7 @@ def mixtral_sources(config: ModelConfig) -> dict[str, TensorSource]:
 
 
 def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
-    """What chooses among the experts reads the same channels as they do, so it follows their scale."""
+    """The router reads the same channels as they do, so it follows their scale."""
     owners = [f"experts.{expert}." for expert in range(config.num_experts)]
     followers = ["router"]
     if config.shared_expert_intermediate_size:

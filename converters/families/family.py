@@ -1,7 +1,7 @@
-"""What a family is: a row of a table, and what follows from it for one configuration.
+"""A family of decoders as data, and what follows from it for one configuration.
 
 Every key of config.json that changes the computation is either read, or listed with the values under which it changes nothing;
-any other value is refused by key.  Keys that neither this table nor transformers' model code reads cannot change the
+any other value is refused by key.  Keys that neither this description nor transformers' model code reads cannot change the
 computation and are ignored.
 """
 
@@ -19,7 +19,7 @@ Values = Mapping[str, Any]
 
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
 NORM, NORM_BIAS, HEAD = "model.norm.weight", "model.norm.bias", "lm_head.weight"
-# Part of a decoder layer -> its module (decoder.py).
+# Part of a decoder layer -> its module (torch_decoder.py).
 LINEARS = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -88,7 +88,8 @@ def no_sources(config: ModelConfig) -> dict[str, TensorSource]:
 
 @dataclass(frozen=True)
 class FamilyDescription:
-    """
+    """What the checkpoints of one architecture have in common.
+
     defaults   transformers' own, for keys that config.json may leave out
     neutral    values of other keys that have no effect
     settings   fields of `ModelConfig` that not all families have in the same way, constant or read from config.json

@@ -15,7 +15,7 @@ from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, head_settings
 from edgeq.converters.families.positions import rope_of, typed_windows, window
 from edgeq.errors import FormatError
 
-# Module of decoder.py -> transformers' own; all hold w of a gain 1 + w.
+# Module of torch_decoder.py -> transformers' own; all hold w of a gain 1 + w.
 GAINS = {
     "input_layernorm": "input_layernorm",
     "attention_output_norm": "post_attention_layernorm",
@@ -68,7 +68,7 @@ def gemma_sources(config: ModelConfig) -> dict[str, TensorSource]:
 
 
 def gemma_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
-    """Without the norm before q, k, v: behind them come norms of their own, and scales were found to hurt there."""
+    """Without the norm before q, k, v: after them come norms of their own, and scales were found to hurt there."""
     return (*ATTENTION_MAPPINGS[1:], *MLP_MAPPINGS)
 
 

@@ -1,6 +1,6 @@
 """OPT (Zhang et al. 2022, arXiv 2205.01068): LayerNorm, learned positions, ReLU, biases everywhere.
 
-Its smallest but one, 350m, is another network: norms behind the blocks instead of before them, so that no norm feeds q, k, v or
+Its smallest but one, 350m, is another network: norms after the blocks instead of before them, so that no norm feeds q, k, v or
 the MLP, and an embedding of half the width between two projections.  It is refused by those keys.
 """
 
@@ -22,7 +22,7 @@ from edgeq.converters.families.family import (
 )
 from edgeq.errors import FormatError, UnsupportedError
 
-# Module of decoder.py -> transformers' own.
+# Module of torch_decoder.py -> transformers' own.
 MODULES = {
     "input_layernorm": "self_attn_layer_norm",
     "self_attn.q_proj": "self_attn.q_proj",

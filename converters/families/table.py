@@ -1,4 +1,4 @@
-"""Which family a config.json is of, and the network it describes."""
+"""Finds the family of a config.json and the network that it describes."""
 
 from __future__ import annotations
 

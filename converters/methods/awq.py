@@ -177,7 +177,7 @@ def clip(linear: nn.Linear, x: Tensor, codec: Codec) -> None:
     for span, inputs in zip(uniform_spans(codec, linear.in_features), split_groups(x, codec), strict=True):
         per_group = inputs.transpose(0, 1)  # [groups, tokens, size]
         moments = per_group.transpose(1, 2) @ per_group / len(x)  # [groups, size, size]
-        torch.cat([_clip_rows(rows, moments, codec) for rows in torch.split(weight[:, span], CLIP_ROWS)], out=clipped[:, span])
+        clipped[:, span] = torch.cat([_clip_rows(rows, moments, codec) for rows in torch.split(weight[:, span], CLIP_ROWS)])
     linear.weight.data = clipped
 
 

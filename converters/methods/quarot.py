@@ -1,8 +1,8 @@
 """QuaRot: outlier-free 4-bit inference in rotated models (Ashkboos et al. 2024, arXiv 2404.00456).
 
 Hadamard matrices everywhere: diag(+-1) H on the residual stream, H of head_dim on every head's values and, with a cache of 4
-bits, on queries and keys; online H across the heads in front of the output projection, which with the per-head ones makes the
-whole H (x) H, and H in front of the down projection.  Any order is allowed, not only powers of two.  Activations are symmetric,
+bits, on queries and keys; online H across the heads before the output projection, which with the per-head ones makes the
+whole H (x) H, and H before the down projection.  Any order is allowed, not only powers of two.  Activations are symmetric,
 one scale per token; keys and values asymmetric, a scale per position and head.
 """
 

@@ -1,9 +1,9 @@
-"""What QuaRot and ResQ have in common: a model in another basis, absorbed by its weights, and what is left to be done online.
+"""Base of QuaRot and ResQ: a model in another basis, which its weights absorb, and the rotations left to be done online.
 
 The residual stream is rotated by one Q for the whole model, the values of every KV head by one of their own; the norms' gains
-move into the linear layers behind them, the last one's into the head, which therefore is no longer the embedding.  What is left
-to do online is an orthogonal transform in front of the down projection (and QuaRot's in front of the output projection), and a
-rotation of queries and keys behind RoPE where the cache has 4 bits: it changes no score, q Q (k Q)^T = q k^T, but spreads the
+move into the linear layers after them, the last one's into the head, which therefore is no longer the embedding.  What is left
+to do online is an orthogonal transform before the down projection (and QuaRot's before the output projection), and a
+rotation of queries and keys after RoPE where the cache has 4 bits: it changes no score, q Q (k Q)^T = q k^T, but spreads the
 outliers of the keys.  A cache of 8 bits does without: the online rotation rounds queries and keys to 8 bits itself.
 """
 
@@ -56,11 +56,11 @@ class Rotated(Method):
         super().__init__(options, family, config)
         _refuse(self.name, config)
         self.calibrates = self.propagates = bool(self.options.gptq)
-        # A size without a transform is refused here, not behind the first layer.
+        # A size without a transform is refused here, not after the first layer.
         for size in self.transformed_sizes():
             hadamard(size)
 
-    # What a method says -------------------------------------------------------------------------------------------------------
+    # What a method defines ----------------------------------------------------------------------------------------------------
 
     def transformed_sizes(self) -> tuple[int, ...]:
         """Numbers of channels that go through a Hadamard transform, online or absorbed."""
@@ -76,7 +76,7 @@ class Rotated(Method):
         raise NotImplementedError
 
     def keys(self, layer: int, study: Study) -> Tensor:
-        """Q float64 [head_dim, head_dim] of queries and keys behind RoPE."""
+        """Q float64 [head_dim, head_dim] of queries and keys after RoPE."""
         raise NotImplementedError
 
     def before_o(self) -> Rotation | None:
@@ -108,7 +108,7 @@ class Rotated(Method):
         return rotation_shapes(self.config, layer) if self.rotates_keys else {}
 
     def memory_bytes(self, tokens: int) -> int:
-        """One matrix, and the rows of a slab, with their copies in float64; what GPTQ needs."""
+        """One matrix and the rows of a slab, each in float64 too; what GPTQ needs."""
         c = self.config
         widest = max(c.hidden_size, c.intermediate_size, c.query_size)
         rotating = 24 * c.hidden_size * widest + 24 * c.hidden_size**2 + 8 * SLAB_BYTES
@@ -164,7 +164,7 @@ def _refuse(method: str, config: ModelConfig) -> None:
     """UnsupportedError: the network has something between its linear layers that a rotation cannot pass, or no place here."""
     reason = None
     if config.post_norms:
-        reason = "norms behind attention and MLP, whose gains stand between the last linear layer and the residual stream"
+        reason = "norms after attention and MLP, whose gains stand between the last linear layer and the residual stream"
     elif config.layer_norm:
         reason = "LayerNorm with a bias"
     if reason:

@@ -1,6 +1,6 @@
-"""TTQ (Koike-Akino et al. 2026, arXiv 2603.19296): weights are quantized on the device, for the prompt at hand.
+"""TTQ (Koike-Akino et al. 2026, arXiv 2603.19296): the device quantizes the weights again, for the prompt at hand.
 
-A file for it holds of every layer the static low-rank part B A in 16 bits, the master W - B A at higher precision, from which
+For every layer the file holds the static low-rank part B A in 16 bits, the master W - B A at higher precision, from which
 the device makes integers under the input scales of a prompt, and W - B A rounded to nearest, for where there is no prompt yet.
 B and A are the first singular vectors of W, B = U S^1/2 and A = S^1/2 V^T, found from products with W (Halko, Martinsson, Tropp
 2011, arXiv 0909.4061), so that a matrix is streamed and never held.
@@ -84,7 +84,7 @@ class Ttq(Method):
 
 
 def shared_rank(rank: int, parts: list[int], columns: int) -> int:
-    """Of one pair for matrices of `parts` rows each and the same `columns`, instead of a pair of `rank` for each.
+    """The rank of one shared pair for matrices of `parts` rows each, instead of a pair of rank `rank` for each.
 
     The nearest multiple of 16, to which stored rows are padded anyway.
     """

@@ -106,7 +106,7 @@ def test_experts_are_as_large_as_their_own_key_says() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "norms behind the blocks": ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+    "norms after the blocks": ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
     "a projected embedding": ("OPTForCausalLM", {"word_embed_proj_dim": 16}, r"word_embed_proj_dim is 16.*opt-350m"),
     "no final norm": ("OPTForCausalLM", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
     "another activation": ("OPTForCausalLM", {"activation_function": "gelu"}, "hidden_act 'gelu' is not supported"),
@@ -161,8 +161,8 @@ def test_values_out_of_range_are_named(architecture: str, keys: dict[str, Any], 
         config_of(architecture, **keys)
 
 
-def hidden_behind(source: Checkpoint, family: Family, config: ModelConfig, scaled: int | None = None) -> torch.Tensor:
-    """Hidden states behind the last layer; with `scaled` every scale that can be folded is, at random from that seed."""
+def hidden_after(source: Checkpoint, family: Family, config: ModelConfig, scaled: int | None = None) -> torch.Tensor:
+    """Hidden states after the last layer; with `scaled` every scale that can be folded is, at random from that seed."""
     blocks = BlockForward(source, family, config, TOKENS)
     generator = torch.Generator().manual_seed(scaled or 0)
     for index in range(config.num_hidden_layers):
@@ -185,7 +185,7 @@ def test_block_by_block_gives_the_logits_of_transformers(checkpoint: Callable[..
     norm.load_state_dict({part: torch.from_numpy(source.whole(tensor)) for part, tensor in names.items()})
     head = HEAD if not config.tie_word_embeddings else "model.embed_tokens.weight"
     with torch.no_grad():
-        logits = norm(hidden_behind(source, family, config)) @ torch.from_numpy(source.whole(head)).T
+        logits = norm(hidden_after(source, family, config)) @ torch.from_numpy(source.whole(head)).T
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS, use_cache=False).logits
     assert (logits - expected).abs().max() < 1e-3
 
@@ -195,7 +195,7 @@ def test_folding_scales_without_rounding_changes_nothing(checkpoint: Callable[..
     """Of experts the router follows, else tokens would go elsewhere."""
     source, family, config = opened(checkpoint(name, dtype="float32", initializer_range=0.05))
     with torch.no_grad():
-        before, after = hidden_behind(source, family, config), hidden_behind(source, family, config, scaled=3)
+        before, after = hidden_after(source, family, config), hidden_after(source, family, config, scaled=3)
     assert family.awq_mappings(config)
     assert (after - before).abs().max() < 1e-3 * before.abs().max()
 

@@ -26,19 +26,20 @@ from edgeq.runtime import Model
 TEXT = "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 60
 SMALL = {"hidden_size": 72, "intermediate_size": 172}
 WIDE = {"hidden_size": 200, "intermediate_size": 400}
-# Methods with their options, and how far the logits may be from those of the source, as a share of their spread.
+# Methods with their options, and how far the logits may be from those of the source, as a share of their spread.  With one
+# group per output channel they are as far or a little farther; with the scale of another group they would be at 0.3 and more.
 METHODS: list[tuple[dict[str, Any], float]] = [
-    ({"method": "rtn", "bits": 8}, 0.02),
-    ({"method": "awq", "bits": 8}, 0.02),
-    ({"method": "gptq", "bits": 8}, 0.02),
-    ({"method": "gptq", "bits": 8, "act_order": True}, 0.02),
-    ({"method": "awq+gptq", "bits": 8}, 0.02),
-    ({"method": "smoothquant", "activation_bits": 16}, 0.02),
-    ({"method": "smoothquant+gptq", "activation_bits": 16}, 0.02),
-    ({"method": "ttq", "bits": 5, "rank": 8}, 0.15),
-    ({"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16}, 0.02),
-    ({"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16, "gptq": True}, 0.02),
-    ({"method": "resq", "bits": 8, "activation_bits": 16, "kv_bits": 16}, 0.02),
+    ({"method": "rtn", "bits": 8}, 0.045),
+    ({"method": "awq", "bits": 8}, 0.045),
+    ({"method": "gptq", "bits": 8}, 0.045),
+    ({"method": "gptq", "bits": 8, "act_order": True}, 0.045),
+    ({"method": "awq+gptq", "bits": 8}, 0.045),
+    ({"method": "smoothquant", "activation_bits": 16}, 0.045),
+    ({"method": "smoothquant+gptq", "activation_bits": 16}, 0.045),
+    ({"method": "ttq", "bits": 5, "rank": 8}, 0.2),
+    ({"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16}, 0.045),
+    ({"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16, "gptq": True}, 0.045),
+    ({"method": "resq", "bits": 8, "activation_bits": 16, "kv_bits": 16}, 0.045),
 ]
 
 
@@ -144,7 +145,7 @@ def test_clipping_treats_a_short_last_group_like_a_matrix_of_its_own() -> None:
         assert torch.allclose(whole.weight[:, columns], part.weight, atol=1e-6)
 
 
-@pytest.mark.parametrize(("sizes", "group_size"), [(SMALL, 32), (WIDE, 128)], ids=["72x172 g32", "200x400 g128"])
+@pytest.mark.parametrize(("sizes", "group_size"), [(SMALL, 32), (WIDE, 128)], ids=["72x172", "200x400"])
 @pytest.mark.parametrize(
     ("options", "bound"), METHODS, ids=lambda x: "+".join(map(str, x.values())) if isinstance(x, dict) else ""
 )
