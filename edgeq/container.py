@@ -213,6 +213,7 @@ def _uses(metadata: Metadata) -> Iterator[tuple[str, int]]:
     for name, array in metadata.arrays.items():
         yield name, array.segment
     yield from metadata.blobs.items()
+    yield from ((f"kernels for {target}", segment) for target, segment in metadata.kernels.items())
 
 
 def _check_segments(segments: list[Segment], header: Header) -> None:

@@ -26,6 +26,7 @@ MAX_SEGMENTS = 1 << 18
 MAX_LAYERS = 1 << 16
 MAX_ARRAYS = 1 << 19
 MAX_BLOBS = 64
+MAX_KERNELS = 64
 MAX_WEIGHTS = 2
 MAX_JSON = 1 << 20
 MAX_RANK = 4
@@ -52,6 +53,7 @@ class Metadata:
 
     linears   layers by name, in execution order;  arrays: everything else that is stored, by name;  blobs: name -> segment
     kv        the cache that the file was made for
+    kernels   architecture (`sm_87`) -> segment of its compiled kernels, which are opened only by a target that runs them
 
     Names: `layers.3.qkv`, `layers.3.o`, `layers.3.gate_up`, `layers.3.down`, `head`; where the parts of q, k, v (or gate, up)
     differ they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
@@ -72,6 +74,7 @@ class Metadata:
     arrays: dict[str, ArrayRef]
     blobs: dict[str, int] = field(default_factory=dict)
     kv: KvCodec = KvCodec()
+    kernels: dict[str, int] = field(default_factory=dict)
 
     def idle_bytes(self) -> int:
         """Bytes of the experts that a token does not use."""
@@ -101,6 +104,8 @@ def encode(metadata: Metadata, segments: list[Segment]) -> bytes:
     model.linears = [_linear(x) for x in metadata.linears.values()]
     model.arrays = [_named_array(name, a) for name, a in metadata.arrays.items()]
     model.blobs = [_blob(name, segment) for name, segment in metadata.blobs.items()]
+    # Absent, not empty, where there are none: files without kernels keep their bytes.
+    model.kernels = [_kernels(target, segment) for target, segment in metadata.kernels.items()] or None
     model.kv = _kv(metadata.kv)
     model.bytesPerToken = fb.BytesPerTokenT()
     sizes = metadata.bytes_per_token()
@@ -179,6 +184,12 @@ def _blob(name: str, segment: int) -> Any:
     return t
 
 
+def _kernels(target: str, segment: int) -> Any:
+    record = fb.KernelsT()
+    record.target, record.segment = target, segment
+    return record
+
+
 def decode(data: bytes) -> tuple[Metadata, list[Segment]]:
     """FlatBuffer bytes -> metadata and segments.  Checks the structure only; the container checks that arrays lie in the file.
 
@@ -198,8 +209,7 @@ def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
     linears = _items("linear layers", model.LinearsLength(), MAX_LAYERS, model.Linears, _read_linear)
     arrays = _items("arrays", model.ArraysLength(), MAX_ARRAYS, model.Arrays, _read_named_array)
     blobs = _items("blobs", model.BlobsLength(), MAX_BLOBS, model.Blobs, _read_blob)
-    if model.KernelsLength():
-        raise UnsupportedError("the file has embedded kernels; this version runs files without them: build it without --embed")
+    kernels = _items("kernels", model.KernelsLength(), MAX_KERNELS, model.Kernels, _read_kernels)
     named = _text(model.DefaultMode(), "default_mode", MAX_MODE)
     mode = next((m for m in MODES if m == named), None)
     if mode is None:
@@ -212,6 +222,7 @@ def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
         linears=_unique([(x.name, x) for x in linears], "linear layer"),
         arrays=_unique(arrays, "array"),
         blobs=_unique(blobs, "blob"),
+        kernels=_unique(kernels, "kernels for"),
         kv=_read_kv(model.Kv()),
     )
     return metadata, segments
@@ -281,6 +292,10 @@ def _read_named_array(a: Any) -> tuple[str, ArrayRef]:
 
 def _read_blob(b: Any) -> tuple[str, int]:
     return _text(b.Name(), "blob name", MAX_NAME), int(b.Segment())
+
+
+def _read_kernels(k: Any) -> tuple[str, int]:
+    return _text(k.Target(), "kernel architecture", MAX_NAME), int(k.Segment())
 
 
 def _read_kv(kv: Any) -> KvCodec:

@@ -337,7 +337,21 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "cache with more dimensions": (setting("kv", fb.KvCacheT(kind=2, high=17)), FormatError, "17 dimensions in 8 bits"),
     "cache with codes of five bits": (setting("kv", fb.KvCacheT(kind=2, bits=5)), FormatError, "codes of 5 bits"),
     "high dimensions of another cache": (setting("kv", fb.KvCacheT(kind=1, high=2)), FormatError, "int8 cache with 2"),
-    "kernels": (setting("kernels", [fb.KernelsT(target="sm_87", segment=0)]), UnsupportedError, "embedded kernels"),
+    "kernels in the segment of a layer": (
+        setting("kernels", [fb.KernelsT(target="sm_87", segment=0)]),
+        FormatError,
+        "kernels for sm_87 and .* share segment 0",
+    ),
+    "kernels of one architecture twice": (
+        setting("kernels", [fb.KernelsT(target="sm_87", segment=0)] * 2),
+        FormatError,
+        "kernels for 'sm_87' twice",
+    ),
+    "kernels of too many architectures": (
+        setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),
+        FormatError,
+        "65 kernels",
+    ),
     # names
     "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),
     "array twice": (duplicate("arrays"), FormatError, "array 'layers.0.attention_norm' twice"),

@@ -85,7 +85,7 @@ def test_what_is_reserved_is_refused_by_the_reader() -> None:
         for cells in rows(section(title), "field" if title.startswith("Table") else "name")
         if "refused" in cells[2]
     }
-    assert reserved == {"kernels", "split_row", "static_scales", "offset", "group", "tensor"}
+    assert reserved == {"split_row", "static_scales", "offset", "group", "tensor"}
 
 
 @pytest.mark.parametrize(("kind", "header"), [(config.ModelConfig, "key"), (config.Rope, "key of a rope")])
@@ -155,6 +155,7 @@ def test_limits_are_the_constants() -> None:
         "linear layers": metadata.MAX_LAYERS,
         "arrays": metadata.MAX_ARRAYS,
         "blobs": metadata.MAX_BLOBS,
+        "kernels": metadata.MAX_KERNELS,
         "weight blocks of a layer": metadata.MAX_WEIGHTS,
         "dimensions of an array": metadata.MAX_RANK,
         "length of a dimension": metadata.MAX_DIMENSION,
