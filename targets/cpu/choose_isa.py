@@ -35,8 +35,8 @@ def choose(name: str | None = None, on_measure: OnMeasure = lambda: None) -> tup
         if isa.machines and machine.cpu().arch not in isa.machines:
             continue
         missing = sorted(isa.needs - features)
-        if not missing and (not isa.pairs or probes.pair_gain(on_measure) >= LEAST_GAIN):
+        if not missing and (not isa.winograd or probes.winograd_gain(on_measure) >= LEAST_GAIN):
             return isa, "the best this processor has" if not passed else "; ".join(passed)
-        if not isa.pairs:
+        if not isa.winograd:
             passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")
     raise AssertionError("the portable set needs nothing")

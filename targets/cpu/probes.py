@@ -18,11 +18,12 @@ from edgeq.machine import cpu
 from edgeq.measurements import OnMeasure, keep, known, measured
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit.args import PARTS, Args, pointer
 from edgeq.targets.cpu.jit.buffers import zeros
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, address, word
+from edgeq.targets.cpu.jit.compile import Kernel, address
 from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
 from edgeq.targets.cpu.jit.threadpool import Pool
-from edgeq.targets.cpu.kernels import microkernel_int as tile
+from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, integer_matvec
 from edgeq.targets.cpu.kernels.winograd import plain
 
@@ -31,17 +32,25 @@ BYTES = 256 << 20
 Table = NDArray[np.int64]
 
 
-def read_lines() -> Kernel:
-    """Row words: COUNT of 256-byte runs, 2 address, 3 results of the parts.  Sums, so that nothing can be left out."""
+class ReadArgs(Args):
+    """`rows`: runs of 256 bytes; results: a line of each part."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count = get_i64(word(row, COUNT))
+    x = pointer()
+    results = pointer()
+
+
+def read_lines() -> Kernel:
+    """Reads memory in runs of 256 bytes.  Sums, so that nothing can be left out."""
+
+    def kernel(record, part, parts, thread):
+        args = ReadArgs(record)
+        count = get_i64(args.rows)
         a, b, c, d = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
         for i in range(count * part // parts, count * (part + 1) // parts):
-            x = word(row, 2) + 256 * i
+            x = args.x + 256 * i
             a, b = vadd(a, vload(x)), vadd(b, vload(x + 64))
             c, d = vadd(c, vload(x + 128)), vadd(d, vload(x + 192))
-        put_f32(word(row, 3) + 64 * part, vsum(vadd(vadd(a, b), vadd(c, d))))
+        put_f32(args.results + 64 * part, vsum(vadd(vadd(a, b), vadd(c, d))))
 
     return kernel
 
@@ -86,11 +95,18 @@ def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) 
     return types.void(isa, pairs, types.intp, types.intp), codegen
 
 
-def multiply(isa: int, pairs: int) -> Kernel:
-    """Row words: COUNT of repetitions, 2 results of the parts."""
+class MultiplyArgs(Args):
+    """`rows`: repetitions; results: a line of each part."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        multiply_integers(isa, pairs, get_i64(word(row, COUNT)), word(row, 2) + 64 * part)
+    results = pointer()
+
+
+def multiply(isa: int, pairs: int) -> Kernel:
+    """Multiplies integers in registers."""
+
+    def kernel(record, part, parts, thread):
+        args = MultiplyArgs(record)
+        multiply_integers(isa, pairs, get_i64(args.rows), args.results + 64 * part)
 
     return kernel
 
@@ -125,7 +141,8 @@ def _read_bandwidth(threads: int) -> float:
     data = np.ones(BYTES // 4, np.float32)
     parts = 4 * threads
     results, count = np.zeros(16 * parts, np.float32), np.array([BYTES // 256], np.int64)
-    table = np.array([[address(read_lines), count.ctypes.data, data.ctypes.data, results.ctypes.data, parts]], np.int64)
+    args = ReadArgs(rows=count.ctypes.data, x=data.ctypes.data, results=results.ctypes.data)
+    table = np.array([args.record(address(read_lines), parts)], np.int64)
     return statistics.median(_rates(table, threads, BYTES, 1.0))
 
 
@@ -146,16 +163,16 @@ PROBES = 5
 for all time."""
 
 
-def pair_gain(on_measure: OnMeasure = lambda: None) -> float:
+def winograd_gain(on_measure: OnMeasure = lambda: None) -> float:
     """How much faster one thread does what plain dot products do by pairs of channels (pairs.py), both from registers.
 
     Measured once in a moment and kept per machine.
     """
-    return measured("pair_gain", 1, _pair_gain, on_measure=on_measure)
+    return measured("winograd_gain", 1, _winograd_gain, on_measure=on_measure)
 
 
-def _pair_gain() -> float:
-    isa = next(i for i in all_isas() if i.pairs)
+def _winograd_gain() -> float:
+    isa = next(i for i in all_isas() if i.winograd)
     pairs, plain = list[float](), list[float]()
     for _ in range(PROBES):
         pairs += _product_rates(isa, True, 1, 500, 0.01)
@@ -167,7 +184,8 @@ def _pair_gain() -> float:
 def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: float) -> list[float]:
     index = isa_index(isa)
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
-    table = np.array([[address(multiply, index, int(pairs)), count.ctypes.data, results.ctypes.data, threads]], np.int64)
+    args = MultiplyArgs(rows=count.ctypes.data, results=results.ctypes.data)
+    table = np.array([args.record(address(multiply, index, int(pairs)), threads)], np.int64)
     work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads
     return _rates(table, threads, work, seconds)
 
@@ -203,7 +221,7 @@ def best_decode_threads(isa: Isa, most: int) -> tuple[int, bool]:
     rates, shares = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0.0)
     for _ in range(PROBES):
         for n in candidates:
-            table[0, -1] = 4 * n
+            table[0, PARTS] = 4 * n
             passes, share = _rates_and_share(table, n, 1.0, 0.5 / PROBES / len(candidates))
             rates[n], shares[n] = max(rates[n], statistics.median(passes)), max(shares[n], share)
     del kept
@@ -219,23 +237,12 @@ def _decode_table(isa: Isa, threads: int) -> tuple[Table, list[NDArray[Any]]]:
     weights[:] = 0x5A
     token, numbers, y = zeros(columns), zeros(4 * groups), zeros(4 * rows)
     scratch, count = zeros(threads * SCRATCH_BYTES), np.array([1], np.int64)
-    words = [0] * (tile.WORDS + 1)
-    words[0] = address(integer_matvec, isa_index(isa), 4, 0, 0, 0)
-    words[COUNT] = count.ctypes.data
-    words[tile.X : tile.X_BLOCKS + 1] = [
-        token.ctypes.data,
-        columns,
-        numbers.ctypes.data,
-        numbers.ctypes.data,
-        groups,
-    ]
-    words[tile.W], words[tile.W_BLOCK] = weights.ctypes.data, weights.nbytes // blocks
-    words[tile.SCALE : tile.SCALE_STEP + 1] = [scales.ctypes.data, 2 * ROWS * groups, 2 * ROWS]
-    words[tile.CHUNKS], words[tile.PER_BLOCK] = columns // CHUNK, codec.group_size // CHUNK
-    words[tile.ROWS], words[tile.GROUP], words[tile.Y], words[tile.SCRATCH] = (
-        rows,
-        1,
-        y.ctypes.data,
-        scratch.ctypes.data,
-    )
-    return np.array([words], np.int64), [weights, scales, token, numbers, y, scratch, count]
+    args = ProductArgs(
+        rows=count.ctypes.data, x=token.ctypes.data, x_stride=columns, x_scales=numbers.ctypes.data, x_sums=numbers.ctypes.data,
+        x_blocks=groups, weights=weights.ctypes.data, weights_block=weights.nbytes // blocks,
+        scales=scales.ctypes.data, scales_block=2 * ROWS * groups, scales_step=2 * ROWS,
+        chunks=columns // CHUNK, chunks_per_block=codec.group_size // CHUNK, output_channels=rows, group_blocks=1,
+        y=y.ctypes.data, y_stride=0, scratch=scratch.ctypes.data,
+    )  # fmt: skip
+    function = address(integer_matvec, isa_index(isa), 4, 0, 0, 0)
+    return np.array([args.record(function)], np.int64), [weights, scales, token, numbers, y, scratch, count]

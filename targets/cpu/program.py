@@ -13,14 +13,16 @@ from edgeq import machine
 from edgeq.container import ModelFile
 from edgeq.records import Mode
 from edgeq.targets.cpu.choose_isa import choose
-from edgeq.targets.cpu.jit.buffers import CpuPage, Memory
-from edgeq.targets.cpu.jit.optable import ROW_WORDS, Tables
+from edgeq.targets.cpu.jit.args import RECORD_SLOTS
+from edgeq.targets.cpu.jit.buffers import Buffers, CpuPage
+from edgeq.targets.cpu.jit.optable import Tables
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels.kv_layout import layer_bytes
-from edgeq.targets.cpu.lowering import requantize
-from edgeq.targets.cpu.lowering.context import Lowering, RowArrays
-from edgeq.targets.cpu.lowering.requantize import CpuWeights
+from edgeq.targets.cpu.lowering.context import Context, Masters, RowArrays, Source
+from edgeq.targets.cpu.lowering.dispatch import lower, tables
+from edgeq.targets.cpu.lowering.requantize import masters_of
 from edgeq.targets.cpu.probes import decode_threads, read_bandwidth
+from edgeq.targets.cpu.requantized import CpuWeights, Requantizer, prepare
 from edgeq.targets.graph import Graph, linears
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
@@ -53,34 +55,38 @@ class CpuProgram:
         self.isa = isa.name
         # Holds the file: the tables hold addresses in its map.
         self._file = file
-        self._memory = Memory(file)
+        self._memory = Buffers(file)
         rows, logits = options.max_rows, options.max_logits
         self._counts, counts = self._memory.array(2, np.int64)
         self._tokens, tokens = self._memory.array(rows, np.int32)
         self._positions, positions = self._memory.array(rows, np.int32)
         self._slots, slots = self._memory.array(rows, np.int32)
-        self._tables, tables = self._memory.array(rows, np.int64)
+        self._page_tables, page_tables = self._memory.array(rows, np.int64)
         self._selection, selection = self._memory.array(logits, np.int32)
         self._selected_slots, selected_slots = self._memory.array(logits, np.int32)
-        self._selected_tables, selected_tables = self._memory.array(logits, np.int64)
+        self._selected_page_tables, selected_page_tables = self._memory.array(logits, np.int64)
         self._counted, counted = self._memory.array(rows, np.int32)
         self._sums, sums = self._memory.array(1, np.int64)
-        chosen = (selection, selected_slots, selected_tables)
-        arrays = RowArrays(counts, counts + 8, tokens, positions, slots, tables, *chosen, counted, sums)
-        self._lower = partial(Lowering, graph, file, isa=isa, memory=self._memory, arrays=arrays)
-        self._tables_of: dict[tuple[Mode, requantize.Source], Tables] = {}
-        lowering = self._lower(options=self.options)
-        self._tables_of[options.mode, "file"] = Tables(*lowering.tables(on_progress), lowering.steps())
+        arrays = RowArrays(
+            rows=counts, selected=counts + 8, tokens=tokens, positions=positions, slots=slots, page_tables=page_tables,
+            selection=selection, selected_slots=selected_slots, selected_page_tables=selected_page_tables,
+            counted=counted, sums=sums,
+        )  # fmt: skip
+        self._context = partial(Context, graph, file, isa=isa, memory=self._memory, arrays=arrays)
+        self._tables: dict[tuple[Mode, Source], Tables] = {}
+        context = self._lowered(options.mode, "file")
+        self._tables[options.mode, "file"] = tables(context, on_progress)
         self._page_bytes = graph.layers * layer_bytes(graph, options.kv)
         width = graph.buffers[graph.result]
-        stride = lowering.row_bytes[graph.result] // 4
-        whole = self._memory.view(lowering.buffers[graph.result]).view(np.float32)
+        address, stride = context.place(graph.result)
+        stride //= 4
+        whole = self._memory.view(address).view(np.float32)
         self._logits = whole[: logits * stride].reshape(logits, stride)[:, :width]
-        self._pool = Pool(max(self.threads, self.threads_prefill), len(lowering.rows), ROW_WORDS)
+        self._pool = Pool(max(self.threads, self.threads_prefill), len(context.records), RECORD_SLOTS)
         if options.requantize:
             self._made(options.mode, "masters", on_progress)
-            self._made(options.mode, "copy", on_progress)
-            requantize.prepare(self._inputs, on_progress)
+            self._made(options.mode, "requantized", on_progress)
+            prepare(self._inputs, on_progress)
 
     @cached_property
     def _inputs(self) -> tuple[SharedInput, ...]:
@@ -93,27 +99,29 @@ class CpuProgram:
             threads += f" ({self.threads_prefill} for prefill)"
         return f"cpu, {self.isa} ({self._reason}), {threads}, {self.options.mode}"
 
-    def _made(self, mode: Mode, source: requantize.Source, on_progress: OnProgress = no_progress) -> Tables:
-        """The tables of a mode and of weights, made when they are first used: over the same buffers, one runs after another."""
-        if (mode, source) not in self._tables_of:
-            lowering = self._lower(options=replace(self.options, mode=mode), source=source)
-            tables = Tables(*lowering.tables(on_progress), lowering.steps())
-            # Room first: an interrupt must not leave tables behind that are too long for the pool.
-            if len(lowering.rows) > self._pool.operations:
-                self._pool = Pool(self._pool.threads, len(lowering.rows), ROW_WORDS)
-            self._tables_of[mode, source] = tables
-        return self._tables_of[mode, source]
+    def _lowered(self, mode: Mode, source: Source) -> Context:
+        masters = Masters() if source == "file" else masters_of(self._inputs, source == "masters")
+        context = self._context(replace(self.options, mode=mode), source=source, masters=masters)
+        lower(context)
+        return context
 
-    def _of_copy(self, mode: Mode, weights: Weights) -> Tables:
+    def _made(self, mode: Mode, source: Source, on_progress: OnProgress = no_progress) -> Tables:
+        """The tables of a mode and of weights, made when they are first used: over the same buffers, one runs after another."""
+        if (mode, source) not in self._tables:
+            context = self._lowered(mode, source)
+            made = tables(context, on_progress)
+            # Room first: an interrupt must not leave tables that are too long for the pool.
+            if len(context.records) > self._pool.operations:
+                self._pool = Pool(self._pool.threads, len(context.records), RECORD_SLOTS)
+            self._tables[mode, source] = made
+        return self._tables[mode, source]
+
+    def _requantized(self, mode: Mode, weights: Weights) -> Tables:
         assert isinstance(weights, CpuWeights)
-        if mode not in weights.tables:
-            general, addresses = self._made(mode, "copy"), weights.addresses(self._memory)
-            one, many = (requantize.moved(table, addresses) for table in (general.one, general.many))
-            weights.tables[mode] = Tables(one, many, general.steps)
-        return weights.tables[mode]
+        return weights.tables_of(mode, self._made(mode, "requantized"), self._memory)
 
     def prepare(self, mode: Mode, on_progress: OnProgress = no_progress) -> None:
-        self._made(mode, "copy" if self.options.requantize else "file", on_progress)
+        self._made(mode, "requantized" if self.options.requantize else "file", on_progress)
 
     def new_page(self) -> Page:
         return CpuPage(self._page_bytes)
@@ -126,9 +134,8 @@ class CpuProgram:
 
     def requantize(self, weights: Weights, scales: Sequence[NDArray[np.float32]]) -> None:
         assert isinstance(weights, CpuWeights)
-        threads = self.threads_prefill
-        requantize.fill(self._file, self._memory, self._pool, threads, self._inputs, weights, scales)
-        self._of_copy(self.options.mode, weights)
+        Requantizer(self._file, self._memory, self._pool, self.threads_prefill).fill(self._inputs, weights, scales)
+        self._requantized(self.options.mode, weights)
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:
         return read_bandwidth(self.threads, refresh)
@@ -139,7 +146,7 @@ class CpuProgram:
     def run_requantized(
         self, rows: Rows, weights: Weights, mode: Mode | None = None, *, times: list[StepTimes] | None = None
     ) -> NDArray[np.float32]:
-        return self._run(rows, self._of_copy(mode or self.options.mode, weights), times)
+        return self._run(rows, self._requantized(mode or self.options.mode, weights), times)
 
     def run_summing(
         self, rows: Rows, sums: InputSums, mode: Mode | None = None, *, times: list[StepTimes] | None = None
@@ -157,16 +164,16 @@ class CpuProgram:
         check_rows(rows, self.options)
         count, selected = len(rows), len(rows.wanted)
         pages = [np.array([page.address for page in session], np.int64) for session in rows.pages]  # type: ignore[attr-defined]
-        tables = np.array([page.ctypes.data for page in pages], np.int64)
+        page_tables = np.array([page.ctypes.data for page in pages], np.int64)
         self._counts[:] = count, selected
         self._tokens[:count] = rows.tokens
         self._positions[:count] = rows.positions[0]
         self._slots[:count] = rows.slots
-        self._tables[:count] = tables[rows.sessions]
+        self._page_tables[:count] = page_tables[rows.sessions]
         self._selection[:selected] = rows.wanted
         self._selected_slots[:selected] = rows.slots[rows.wanted]
-        self._selected_tables[:selected] = self._tables[rows.wanted]
-        table, threads = (made.one, self.threads) if count == 1 else (made.many, self.threads_prefill)
+        self._selected_page_tables[:selected] = self._page_tables[rows.wanted]
+        table, threads = (made.decode, self.threads) if count == 1 else (made.prefill, self.threads_prefill)
         pieces = pieces or min(MOST_PIECES, max(1, count // ROWS_A_PIECE))
         if times is None:
             self._pool.run(table, threads, pieces)

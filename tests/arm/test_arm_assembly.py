@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 from click.testing import CliRunner
 
-from edgeq.targets.cpu.kernels import microkernel_int
+from edgeq.targets.cpu.kernels.args import BF16_KIND, F16_KIND, F32_KIND
+from edgeq.targets.cpu.kernels.microkernel_float import FloatTile
 from edgeq.tools.lab import arm_roofline
 from edgeq.tools.lab.arm_roofline import CORES, assembly, compiled, loops
 
@@ -61,14 +62,14 @@ def test_no_scalar_arithmetic_and_no_call_in_a_tile(board: str, bits: int, mode1
         assert found.inner["str"] + 2 * found.inner["stp"] <= most
 
 
-@pytest.mark.parametrize("kind", [microkernel_int.F16_KIND, microkernel_int.BF16_KIND, microkernel_int.F32_KIND])
+@pytest.mark.parametrize("kind", [F16_KIND, BF16_KIND, F32_KIND])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_floats_are_converted_by_instructions_of_armv8_0(kind: int, tokens: int) -> None:
     """No library function and no half-precision arithmetic, which a Cortex-A72 lacks."""
-    target, module = compiled(CORES[PI4], microkernel_int.FloatTile(kind, tokens).emit)
+    target, module = compiled(CORES[PI4], FloatTile(kind, tokens).emit)
     text = str(target.emit_assembly(module))
     assert "\tbl\t" not in text and "__" not in text and "fmla\tv" in text
-    assert ("fcvtl" in text) == (kind == microkernel_int.F16_KIND)
+    assert ("fcvtl" in text) == (kind == F16_KIND)
     assert not [line for line in text.splitlines() if "f" in line[:3] and ".8h" in line]
 
 

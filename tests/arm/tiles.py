@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgeq.codec import CHUNK, Codec, pack_groups, pack_integers
-from edgeq.targets.cpu.kernels import microkernel_int as tile
+from edgeq.targets.cpu.kernels.args import ProductArgs
 
 ROWS = 48
 CASES = list(itertools.product(range(2, 9), (0, 1), (0, 1), (0, 1), (1, 4)))
@@ -60,27 +60,24 @@ def product(function: Any, case: tuple[int, ...], extreme: bool) -> tuple[np.nda
     whole[:, :columns] = x
     quads = whole.reshape(tokens, chunks * 8, 4).transpose(1, 0, 2)
     arrays = {
-        tile.X: quads[:, :, [0, 2, 1, 3]] if mode16 else quads, tile.X_SCALE: xscale, tile.X_SUM: xsum,
-        tile.W: pack_integers(q, bits), tile.SCALE: pack_groups(scale), tile.ZERO: pack_groups(zeros),
+        "x": quads[:, :, [0, 2, 1, 3]] if mode16 else quads, "x_scales": xscale, "x_sums": xsum,
+        "weights": pack_integers(q, bits), "scales": pack_groups(scale), "zeros": pack_groups(zeros),
     }  # fmt: skip
-    words, kept = np.zeros(tile.WORDS, np.int64), []
-    for word, array in arrays.items():
+    places, kept = dict[str, int](), []
+    for name, array in arrays.items():
         room = np.zeros(array.nbytes + 64, np.uint8)
         start = -room.ctypes.data % 64
         room[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-        words[word] = room.ctypes.data + start
+        places[name] = room.ctypes.data + start
         kept.append(room)
     groups = scale.shape[1]
-    words[tile.X_BLOCKS], words[tile.CHUNKS], words[tile.PER_BLOCK] = (
-        blocks,
-        chunks,
-        max(1, block // CHUNK),
-    )
-    words[tile.W_BLOCK] = 64 * bits * chunks
-    words[tile.SCALE_BLOCK], words[tile.SCALE_STEP] = 32 * groups, 32 * half
-    words[tile.ZERO_BLOCK], words[tile.ZERO_STEP] = 16 * groups, 16 * half
-    out = np.zeros((tokens, 16), np.float32)
-    function(words.ctypes.data, 2, 0, out.ctypes.data)
+    args = ProductArgs(
+        **places, x_stride=0, x_blocks=blocks, chunks=chunks, chunks_per_block=max(1, block // CHUNK),
+        weights_block=64 * bits * chunks, scales_block=32 * groups, scales_step=32 * half,
+        zeros_block=16 * groups, zeros_step=16 * half, output_channels=ROWS, group_blocks=1, y=0, y_stride=0, scratch=0,
+    )  # fmt: skip
+    record, out = np.array(args.record(), np.int64), np.zeros((tokens, 16), np.float32)
+    function(record.ctypes.data, 2, 0, out.ctypes.data)
     step = columns // groups
     center = np.repeat(zeros.astype(np.float64) if zero else np.full(scale.shape, codec.center), step, axis=1)
     w = ((q - center) * np.repeat(scale.astype(np.float64), step, axis=1))[32:]

@@ -10,9 +10,10 @@ import pytest
 
 from edgeq.errors import ResourceError
 from edgeq.targets.cpu.jit import compile
+from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import address, entry, is_kept
 from edgeq.targets.cpu.jit.threadpool import Pool, publish
-from edgeq.targets.cpu.kernels.elementwise import select
+from edgeq.targets.cpu.kernels.elementwise import SelectArgs, select
 
 
 @pytest.fixture
@@ -26,9 +27,12 @@ def call(place: int) -> np.ndarray:
     """The kernel `select` at that address, choosing rows 2 and 0 of three."""
     x, out = np.arange(48, dtype=np.float32).reshape(3, 16), np.zeros((2, 16), np.float32)
     indices, count = np.array([2, 0], np.int32), np.array([2], np.int64)
-    row = [place, count.ctypes.data, x.ctypes.data, 64, 16, out.ctypes.data, 64, indices.ctypes.data, 1]
-    pool = Pool(1, 1, 9)
-    pool.run(np.array([row], np.int64), 1)
+    args = SelectArgs(
+        rows=count.ctypes.data, x=x.ctypes.data, x_stride=64, width=16,
+        out=out.ctypes.data, out_stride=64, indices=indices.ctypes.data,
+    )  # fmt: skip
+    pool = Pool(1, 1, RECORD_SLOTS)
+    pool.run(np.array([args.record(place)], np.int64), 1)
     assert np.array_equal(out, x[[2, 0]])
     return out
 

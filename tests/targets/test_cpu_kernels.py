@@ -153,7 +153,7 @@ def test_tables_too_long_for_a_pool_that_cannot_grow_are_not_kept(monkeypatch):
     wanted = program.run(rows_of(program, 4)).copy()
     # As if the other mode needed more operations.
     program._pool.close()
-    program._pool = module.Pool(2, 1, module.ROW_WORDS)
+    program._pool = module.Pool(2, 1, module.RECORD_SLOTS)
     with monkeypatch.context() as patch:
         patch.setattr(module, "Pool", refused)
         for _ in range(2):
@@ -186,5 +186,5 @@ def test_products_go_by_pairs_of_channels_where_that_was_measured_to_be_faster(g
 
     features = frozenset.union(*(isa.needs for isa in all_isas() if "x86_64" in isa.machines))
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("some", "x86_64", features, 1))
-    monkeypatch.setattr(probes, "pair_gain", lambda on_measure: gain)
+    monkeypatch.setattr(probes, "winograd_gain", lambda on_measure: gain)
     assert choose()[0].name == name

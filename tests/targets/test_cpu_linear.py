@@ -13,6 +13,8 @@ from edgeq.records import Activation, LinearSpec, LowRank, Transform, Weight
 from edgeq.targets import load
 from edgeq.targets.cpu.jit.compile import address
 from edgeq.targets.cpu.kernels import quantize
+from edgeq.targets.cpu.kernels.args import A8
+from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.graph import Embed, Graph, Linear, RmsNorm
 from edgeq.targets.reference.linear import transformed
 from edgeq.targets.target import Options
@@ -192,9 +194,10 @@ def test_channels_up_to_a_whole_chunk_are_zero_whatever_lay_there(factory, liter
     data = np.full(count * row_bytes + 64, 85, np.int8)
     numbers, rows = np.zeros((2, count * 16), np.float32), np.array([count], np.int64)
     places = (data.ctypes.data, numbers[0].ctypes.data, numbers[1].ctypes.data)
-    form = quantize.Form(quantize.Reading(quantize.A8, columns, 128, 127), row_bytes, *places)
-    row = np.array([0, rows.ctypes.data, x.ctypes.data, x.strides[0], *form.words(), 0, 0, 0], np.int64)
-    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(address(factory, *literals))(row.ctypes.data, 0, 1, 0)
+    form = QuantizedActivation(Layout(A8, columns, 128, 127), *places)
+    args = quantize.QuantizeArgs(rows=rows.ctypes.data, x=x.ctypes.data, x_stride=x.strides[0], quantized=form.args())
+    record = np.array(args.record(), np.int64)
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(address(factory, *literals))(record.ctypes.data, 0, 1, 0)
     for first, tokens in tiles:
         tile = data[first * row_bytes : (first + tokens) * row_bytes].reshape(-1, tokens, 4)
         channels = tile.transpose(1, 0, 2).reshape(tokens, -1)

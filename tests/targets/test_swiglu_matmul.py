@@ -41,7 +41,7 @@ def mlp(
 def kernels(graph: Graph, arrays: Arrays, count: int, options: Options) -> list[str]:
     program, times = load("cpu").compile(graph, arrays, options), list[StepTimes]()
     program.run(rows_of(program, count), times=times)
-    return [kernel for _, kernel in times[0].steps]
+    return [step.kernel for step in times[0].steps]
 
 
 @pytest.mark.parametrize("isa", HERE)

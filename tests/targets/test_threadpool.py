@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from edgeq.targets.cpu.jit import threadpool as pool_module
+from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import address
 from edgeq.targets.cpu.jit.threadpool import RUN, SLEEPERS, Pool
-from edgeq.targets.cpu.kernels.elementwise import select
+from edgeq.targets.cpu.kernels.elementwise import SelectArgs, select
 
 
 def chain(steps, width=64, parts=3):
@@ -19,17 +20,20 @@ def chain(steps, width=64, parts=3):
     data[0] = np.arange(width)
     indices, count = np.zeros(width // 16, np.int32), np.array([width // 16], np.int64)
     indices[:] = np.arange(width // 16)[::-1]
-    table = np.zeros((steps, 9), np.int64)
+    table = np.zeros((steps, RECORD_SLOTS), np.int64)
     for i in range(steps):
         source, target = (data[j].ctypes.data for j in (i, i + 1))
-        table[i] = [address(select), count.ctypes.data, source, 64, 16, target, 64, indices.ctypes.data, parts]
+        args = SelectArgs(
+            rows=count.ctypes.data, x=source, x_stride=64, width=16, out=target, out_stride=64, indices=indices.ctypes.data
+        )
+        table[i] = args.record(address(select), parts)
     return data, table, (indices, count)
 
 
 def test_threads_meet_behind_every_operation():
     for threads, parts in ((1, 1), (2, 1), (2, 4), (4, 3), (3, 16)):
         data, table, kept = chain(501, parts=parts)
-        pool = Pool(threads, 501, 9)
+        pool = Pool(threads, 501, RECORD_SLOTS)
         for _ in range(20):
             data[1:] = -1
             pool.run(table, threads)
@@ -41,7 +45,7 @@ def test_threads_meet_behind_every_operation():
 
 def test_runs_may_follow_each_other_with_other_numbers_of_threads():
     data, table, kept = chain(7)
-    pool = Pool(4, 501, 9)
+    pool = Pool(4, 501, RECORD_SLOTS)
     for i in range(500):
         data[1:] = -1
         pool.run(table, 1 + i * 7 % 4)
@@ -62,7 +66,7 @@ def test_an_interrupt_leaves_no_run_half_done(monkeypatch):
         return call
 
     data, table, kept = chain(7)
-    pool = Pool(3, 7, 9)
+    pool = Pool(3, 7, RECORD_SLOTS)
     for threads in (1, 3):
         data[1:] = -1
         with monkeypatch.context() as patch:
@@ -85,7 +89,7 @@ def test_threads_begun_before_an_interrupt_end_with_the_pool(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Pool(4, 7, 9)
+        Pool(4, 7, RECORD_SLOTS)
     gc.collect()
     for thread in begun:
         thread.join(60)
@@ -96,7 +100,7 @@ def test_a_run_right_behind_the_dismissal_does_not_keep_threads():
     data, table, kept = chain(1)
     for _ in range(100):
         before = set(threading.enumerate())
-        pool = Pool(2, 1, 9)
+        pool = Pool(2, 1, RECORD_SLOTS)
         (own,) = set(threading.enumerate()) - before
         pool_module.dismiss(pool._shared.ctypes.data)
         pool.run(table, 2)
@@ -106,7 +110,7 @@ def test_a_run_right_behind_the_dismissal_does_not_keep_threads():
 
 def test_a_table_longer_than_the_pool_is_refused():
     table = chain(7)[1]
-    pool = Pool(2, 6, 9)
+    pool = Pool(2, 6, RECORD_SLOTS)
     for walked in (pool.run, pool.timed):
         with pytest.raises(ValueError, match="7 operations; this pool has room for 6"):
             walked(table, 2)
@@ -115,7 +119,7 @@ def test_a_table_longer_than_the_pool_is_refused():
 
 def test_idle_threads_sleep_and_wake():
     data, table, kept = chain(2)
-    pool = Pool(3, 501, 9)
+    pool = Pool(3, 501, RECORD_SLOTS)
     deadline = time.monotonic() + 20
     while pool._shared[SLEEPERS] < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -128,7 +132,7 @@ def test_idle_threads_sleep_and_wake():
 def test_closing_a_pool_ends_its_threads():
     # Its own: a pool that an earlier test left behind may end meanwhile.
     before = set(threading.enumerate())
-    pool = Pool(4, 501, 9)
+    pool = Pool(4, 501, RECORD_SLOTS)
     own = set(threading.enumerate()) - before
     assert len(own) == 3
     pool.close()
@@ -142,7 +146,7 @@ def test_a_kernel_is_compiled_once():
 def test_a_table_walked_in_pieces_gives_the_same():
     data, table, kept = chain(7)
     for threads in (1, 3):
-        pool = Pool(threads, 7, 9)
+        pool = Pool(threads, 7, RECORD_SLOTS)
         for pieces in (1, 2, 7, 50):
             data[1:] = -1
             pool.run(table, threads, pieces)

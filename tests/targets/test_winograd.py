@@ -11,6 +11,8 @@ from edgeq.records import Activation, LinearSpec
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import address
 from edgeq.targets.cpu.kernels import quantize
+from edgeq.targets.cpu.kernels.args import A8
+from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.graph import Embed, Graph, Linear, Select
 from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, matrix, product, run, weight
@@ -67,10 +69,11 @@ def test_the_sums_of_the_activations_are_those_of_their_definition(factory: obje
     x = np.random.default_rng(3).standard_normal((count, columns)).astype(np.float32)
     data = np.zeros(count * columns + 64, np.int8)
     numbers, rows = np.zeros((3, count * columns // block), np.int32), np.array([count], np.int64)
-    reading = quantize.Reading(quantize.A8, columns, block, 120, pairs=True)
-    form = quantize.Form(reading, columns, data.ctypes.data, *(n.ctypes.data for n in numbers))
-    row = np.array([0, rows.ctypes.data, x.ctypes.data, x.strides[0], *form.words(), 0, 0], np.int64)
-    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(address(factory, *literals))(row.ctypes.data, 0, 1, 0)  # type: ignore[arg-type]
+    layout = Layout(A8, columns, block, 120, winograd=True)
+    form = QuantizedActivation(layout, data.ctypes.data, *(n.ctypes.data for n in numbers))
+    args = quantize.QuantizeArgs(rows=rows.ctypes.data, x=x.ctypes.data, x_stride=x.strides[0], quantized=form.args())
+    record = np.array(args.record(), np.int64)
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(address(factory, *literals))(record.ctypes.data, 0, 1, 0)  # type: ignore[arg-type]
     quads = data[: count * columns].reshape(2, block // 8, 2, count, 4).astype(np.int64)
     even, odd = quads[:, :, 0] & 255, quads[:, :, 1]
     quads[:, :, 0], quads[:, :, 1] = even - 120, odd + 8

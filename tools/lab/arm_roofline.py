@@ -28,7 +28,7 @@ from edgeq.manifest import fused_shapes
 from edgeq.quantization import activation_block
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.arm import settings
-from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile
+from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile, IntegerWeights
 from edgeq.tools.entry import Command
 
 TRIPLE = "aarch64-unknown-linux-gnu"
@@ -80,9 +80,8 @@ MODELS = {
 
 
 def compiled(core: Core, emit: Callable[..., None], symbol: str = "tile") -> tuple[llvm.TargetMachine, llvm.ModuleRef]:
-    """LLVM's code generator for `core` and the module that it optimized, `emit(builder, row, n, r, out, own = 0)` in a function
-    named `symbol`.
-    """
+    """What makes text or an object file of a module, and `emit(builder, record, n, r, out, stores_result = 0)` as LLVM
+    optimizes it for `core`."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module(symbol)
@@ -100,8 +99,9 @@ def compiled(core: Core, emit: Callable[..., None], symbol: str = "tile") -> tup
     return target, parsed
 
 
-def tile(isa: str, bits: int, mode16: bool, zero: bool, half: bool, tokens: int) -> IntegerTile:
-    return IntegerTile(next(i for i in all_isas() if i.name == isa), bits, mode16, zero, half, tokens)
+def tile(isa: str, bits: int, mode16: bool, zero: bool, group16: bool, tokens: int) -> IntegerTile:
+    index = [each.name for each in all_isas()].index(isa)
+    return IntegerTile(IntegerWeights(index, bits, int(mode16), int(zero), int(group16)), tokens)
 
 
 def assembly(board: str, bits: int, mode16: bool, zero: bool = False, tokens: int = 1) -> str:

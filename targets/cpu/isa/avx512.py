@@ -13,8 +13,8 @@ class Avx512Vnni(Isa):
     name = "avx512-vnni"
     lanes = 16
     tiles = (12, 4, 1)
-    together = 2
-    ahead = 8 << 10
+    blocks_per_tile = 2
+    prefetch_bytes = 8 << 10
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
 
@@ -27,8 +27,8 @@ class Avx512Vnni(Isa):
         return call(b, "llvm.x86.avx512.vpdpwssd.512", VI32, accumulator, b.bitcast(pairs, VI32), token)
 
 
-class Avx512Pairs(Avx512Vnni):
+class Avx512Winograd(Avx512Vnni):
     """The same by pairs of channels: Zen 4 and later add bytes in four units and multiply them in two."""
 
     name = "avx512-pairs"
-    pairs = True
+    winograd = True

@@ -27,9 +27,9 @@ class Isa(Protocol):
     machines: frozenset[str]
     needs: frozenset[str]
     partials16: int = 1
-    together: int = 1
-    ahead: int = 0
-    pairs: bool = False
+    blocks_per_tile: int = 1
+    prefetch_bytes: int = 0
+    winograd: bool = False
 
     def offset(self, bits: int) -> int:
         """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""

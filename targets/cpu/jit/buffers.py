@@ -51,7 +51,7 @@ class CpuPage(Page):
         self.address = self.data.ctypes.data
 
 
-class Memory:
+class Buffers:
     """All memory of a program but the pages: arrays stay alive as long as it does, so their addresses stay valid."""
 
     def __init__(self, file: ModelFile) -> None:

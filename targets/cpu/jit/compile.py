@@ -1,8 +1,8 @@
 """Kernels as machine code with one signature, compiled on first use and kept on disk.
 
-A kernel is `void (row address, part, parts, thread)`: it reads its arguments from an int64 row of the program's table, so a new
-model compiles nothing.  The folder of the machine code is named by a digest of this package's sources, of the versions of
-Numba and LLVM and of the processor: whatever could change it.
+A kernel is `void (record address, part, parts, thread)`: it reads its arguments from an op record of the program's table
+(args.py), so a new model compiles nothing.  The folder of the machine code is named by a digest of this package's sources, of
+the versions of Numba and LLVM and of the processor: whatever could change it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from numba.core.runtime import _nrt_python
 from edgeq import codec, machine, quantization
 from edgeq.targets import graph
 from edgeq.targets.cpu.jit import arm
-from edgeq.targets.cpu.jit.simd import get_i64
 
 # Before the first function is made: Numba fixes its processor then.
 arm.configure()
@@ -41,8 +40,6 @@ llvm.initialize_native_asmparser()
 SIGNATURE = types.void(types.intp, types.intp, types.intp, types.intp)
 Kernel = Callable[[int, int, int, int], None]
 """A Python function (row address, part, parts, thread) that becomes machine code."""
-FUNCTION, COUNT = 0, 1
-"""Words of every table row: the kernel's address, and the address of the number of rows it runs over."""
 
 
 @cache
@@ -143,9 +140,3 @@ _kept: list[Any] = []
 
 inline = njit(boundscheck=False, error_model="numpy")
 """For functions that kernels are made of."""
-
-
-@inline
-def word(row, index):  # type: ignore[no-untyped-def]
-    """Argument `index` of a table row."""
-    return get_i64(row + 8 * index)

@@ -1,52 +1,48 @@
-"""What every part of lowering knows of the tables: their rows, and how an operation is cut into parts."""
+"""The op table: how it is made of op records, and how an operation is cut into work items."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.kernels import microkernel_int as tile
 from edgeq.targets.target import Step
 
-ROW_WORDS = 28
-PARTS = ROW_WORDS - 1
-"""The last word of a row: into how many parts the operation is cut."""
 PARTS_A_THREAD = 4
 """Enough that a thread that is held up leaves little behind, few enough that taking them costs nothing."""
-FINER = 4
-"""Times as many for attention over many rows: its parts share nothing, and behind a long context one takes milliseconds."""
 LEAST_CHANNELS = 2048
-"""Of a row that are worth a part of their own."""
-FLOAT_KINDS = {"f32": tile.F32_KIND, "f16": tile.F16_KIND, "bf16": tile.BF16_KIND}
+"""Channels of a row that are worth a work item of their own."""
 
 Table = NDArray[np.int64]
+"""Op records, int64 [operations, RECORD_SLOTS]."""
+Variant = tuple[Callable[..., Kernel], tuple[int, ...]]
+"""A factory of kernels and the numbers that become constants of its machine code."""
 
 
 class Tables(NamedTuple):
-    """Of one mode and of weights: for a run of one row and of any number, and what their rows do."""
+    """The tables of one mode and one kind of weights: for a run of one row and of any number, and what their records do."""
 
-    one: Table
-    many: Table
+    decode: Table
+    prefill: Table
     steps: list[Step]
 
 
-Variant = tuple[Callable[..., Kernel], tuple[int, ...]]
-"""A factory of kernels and the numbers that become constants of its machine code."""
+@dataclass(frozen=True)
+class ExpertStage:
+    """The op records of all experts for one stage of their layer, int64 [experts, RECORD_SLOTS], and the kernel of each."""
+
+    table: Table
+    functions: list[Variant]
 
 
 def kernel(factory: Callable[..., Kernel], *literals: int) -> Variant:
     return factory, literals
 
 
-def float_bits(value: float) -> int:
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
-
-
 def channel_parts(channels: int) -> int:
-    """Parts that so many channels of one row are worth."""
+    """Work items that so many channels of one row are worth."""
     return -(-channels // LEAST_CHANNELS)

@@ -170,7 +170,7 @@ def note_time(typing: Any, address: Any) -> Any:
     return types.void(types.intp), codegen
 
 
-def _walk(shared, tag, table, length, row_bytes, thread, times):  # type: ignore[no-untyped-def]
+def _walk(shared, tag, table, length, row_bytes, thread, times):
     """Take part in run `tag`.  The last word of a table row is its number of parts.
 
     A thread that comes too late finds another run's number on the operation, and leaves.  `times`: 0, or where the clock goes:
@@ -206,7 +206,7 @@ def _walk(shared, tag, table, length, row_bytes, thread, times):  # type: ignore
 walk = inline(_walk)
 
 
-def _walk_alone(table, length, row_bytes, times):  # type: ignore[no-untyped-def]
+def _walk_alone(table, length, row_bytes, times):
     for i in range(length):
         if times:
             note_time(times + 16 * i)
@@ -220,7 +220,7 @@ def _walk_alone(table, length, row_bytes, times):  # type: ignore[no-untyped-def
 walk_alone = entry(_walk_alone, 4)
 
 
-def _work(shared, row_bytes, thread):  # type: ignore[no-untyped-def]
+def _work(shared, row_bytes, thread):
     """A thread's life until END: wait for a run, walk if it takes part, wait again.
 
     RUN is odd while a run is being described.  A thread may still be reading about a run when the next one comes; it believes
@@ -250,7 +250,7 @@ work = entry(_work, 3)
 
 
 @inline
-def announce(shared, table, length, threads):  # type: ignore[no-untyped-def]
+def announce(shared, table, length, threads):
     """Tell the other threads that there is a run, for the first `threads` of them; returns its number."""
     tag = (add(shared + 8 * RUN, 1) + 2) & 0x7FFFFFFF
     for i in range(length):
@@ -267,7 +267,7 @@ def announce(shared, table, length, threads):  # type: ignore[no-untyped-def]
     return tag
 
 
-def _run(shared, table, length, row_bytes, threads, times):  # type: ignore[no-untyped-def]
+def _run(shared, table, length, row_bytes, threads, times):
     """A whole run in one call: an interrupt taken in the middle would leave the others at work on what Python then frees."""
     walk(shared, announce(shared, table, length, threads), table, length, row_bytes, 0, times)
 
@@ -275,7 +275,7 @@ def _run(shared, table, length, row_bytes, threads, times):  # type: ignore[no-u
 run_together = entry(_run, 6)
 
 
-def _dismiss(shared):  # type: ignore[no-untyped-def]
+def _dismiss(shared):
     """End the threads.  Another thread of Python's may still make runs: a word of its own, which no run can overwrite."""
     publish(shared + 8 * END, 1)
     # Still even, and another number: a thread that is about to sleep does not.

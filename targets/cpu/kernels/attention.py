@@ -6,8 +6,9 @@ with a running maximum (online softmax: Milakov and Gimelshein 2018), in an orde
 
 from __future__ import annotations
 
+from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.buffers import padded as padded_to_16
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
     get_f32,
     get_i32,
@@ -27,34 +28,30 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels import attention_int4 as int4
+from edgeq.targets.cpu.kernels.args import CacheArgs
 from edgeq.targets.cpu.kernels.attention_tile import score_tile, value_tile
-from edgeq.targets.cpu.kernels.kv_layout import (
-    HEAD_DIM,
-    HEADS,
-    HIGH,
-    INT4_KV,
-    INT8_KV,
-    KV_HEADS,
-    PADDED,
-    POSITIONS,
-    SLOTS,
-    TABLES,
-    X_ROW,
-    X,
-    half_bytes,
-    keys_at,
-)
+from edgeq.targets.cpu.kernels.kv_layout import INT4_KV, INT8_KV, POSITIONS, half_bytes, keys_at
 
-Q_OFFSET, OUT, OUT_ROW, WINDOW, SCALE, SCRATCH, STEP = 12, 13, 14, 15, 16, 17, 18
-"""Table words: byte offset of the queries in a row of x, result and its row bytes, positions a row sees or 0, softmax scale
-(bits of an f32), scratch of all threads, bytes of it for a query."""
+
+class AttentionArgs(CacheArgs):
+    """q_offset: bytes to the queries in a row of x; window: positions that a row sees, or 0 for all; scale of the softmax;
+    scratch: ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread."""
+
+    q_offset = nbytes()
+    out = pointer()
+    out_stride = nbytes()
+    window = number()
+    scale = float32()
+    scratch = pointer()
+    state_bytes = nbytes()
+
 
 # What a query keeps while the pages pass: scores or weights of a page, a number and two vectors, the query and its result.
 LARGEST, DECAY, TOTALS = 0, 64, 128
 NUMBERS = 192
 QUERY = 4 * POSITIONS + NUMBERS
 
-ROWS_TOGETHER = 4
+ROWS_PER_UNIT = 4
 
 
 def state_bytes(dim: int, high: int, code: int) -> int:
@@ -65,7 +62,7 @@ def state_bytes(dim: int, high: int, code: int) -> int:
 
 
 @inline
-def score(code, tile, vectors, keys, ahead, state, step, dim):  # type: ignore[no-untyped-def]
+def score(code, tile, vectors, keys, ahead, state, step, dim):
     """The scores of a page for `tile` queries, the first of which keeps its numbers at `state`."""
     number = 1 if code == INT8_KV else 2
     for p in range(0, 4, vectors):
@@ -73,7 +70,7 @@ def score(code, tile, vectors, keys, ahead, state, step, dim):  # type: ignore[n
 
 
 @inline
-def gather(code, tile, vectors, values, ahead, count, padded, state, step):  # type: ignore[no-untyped-def]
+def gather(code, tile, vectors, values, ahead, count, padded, state, step):
     """Adds `count` values of a page to the results of `tile` queries by their weights."""
     number, decay, result = 1 if code == INT8_KV else 2, state + 4 * POSITIONS + DECAY, state + QUERY + 4 * padded
     c = 0
@@ -86,20 +83,20 @@ def gather(code, tile, vectors, values, ahead, count, padded, state, step):  # t
 
 
 @inline
-def sight(slot, q, shared, window, start):  # type: ignore[no-untyped-def]
+def visible_range(slot, q, shared, window, start):
     """The positions begin <= i < end of the page from `start` on that query q of a unit sees, whose first row is at `slot`."""
     end = slot + q // shared + 1
     return (max(0, end - window) if window > 0 else start) - start, end - start
 
 
 @inline
-def sees(begin, end):  # type: ignore[no-untyped-def]
+def sees(begin, end):
     """Whether a query that sees positions begin <= i < end of a page sees any."""
     return end > 0 and begin < POSITIONS
 
 
 @inline
-def weigh_peak(state, begin, end, key_scales, code):  # type: ignore[no-untyped-def]
+def weigh_peak(state, begin, end, key_scales, code):
     """Updates the largest score of one query that sees positions begin <= i < end of a page, and says by how much its result so
     far decays.  Scales of an int8 cache belong to positions, so keys' multiply scores and values' multiply weights.
     """
@@ -121,7 +118,7 @@ def weigh_peak(state, begin, end, key_scales, code):  # type: ignore[no-untyped-
 
 
 @inline
-def weigh(state, begin, end, value_scales, code):  # type: ignore[no-untyped-def]
+def weigh(state, begin, end, value_scales, code):
     """From the scores of a page to weights, for one query; updates the sum of its weights."""
     scores, numbers = state, state + 4 * POSITIONS
     if sees(begin, end):
@@ -138,7 +135,7 @@ def weigh(state, begin, end, value_scales, code):  # type: ignore[no-untyped-def
 
 
 @inline
-def begin_query(state, step, query, x, dim, padded, scale):  # type: ignore[no-untyped-def]
+def begin_query(state, step, query, x, dim, padded, scale):
     """Nothing seen so far.  The query goes to `query`, and behind it its result until the `step` bytes of the state end."""
     whole, factor = dim // 16 * 16, vsplat(scale)
     for i in range(0, whole, 16):
@@ -152,7 +149,7 @@ def begin_query(state, step, query, x, dim, padded, scale):  # type: ignore[no-u
 
 
 @inline
-def end_query(state, out, total, dim, padded):  # type: ignore[no-untyped-def]
+def end_query(state, out, total, dim, padded):
     result, whole, divisor = state + QUERY + 4 * padded, dim // 16 * 16, vsplat(total)
     for i in range(0, whole, 16):
         vstore(out + 4 * i, vdiv(vload(result + 4 * i), divisor))
@@ -167,38 +164,38 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
     Queries are taken `tile` at a time against `vectors` x 16 positions.  What one query computes depends on nothing else.
     """
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        kv_heads, dim, padded, high = word(row, KV_HEADS), word(row, HEAD_DIM), word(row, PADDED), word(row, HIGH)
-        shared = word(row, HEADS) // kv_heads
-        scale, window, step = get_f32(row + 8 * SCALE), word(row, WINDOW), word(row, STEP)
-        states = word(row, SCRATCH) + thread * (ROWS_TOGETHER * shared * step)
-        count = get_i64(word(row, COUNT))
-        blocks = (count + ROWS_TOGETHER - 1) // ROWS_TOGETHER
+    def kernel(record, part, parts, thread):
+        args = AttentionArgs(record)
+        kv_heads, dim, padded, high = args.kv_heads, args.head_dim, args.padded_dim, args.high
+        shared = args.heads // kv_heads
+        scale, window, step = args.scale, args.window, args.state_bytes
+        states = args.scratch + thread * (ROWS_PER_UNIT * shared * step)
+        count = get_i64(args.rows)
+        blocks = (count + ROWS_PER_UNIT - 1) // ROWS_PER_UNIT
         for unit in range(part, blocks * kv_heads, parts):
-            head, r = unit % kv_heads, unit // kv_heads * ROWS_TOGETHER
-            stop = min(r + ROWS_TOGETHER, count)
+            head, r = unit % kv_heads, unit // kv_heads * ROWS_PER_UNIT
+            stop = min(r + ROWS_PER_UNIT, count)
             while r < stop:
                 # Rows that follow each other in one session, first to last.
-                slot = get_i32(word(row, SLOTS) + 4 * r)
-                table, rows = get_i64(word(row, TABLES) + 8 * r), 1
+                slot = get_i32(args.slots + 4 * r)
+                table, rows = get_i64(args.page_tables + 8 * r), 1
                 while r + rows < stop and (
-                    get_i64(word(row, TABLES) + 8 * (r + rows)) == table
-                    and get_i32(word(row, SLOTS) + 4 * (r + rows)) == slot + rows
+                    get_i64(args.page_tables + 8 * (r + rows)) == table and get_i32(args.slots + 4 * (r + rows)) == slot + rows
                 ):
                     rows += 1
                 queries = rows * shared
                 for q in range(queries):
-                    source = word(row, X) + (r + q // shared) * word(row, X_ROW) + word(row, Q_OFFSET)
+                    source = args.x + (r + q // shared) * args.x_stride + args.q_offset
                     state, x = states + q * step, source + 4 * dim * (head * shared + q % shared)
                     begin_query(state, step, state + (int4.QUERY if code == INT4_KV else QUERY), x, dim, padded, scale)
                     if code == INT4_KV:
                         int4.begin_query(state, dim, high)
                 oldest = max(0, slot + 1 - window) if window > 0 else 0
                 for start in range(oldest // POSITIONS * POSITIONS, slot + rows, POSITIONS):
-                    keys, seen = keys_at(row, r, start, head, code), min(slot + rows - start, POSITIONS)
+                    keys, seen = keys_at(args, r, start, head, code), min(slot + rows - start, POSITIONS)
                     values, scales = keys + half_bytes(dim, high, code), POSITIONS * padded
                     following = min(start + POSITIONS, slot + rows - 1)
-                    ahead = keys_at(row, r, following, head, code) - values
+                    ahead = keys_at(args, r, following, head, code) - values
                     q = 0
                     while queries - q >= tile:
                         if code == INT4_KV:
@@ -214,17 +211,17 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                         q += 1
                     # In two passes: a largest number takes long to find, and other queries' need not wait for it.
                     for q in range(queries):
-                        begin, end = sight(slot, q, shared, window, start)
+                        begin, end = visible_range(slot, q, shared, window, start)
                         state = states + q * step
                         if code == INT4_KV:
-                            int4.restore(state, keys, dim, high)
+                            int4.scores_from_codes(state, keys, dim, high)
                         weigh_peak(state, begin, end, keys + scales, code)
                     for q in range(queries):
-                        begin, end = sight(slot, q, shared, window, start)
+                        begin, end = visible_range(slot, q, shared, window, start)
                         state = states + q * step
                         weigh(state, begin, end, values + scales, code)
                         if code == INT4_KV:
-                            int4.spread(state, values, vload(state + 4 * POSITIONS + DECAY), dim, high)
+                            int4.scale_weights(state, values, vload(state + 4 * POSITIONS + DECAY), dim, high)
                     q = 0
                     while queries - q >= tile:
                         state = states + q * step
@@ -243,7 +240,7 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                             gather(code, 1, vectors, values, ahead, seen, padded, state, step)
                         q += 1
                 for q in range(queries):
-                    out = word(row, OUT) + (r + q // shared) * word(row, OUT_ROW)
+                    out = args.out + (r + q // shared) * args.out_stride
                     out += 4 * dim * (head * shared + q % shared)
                     state = states + q * step
                     total = vsum(vload(state + 4 * POSITIONS + TOTALS))

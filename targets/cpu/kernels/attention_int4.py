@@ -26,13 +26,13 @@ def columns(dim: int, high: int) -> int:
 
 
 @inline
-def low_columns(dim, high):  # type: ignore[no-untyped-def]
+def low_columns(dim, high):
     """Numbers of a result that the dimensions in 4 bits take: of every 32 first the even ones, then the odd ones."""
     return (dim - high + 31) // 32 * 32
 
 
 @inline
-def score(tile, vectors, keys, ahead, state, step, dim, high):  # type: ignore[no-untyped-def]
+def score(tile, vectors, keys, ahead, state, step, dim, high):
     """Products of the codes of a page with `tile` queries, the first of which keeps its numbers at `state`."""
     query, pairs = state + QUERY, pair_bytes(dim, high)
     for p in range(0, 4, vectors):
@@ -43,7 +43,7 @@ def score(tile, vectors, keys, ahead, state, step, dim, high):  # type: ignore[n
 
 
 @inline
-def restore(state, keys, dim, high):  # type: ignore[no-untyped-def]
+def scores_from_codes(state, keys, dim, high):
     """From products with the codes to scores."""
     low_scale, high_scale = scales_at(keys, dim, high)
     low_query, high_query = vsplat(get_f32(state + LOW_QUERY)), vsplat(get_f32(state + HIGH_QUERY))
@@ -58,7 +58,7 @@ def restore(state, keys, dim, high):  # type: ignore[no-untyped-def]
 
 
 @inline
-def spread(state, values, decay, dim, high):  # type: ignore[no-untyped-def]
+def scale_weights(state, values, decay, dim, high):
     """From weights to those of the codes, and the sums of weighted offsets."""
     low_scale, high_scale = scales_at(values, dim, high)
     low_offsets, high_offsets = vmul(vload(state + LOW_OFFSETS), decay), vmul(vload(state + HIGH_OFFSETS), decay)
@@ -75,7 +75,7 @@ def spread(state, values, decay, dim, high):  # type: ignore[no-untyped-def]
 
 
 @inline
-def gather(tile, vectors, values, ahead, count, dim, high, state, decay, step):  # type: ignore[no-untyped-def]
+def gather(tile, vectors, values, ahead, count, dim, high, state, decay, step):
     """Adds the codes of `count` values of a page to the results of `tile` queries by their weights."""
     pairs, low, result = pair_bytes(dim, high), low_columns(dim, high), state + QUERY + 4 * ((dim + 15) // 16 * 16)
     row, c, line = pairs + high, 0, values
@@ -91,7 +91,7 @@ def gather(tile, vectors, values, ahead, count, dim, high, state, decay, step): 
 
 
 @inline
-def begin_query(state, dim, high):  # type: ignore[no-untyped-def]
+def begin_query(state, dim, high):
     """Nothing seen so far; the query is there."""
     low_sum, high_sum = 0.0, 0.0
     for i in range(dim - high):
@@ -105,7 +105,7 @@ def begin_query(state, dim, high):  # type: ignore[no-untyped-def]
 
 
 @inline
-def end_query(state, out, total, dim, high):  # type: ignore[no-untyped-def]
+def end_query(state, out, total, dim, high):
     """The result, in the order of the dimensions."""
     result, low = state + QUERY + 4 * ((dim + 15) // 16 * 16), dim - high
     offset = vsum(vload(state + LOW_OFFSETS))

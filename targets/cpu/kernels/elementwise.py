@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
     get_bf16,
     get_f16,
@@ -25,12 +26,12 @@ from edgeq.targets.cpu.jit.simd import (
     vsub,
     vsum,
 )
-from edgeq.targets.cpu.kernels.microkernel_int import F16_KIND, F32_KIND
-from edgeq.targets.cpu.kernels.quantize import rows_of, share_of, write_form
+from edgeq.targets.cpu.kernels.args import F16_KIND, F32_KIND, NOT_QUANTIZED, QuantizedArgs
+from edgeq.targets.cpu.kernels.quantize import place_of, rows_of, share_of, write_quantized
 
 
 @inline
-def get_float(kind, address, index):  # type: ignore[no-untyped-def]
+def get_float(kind, address, index):
     """Element `index` of an array of f32, f16 or bf16."""
     if kind == F32_KIND:
         return get_f32(address + 4 * index)
@@ -39,47 +40,71 @@ def get_float(kind, address, index):  # type: ignore[no-untyped-def]
     return get_bf16(address + 2 * index)
 
 
-def embed_plain(kind: int) -> Kernel:
-    """Row words: 2 tokens i32, 3 table [vocab, width], 4 width, 5 out, 6 bytes of its rows."""
+class EmbedArgs(Args):
+    """tokens i32; table [vocab, width]."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        width = word(row, 4)
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            token = get_i32(word(row, 2) + 4 * r)
-            out = word(row, 5) + r * word(row, 6)
+    tokens = pointer()
+    table = pointer()
+    width = number()
+    out = pointer()
+    out_stride = nbytes()
+
+
+class EmbedTileArgs(EmbedArgs):
+    """The table is a tied head in file order; scales, zero points and channels of a group are of integers."""
+
+    table_block = nbytes()
+    scales = pointer(0)
+    scales_block = nbytes(0)
+    zeros = pointer(0)
+    zeros_block = nbytes(0)
+    group = number(0)
+
+
+def embed_plain(kind: int) -> Kernel:
+    """A token's row of a plain table."""
+
+    def kernel(record, part, parts, thread):
+        args = EmbedArgs(record)
+        width = args.width
+        for r in range(part, get_i64(args.rows), parts):
+            token = get_i32(args.tokens + 4 * r)
+            out = args.out + r * args.out_stride
             for c in range(width):
-                put_f32(out + 4 * c, get_float(kind, word(row, 3), token * width + c))
+                put_f32(out + 4 * c, get_float(kind, args.table, token * width + c))
 
     return kernel
 
 
 def embed_float_tile(kind: int) -> Kernel:
-    """As `embed_plain`, from a tied head of floats in the file's order; word 3 is its first block, 7 bytes of a block."""
+    """As `embed_plain`, from a tied head of floats in file order."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+    def kernel(record, part, parts, thread):
+        args = EmbedTileArgs(record)
         per_lane = 1 if kind == F32_KIND else 2
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            token = get_i32(word(row, 2) + 4 * r)
-            out, block = word(row, 5) + r * word(row, 6), word(row, 3) + token // 16 * word(row, 7)
-            for c in range(word(row, 4)):
+        for r in range(part, get_i64(args.rows), parts):
+            token = get_i32(args.tokens + 4 * r)
+            out, block = args.out + r * args.out_stride, args.table + token // 16 * args.table_block
+            for c in range(args.width):
                 put_f32(out + 4 * c, get_float(kind, block, (c // per_lane * 16 + token % 16) * per_lane + c % per_lane))
 
     return kernel
 
 
 def embed_integer_tile(bits: int, zero: int) -> Kernel:
-    """As `embed_float_tile`, of packed integers: 8 scales, 9 bytes of a block of them, 10 zeros, 11 their block, 12 group."""
+    """As `embed_float_tile`, of packed integers."""
     wide, middle, low = (bits & 8) // 8, (bits & 4) // 4, bits % 4
     two, one = low // 2, low % 2
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        group = word(row, 12)
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            token = get_i32(word(row, 2) + 4 * r)
+    def kernel(record, part, parts, thread):
+        args = EmbedTileArgs(record)
+        group = args.group
+        for r in range(part, get_i64(args.rows), parts):
+            token = get_i32(args.tokens + 4 * r)
             lane = token % 16
-            out, block = word(row, 5) + r * word(row, 6), word(row, 3) + token // 16 * word(row, 7)
-            scales, zeros = word(row, 8) + token // 16 * word(row, 9), word(row, 10) + token // 16 * word(row, 11)
-            for c in range(word(row, 4)):
+            out, block = args.out + r * args.out_stride, args.table + token // 16 * args.table_block
+            scales, zeros = args.scales + token // 16 * args.scales_block, args.zeros + token // 16 * args.zeros_block
+            for c in range(args.width):
                 line = block + c // 32 * bits * 64 + 4 * lane + c % 4
                 quad = c % 32 // 4
                 if wide:
@@ -101,7 +126,7 @@ def embed_integer_tile(bits: int, zero: int) -> Kernel:
 
 
 @inline
-def inverse_rms(x, width, epsilon):  # type: ignore[no-untyped-def]
+def inverse_rms(x, width, epsilon):
     """1 / sqrt(mean x^2 + epsilon) of a row whose width is padded to 16 with zeros."""
     even, odd = vsplat(0.0), vsplat(0.0)
     for c in range(0, width, 32):
@@ -111,80 +136,121 @@ def inverse_rms(x, width, epsilon):  # type: ignore[no-untyped-def]
     return 1.0 / math.sqrt(vsum(vadd(even, odd)) / width + epsilon)
 
 
-def norm(big: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 gain f32, 6 epsilon (bits of an f32), 7 out, 8 bytes of its rows, 9...
-    form, 19 bytes from one thread's out to the next.
+class NormArgs(Args):
+    """Widths are padded to 16 with zeros in x, gain and out.  `out_of_thread`: bytes from one thread's out to the next."""
 
-    Widths are padded to 16 with zeros in x, gain and out.
-    """
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    gain = pointer()
+    epsilon = float32()
+    out = pointer()
+    out_stride = nbytes()
+    quantized = nested(QuantizedArgs, NOT_QUANTIZED)
+    out_of_thread = nbytes(0)
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, width = get_i64(word(row, COUNT)), word(row, 4)
-        first, last = rows_of(part, parts, count, big)
+
+def norm(max_tile: int) -> Kernel:
+    """RMSNorm, with the quantized activations of its result."""
+
+    def kernel(record, part, parts, thread):
+        args = NormArgs(record)
+        count, width = get_i64(args.rows), args.width
+        first, last = rows_of(part, parts, count, max_tile)
         for r in range(first, last):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 7) + r * word(row, 8) + thread * word(row, 19)
-            factor = vsplat(inverse_rms(x, width, get_f32(row + 8 * 6)))
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride + thread * args.out_of_thread
+            factor = vsplat(inverse_rms(x, width, args.epsilon))
             for c in range(0, width, 16):
-                vstore(out + 4 * c, vmul(vmul(vload(x + 4 * c), factor), vload(word(row, 5) + 4 * c)))
-            write_form(row, 9, out, r, count, big, 0, width)
+                vstore(out + 4 * c, vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c)))
+            write_quantized(args.quantized, out, place_of(r, count, max_tile), 0, width)
 
     return kernel
 
 
 @inline
-def gated(gate, up):  # type: ignore[no-untyped-def]
+def gated(gate, up):
     """silu(gate) * up of sixteen channels."""
     sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(vsub(vsplat(0.0), gate))))
     return vmul(vmul(gate, sigmoid), up)
 
 
-def swiglu(big: int, done: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7... form, 17 bytes from one thread's out to
-    the next.
+class ActivationArgs(Args):
+    """`out_of_thread`: bytes from one thread's out to the next."""
 
-    Literal `done`, 1: the product in front has done it all (gated.py).
-    """
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    out = pointer()
+    out_stride = nbytes()
+    quantized = nested(QuantizedArgs, NOT_QUANTIZED)
+    out_of_thread = nbytes(0)
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+
+def swiglu(max_tile: int, done: int) -> Kernel:
+    """Literal `done`, 1: the product before it has done it all (swiglu_matmul.py)."""
+
+    def kernel(record, part, parts, thread):
+        args = ActivationArgs(record)
         if done:
             return
-        count, width = get_i64(word(row, COUNT)), word(row, 4)
-        begin, end, first, last = share_of(part, parts, count, big, width)
+        count, width = get_i64(args.rows), args.width
+        begin, end, first, last = share_of(part, parts, count, max_tile, width)
         for r in range(begin, end):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6) + thread * word(row, 17)
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride + thread * args.out_of_thread
             for c in range(first, last, 16):
                 vstore(out + 4 * c, gated(vload(x + 4 * c), vload(x + 4 * (width + c))))
-            write_form(row, 7, out, r, count, big, first, last)
+            write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
 
     return kernel
+
+
+class SelectArgs(Args):
+    """`rows` are those of the result; indices i32 of the rows of x that stay."""
+
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    out = pointer()
+    out_stride = nbytes()
+    indices = pointer()
 
 
 def select() -> Kernel:
-    """Row words: COUNT of the selected rows, 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7 indices i32."""
+    """Only some rows stay."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            x = word(row, 2) + get_i32(word(row, 7) + 4 * r) * word(row, 3)
-            for c in range(0, word(row, 4), 16):
-                vstore(word(row, 5) + r * word(row, 6) + 4 * c, vload(x + 4 * c))
+    def kernel(record, part, parts, thread):
+        args = SelectArgs(record)
+        for r in range(part, get_i64(args.rows), parts):
+            x = args.x + get_i32(args.indices + 4 * r) * args.x_stride
+            for c in range(0, args.width, 16):
+                vstore(args.out + r * args.out_stride + 4 * c, vload(x + 4 * c))
 
     return kernel
 
 
+class AnglesArgs(Args):
+    """positions i32; frequencies f64 [pairs]; factor: what cosines and sines are multiplied by."""
+
+    positions = pointer()
+    frequencies = pointer()
+    pairs = number()
+    cosines = pointer()
+    sines = pointer()
+    stride = nbytes()
+    factor = float32()
+
+
 def angles() -> Kernel:
-    """Cosines and sines of every row's position, once per run.
+    """Cosines and sines of every row's position, once per run."""
 
-    Row words: 2 positions i32, 3 frequencies f64, 4 how many, 5 cosines, 6 sines, 7 bytes of their rows, 8 what both are
-    multiplied by (bits of an f32).
-    """
-
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        factor = get_f32(row + 8 * 8)
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            position = get_i32(word(row, 2) + 4 * r)
-            for i in range(word(row, 4)):
-                angle = position * get_f64(word(row, 3) + 8 * i)
-                put_f32(word(row, 5) + r * word(row, 7) + 4 * i, math.cos(angle) * factor)
-                put_f32(word(row, 6) + r * word(row, 7) + 4 * i, math.sin(angle) * factor)
+    def kernel(record, part, parts, thread):
+        args = AnglesArgs(record)
+        factor = args.factor
+        for r in range(part, get_i64(args.rows), parts):
+            position = get_i32(args.positions + 4 * r)
+            for i in range(args.pairs):
+                angle = position * get_f64(args.frequencies + 8 * i)
+                put_f32(args.cosines + r * args.stride + 4 * i, math.cos(angle) * factor)
+                put_f32(args.sines + r * args.stride + 4 * i, math.sin(angle) * factor)
 
     return kernel

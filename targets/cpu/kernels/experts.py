@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import math
 
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, word
+from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
+from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.simd import get_f32, get_i32, get_i64, put_f32, put_i32, put_i64, vfma, vload, vsplat, vstore
 from edgeq.targets.cpu.jit.threadpool import invoke
 
 
-def route(normalized: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 experts, 5 how many are chosen, 6 out, 7 bytes of its rows."""
+class RouteArgs(Args):
+    x = pointer()
+    x_stride = nbytes()
+    experts = number()
+    chosen = number()
+    out = pointer()
+    out_stride = nbytes()
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        experts, chosen = word(row, 4), word(row, 5)
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 6) + r * word(row, 7)
+
+def route(normalized: int) -> Kernel:
+    """The chosen experts of every row and their shares; literal `normalized`: the shares of a row add up to 1."""
+
+    def kernel(record, part, parts, thread):
+        args = RouteArgs(record)
+        experts, chosen = args.experts, args.chosen
+        for r in range(part, get_i64(args.rows), parts):
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             largest = get_f32(x)
             for e in range(1, experts):
                 largest = max(largest, get_f32(x + 4 * e))
@@ -45,23 +56,46 @@ def route(normalized: int) -> Kernel:
     return kernel
 
 
-def dispatch() -> Kernel:
-    """Row words: 2 routing, 3 bytes of its rows, 4 experts, 5 how many are chosen; results: 6 rows of each expert i64, 7 where
-    they end i64, 8 the places i64, every expert's first one a multiple of four, 9 the row of each place i32, 10 the place of
-    each row and choice i32; 11 for each expert, and behind the last, the first of its moves i64, 12 moves, each an address, and
-    what stands there for place 0 and per place.
+class DispatchArgs(Args):
+    """Results, i64 but for the last two of i32:
+
+    expert_rows      rows of each expert
+    expert_ends      where they end
+    places           how many places there are; every expert's first one is a multiple of four
+    row_of_place     the row of each place
+    place_of_choice  the place of each row and choice
+
+    first_moves      for each expert, and after the last, the first of its moves
+    moves            each an address, and what belongs there for place 0 and per place
     """
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+    routing = pointer()
+    routing_stride = nbytes()
+    experts = number()
+    chosen = number()
+    expert_rows = pointer()
+    expert_ends = pointer()
+    places = pointer()
+    row_of_place = pointer()
+    place_of_choice = pointer()
+    first_moves = pointer()
+    moves = pointer()
+
+
+def dispatch() -> Kernel:
+    """Gives every row and choice a place among the rows of its expert, and the experts' op records their addresses."""
+
+    def kernel(record, part, parts, thread):
+        args = DispatchArgs(record)
         if part > 0:
             return
-        experts, chosen = word(row, 4), word(row, 5)
-        rows, ends = word(row, 6), word(row, 7)
-        count = get_i64(word(row, COUNT))
+        experts, chosen = args.experts, args.chosen
+        rows, ends = args.expert_rows, args.expert_ends
+        count = get_i64(args.rows)
         for e in range(experts):
             put_i64(rows + 8 * e, 0)
         for r in range(count):
-            names = word(row, 2) + r * word(row, 3) + 4 * chosen
+            names = args.routing + r * args.routing_stride + 4 * chosen
             for i in range(chosen):
                 mine = rows + 8 * int(get_f32(names + 4 * i))
                 put_i64(mine, get_i64(mine) + 1)
@@ -69,62 +103,94 @@ def dispatch() -> Kernel:
         for e in range(experts):
             put_i64(ends + 8 * e, first)
             if get_i64(rows + 8 * e) > 0:
-                for i in range(get_i64(word(row, 11) + 8 * e), get_i64(word(row, 11) + 8 * (e + 1))):
-                    move = word(row, 12) + 24 * i
+                for i in range(get_i64(args.first_moves + 8 * e), get_i64(args.first_moves + 8 * (e + 1))):
+                    move = args.moves + 24 * i
                     put_i64(get_i64(move), get_i64(move + 8) + first * get_i64(move + 16))
             first += (get_i64(rows + 8 * e) + 3) // 4 * 4
-        put_i64(word(row, 8), first)
+        put_i64(args.places, first)
         for r in range(count):
-            names = word(row, 2) + r * word(row, 3) + 4 * chosen
+            names = args.routing + r * args.routing_stride + 4 * chosen
             for i in range(chosen):
                 end = ends + 8 * int(get_f32(names + 4 * i))
                 place = get_i64(end)
                 put_i64(end, place + 1)
-                put_i32(word(row, 9) + 4 * place, r)
-                put_i32(word(row, 10) + 4 * (r * chosen + i), place)
+                put_i32(args.row_of_place + 4 * place, r)
+                put_i32(args.place_of_choice + 4 * (r * chosen + i), place)
 
     return kernel
 
 
-def each() -> Kernel:
-    """Row words: 2 the first of the experts' table rows, 3 how many, 4 bytes of one."""
+class StageArgs(Args):
+    """records: the experts' op records of one stage, one after another."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        for e in range(word(row, 3)):
-            mine = word(row, 2) + e * word(row, 4)
-            if get_i64(word(mine, COUNT)) > 0:
+    records = pointer()
+    experts = number()
+    record_bytes = nbytes()
+
+
+def each() -> Kernel:
+    """Runs one stage of all experts that have rows."""
+
+    def kernel(record, part, parts, thread):
+        args = StageArgs(record)
+        for e in range(args.experts):
+            mine = args.records + e * args.record_bytes
+            if get_i64(Args(mine).rows) > 0:
                 invoke(mine, part, parts, thread)
 
     return kernel
 
 
-def gather_add() -> Kernel:
-    """out[r] += the chosen experts' results times their shares.  Row words: 2 results by place, 3 bytes of their rows, 4 width,
-    5 out, 6 bytes of its rows, 7 routing, 8 bytes of its rows, 9 how many are chosen, 10 the place of each row and choice i32.
-    """
+class GatherAddArgs(Args):
+    """x: results by place; place_of_choice: as of `DispatchArgs`."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        chosen = word(row, 9)
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            out, shares = word(row, 5) + r * word(row, 6), word(row, 7) + r * word(row, 8)
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    out = pointer()
+    out_stride = nbytes()
+    routing = pointer()
+    routing_stride = nbytes()
+    chosen = number()
+    place_of_choice = pointer()
+
+
+def gather_add() -> Kernel:
+    """out[r] += the chosen experts' results times their shares."""
+
+    def kernel(record, part, parts, thread):
+        args = GatherAddArgs(record)
+        chosen = args.chosen
+        for r in range(part, get_i64(args.rows), parts):
+            out, shares = args.out + r * args.out_stride, args.routing + r * args.routing_stride
             for i in range(chosen):
                 share = vsplat(get_f32(shares + 4 * i))
-                x = word(row, 2) + get_i32(word(row, 10) + 4 * (r * chosen + i)) * word(row, 3)
-                for c in range(0, word(row, 4), 16):
+                x = args.x + get_i32(args.place_of_choice + 4 * (r * chosen + i)) * args.x_stride
+                for c in range(0, args.width, 16):
                     vstore(out + 4 * c, vfma(share, vload(x + 4 * c), vload(out + 4 * c)))
 
     return kernel
 
 
-def gated_add() -> Kernel:
-    """out[r] += sigmoid(gate[r]) x[r].  Row words: 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7 gate, 8
-    bytes of its rows."""
+class GatedAddArgs(Args):
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    out = pointer()
+    out_stride = nbytes()
+    gate = pointer()
+    gate_stride = nbytes()
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
-            share = vsplat(1.0 / (1.0 + math.exp(-get_f32(word(row, 7) + r * word(row, 8)))))
-            for c in range(0, word(row, 4), 16):
+
+def gated_add() -> Kernel:
+    """out[r] += sigmoid(gate[r]) x[r]."""
+
+    def kernel(record, part, parts, thread):
+        args = GatedAddArgs(record)
+        for r in range(part, get_i64(args.rows), parts):
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            share = vsplat(1.0 / (1.0 + math.exp(-get_f32(args.gate + r * args.gate_stride))))
+            for c in range(0, args.width, 16):
                 vstore(out + 4 * c, vfma(share, vload(x + 4 * c), vload(out + 4 * c)))
 
     return kernel

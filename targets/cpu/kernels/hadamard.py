@@ -11,7 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.jit.args import Args, float32, nbytes, number, pointer
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
     LANES,
     VF32,
@@ -45,14 +46,26 @@ def vwalsh(b: Any, x: Any) -> Any:
     return x
 
 
-def gather() -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 out, 5 bytes of its rows, 6 columns, 7 indices i32 [columns]."""
+class GatherArgs(Args):
+    """indices i32 [columns]."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, columns, indices = get_i64(word(row, COUNT)), word(row, 6), word(row, 7)
+    x = pointer()
+    x_stride = nbytes()
+    out = pointer()
+    out_stride = nbytes()
+    columns = number()
+    indices = pointer()
+
+
+def gather() -> Kernel:
+    """out[c] = x[indices[c]] for every channel c."""
+
+    def kernel(record, part, parts, thread):
+        args = GatherArgs(record)
+        count, columns, indices = get_i64(args.rows), args.columns, args.indices
         begin, end, first, last = share_of(part, parts, count, 1, columns)
         for r in range(begin, end):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 4) + r * word(row, 5)
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             for c in range(first, last):
                 put_f32(out + 4 * c, get_f32(x + 4 * get_i32(indices + 4 * c)))
 
@@ -60,7 +73,7 @@ def gather() -> Kernel:
 
 
 @inline
-def pairs(source, target, count, distance, lanes, factor):  # type: ignore[no-untyped-def]
+def pairs(source, target, count, distance, lanes, factor):
     """Butterflies of neighbours among `count` vectors `distance` bytes apart, then times the factor."""
     scale = vsplat(factor)
     for i in range(0, count, 2):
@@ -73,7 +86,7 @@ def pairs(source, target, count, distance, lanes, factor):  # type: ignore[no-un
 
 
 @inline
-def fours(source, target, count, distance, half, lanes, factor):  # type: ignore[no-untyped-def]
+def fours(source, target, count, distance, half, lanes, factor):
     """Butterflies of vectors that lie `half` and then 2 `half` places apart, then times the factor."""
     scale, step = vsplat(factor), half * distance
     for first in range(0, count, 4 * half):
@@ -91,7 +104,7 @@ def fours(source, target, count, distance, half, lanes, factor):  # type: ignore
 
 
 @inline
-def butterflies(source, target, count, distance, lanes, factor):  # type: ignore[no-untyped-def]
+def butterflies(source, target, count, distance, lanes, factor):
     """H_count over vectors `distance` bytes apart, and if `lanes` also H_16 across the lanes of each; times the factor."""
     odd, rest = 0, count
     while rest > 1:
@@ -112,7 +125,7 @@ def butterflies(source, target, count, distance, lanes, factor):  # type: ignore
 
 
 @inline
-def scalar_butterflies(source, target, power, stride, factor):  # type: ignore[no-untyped-def]
+def scalar_butterflies(source, target, power, stride, factor):
     """The same for strides and sizes that vectors do not fit."""
     for c in range(power * stride):
         put_f32(target + 4 * c, get_f32(source + 4 * c))
@@ -129,21 +142,30 @@ def scalar_butterflies(source, target, power, stride, factor):  # type: ignore[n
         put_f32(target + 4 * c, get_f32(target + 4 * c) * factor)
 
 
+class HadamardArgs(Args):
+    x = pointer()
+    x_stride = nbytes()
+    out = pointer()
+    out_stride = nbytes()
+    columns = number()
+    power = number()
+    stride = number()
+    factor = float32()
+
+
 def hadamard() -> Kernel:
-    """H_power, times a factor, over channels `stride` apart of every piece of power * stride channels.
+    """H_power, times a factor, over channels `stride` apart of every piece of power * stride channels."""
 
-    Row words: 2 x, 3 bytes of its rows, 4 out, 5 bytes of its rows, 6 columns, 7 power, 8 stride, 9 factor (bits of an f32).
-    """
-
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        power, stride, factor = word(row, 7), word(row, 8), get_f32(row + 8 * 9)
-        pieces = word(row, 6) // (power * stride)
+    def kernel(record, part, parts, thread):
+        args = HadamardArgs(record)
+        power, stride, factor = args.power, args.stride, args.factor
+        pieces = args.columns // (power * stride)
         across = stride // 16 if stride % 16 == 0 else 1
         a_row = pieces * across
-        for unit in range(part, get_i64(word(row, COUNT)) * a_row, parts):
+        for unit in range(part, get_i64(args.rows) * a_row, parts):
             r, place = unit // a_row, unit % a_row
             at = 4 * (place // across * power * stride + place % across * 16)
-            x, out = word(row, 2) + r * word(row, 3) + at, word(row, 4) + r * word(row, 5) + at
+            x, out = args.x + r * args.x_stride + at, args.out + r * args.out_stride + at
             if stride % 16 == 0:
                 butterflies(x, out, power, 4 * stride, 0, factor)
             elif stride == 1 and power % 16 == 0:
@@ -155,7 +177,7 @@ def hadamard() -> Kernel:
 
 
 @inline
-def mixed_scalar(x, base, order, width, c):  # type: ignore[no-untyped-def]
+def mixed_scalar(x, base, order, width, c):
     """Channel c of the pieces times a row of the base."""
     total = get_f32(base) * get_f32(x + 4 * c)
     for k in range(1, order):
@@ -163,24 +185,35 @@ def mixed_scalar(x, base, order, width, c):  # type: ignore[no-untyped-def]
     return total
 
 
+class MixArgs(Args):
+    """out is not x; order: K; width: channels of a piece; base f32 [K, K]."""
+
+    x = pointer()
+    x_stride = nbytes()
+    out = pointer()
+    out_stride = nbytes()
+    columns = number()
+    order = number()
+    width = number()
+    factor = float32()
+    base = pointer()
+
+
 def mix() -> Kernel:
-    """Piece i of a run becomes the sum over k of base[i, k] * piece k, times a factor.
+    """Piece i of a run becomes the sum over k of base[i, k] * piece k, times a factor."""
 
-    Row words: 2 x, 3 bytes of its rows, 4 out (not x), 5 bytes of its rows, 6 columns, 7 K, 8 channels of a piece, 9 the factor
-    (bits of an f32), 10 base f32 [K, K].
-    """
-
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        order, width, factor = word(row, 7), word(row, 8), get_f32(row + 8 * 9)
-        runs, fours = word(row, 6) // (order * width), (order + 3) // 4
+    def kernel(record, part, parts, thread):
+        args = MixArgs(record)
+        order, width, factor = args.order, args.width, args.factor
+        runs, fours = args.columns // (order * width), (order + 3) // 4
         whole, scale, line = width // 16 * 16, vsplat(factor), 4 * order
         a_row = runs * fours
-        for unit in range(part, get_i64(word(row, COUNT)) * a_row, parts):
+        for unit in range(part, get_i64(args.rows) * a_row, parts):
             r, place = unit // a_row, unit % a_row
             run, first = 4 * (place // fours * order * width), place % fours * 4
-            x, out = word(row, 2) + r * word(row, 3) + run, word(row, 4) + r * word(row, 5) + run
+            x, out = args.x + r * args.x_stride + run, args.out + r * args.out_stride + run
             last = min(first + 4, order)
-            base = word(row, 10) + first * line
+            base = args.base + first * line
             for c in range(0, whole, 16):
                 if last - first == 4:
                     p, q, s, t = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)

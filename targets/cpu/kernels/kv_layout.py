@@ -14,7 +14,7 @@ product with a query runs over positions in lanes and needs no horizontal sum; t
 from __future__ import annotations
 
 from edgeq.records import KvCodec, KvKind
-from edgeq.targets.cpu.jit.compile import inline, word
+from edgeq.targets.cpu.jit.compile import inline
 from edgeq.targets.cpu.jit.simd import get_i64
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import PAGE
@@ -23,20 +23,15 @@ POSITIONS = PAGE
 F16_KV, INT8_KV, INT4_KV = 0, 1, 2
 KV_CODES: dict[KvKind, int] = {"f16": F16_KV, "int8": INT8_KV, "int4": INT4_KV}
 
-# Words of a table row that every kernel of the cache has.
-X, X_ROW, HEADS, KV_HEADS, HEAD_DIM, PADDED, SLOTS, TABLES, LAYER_OFFSET, HIGH = 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
-"""Address and row bytes of x; heads; head_dim and its padding to 16; slots i32; page tables (i64 addresses, one per row, each
-of an i64 array of page addresses); bytes from the start of a page to this layer; dimensions of a head in 8 bits."""
-
 
 @inline
-def pair_bytes(dim, high):  # type: ignore[no-untyped-def]
+def pair_bytes(dim, high):
     """Bytes of the 4-bit codes of one position of an int4 cache."""
     return (dim - high + 1) // 2
 
 
 @inline
-def half_bytes(dim, high, code):  # type: ignore[no-untyped-def]
+def half_bytes(dim, high, code):
     """Bytes of the keys, or of the values, of one head in a page."""
     if code == INT4_KV:
         numbers = (8 if high < dim else 0) + (8 if high > 0 else 0)
@@ -46,17 +41,17 @@ def half_bytes(dim, high, code):  # type: ignore[no-untyped-def]
 
 
 @inline
-def scales_at(half, dim, high):  # type: ignore[no-untyped-def]
+def scales_at(half, dim, high):
     """Address of the scales of a half of an int4 page, of its dimensions in 4 bits and of those in 8; offsets lie behind."""
     first = half + POSITIONS * (pair_bytes(dim, high) + high)
     return first, first + (8 * POSITIONS if high < dim else 0)
 
 
 @inline
-def keys_at(row, r, slot, head, code):  # type: ignore[no-untyped-def]
+def keys_at(args, r, slot, head, code):
     """Address of the keys of `head` in the page of row r that holds `slot`; the values are `half_bytes` behind."""
-    page = get_i64(get_i64(word(row, TABLES) + 8 * r) + 8 * (slot // POSITIONS))
-    return page + word(row, LAYER_OFFSET) + head * 2 * half_bytes(word(row, HEAD_DIM), word(row, HIGH), code)
+    page = get_i64(get_i64(args.page_tables + 8 * r) + 8 * (slot // POSITIONS))
+    return page + args.layer_offset + head * 2 * half_bytes(args.head_dim, args.high, code)
 
 
 def layer_bytes(graph: Graph, kv: KvCodec) -> int:

@@ -64,7 +64,7 @@ def put_nibbles(b: Any, x: Any, address: Any, stride: Any) -> None:
 
 
 @inline
-def extremes(x, count):  # type: ignore[no-untyped-def]
+def extremes(x, count):
     """The least and the largest of `count` > 0 numbers."""
     least, most = get_f32(x), get_f32(x)
     if count >= 16:
@@ -78,7 +78,7 @@ def extremes(x, count):  # type: ignore[no-untyped-def]
 
 
 @inline
-def put_halves(x, dim, base, step):  # type: ignore[no-untyped-def]
+def put_halves(x, dim, base, step):
     """A head's numbers as f16 to base, base + step ..."""
     whole, most = dim // 16 * 16, vsplat(F16_MAX)
     least = vsub(vsplat(0.0), most)
@@ -93,7 +93,7 @@ def put_halves(x, dim, base, step):  # type: ignore[no-untyped-def]
 
 
 @inline
-def put_symmetric(x, dim, base, step, scale):  # type: ignore[no-untyped-def]
+def put_symmetric(x, dim, base, step, scale):
     """A head's numbers as int8 to base, base + step ..., and what they were divided by."""
     least, most = extremes(x, dim)
     # A scale that is not a number would reach every token that reads this page, with weight 0 too.
@@ -108,14 +108,14 @@ def put_symmetric(x, dim, base, step, scale):  # type: ignore[no-untyped-def]
 
 
 @inline
-def put_codes(x, count, bits, most_code, with_zero, base, step, scale):  # type: ignore[no-untyped-def]
-    """Codes from 0 to `most_code` of `count` numbers over their range, a byte for each or (4 bits) two of them, to base,
+def put_codes(x, count, bits, largest_code, with_zero, base, step, scale):
+    """Codes from 0 to `largest_code` of `count` numbers over their range, a byte for each or (4 bits) two of them, to base,
     base + step ...; the scale, and POSITIONS numbers behind it the offset."""
     least, most = extremes(x, count)
     if with_zero:
         least, most = min(least, np.float32(0)), max(most, np.float32(0))
     least, most = np.float32(max(least, -F16_MAX)), np.float32(min(most, F16_MAX))
-    levels = np.float32(most_code)
+    levels = np.float32(largest_code)
     unit = (most - least) / levels
     put_f32(scale, unit)
     put_f32(scale + 4 * POSITIONS, least)
@@ -140,11 +140,11 @@ def put_codes(x, count, bits, most_code, with_zero, base, step, scale):  # type:
 
 
 @inline
-def put_mixed(x, dim, high, most_code, with_zero, base, step, half, lane):  # type: ignore[no-untyped-def]
+def put_mixed(x, dim, high, largest_code, with_zero, base, step, half, lane):
     """A head's numbers to lane `lane` of the int4 `half`, its first byte at `base`, the next `step` bytes behind."""
     low_scale, high_scale = scales_at(half, dim, high)
     if high < dim:
-        put_codes(x, dim - high, 4, most_code, with_zero, base, step, low_scale + 4 * lane)
+        put_codes(x, dim - high, 4, largest_code, with_zero, base, step, low_scale + 4 * lane)
     if high > 0:
         first = base + step * pair_bytes(dim, high)
         put_codes(x + 4 * (dim - high), high, 8, 255, with_zero, first, step, high_scale + 4 * lane)

@@ -5,14 +5,14 @@ Four partial sums, of every fourth column each, hide the latency of the addition
 
 from __future__ import annotations
 
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i64, lane_bf16, lane_f16, vadd, vfma, vload, vsplat, vstore
+from edgeq.targets.cpu.kernels.args import BF16_KIND, F32_KIND, ProductArgs
 from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, finish, share
-from edgeq.targets.cpu.kernels.microkernel_int import BF16_KIND, CHUNKS, F32_KIND, ROWS, SCRATCH, W_BLOCK, X_ROW, W, X
 
 
 @inline
-def column(kind, block, c):  # type: ignore[no-untyped-def]
+def column(kind, block, c):
     """Column c of sixteen rows."""
     if kind == F32_KIND:
         return vload(block + 64 * c)
@@ -22,7 +22,7 @@ def column(kind, block, c):  # type: ignore[no-untyped-def]
 
 
 @inline
-def one_token(kind, block, x, columns, out):  # type: ignore[no-untyped-def]
+def one_token(kind, block, x, columns, out):
     """out f32 [16] = the block times x."""
     p, q, s, t = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
     whole = columns // 4 * 4
@@ -37,7 +37,7 @@ def one_token(kind, block, x, columns, out):  # type: ignore[no-untyped-def]
 
 
 @inline
-def two_tokens(kind, block, x, y, columns, out):  # type: ignore[no-untyped-def]
+def two_tokens(kind, block, x, y, columns, out):
     """The same for x and for y, each in the order that it is added in alone."""
     p, q, s, t = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
     e, f, g, h = p, q, s, t
@@ -59,25 +59,26 @@ def two_tokens(kind, block, x, y, columns, out):  # type: ignore[no-untyped-def]
 
 
 def thin_matmul(kind: int) -> Kernel:
-    """The words of a product (tile.py); X is the first row of floats, X_ROW the bytes of a row."""
+    """A product with rows of float32 as they are; `chunks` is the number of columns."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, columns, x_row = get_i64(word(row, COUNT)), word(row, CHUNKS), word(row, X_ROW)
-        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
+    def kernel(record, part, parts, thread):
+        args = ProductArgs(record)
+        count, columns, x_row = get_i64(args.rows), args.chunks, args.x_stride
+        scratch = args.scratch + thread * SCRATCH_BYTES
         # Where there are few blocks, many tokens are shared out instead.
-        first, last, start, step = 0, (word(row, ROWS) + 15) // 16, 2 * part, 2 * parts
+        first, last, start, step = 0, (args.output_channels + 15) // 16, 2 * part, 2 * parts
         if last >= parts:
-            first, last = share(word(row, ROWS), part, parts, 1)
+            first, last = share(args.output_channels, part, parts, 1)
             start, step = 0, 2
         for n in range(first, last):
-            block = word(row, W) + n * word(row, W_BLOCK)
+            block = args.weights + n * args.weights_block
             for r in range(start, count, step):
-                x = word(row, X) + r * x_row
+                x = args.x + r * x_row
                 if r + 1 < count:
                     two_tokens(kind, block, x, x + x_row, columns, scratch)
-                    finish(row, scratch, 2, n, r)
+                    finish(args, scratch, 2, n, r)
                 else:
                     one_token(kind, block, x, columns, scratch)
-                    finish(row, scratch, 1, n, r)
+                    finish(args, scratch, 1, n, r)
 
     return kernel

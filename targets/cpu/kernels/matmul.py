@@ -1,114 +1,143 @@
-"""y = W x over the rows of a run: a part is some of the output blocks; within it a group of blocks stays in the cache while the
-tokens pass by.
+"""y = W x over the rows of a run.
+
+A work item is some of the output blocks; within it a group of blocks stays in the cache while the tokens pass by.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import njit
 
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
+from edgeq.codec import ROWS
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i64, put_f32, vadd, vload, vstore
-from edgeq.targets.cpu.kernels.microkernel_int import ADD, BIAS, GROUP, INTEGERS, ROWS, SCRATCH, Y_ROW, Y, product_tile
+from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.microkernel_float import FloatTile
+from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.tiles import Tile, tile_function
 
 SCRATCH_BYTES = 1 << 13
-"""Per thread; a tile's result has at most 2 blocks x 12 tokens x 64 bytes, and gated.py needs four times as much behind it."""
+"""Scratch of a thread: a tile's result has at most 2 blocks x 12 tokens x 64 bytes, and swiglu_matmul.py needs four times as
+much after it."""
+SMALL_TILE, LEAST_OF_SMALL = 4, 2
+"""Tokens of the tile that follows the largest ones, and how many are worth it."""
+BLOCK_BYTES = 4 * ROWS
+"""One token's result for a block of output channels, float32."""
 
 
 @inline
-def written(row, together, n):  # type: ignore[no-untyped-def]
-    """Whether a tile of whole tokens writes its results itself: `together` whole blocks, more than one, without a bias."""
-    return together > 1 and word(row, BIAS) == 0 and 16 * (n + together) <= word(row, ROWS)
+def stores_whole_tiles(args, blocks_per_tile, n):
+    """Whether a tile of whole tokens stores its results itself: whole blocks, more than one, without a bias."""
+    return blocks_per_tile > 1 and args.bias == 0 and ROWS * (n + blocks_per_tile) <= args.output_channels
 
 
 @inline
-def finish(row, scratch, tokens, n, r):  # type: ignore[no-untyped-def]
-    """Bias, residual and the rows that exist: from the tile's result to y."""
-    rows, bias, add = word(row, ROWS), word(row, BIAS), word(row, ADD)
+def finish(args, scratch, tokens, n, r):
+    """Bias, residual and the output channels that exist: from the tile's result to y."""
+    rows, bias, add = args.output_channels, args.bias, args.add
     for t in range(tokens):
-        y, x = word(row, Y) + (r + t) * word(row, Y_ROW) + 64 * n, scratch + 64 * t
-        if 16 * n + 16 <= rows:
+        y, x = args.y + (r + t) * args.y_stride + BLOCK_BYTES * n, scratch + BLOCK_BYTES * t
+        if ROWS * n + ROWS <= rows:
             value = vload(x)
             if bias != 0:
-                value = vadd(value, vload(bias + 64 * n))
+                value = vadd(value, vload(bias + BLOCK_BYTES * n))
             if add != 0:
                 value = vadd(vload(y), value)
             vstore(y, value)
         else:
-            for i in range(rows - 16 * n):
+            for i in range(rows - ROWS * n):
                 last = get_f32(x + 4 * i)
                 if bias != 0:
-                    last += get_f32(bias + 64 * n + 4 * i)
+                    last += get_f32(bias + BLOCK_BYTES * n + 4 * i)
                 if add != 0:
                     last += get_f32(y + 4 * i)
                 put_f32(y + 4 * i, last)
 
 
 @inline
-def share(rows, part, parts, together):  # type: ignore[no-untyped-def]
-    """The blocks [first, last) of a part of so many rows, `together` of which are not parted."""
-    blocks = (rows + 15) // 16
-    units = (blocks + together - 1) // together
-    return units * part // parts * together, min(units * (part + 1) // parts * together, blocks)
+def share(output_channels, part, parts, blocks_per_tile):
+    """The blocks [first, last) of work item `part`; `blocks_per_tile` of them are not divided."""
+    blocks = (output_channels + ROWS - 1) // ROWS
+    units = (blocks + blocks_per_tile - 1) // blocks_per_tile
+    return units * part // parts * blocks_per_tile, min(units * (part + 1) // parts * blocks_per_tile, blocks)
 
 
-# Into the kernel before it is typed: a function of its own would be compiled twice.
-@njit(inline="always")  # type: ignore[misc]
-def tiles(kind, isa, bits, mode16, zero, half, tokens, least, together, row, start, stop, r, scratch):  # type: ignore[no-untyped-def]
-    """Blocks [start, stop) times rows from r on, as many as tiles of `tokens` take, the last of them with `least` rows or more;
-    returns the row behind them."""
-    count = get_i64(word(row, COUNT))
-    while count - r >= least:
-        here = min(tokens, count - r)
-        for n in range(start, stop, together):
-            own = here == tokens and written(row, together, n)
-            product_tile(kind, isa, bits, mode16, zero, half, tokens, together, row, n, r, scratch, int(own))
-            if not own:
-                for i in range(min(together, stop - n)):
-                    finish(row, scratch + 64 * tokens * i, here, n + i, r)
-        r += here
-    return r
+def tile_loop(tile: Tile, least: int) -> Any:
+    """A function: blocks [start, stop) times rows from r on, as many as the tile takes, the last time with `least` rows or
+    more; returns the row after them."""
+    tokens, blocks = tile.tokens, tile.blocks
+    product = tile_function(tile)
+
+    # Into the kernel before it is typed: a function of its own would be compiled twice.
+    @njit(inline="always")
+    def loop(args, start, stop, r, scratch):
+        count = get_i64(args.rows)
+        while count - r >= least:
+            here = min(tokens, count - r)
+            for n in range(start, stop, blocks):
+                stores_result = here == tokens and stores_whole_tiles(args, blocks, n)
+                product(args, n, r, scratch, int(stores_result))
+                if not stores_result:
+                    for i in range(min(blocks, stop - n)):
+                        finish(args, scratch + BLOCK_BYTES * tokens * i, here, n + i, r)
+            r += here
+        return r
+
+    return loop
 
 
-def integer_matvec(isa: int, bits: int, mode16: int, zero: int, half: int) -> Kernel:
+def integer_matvec(isa: int, bits: int, mode16: int, zero: int, group16: int) -> Kernel:
     """Packed integers times one token."""
+    single = tile_loop(IntegerTile(IntegerWeights(isa, bits, mode16, zero, group16), 1), 1)
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        if get_i64(word(row, COUNT)) == 1:
-            first, last = share(word(row, ROWS), part, parts, 1)
-            scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
-            tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, 1, row, first, last, 0, scratch)
-
-    return kernel
-
-
-def integer_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: int, together: int) -> Kernel:
-    """Packed integers times any number of tokens, in tiles of `big`, 4 and 1, two or three in one of 4; of the larger tiles
-    `together` blocks at once."""
-
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        group = (word(row, GROUP) + together - 1) // together * together
-        first, last = share(word(row, ROWS), part, parts, together)
-        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
-        for start in range(first, last, group):
-            stop = min(start + group, last)
-            r = tiles(INTEGERS, isa, bits, mode16, zero, half, big, big, together, row, start, stop, 0, scratch)
-            r = tiles(INTEGERS, isa, bits, mode16, zero, half, 4, 2, together, row, start, stop, r, scratch)
-            tiles(INTEGERS, isa, bits, mode16, zero, half, 1, 1, 1, row, start, stop, r, scratch)
+    def kernel(record, part, parts, thread):
+        args = ProductArgs(record)
+        if get_i64(args.rows) == 1:
+            first, last = share(args.output_channels, part, parts, 1)
+            scratch = args.scratch + thread * SCRATCH_BYTES
+            single(args, first, last, 0, scratch)
 
     return kernel
 
 
-def float_matmul(kind: int, big: int) -> Kernel:
-    """Floats times any number of tokens, in tiles of `big`, 4 and 1, two or three in one of 4."""
+def integer_matmul(isa: int, bits: int, mode16: int, zero: int, group16: int, max_tile: int, blocks_per_tile: int) -> Kernel:
+    """Packed integers times any number of tokens, in tiles of `max_tile`, 4 and 1, two or three in one of 4; of the larger
+    tiles `blocks_per_tile` blocks at once."""
+    weights = IntegerWeights(isa, bits, mode16, zero, group16)
+    large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)
+    small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), LEAST_OF_SMALL)
+    single = tile_loop(IntegerTile(weights, 1), 1)
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        group = word(row, GROUP)
-        first, last = share(word(row, ROWS), part, parts, 1)
-        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
+    def kernel(record, part, parts, thread):
+        args = ProductArgs(record)
+        group = (args.group_blocks + blocks_per_tile - 1) // blocks_per_tile * blocks_per_tile
+        first, last = share(args.output_channels, part, parts, blocks_per_tile)
+        scratch = args.scratch + thread * SCRATCH_BYTES
         for start in range(first, last, group):
             stop = min(start + group, last)
-            r = tiles(kind, 0, 0, 0, 0, 0, big, big, 1, row, start, stop, 0, scratch)
-            r = tiles(kind, 0, 0, 0, 0, 0, 4, 2, 1, row, start, stop, r, scratch)
-            tiles(kind, 0, 0, 0, 0, 0, 1, 1, 1, row, start, stop, r, scratch)
+            r = large(args, start, stop, 0, scratch)
+            r = small(args, start, stop, r, scratch)
+            single(args, start, stop, r, scratch)
+
+    return kernel
+
+
+def float_matmul(kind: int, max_tile: int) -> Kernel:
+    """Floats times any number of tokens, in tiles of `max_tile`, 4 and 1, two or three in one of 4."""
+    large = tile_loop(FloatTile(kind, max_tile), max_tile)
+    small = tile_loop(FloatTile(kind, SMALL_TILE), LEAST_OF_SMALL)
+    single = tile_loop(FloatTile(kind, 1), 1)
+
+    def kernel(record, part, parts, thread):
+        args = ProductArgs(record)
+        group = args.group_blocks
+        first, last = share(args.output_channels, part, parts, 1)
+        scratch = args.scratch + thread * SCRATCH_BYTES
+        for start in range(first, last, group):
+            stop = min(start + group, last)
+            r = large(args, start, stop, 0, scratch)
+            r = small(args, start, stop, r, scratch)
+            single(args, start, stop, r, scratch)
 
     return kernel

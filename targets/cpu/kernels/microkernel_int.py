@@ -1,78 +1,70 @@
-"""The inner product of one block of 16 output rows with a few tokens: the code that time is spent in.
+"""The inner product of packed integers: the code that time is spent in.
 
-One intrinsic, for packed integers and for floats.  It reads the weights of a block in file order, once, and keeps one vector of
-16 rows per token; it adds in an order that depends neither on the number of tokens nor on the instruction set's
-vector width, so a token's result is the same bits alone and among others.
+For one output channel and one token, in numpy; w are the stored integers of the channel, x those of the token:
+
+    y = 0.0
+    for block in range(activation_blocks):                       # as long as a group of weights, at most 128 channels
+        acc = 0
+        for quad in range(first_quad[block], first_quad[block + 1]):
+            acc += w[4 * quad : 4 * quad + 4] @ x[4 * quad : 4 * quad + 4]          # isa.dot8 or isa.dot16, int32, exact
+        sum_x = x[4 * first_quad[block] : 4 * first_quad[block + 1]].sum()          # written by quantize.py
+        y += scale_w[block] * scale_x[block] * (acc - zero[block] * sum_x)          # one fused multiply-add, float32
+
+The tile does so for the 16 channels of a block in the lanes of one vector (of several narrower ones), for one or more
+neighbouring blocks and T tokens at once.  It reads the weights in file order, once, and adds in an order that depends neither
+on the number of tokens nor on the instruction set's vector width, so a token's result is the same bits alone and among others.
 
 Activations of a tile of T tokens, as `quantize.py` writes them:
 
     a8      int8  [chunk][quad][T][4]                    one 32-bit broadcast per quad and token
     a16     int16 [chunk][quad][T][4], channels 0 2 1 3  two broadcasts; even and odd bytes of a quad of weights are the pairs
-    float   f32   [column][T]
     scale   f32   [activation block][T],  sum  int32 [activation block][T]: the sum of the block's stored integers
 
-An activation block is a weight group or, if that is longer or the row, 128 channels; integers of one block are summed exactly:
-8 bits x 15 bits x 128 channels stay below 2^31.
+Integers of one activation block are summed exactly: 8 bits x 15 bits x 128 channels stay below 2^31.  Where a row ends within a
+chunk of 32 channels, activations are zeros up to its end.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from edgeq.codec import LINE, QUADS
+from edgeq.codec import LINE, QUADS, ROWS
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.simd import F16, F32, I8, I16, I32, I64, call, constant, load, prefetch, splat, store
+from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.bitplanes import unpack
-
-# Words of a product's table row (compiled.py has words 0 and 1).  Bytes where nothing else is said.
-X, X_ROW, X_SCALE, X_SUM, X_BLOCKS = 2, 3, 4, 5, 6
-"""Activations: data, bytes of a row, scales, sums, activation blocks of a row."""
-W, W_BLOCK, SCALE, SCALE_BLOCK, SCALE_STEP, ZERO, ZERO_BLOCK, ZERO_STEP = 7, 8, 9, 10, 11, 12, 13, 14
-"""Weights, scales, zero points: address, from one block of 16 rows to the next, from one activation block to the next."""
-CHUNKS, PER_BLOCK = 15, 16
-"""Integers: chunks of 32 channels in a row and in an activation block.  Floats: CHUNKS is the number of columns."""
-ROWS, GROUP, Y, Y_ROW, BIAS, ADD, SCRATCH = 17, 18, 19, 20, 21, 22, 23
-"""Output rows, blocks that stay in the cache while tokens pass, result, bytes of its rows, f32 bias or 0, 1: add to y,
-scratch."""
-PAIR, CONSTANTS = 24, 25
-"""Of products by pairs of channels (pairs.py): sums of the activations, room for those of the weights."""
-STEP = 26
-"""Of tiles of several blocks: from one block to the next."""
-WORDS = 27
+from edgeq.targets.cpu.kernels.tiles import at, chunks_of, plus
 
 
-def at(b: Any, base: Any, index: Any, step: int) -> Any:
-    return b.add(base, b.mul(index, ir.Constant(I64, step)))
+@dataclass(frozen=True)
+class IntegerWeights:
+    """What the code for packed integers depends on.
 
+    isa      index into all_isas()
+    mode16   1: activations of 16 bits; 0: of 8
+    zero     1: stored zero points; 0: the symmetric form
+    group16  1: activation blocks of 16 channels, half a chunk; 0: of whole chunks
+    """
 
-def word_at(b: Any, row: Any, index: int) -> Any:
-    return load(b, plus(b, row, 8 * index), I64, 8)
-
-
-def plus(b: Any, address: Any, offset: int) -> Any:
-    return b.add(address, ir.Constant(I64, offset))
-
-
-def chunks_of(b: Any, index: Any, chunks: Any, per_block: Any) -> tuple[Any, Any]:
-    """The first chunk of an activation block and how many it has: `per_block`, or those left of a row's `chunks`."""
-    first = b.mul(index, per_block)
-    left = b.sub(chunks, first)
-    return first, b.select(b.icmp_unsigned("<", left, per_block), left, per_block)
+    isa: int
+    bits: int
+    mode16: int
+    zero: int
+    group16: int
 
 
 class IntegerTile:
-    """Emits the product of one or more neighbouring blocks with T tokens; see `product_tile` for the arguments."""
+    """Emits the product of one or more neighbouring blocks with T tokens; see `Tile`."""
 
-    def __init__(self, isa: Isa, bits: int, mode16: bool, zero: bool, half: bool, tokens: int, blocks: int = 1) -> None:
-        self.isa, self.bits, self.mode16, self.zero, self.half, self.tokens = isa, bits, mode16, zero, half, tokens
-        self.blocks, self.per_block = blocks, 16 // isa.lanes
+    def __init__(self, weights: IntegerWeights, tokens: int, blocks: int = 1) -> None:
+        isa, bits, mode16, zero = all_isas()[weights.isa], weights.bits, weights.mode16, weights.zero
+        self.isa, self.bits, self.mode16, self.zero, self.group16 = isa, bits, mode16, zero, weights.group16
+        self.tokens, self.blocks, self.per_block = tokens, blocks, ROWS // isa.lanes
         self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes
         self.ints, self.floats = ir.VectorType(I32, isa.lanes), ir.VectorType(F32, isa.lanes)
@@ -87,34 +79,40 @@ class IntegerTile:
         self.chains = 4 if tokens == 1 and self.parts < 4 else 1
         self.quad_bytes = tokens * (8 if mode16 else 4)
 
-    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any, own: Any) -> None:
-        def of(word: int) -> Any:
-            return word_at(b, row, word)
+    def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
+        blocks = self._block_numbers(b, record, n)
 
-        blocks = self._block_numbers(b, row, n)
-        w, scale, zero = ([b.add(of(word), b.mul(block, of(word + 1))) for block in blocks] for word in (W, SCALE, ZERO))
-        scale_step, zero_step = of(SCALE_STEP), of(ZERO_STEP)
-        x = b.add(of(X), b.mul(r, of(X_ROW)))
-        numbers = b.mul(b.mul(r, of(X_BLOCKS)), ir.Constant(I64, 4))
-        xscale, xsum = b.add(of(X_SCALE), numbers), b.add(of(X_SUM), numbers)
-        chunks, per_block = of(CHUNKS), of(PER_BLOCK)
+        def of(field: Any) -> Any:
+            return field.load(b, record)
+
+        def of_blocks(address: Any, step: Any) -> list[Any]:
+            return [b.add(of(address), b.mul(block, of(step))) for block in blocks]
+
+        w = of_blocks(ProductArgs.weights, ProductArgs.weights_block)
+        scale = of_blocks(ProductArgs.scales, ProductArgs.scales_block)
+        zero = of_blocks(ProductArgs.zeros, ProductArgs.zeros_block)
+        scale_step, zero_step = of(ProductArgs.scales_step), of(ProductArgs.zeros_step)
+        x = b.add(of(ProductArgs.x), b.mul(r, of(ProductArgs.x_stride)))
+        numbers = b.mul(b.mul(r, of(ProductArgs.x_blocks)), ir.Constant(I64, 4))
+        xscale, xsum = b.add(of(ProductArgs.x_scales), numbers), b.add(of(ProductArgs.x_sums), numbers)
+        chunks, per_block = of(ProductArgs.chunks), of(ProductArgs.chunks_per_block)
         if self.blocks > 1:
-            results, owned = self._results(b, row, n, r), b.icmp_signed("!=", own, ir.Constant(I64, 0))
+            results, owned = self._results(b, record, n, r), b.icmp_signed("!=", stores_result, ir.Constant(I64, 0))
             with b.if_then(owned):
                 # Stores that wait for their lines hold up all behind them.
                 for place in results:
                     prefetch(b, place, 64 * self.blocks, write=True)
         floats = [[self._float(b, out, part, t) for t in range(self.tokens)] for part in range(self.parts)]
         whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
-        count = chunks if self.half else whole
+        count = chunks if self.group16 else whole
         numbers = (scale, scale_step, zero, zero_step, xscale, xsum)
         with cgutils.for_range(b, count) as loop:
-            if self.half:
+            if self.group16:
                 index = b.shl(loop.index, ir.Constant(I64, 1))
-                self._half(b, w, x, loop.index, 0, index, numbers, floats)
+                self._group16(b, w, x, loop.index, 0, index, numbers, floats)
                 odd = b.or_(index, ir.Constant(I64, 1))
-                with b.if_then(b.icmp_unsigned("<", odd, of(X_BLOCKS))):
-                    self._half(b, w, x, loop.index, 4, odd, numbers, floats)
+                with b.if_then(b.icmp_unsigned("<", odd, of(ProductArgs.x_blocks))):
+                    self._group16(b, w, x, loop.index, 4, odd, numbers, floats)
             else:
                 sums = self._start(b, xsum, loop.index)
                 first, inside = chunks_of(b, loop.index, chunks, per_block)
@@ -126,17 +124,17 @@ class IntegerTile:
                 for t, slot in enumerate(slots):
                     store(b, b.load(slot), self._place(b, out, part, t), 4)
         else:
-            residual = b.icmp_signed("!=", of(ADD), ir.Constant(I64, 0))
+            residual = b.icmp_signed("!=", of(ProductArgs.add), ir.Constant(I64, 0))
             with b.if_then(owned), b.if_else(residual) as (added, alone):
                 with added:
                     self._write(b, results, out, True)
                 with alone:
                     self._write(b, results, out, False)
 
-    def _results(self, b: Any, row: Any, n: Any, r: Any) -> list[Any]:
+    def _results(self, b: Any, record: Any, n: Any, r: Any) -> list[Any]:
         """Where the results of each token go."""
-        step = word_at(b, row, Y_ROW)
-        first = at(b, b.add(word_at(b, row, Y), b.mul(r, step)), n, 64)
+        step = ProductArgs.y_stride.load(b, record)
+        first = at(b, b.add(ProductArgs.y.load(b, record), b.mul(r, step)), n, 64)
         return [b.add(first, b.mul(step, ir.Constant(I64, t))) for t in range(self.tokens)]
 
     def _write(self, b: Any, rows: list[Any], out: Any, add: bool) -> None:
@@ -159,15 +157,15 @@ class IntegerTile:
         store(b, zero, place, 4)
         return b.inttoptr(place, self.floats.as_pointer())
 
-    def _block_numbers(self, b: Any, row: Any, n: Any) -> list[Any]:
+    def _block_numbers(self, b: Any, record: Any, n: Any) -> list[Any]:
         """Block n and those that follow in steps; what would lie behind the last is the last once more."""
         if self.blocks == 1:
             return [n]
-        last = b.lshr(plus(b, word_at(b, row, ROWS), -1), ir.Constant(I64, 4))
-        numbers = [b.add(n, b.mul(word_at(b, row, STEP), ir.Constant(I64, i))) for i in range(self.blocks)]
+        last = b.lshr(plus(b, ProductArgs.output_channels.load(b, record), -1), ir.Constant(I64, 4))
+        numbers = [b.add(n, b.mul(ProductArgs.block_step.load(b, record), ir.Constant(I64, i))) for i in range(self.blocks)]
         return [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
 
-    def _half(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
+    def _group16(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
         """An activation block of 16 channels: quads first ... first + 3 of a chunk."""
         sums = self._start(b, numbers[-1], index)
         self._chunk(b, w, x, chunk, sums, range(first, first + 4))
@@ -194,10 +192,10 @@ class IntegerTile:
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
         lines = [at(b, address, chunk, self.bits * LINE) for address in w]
         tokens = at(b, x, chunk, QUADS * self.quad_bytes)
-        if self.isa.ahead:
+        if self.isa.prefetch_bytes:
             # Blocks follow each other in the file, whose small pages end what the processor foresees itself.
             for line in lines:
-                prefetch(b, plus(b, line, self.isa.ahead), self.bits * LINE)
+                prefetch(b, plus(b, line, self.isa.prefetch_bytes), self.bits * LINE)
         if self.blocks > 1:
             places = [(line, place) for line in lines for place in range(self.per_block)]
             self._dots(b, [unpack(b, line, self.bits, place, self.width) for line, place in places], tokens, sums, quads)
@@ -303,82 +301,3 @@ class IntegerTile:
 
     def _fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         return call(b, f"llvm.fmuladd.v{self.isa.lanes}f32", self.floats, x, y, z)
-
-
-class FloatTile:
-    """Emits the product of one block of floats with T tokens, in two sums per token, of even and of odd columns."""
-
-    def __init__(self, kind: int, tokens: int) -> None:
-        self.kind, self.tokens = kind, tokens
-        self.floats, self.lanes32 = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
-
-    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any, own: Any) -> None:
-        w = b.add(word_at(b, row, W), b.mul(n, word_at(b, row, W_BLOCK)))
-        x = b.add(word_at(b, row, X), b.mul(r, word_at(b, row, X_ROW)))
-        columns, one = word_at(b, row, CHUNKS), ir.Constant(I64, 1)
-        sums = [[cgutils.alloca_once(b, self.floats) for _ in range(2)] for _ in range(self.tokens)]
-        for slot in (slot for pair in sums for slot in pair):
-            b.store(constant(self.floats, 0.0), slot)
-        pairs = b.lshr(columns, one)
-        with cgutils.for_range(b, pairs) as loop:
-            column = b.shl(loop.index, one)
-            for odd, line in enumerate(self._pair(b, w, loop.index)):
-                offset = b.mul(b.add(column, ir.Constant(I64, odd)), ir.Constant(I64, 4 * self.tokens))
-                self._add(b, line, b.add(x, offset), sums, odd)
-        with b.if_then(b.trunc(columns, ir.IntType(1))):
-            # The stored order has no second line, or only padding, behind an odd last column.
-            line = self._last(b, w, pairs)
-            self._add(b, line, b.add(x, b.mul(b.shl(pairs, one), ir.Constant(I64, 4 * self.tokens))), sums, 0)
-        for t in range(self.tokens):
-            store(b, b.fadd(b.load(sums[t][0]), b.load(sums[t][1])), plus(b, out, 64 * t), 4)
-
-    def _pair(self, b: Any, w: Any, index: Any) -> list[Any]:
-        """Columns 2 index and 2 index + 1 of the block as floats."""
-        if self.kind == F32_KIND:
-            return [load(b, plus(b, at(b, w, index, 128), 64 * odd), self.floats, 64) for odd in range(2)]
-        stored = load(b, at(b, w, index, 64), self.lanes32, 64)
-        return [self._widen(b, stored, odd) for odd in range(2)]
-
-    def _last(self, b: Any, w: Any, index: Any) -> Any:
-        if self.kind == F32_KIND:
-            return load(b, at(b, w, index, 128), self.floats, 64)
-        return self._widen(b, load(b, at(b, w, index, 64), self.lanes32, 64), 0)
-
-    def _widen(self, b: Any, stored: Any, odd: int) -> Any:
-        if self.kind == BF16_KIND:
-            high = b.and_(stored, constant(self.lanes32, 0xFFFF0000)) if odd else b.shl(stored, constant(self.lanes32, 16))
-            return b.bitcast(high, self.floats)
-        low = b.lshr(stored, constant(self.lanes32, 16)) if odd else stored
-        return b.fpext(b.bitcast(b.trunc(low, ir.VectorType(I16, 16)), ir.VectorType(F16, 16)), self.floats)
-
-    def _add(self, b: Any, line: Any, x: Any, sums: Any, odd: int) -> None:
-        for t in range(self.tokens):
-            value = splat(b, load(b, plus(b, x, 4 * t), F32, 4), self.floats)
-            b.store(call(b, "llvm.fmuladd.v16f32", self.floats, line, value, b.load(sums[t][odd])), sums[t][odd])
-
-
-INTEGERS, F16_KIND, BF16_KIND, F32_KIND = 0, 2, 3, 4
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
-def product_tile(
-    typing: Any, kind: Any, isa: Any, bits: Any, mode16: Any, zero: Any, half: Any, tokens: Any, blocks: Any,
-    row: Any, n: Any, r: Any, out: Any, own: Any,
-) -> Any:  # fmt: skip
-    """out f32 [blocks][tokens][16] = the weights of `blocks` blocks from block n on times the tile of `tokens` rows from row
-    r; the rest is in the table row.  `own`, not 0: a tile of several blocks writes to y, or adds, itself.
-
-    Literals: kind, INTEGERS or the kind of the floats; isa (index into all_isas()), bits, mode16 (1: a16, 0: a8), zero (1:
-    stored zero points) and half (1: activation blocks of 16 channels) of integers; tokens, blocks (1 of floats).
-    """
-    numbers = [v.literal_value for v in (bits, mode16, zero, half, tokens, blocks)]
-    if kind.literal_value == INTEGERS:
-        emit = IntegerTile(all_isas()[isa.literal_value], *numbers).emit
-    else:
-        emit = FloatTile(kind.literal_value, tokens.literal_value).emit
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        emit(b, *args[8:])
-        return context.get_dummy_value()
-
-    return types.void(kind, isa, bits, mode16, zero, half, tokens, blocks, *([types.intp] * 5)), codegen

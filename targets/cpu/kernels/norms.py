@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, word
+from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
+from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.simd import (
     get_f32,
     get_i32,
@@ -24,22 +25,34 @@ from edgeq.targets.cpu.jit.simd import (
     vsub,
     vsum,
 )
-from edgeq.targets.cpu.kernels.elementwise import get_float, inverse_rms
-from edgeq.targets.cpu.kernels.quantize import rows_of, share_of, write_form
+from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
+from edgeq.targets.cpu.kernels.elementwise import ActivationArgs, get_float, inverse_rms
+from edgeq.targets.cpu.kernels.quantize import place_of, rows_of, share_of, write_quantized
 
 
-def layer_norm(big: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 gain f32, 6 bias f32, 7 epsilon (bits of an f32), 8 out, 9 bytes of its
-    rows, 10... form.
+class LayerNormArgs(Args):
+    """Widths are padded to 16 with zeros in x, gain, bias and out."""
 
-    Widths are padded to 16 with zeros in x, gain, bias and out.
-    """
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    gain = pointer()
+    bias = pointer()
+    epsilon = float32()
+    out = pointer()
+    out_stride = nbytes()
+    quantized = nested(QuantizedArgs, NOT_QUANTIZED)
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, width = get_i64(word(row, COUNT)), word(row, 4)
-        first, last = rows_of(part, parts, count, big)
+
+def layer_norm(max_tile: int) -> Kernel:
+    """LayerNorm, with the quantized activations of its result."""
+
+    def kernel(record, part, parts, thread):
+        args = LayerNormArgs(record)
+        count, width = get_i64(args.rows), args.width
+        first, last = rows_of(part, parts, count, max_tile)
         for r in range(first, last):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 8) + r * word(row, 9)
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             even, odd = vsplat(0.0), vsplat(0.0)
             for c in range(0, width, 32):
                 even = vadd(vload(x + 4 * c), even)
@@ -56,67 +69,97 @@ def layer_norm(big: int) -> Kernel:
                     difference = vfirst(vsub(vload(x + 4 * c + 64), center), width - c - 16)
                     odd = vfma(difference, difference, odd)
             variance = vsum(vadd(even, odd)) / width
-            factor = vsplat(1.0 / math.sqrt(variance + get_f32(row + 8 * 7)))
+            factor = vsplat(1.0 / math.sqrt(variance + args.epsilon))
             for c in range(0, width, 16):
                 scaled = vmul(vsub(vload(x + 4 * c), center), factor)
-                vstore(out + 4 * c, vfma(scaled, vload(word(row, 5) + 4 * c), vload(word(row, 6) + 4 * c)))
-            write_form(row, 10, out, r, count, big, 0, width)
+                vstore(out + 4 * c, vfma(scaled, vload(args.gain + 4 * c), vload(args.bias + 4 * c)))
+            write_quantized(args.quantized, out, place_of(r, count, max_tile), 0, width)
 
     return kernel
 
 
+class NormAddArgs(Args):
+    """Widths are padded to 16 with zeros in x, gain and out."""
+
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    gain = pointer()
+    epsilon = float32()
+    out = pointer()
+    out_stride = nbytes()
+
+
 def norm_add() -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 gain f32, 6 epsilon (bits of an f32), 7 out, 8 bytes of its rows.
+    """RMSNorm of x, added to out."""
 
-    Widths are padded to 16 with zeros in x, gain and out.
-    """
-
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        width = word(row, 4)
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 7) + r * word(row, 8)
-            factor = vsplat(inverse_rms(x, width, get_f32(row + 8 * 6)))
+    def kernel(record, part, parts, thread):
+        args = NormAddArgs(record)
+        width = args.width
+        for r in range(part, get_i64(args.rows), parts):
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            factor = vsplat(inverse_rms(x, width, args.epsilon))
             for c in range(0, width, 16):
-                scaled = vmul(vmul(vload(x + 4 * c), factor), vload(word(row, 5) + 4 * c))
+                scaled = vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c))
                 vstore(out + 4 * c, vadd(vload(out + 4 * c), scaled))
 
     return kernel
 
 
-def scale() -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 factor (bits of an f32)."""
+class ScaleArgs(Args):
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    factor = float32()
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        factor = vsplat(get_f32(row + 8 * 5))
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            x = word(row, 2) + r * word(row, 3)
-            for c in range(0, word(row, 4), 16):
+
+def scale() -> Kernel:
+    """x times a factor, in place."""
+
+    def kernel(record, part, parts, thread):
+        args = ScaleArgs(record)
+        factor = vsplat(args.factor)
+        for r in range(part, get_i64(args.rows), parts):
+            x = args.x + r * args.x_stride
+            for c in range(0, args.width, 16):
                 vstore(x + 4 * c, vmul(vload(x + 4 * c), factor))
 
     return kernel
 
 
-def position_add(kind: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 table [positions, width], 6 positions i32 of the rows."""
+class PositionAddArgs(Args):
+    """table [positions, width]; positions i32 of the rows."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        width = word(row, 4)
-        for r in range(part, get_i64(word(row, COUNT)), parts):
-            x, position = word(row, 2) + r * word(row, 3), get_i32(word(row, 6) + 4 * r)
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    table = pointer()
+    positions = pointer()
+
+
+def position_add(kind: int) -> Kernel:
+    """x += the row of the table for its position."""
+
+    def kernel(record, part, parts, thread):
+        args = PositionAddArgs(record)
+        width = args.width
+        for r in range(part, get_i64(args.rows), parts):
+            x, position = args.x + r * args.x_stride, get_i32(args.positions + 4 * r)
             for c in range(width):
-                put_f32(x + 4 * c, get_f32(x + 4 * c) + get_float(kind, word(row, 5), position * width + c))
+                put_f32(x + 4 * c, get_f32(x + 4 * c) + get_float(kind, args.table, position * width + c))
 
     return kernel
 
 
-def geglu(big: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7... form."""
+def geglu(max_tile: int) -> Kernel:
+    """gelu(gate) * up, gelu by its tanh formula."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, width = get_i64(word(row, COUNT)), word(row, 4)
-        begin, end, first, last = share_of(part, parts, count, big, width)
+    def kernel(record, part, parts, thread):
+        args = ActivationArgs(record)
+        count, width = get_i64(args.rows), args.width
+        begin, end, first, last = share_of(part, parts, count, max_tile, width)
         for r in range(begin, end):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             for c in range(first, last, 16):
                 gate = vload(x + 4 * c)
                 # 1/2 (1 + tanh u) is the sigmoid of 2 u.
@@ -125,21 +168,22 @@ def geglu(big: int) -> Kernel:
                 )
                 sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(cubic)))
                 vstore(out + 4 * c, vmul(vmul(gate, sigmoid), vload(x + 4 * (width + c))))
-            write_form(row, 7, out, r, count, big, first, last)
+            write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
 
     return kernel
 
 
-def relu(big: int) -> Kernel:
-    """Row words: 2 x, 3 bytes of its rows, 4 width, 5 out, 6 bytes of its rows, 7... form."""
+def relu(max_tile: int) -> Kernel:
+    """max(x, 0)."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        count, width = get_i64(word(row, COUNT)), word(row, 4)
-        begin, end, first, last = share_of(part, parts, count, big, width)
+    def kernel(record, part, parts, thread):
+        args = ActivationArgs(record)
+        count, width = get_i64(args.rows), args.width
+        begin, end, first, last = share_of(part, parts, count, max_tile, width)
         for r in range(begin, end):
-            x, out = word(row, 2) + r * word(row, 3), word(row, 5) + r * word(row, 6)
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             for c in range(first, last, 16):
                 vstore(out + 4 * c, vmax(vload(x + 4 * c), vsplat(0.0)))
-            write_form(row, 7, out, r, count, big, first, last)
+            write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
 
     return kernel

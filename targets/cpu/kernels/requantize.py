@@ -18,9 +18,9 @@ from edgeq.codec import CHUNK, LINE, PLANES, QUADS, ROWS, Codec
 from edgeq.errors import UnsupportedError
 from edgeq.quantization import LARGEST_SCALE, SMALLEST_RANGE
 from edgeq.records import Weight
+from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
-from edgeq.targets.cpu.jit.optable import FLOAT_KINDS
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
     I32,
     I64,
@@ -54,16 +54,9 @@ from edgeq.targets.cpu.jit.simd import (
     vstore,
     vsub,
 )
-from edgeq.targets.cpu.kernels.microkernel_int import F16_KIND, F32_KIND
+from edgeq.targets.cpu.kernels.args import F16_KIND, F32_KIND, FLOAT_KINDS
 
 BYTES_KIND = 1
-
-# Words of a table row of `requantize`.  Of every array: address, bytes from one block of 16 rows to the next.
-MASTER, MASTER_SCALE, MASTER_ZERO, MASTER_GROUP = 2, 4, 6, 8
-FACTORS, SIZE, GROUP, SCRATCH, SCRATCH_BYTES = 9, 10, 12, 13, 14
-"""Factors f32 [columns]; rows and columns; channels of a group; scratch, bytes of a thread."""
-Q, SCALE, ZERO = 15, 17, 19
-"""The result."""
 
 
 def literals(master: Weight, codec: Codec) -> tuple[int, int, int, int]:
@@ -124,13 +117,7 @@ def pack_chunk(typing: Any, bits: Any, values: Any, out: Any) -> Any:
 
 
 @inline
-def at_block(row, index, n):  # type: ignore[no-untyped-def]
-    """Where block n of the array begins whose address is word `index`."""
-    return word(row, index) + n * word(row, index + 1)
-
-
-@inline
-def master_channel(kind, q, c):  # type: ignore[no-untyped-def]
+def master_channel(kind, q, c):
     """Channel c of the block at q: stored bytes, or values."""
     if kind == BYTES_KIND:
         return lane_bytes(q + c // 4 * 64, c % 4)
@@ -141,20 +128,50 @@ def master_channel(kind, q, c):  # type: ignore[no-untyped-def]
     return lane_bf16(q + c // 2 * 64, c % 2)
 
 
+class RequantizeArgs(Args):
+    """Of every array its address and the bytes from one block of 16 output channels to the next.
+
+    master_group, group   channels of a group
+    factors               f32 [columns] that the master is multiplied by
+    scratch_bytes         of every thread, from `scratch` on
+    """
+
+    master = pointer()
+    master_block = nbytes()
+    master_scales = pointer(0)
+    master_scales_block = nbytes(0)
+    master_zeros = pointer(0)
+    master_zeros_block = nbytes(0)
+    master_group = number()
+    factors = pointer()
+    output_channels = number()
+    columns = number()
+    group = number()
+    scratch = pointer()
+    scratch_bytes = nbytes()
+    q = pointer()
+    q_block = nbytes()
+    scales = pointer()
+    scales_block = nbytes()
+    zeros = pointer(0)
+    zeros_block = nbytes(0)
+
+
 def requantize(kind: int, master_symmetric: int, bits: int, symmetric: int) -> Kernel:
     """A master times its factors, rounded to integers of `bits` bits."""
     top = float((1 << bits) - 1)
     center = float(1 << (bits - 1))
     least, most = SMALLEST_RANGE, LARGEST_SCALE
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        rows, columns, group = word(row, SIZE), word(row, SIZE + 1), word(row, GROUP)
-        factors, values = word(row, FACTORS), word(row, SCRATCH) + thread * word(row, SCRATCH_BYTES)
-        master_group = word(row, MASTER_GROUP)
+    def kernel(record, part, parts, thread):
+        args = RequantizeArgs(record)
+        rows, columns, group = args.output_channels, args.columns, args.group
+        factors, values = args.factors, args.scratch + thread * args.scratch_bytes
+        master_group = args.master_group
         blocks, span = (rows + 15) // 16, (max(group, 32) + 31) // 32 * 32
         none, full = vsplat(0.0), vsplat(top)
         for n in range(blocks * part // parts, blocks * (part + 1) // parts):
-            master, lanes = at_block(row, MASTER, n), rows - 16 * n
+            master, lanes = args.master + n * args.master_block, rows - 16 * n
             offset, factor = vsplat(128.0), vsplat(1.0)
             for start in range(0, columns, span):
                 stop = min(start + span, columns)
@@ -164,9 +181,9 @@ def requantize(kind: int, master_symmetric: int, bits: int, symmetric: int) -> K
                     for some in range(first, last, 16):
                         if kind == 1:
                             g = some // master_group
-                            factor = get_f16s(at_block(row, MASTER_SCALE, n) + 32 * g)
+                            factor = get_f16s(args.master_scales + n * args.master_scales_block + 32 * g)
                             if not master_symmetric:
-                                offset = get_u8s(at_block(row, MASTER_ZERO, n) + 16 * g)
+                                offset = get_u8s(args.master_zeros + n * args.master_zeros_block + 16 * g)
                         for c in range(some, min(some + 16, last)):
                             w = master_channel(kind, master, c)
                             if kind == 1:
@@ -183,10 +200,10 @@ def requantize(kind: int, master_symmetric: int, bits: int, symmetric: int) -> K
                     else:
                         width, steps, zero = vsub(high, low), full, none
                     scale = vround_f16(vmin(vdiv(vmax(width, vsplat(least)), steps), vsplat(most)))
-                    put_f16s(at_block(row, SCALE, n) + 32 * (first // group), vfirst(scale, lanes))
+                    put_f16s(args.scales + n * args.scales_block + 32 * (first // group), vfirst(scale, lanes))
                     if not symmetric:
                         zero = vmin(vmax(vsub(none, vrint(vdiv(low, scale))), none), full)
-                        put_u8s(at_block(row, ZERO, n) + 16 * (first // group), vfirst(zero, lanes))
+                        put_u8s(args.zeros + n * args.zeros_block + 16 * (first // group), vfirst(zero, lanes))
                     for c in range(first, last):
                         at = values + 64 * (c - start)
                         # A number that is none becomes 0 here: `vmax` keeps its second argument then.
@@ -196,27 +213,38 @@ def requantize(kind: int, master_symmetric: int, bits: int, symmetric: int) -> K
                 for c in range(stop - start, 32 * chunks):
                     vstore(values + 64 * c, none)
                 for chunk in range(chunks):
-                    out = at_block(row, Q, n) + (start // 32 + chunk) * (64 * bits)
+                    out = args.q + n * args.q_block + (start // 32 + chunk) * (64 * bits)
                     pack_chunk(bits, values + 2048 * chunk, out)
 
     return kernel
 
 
+class SquaresArgs(Args):
+    """counted i32: which rows count; sums_pointer: where the address of all sums lies; sums_offset: from there to these."""
+
+    x = pointer()
+    x_stride = nbytes()
+    counted = pointer()
+    sums_pointer = pointer()
+    sums_offset = nbytes()
+    columns = number()
+
+
 def add_squares() -> Kernel:
-    """Row words: COUNT, 2 x, 3 bytes of its rows, 4 i32 which rows count, 5 where the address of all sums is, 6 bytes from
-    there to these, 7 channels.
+    """Squares of x added to sums over rows.
 
     One row after another, so that the sums do not depend on how many rows run together.
     """
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        pieces = (word(row, 7) + 15) // 16
-        x, sums = word(row, 2), get_i64(word(row, 5)) + word(row, 6)
+    def kernel(record, part, parts, thread):
+        args = SquaresArgs(record)
+        pieces = (args.columns + 15) // 16
+        x, sums = args.x, get_i64(args.sums_pointer) + args.sums_offset
         for piece in range(pieces * part // parts, pieces * (part + 1) // parts):
             total = vload(sums + 64 * piece)
-            for r in range(get_i64(word(row, COUNT))):
-                if get_i32(word(row, 4) + 4 * r) != 0:
-                    value = vload(x + r * word(row, 3) + 64 * piece)
+            for r in range(get_i64(args.rows)):
+                if get_i32(args.counted + 4 * r) != 0:
+                    value = vload(x + r * args.x_stride + 64 * piece)
                     total = vadd(total, vmul(value, value))
             vstore(sums + 64 * piece, total)
 
@@ -234,11 +262,20 @@ def advise(typing: Any, address: Any, length: Any, advice: Any) -> Any:
     return types.void(*[types.intp] * 3), codegen
 
 
-def release() -> Kernel:
-    """Row words: COUNT, 2 address of pages of the file, 3 bytes, 4 the advice to the system that they are not needed now."""
+class ReleaseArgs(Args):
+    """pages of the file, which the system is told (`advice`) are not needed now."""
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
+    pages = pointer()
+    length = nbytes()
+    advice = number()
+
+
+def release() -> Kernel:
+    """Lets pages of the file leave memory."""
+
+    def kernel(record, part, parts, thread):
+        args = ReleaseArgs(record)
         if part == 0:
-            advise(word(row, 2), word(row, 3), word(row, 4))
+            advise(args.pages, args.length, args.advice)
 
     return kernel

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
+from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
     get_f32,
     get_i32,
@@ -26,33 +27,36 @@ from edgeq.targets.cpu.jit.simd import (
     vstore,
     vsub,
 )
-from edgeq.targets.cpu.kernels.kv_layout import (
-    HEAD_DIM,
-    HEADS,
-    HIGH,
-    INT4_KV,
-    INT8_KV,
-    KV_HEADS,
-    PADDED,
-    POSITIONS,
-    SLOTS,
-    X_ROW,
-    X,
-    half_bytes,
-    keys_at,
-    pair_bytes,
-)
+from edgeq.targets.cpu.kernels.args import CacheArgs
+from edgeq.targets.cpu.kernels.kv_layout import INT4_KV, INT8_KV, POSITIONS, half_bytes, keys_at, pair_bytes
 from edgeq.targets.cpu.kernels.kv_quantize import extremes, put_halves, put_mixed, put_symmetric
 
-Q_OFFSET, K_OFFSET, V_OFFSET, COSINES, SINES, ANGLE_ROW, PAIRS = 12, 13, 14, 15, 16, 17, 18
-Q_GAIN, K_GAIN, EPSILON, MATRIX, MATRIX_SCALE, SCRATCH = 19, 20, 21, 22, 23, 24
-"""Table words: byte offsets in a row of x; angles, bytes of a row of them and how many it has; f32 gains of the head norms or
-0, their epsilon (bits of an f32); i8 [head_dim][head_dim] that rotates heads or 0, readable a vector beyond its end, its scale
-(bits of an f32), f32 [padded] of every thread."""
+
+class RopeKvWriteArgs(CacheArgs):
+    """q_offset, k_offset, v_offset   bytes in a row of x
+    cosines, sines                 f32 [rows][rope_pairs], angles_stride bytes from row to row
+    q_gain, k_gain, epsilon        f32 [head_dim] of the head norms, or 0
+    matrix                         i8 [head_dim][head_dim] that rotates heads, or 0, readable a vector beyond its end
+    scratch                        f32 [padded_dim] of every thread
+    """
+
+    q_offset = nbytes()
+    k_offset = nbytes()
+    v_offset = nbytes()
+    cosines = pointer(0)
+    sines = pointer(0)
+    angles_stride = nbytes(0)
+    rope_pairs = number(0)
+    q_gain = pointer(0)
+    k_gain = pointer(0)
+    epsilon = float32(0.0)
+    matrix = pointer(0)
+    matrix_scale = float32(0.0)
+    scratch = pointer(0)
 
 
 @inline
-def normalize(x, dim, gain, epsilon):  # type: ignore[no-untyped-def]
+def normalize(x, dim, gain, epsilon):
     total = 0.0
     for i in range(dim):
         total += get_f32(x + 4 * i) * get_f32(x + 4 * i)
@@ -62,7 +66,7 @@ def normalize(x, dim, gain, epsilon):  # type: ignore[no-untyped-def]
 
 
 @inline
-def turn(x, half, cosines, sines):  # type: ignore[no-untyped-def]
+def apply_rope(x, half, cosines, sines):
     """Rotary positions: `half` pairs (x[i], x[half + i]), each by its angle."""
     whole = half // 16 * 16
     for i in range(0, whole, 16):
@@ -77,7 +81,7 @@ def turn(x, half, cosines, sines):  # type: ignore[no-untyped-def]
 
 
 @inline
-def spin(x, dim, padded, matrix, matrix_scale, scratch):  # type: ignore[no-untyped-def]
+def rotate_head_int8(x, dim, padded, matrix, matrix_scale, scratch):
     """The head at x, rounded to 8 bits over a range that has 0 in it, times the matrix.
 
     Sums of whole numbers below 2^24 are exact in any order.
@@ -119,43 +123,44 @@ def spin(x, dim, padded, matrix, matrix_scale, scratch):  # type: ignore[no-unty
         put_f32(x + 4 * i, get_f32(scratch + 4 * i))
 
 
-def rotate(code: int, most_code: int) -> Kernel:
+def rope_kv_write(code: int, largest_code: int) -> Kernel:
     """Head norms and rotary positions in place; keys and values into the cache.  A unit is one head of one row.
 
     A part has neighbouring rows of a head, since their keys share cache lines, and of the heads that cost more, those with keys
     and values, no more than the next part: these lie between the queries that share them.
 
-    most_code   largest code of an int4 cache
+    largest_code   largest code of an int4 cache
     """
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        heads, kv_heads, dim, padded = word(row, HEADS), word(row, KV_HEADS), word(row, HEAD_DIM), word(row, PADDED)
-        epsilon, high, count = get_f32(row + 8 * EPSILON), word(row, HIGH), get_i64(word(row, COUNT))
+    def kernel(record, part, parts, thread):
+        args = RopeKvWriteArgs(record)
+        heads, kv_heads, dim, padded = args.heads, args.kv_heads, args.head_dim, args.padded_dim
+        epsilon, high, count = args.epsilon, args.high, get_i64(args.rows)
         units, together = (heads + kv_heads) * count, heads // kv_heads + 1
         for unit in range(units * part // parts, units * (part + 1) // parts):
             r, group, place = unit % count, unit // count // together, unit // count % together
             is_query = place < together - 1
             head = group * (together - 1) + place if is_query else group
-            source = word(row, X) + r * word(row, X_ROW)
+            source = args.x + r * args.x_stride
             if is_query:
-                x, gain = source + word(row, Q_OFFSET) + 4 * dim * head, word(row, Q_GAIN)
+                x, gain = source + args.q_offset + 4 * dim * head, args.q_gain
             else:
-                x, gain = source + word(row, K_OFFSET) + 4 * dim * head, word(row, K_GAIN)
+                x, gain = source + args.k_offset + 4 * dim * head, args.k_gain
             if gain != 0:
                 normalize(x, dim, gain, epsilon)
-            angles = r * word(row, ANGLE_ROW)
-            turn(x, word(row, PAIRS), word(row, COSINES) + angles, word(row, SINES) + angles)
-            if word(row, MATRIX) != 0:
-                scratch = word(row, SCRATCH) + 4 * padded * thread
-                spin(x, dim, padded, word(row, MATRIX), get_f32(row + 8 * MATRIX_SCALE), scratch)
+            angles = r * args.angles_stride
+            apply_rope(x, args.rope_pairs, args.cosines + angles, args.sines + angles)
+            if args.matrix != 0:
+                scratch = args.scratch + 4 * padded * thread
+                rotate_head_int8(x, dim, padded, args.matrix, args.matrix_scale, scratch)
             if not is_query:
-                slot, v = get_i32(word(row, SLOTS) + 4 * r), source + word(row, V_OFFSET) + 4 * dim * head
-                keys, lane = keys_at(row, r, slot, head, code), slot % POSITIONS
+                slot, v = get_i32(args.slots + 4 * r), source + args.v_offset + 4 * dim * head
+                keys, lane = keys_at(args, r, slot, head, code), slot % POSITIONS
                 values = keys + half_bytes(dim, high, code)
                 if code == INT4_KV:
                     width = pair_bytes(dim, high) + high
-                    put_mixed(x, dim, high, most_code, True, keys + lane, POSITIONS, keys, lane)
-                    put_mixed(v, dim, high, most_code, False, values + width * lane, 1, values, lane)
+                    put_mixed(x, dim, high, largest_code, True, keys + lane, POSITIONS, keys, lane)
+                    put_mixed(v, dim, high, largest_code, False, values + width * lane, 1, values, lane)
                 elif code == INT8_KV:
                     scales = POSITIONS * padded + 4 * lane
                     put_symmetric(x, dim, keys + lane, POSITIONS, keys + scales)

@@ -1,77 +1,91 @@
-"""Gate and up of an MLP in one pass: both products, silu(gate) * up and the form of the result; no floats leave the cache.
+"""Gate and up of an MLP in one pass: both products, silu(gate) * up and its quantization; no float32 leaves the cache.
 
-Rows of gate and of up stand one half of the matrix apart, and a tile takes a block of each.  What becomes of them is said by
-the table row behind, that of `elementwise.swiglu`, which has nothing left to do.
+Output channels of gate and of up lie one half of the matrix apart, and a tile takes a block of each.  What becomes of them is
+said by the op record after this one, that of `elementwise.swiglu`, which has nothing left to do.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import njit
 
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, inline, word
-from edgeq.targets.cpu.jit.optable import ROW_WORDS
+from edgeq.codec import ROWS
+from edgeq.targets.cpu.jit.args import following
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
-from edgeq.targets.cpu.kernels.elementwise import gated
-from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, share
-from edgeq.targets.cpu.kernels.microkernel_int import INTEGERS, SCRATCH, STEP, product_tile
-from edgeq.targets.cpu.kernels.quantize import write_form
+from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.elementwise import ActivationArgs, gated
+from edgeq.targets.cpu.kernels.matmul import BLOCK_BYTES, LEAST_OF_SMALL, SCRATCH_BYTES, SMALL_TILE, share
+from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.quantize import place_of, write_quantized
+from edgeq.targets.cpu.kernels.tiles import tile_function
 
 UNIT = 8
 """Blocks of results that a thread makes at once: 128 channels, the longest activation block."""
-WIDTH, FORM = 4, 7
-"""Words of the row behind."""
-RESULTS, RESULT_ROW = 2 * 12 * 64, 64 * UNIT
-"""In scratch, behind the products of the largest tile: f32 [12][128]."""
+RESULTS, RESULT_STRIDE = 2 * 12 * BLOCK_BYTES, UNIT * BLOCK_BYTES
+"""In scratch, after the products of the largest tile: f32 [12][128]."""
+
+
+class GatedProductArgs(ProductArgs):
+    """A product and, in the op record after it, the SwiGLU that it does as well."""
+
+    swiglu = following(ActivationArgs)
 
 
 @inline
-def behind(row):  # type: ignore[no-untyped-def]
-    return row + 8 * ROW_WORDS
-
-
-@inline
-def gate(scratch, tokens, block):  # type: ignore[no-untyped-def]
+def gate(scratch, tokens, block):
     """Block `block` of a unit, from the products that a tile has left in scratch."""
     for t in range(tokens):
-        result = gated(vload(scratch + 64 * t), vload(scratch + 64 * (tokens + t)))
-        vstore(scratch + RESULTS + RESULT_ROW * t + 64 * block, result)
+        result = gated(vload(scratch + BLOCK_BYTES * t), vload(scratch + BLOCK_BYTES * (tokens + t)))
+        vstore(scratch + RESULTS + RESULT_STRIDE * t + BLOCK_BYTES * block, result)
 
 
 @inline
-def write_unit(row, scratch, start, stop, r, here, big):  # type: ignore[no-untyped-def]
-    """The form of blocks [start, stop) of `here` rows from row r on."""
-    count = get_i64(word(row, COUNT))
+def write_unit(args, scratch, blocks, rows, max_tile):
+    """The quantized activations of blocks [start, stop) of `here` rows from row r on."""
+    count, (start, stop), (r, here) = get_i64(args.rows), blocks, rows
     for t in range(here):
-        x = scratch + RESULTS + RESULT_ROW * t - 64 * start
-        write_form(behind(row), FORM, x, r + t, count, big, 16 * start, 16 * stop)
+        x = scratch + RESULTS + RESULT_STRIDE * t - BLOCK_BYTES * start
+        write_quantized(args.swiglu.quantized, x, place_of(r + t, count, max_tile), ROWS * start, ROWS * stop)
 
 
-@njit(inline="always")  # type: ignore[misc]
-def gated_tiles(isa, bits, mode16, zero, half, tokens, least, together, row, start, stop, r, scratch, big):  # type: ignore[no-untyped-def]
-    """As `matmul.tiles`, for a unit of results."""
-    count, step = get_i64(word(row, COUNT)), word(row, STEP)
-    while count - r >= least:
-        here = min(tokens, count - r)
-        for n in range(start, stop):
-            product_tile(INTEGERS, isa, bits, mode16, zero, half, tokens, together, row, n, r, scratch, 0)
-            if together == 1:
-                product_tile(INTEGERS, isa, bits, mode16, zero, half, tokens, 1, row, n + step, r, scratch + 64 * tokens, 0)
-            gate(scratch, tokens, n - start)
-        write_unit(row, scratch, start, stop, r, here, big)
-        r += here
-    return r
+def gated_loop(weights: IntegerWeights, tokens: int, blocks: int, least: int, max_tile: int) -> Any:
+    """As `matmul.tile_loop`, for a unit of results: gate and up in one tile of two blocks, or in one after the other."""
+    product, product_of_up = (tile_function(IntegerTile(weights, tokens, each)) for each in (blocks, 1))
+
+    @njit(inline="always")
+    def loop(args, start, stop, r, scratch):
+        count, step = get_i64(args.rows), args.block_step
+        while count - r >= least:
+            here = min(tokens, count - r)
+            for n in range(start, stop):
+                product(args, n, r, scratch, 0)
+                if blocks == 1:
+                    product_of_up(args, n + step, r, scratch + BLOCK_BYTES * tokens, 0)
+                gate(scratch, tokens, n - start)
+            write_unit(args, scratch, (start, stop), (r, here), max_tile)
+            r += here
+        return r
+
+    return loop
 
 
-def gated_matmul(isa: int, bits: int, mode16: int, zero: int, half: int, big: int, together: int) -> Kernel:
-    """Row words: those of a product."""
+def gated_matmul(isa: int, bits: int, mode16: int, zero: int, group16: int, max_tile: int, blocks_per_tile: int) -> Kernel:
+    """Packed integers times any number of tokens, then SwiGLU and quantization; see `GatedProductArgs`."""
+    weights = IntegerWeights(isa, bits, mode16, zero, group16)
+    large = gated_loop(weights, max_tile, blocks_per_tile, max_tile, max_tile)
+    small = gated_loop(weights, SMALL_TILE, blocks_per_tile, LEAST_OF_SMALL, max_tile)
+    single = gated_loop(weights, 1, 1, 1, max_tile)
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
-        first, last = share(word(behind(row), WIDTH), part, parts, UNIT)
+    def kernel(record, part, parts, thread):
+        args = GatedProductArgs(record)
+        scratch = args.scratch + thread * SCRATCH_BYTES
+        first, last = share(args.swiglu.width, part, parts, UNIT)
         for start in range(first, last, UNIT):
             stop = min(start + UNIT, last)
-            r = gated_tiles(isa, bits, mode16, zero, half, big, big, together, row, start, stop, 0, scratch, big)
-            r = gated_tiles(isa, bits, mode16, zero, half, 4, 2, together, row, start, stop, r, scratch, big)
-            gated_tiles(isa, bits, mode16, zero, half, 1, 1, 1, row, start, stop, r, scratch, big)
+            r = large(args, start, stop, 0, scratch)
+            r = small(args, start, stop, r, scratch)
+            single(args, start, stop, r, scratch)
 
     return kernel

@@ -31,36 +31,28 @@ from numba.extending import intrinsic
 
 from edgeq.codec import LINE, QUADS
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.isa.isa import Isa
-from edgeq.targets.cpu.jit.compile import COUNT, Kernel, word
+from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.simd import I8, I32, I64, constant, get_i64, load, prefetch, splat, store
-from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, finish, share, tiles, written
-from edgeq.targets.cpu.kernels.microkernel_int import (
-    CHUNKS,
-    CONSTANTS,
-    GROUP,
-    INTEGERS,
-    PAIR,
-    PER_BLOCK,
-    ROWS,
-    SCRATCH,
-    STEP,
-    W_BLOCK,
-    X_BLOCKS,
-    IntegerTile,
-    W,
-    at,
-    chunks_of,
-    plus,
-    word_at,
+from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.matmul import (
+    BLOCK_BYTES,
+    LEAST_OF_SMALL,
+    SCRATCH_BYTES,
+    SMALL_TILE,
+    finish,
+    share,
+    stores_whole_tiles,
+    tile_loop,
 )
-from edgeq.targets.cpu.kernels.quantize import PAIR_SHIFTS
-from edgeq.targets.cpu.kernels.swiglu_matmul import UNIT, WIDTH, behind, gate, gated_tiles, write_unit
+from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.quantize import WINOGRAD_SHIFTS
+from edgeq.targets.cpu.kernels.swiglu_matmul import UNIT, GatedProductArgs, gate, gated_loop, write_unit
+from edgeq.targets.cpu.kernels.tiles import at, chunks_of, plus
 
 BITS = 4
 """Of the weights: with fewer, what takes their planes apart leaves no registers."""
 CENTER = 1 << (BITS - 1)
-AHEAD = 8
+PREFETCH_CHUNKS = 8
 """Chunks of activations that are asked for before their turn: with those of the weights they exceed a first-level cache."""
 CONSTANT_BYTES = 2 * LINE
 """-B and -D of an activation block of 16 rows."""
@@ -78,24 +70,24 @@ def operands(b: Any, chunk: Any, j: int) -> tuple[Any, Any]:
     return b.and_(line, constant(octets, (1 << BITS) - 1)), b.lshr(line, constant(octets, BITS))
 
 
-class PairTile(IntegerTile):
+class WinogradTile(IntegerTile):
     """Emits the product of neighbouring blocks with T tokens of 8-bit activations, in activation blocks of whole chunks.
 
     `constants`: address of -B and -D, i32 [block of the tile][activation block][2][16].  `later`, not 0: bytes from the weights
     of these blocks to those that come next and are still in memory; the processor brings them while it multiplies.
     """
 
-    def __init__(self, isa: Isa, zero: bool, tokens: int, blocks: int, constants: Any, later: Any) -> None:
-        super().__init__(isa, BITS, False, zero, False, tokens, blocks)
+    def __init__(self, isa: int, zero: int, tokens: int, blocks: int, constants: Any, later: Any) -> None:
+        super().__init__(IntegerWeights(isa, BITS, 0, zero, 0), tokens, blocks)
         self.zero_center = CENTER
         self.constants, self.later = constants, later
 
-    def emit(self, b: Any, row: Any, n: Any, r: Any, out: Any, own: Any) -> None:
-        blocks = word_at(b, row, X_BLOCKS)
+    def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
+        blocks = ProductArgs.x_blocks.load(b, record)
         places = [b.mul(blocks, ir.Constant(I64, i)) for i in range(self.blocks)]
         self.of_weights = [at(b, self.constants, place, CONSTANT_BYTES) for place in places]
-        self.of_tokens = at(b, word_at(b, row, PAIR), b.mul(r, blocks), 4)
-        super().emit(b, row, n, r, out, own)
+        self.of_tokens = at(b, ProductArgs.winograd_sums.load(b, record), b.mul(r, blocks), 4)
+        super().emit(b, record, n, r, out, stores_result)
 
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
         sums = [[[cgutils.alloca_once(b, self.ints)] for _ in range(self.tokens)] for _ in self.of_weights]
@@ -117,7 +109,7 @@ class PairTile(IntegerTile):
         with b.if_then(b.icmp_signed("!=", self.later, ir.Constant(I64, 0))):
             for line in lines:
                 prefetch(b, b.add(line, self.later), BITS * LINE)
-        prefetch(b, plus(b, tokens, AHEAD * QUADS * self.quad_bytes), QUADS * self.quad_bytes)
+        prefetch(b, plus(b, tokens, PREFETCH_CHUNKS * QUADS * self.quad_bytes), QUADS * self.quad_bytes)
         for j in range(QUADS // 2):
             weights = [operands(b, line, j) for line in lines]
             for t in range(self.tokens):
@@ -130,105 +122,124 @@ class PairTile(IntegerTile):
                         b.store(self.isa.dot8(b, b.load(slot), [unsigned], [b.bitcast(signed, self.ints)], BITS), slot)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
-def pair_tile(
-    typing: Any, isa: Any, zero: Any, tokens: Any, blocks: Any,
-    row: Any, n: Any, r: Any, out: Any, own: Any, constants: Any, later: Any,
-) -> Any:  # fmt: skip
-    """`product_tile` of 4-bit weights with 8-bit activations, by pairs of channels.  Literals: isa, zero, tokens, blocks."""
-    numbers = [v.literal_value for v in (zero, tokens, blocks)]
+def winograd_tile(isa: int, zero: int, tokens: int, blocks: int) -> Any:
+    """The tile as a function: (args, n, r, out, stores_result, (constants, later))."""
 
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        PairTile(all_isas()[isa.literal_value], *numbers, *args[9:]).emit(b, *args[4:9])
-        return context.get_dummy_value()
+    @intrinsic  # type: ignore[misc]
+    def product(typing: Any, args: Any, n: Any, r: Any, out: Any, stores_result: Any, of_weights: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            constants, later = cgutils.unpack_tuple(b, values[5], 2)
+            WinogradTile(isa, zero, tokens, blocks, constants, later).emit(b, *values[:5])
+            return context.get_dummy_value()
 
-    return types.void(isa, zero, tokens, blocks, *[types.intp] * 7), codegen
+        return types.void(args, *[types.intp] * 4, types.UniTuple(types.intp, 2)), codegen
 
-
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
-def pair_constants(typing: Any, isa: Any, row: Any, n: Any, out: Any) -> Any:
-    """out i32 [activation block][2][16] = -B and -D of block n of the weights.  Literal: isa."""
-    chosen, ints, octets = all_isas()[isa.literal_value], ir.VectorType(I32, LINE // 4), ir.VectorType(I8, LINE)
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        row, n, out = args[1:]
-        w = b.add(word_at(b, row, W), b.mul(n, word_at(b, row, W_BLOCK)))
-        chunks, per_block = word_at(b, row, CHUNKS), word_at(b, row, PER_BLOCK)
-        even_shift, odd_shift = (constant(octets, shift) for shift in PAIR_SHIFTS)
-        with cgutils.for_range(b, word_at(b, row, X_BLOCKS)) as loop:
-            slots = [cgutils.alloca_once_value(b, constant(ints, 0)) for _ in range(2)]
-            first, count = chunks_of(b, loop.index, chunks, per_block)
-            with cgutils.for_range(b, count) as inner:
-                line = at(b, w, b.add(first, inner.index), BITS * LINE)
-                prefetch(b, plus(b, line, chosen.ahead), BITS * LINE)
-                for even, odd in (operands(b, line, j) for j in range(QUADS // 2)):
-                    by_pairs = [(b.add(odd, even_shift), b.add(even, odd_shift))]
-                    for slot, factors in zip(slots, (by_pairs, [(even, even_shift), (odd, odd_shift)]), strict=True):
-                        for unsigned, signed in factors:
-                            b.store(chosen.dot8(b, b.load(slot), [unsigned], [b.bitcast(signed, ints)], BITS), slot)
-            for i, slot in enumerate(slots):
-                place = plus(b, at(b, out, loop.index, CONSTANT_BYTES), i * LINE)
-                store(b, b.sub(constant(ints, 0), b.load(slot)), place, 4)
-        return context.get_dummy_value()
-
-    return types.void(isa, *[types.intp] * 3), codegen
+    return product
 
 
-@njit(inline="always")  # type: ignore[misc]
-def pair_tiles(isa, zero, big, together, row, start, stop, scratch, constants, gates):  # type: ignore[no-untyped-def]
-    """Blocks [start, stop), or those of a unit of results if `gates`, times as many rows as whole tiles take; returns the row
-    behind them."""
-    count, step, r = get_i64(word(row, COUNT)), word(row, STEP), 0
-    stride, line = 1 if gates else together, CONSTANT_BYTES * word(row, X_BLOCKS)
-    while r + big <= count:
-        for n in range(start, stop, stride):
-            here = together if gates else min(together, stop - n)
-            of_tile = constants + (n - start) // stride * together * line
-            if r == 0:
-                for i in range(here):
-                    pair_constants(isa, row, n + i * step, of_tile + i * line)
-            own = not gates and written(row, together, n)
-            later = stride * word(row, W_BLOCK) if r == 0 and n + stride < stop else 0
-            pair_tile(isa, zero, big, together, row, n, r, scratch, int(own), of_tile, later)
+def weight_constants(isa: int) -> Any:
+    """A function: (args, n, out): out i32 [activation block][2][16] = -B and -D of block n of the weights."""
+    chosen, ints, octets = all_isas()[isa], ir.VectorType(I32, LINE // 4), ir.VectorType(I8, LINE)
+
+    @intrinsic  # type: ignore[misc]
+    def write(typing: Any, args: Any, n: Any, out: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            record, n, out = values
+            w = b.add(ProductArgs.weights.load(b, record), b.mul(n, ProductArgs.weights_block.load(b, record)))
+            chunks, per_block = ProductArgs.chunks.load(b, record), ProductArgs.chunks_per_block.load(b, record)
+            even_shift, odd_shift = (constant(octets, shift) for shift in WINOGRAD_SHIFTS)
+            with cgutils.for_range(b, ProductArgs.x_blocks.load(b, record)) as loop:
+                slots = [cgutils.alloca_once_value(b, constant(ints, 0)) for _ in range(2)]
+                first, count = chunks_of(b, loop.index, chunks, per_block)
+                with cgutils.for_range(b, count) as inner:
+                    line = at(b, w, b.add(first, inner.index), BITS * LINE)
+                    prefetch(b, plus(b, line, chosen.prefetch_bytes), BITS * LINE)
+                    for even, odd in (operands(b, line, j) for j in range(QUADS // 2)):
+                        by_pairs = [(b.add(odd, even_shift), b.add(even, odd_shift))]
+                        for slot, factors in zip(slots, (by_pairs, [(even, even_shift), (odd, odd_shift)]), strict=True):
+                            for unsigned, signed in factors:
+                                b.store(chosen.dot8(b, b.load(slot), [unsigned], [b.bitcast(signed, ints)], BITS), slot)
+                for i, slot in enumerate(slots):
+                    place = plus(b, at(b, out, loop.index, CONSTANT_BYTES), i * LINE)
+                    store(b, b.sub(constant(ints, 0), b.load(slot)), place, 4)
+            return context.get_dummy_value()
+
+        return types.void(args, types.intp, types.intp), codegen
+
+    return write
+
+
+def large_tiles(isa: int, zero: int, tokens: int, blocks: int, gates: bool) -> Any:
+    """A function: blocks [start, stop), or those of a unit of results if `gates`, times as many rows as whole tiles take;
+    returns the row after them.  `constants`: room for those of the weights."""
+    product, write_constants = winograd_tile(isa, zero, tokens, blocks), weight_constants(isa)
+    stride = 1 if gates else blocks
+
+    @njit(inline="always")
+    def loop(args, start, stop, scratch, constants):
+        count, step, r = get_i64(args.rows), args.block_step, 0
+        line = CONSTANT_BYTES * args.x_blocks
+        while r + tokens <= count:
+            for n in range(start, stop, stride):
+                here = blocks if gates else min(blocks, stop - n)
+                of_tile = constants + (n - start) // stride * blocks * line
+                if r == 0:
+                    for i in range(here):
+                        write_constants(args, n + i * step, of_tile + i * line)
+                stores_result = not gates and stores_whole_tiles(args, blocks, n)
+                later = stride * args.weights_block if r == 0 and n + stride < stop else 0
+                product(args, n, r, scratch, int(stores_result), (of_tile, later))
+                if gates:
+                    gate(scratch, tokens, n - start)
+                elif not stores_result:
+                    for i in range(here):
+                        finish(args, scratch + BLOCK_BYTES * tokens * i, tokens, n + i, r)
             if gates:
-                gate(scratch, big, n - start)
-            elif not own:
-                for i in range(here):
-                    finish(row, scratch + 64 * big * i, big, n + i, r)
-        if gates:
-            write_unit(row, scratch, start, stop, r, big, big)
-        r += big
-    return r
+                write_unit(args, scratch, (start, stop), (r, tokens), tokens)
+            r += tokens
+        return r
+
+    return loop
 
 
-def pair_matmul(isa: int, zero: int, big: int, together: int) -> Kernel:
-    """`integer_matmul` of 4-bit weights and 8-bit activations, whose tiles of `big` tokens go by pairs of channels."""
+def winograd_matmul(isa: int, zero: int, max_tile: int, blocks_per_tile: int) -> Kernel:
+    """`integer_matmul` of 4-bit weights and 8-bit activations, whose tiles of `max_tile` tokens go by Winograd's method."""
+    weights = IntegerWeights(isa, BITS, 0, zero, 0)
+    large = large_tiles(isa, zero, max_tile, blocks_per_tile, False)
+    small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), LEAST_OF_SMALL)
+    single = tile_loop(IntegerTile(weights, 1), 1)
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        group = (word(row, GROUP) + together - 1) // together * together
-        first, last = share(word(row, ROWS), part, parts, together)
-        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
-        constants = word(row, CONSTANTS) + thread * group * CONSTANT_BYTES * word(row, X_BLOCKS)
+    def kernel(record, part, parts, thread):
+        args = ProductArgs(record)
+        group = (args.group_blocks + blocks_per_tile - 1) // blocks_per_tile * blocks_per_tile
+        first, last = share(args.output_channels, part, parts, blocks_per_tile)
+        scratch = args.scratch + thread * SCRATCH_BYTES
+        constants = args.winograd_room + thread * group * CONSTANT_BYTES * args.x_blocks
         for start in range(first, last, group):
             stop = min(start + group, last)
-            r = pair_tiles(isa, zero, big, together, row, start, stop, scratch, constants, False)
-            r = tiles(INTEGERS, isa, BITS, 0, zero, 0, 4, 2, together, row, start, stop, r, scratch)
-            tiles(INTEGERS, isa, BITS, 0, zero, 0, 1, 1, 1, row, start, stop, r, scratch)
+            r = large(args, start, stop, scratch, constants)
+            r = small(args, start, stop, r, scratch)
+            single(args, start, stop, r, scratch)
 
     return kernel
 
 
-def gated_pair_matmul(isa: int, zero: int, big: int, together: int) -> Kernel:
+def gated_winograd_matmul(isa: int, zero: int, max_tile: int, blocks_per_tile: int) -> Kernel:
     """`gated_matmul` in the same way."""
+    weights = IntegerWeights(isa, BITS, 0, zero, 0)
+    large = large_tiles(isa, zero, max_tile, blocks_per_tile, True)
+    small = gated_loop(weights, SMALL_TILE, blocks_per_tile, LEAST_OF_SMALL, max_tile)
+    single = gated_loop(weights, 1, 1, 1, max_tile)
 
-    def kernel(row, part, parts, thread):  # type: ignore[no-untyped-def]
-        scratch = word(row, SCRATCH) + thread * SCRATCH_BYTES
-        first, last = share(word(behind(row), WIDTH), part, parts, UNIT)
-        constants = word(row, CONSTANTS) + thread * together * UNIT * CONSTANT_BYTES * word(row, X_BLOCKS)
+    def kernel(record, part, parts, thread):
+        args = GatedProductArgs(record)
+        scratch = args.scratch + thread * SCRATCH_BYTES
+        first, last = share(args.swiglu.width, part, parts, UNIT)
+        constants = args.winograd_room + thread * blocks_per_tile * UNIT * CONSTANT_BYTES * args.x_blocks
         for start in range(first, last, UNIT):
             stop = min(start + UNIT, last)
-            r = pair_tiles(isa, zero, big, together, row, start, stop, scratch, constants, True)
-            r = gated_tiles(isa, BITS, 0, zero, 0, 4, 2, together, row, start, stop, r, scratch, big)
-            gated_tiles(isa, BITS, 0, zero, 0, 1, 1, 1, row, start, stop, r, scratch, big)
+            r = large(args, start, stop, scratch, constants)
+            r = small(args, start, stop, r, scratch)
+            single(args, start, stop, r, scratch)
 
     return kernel

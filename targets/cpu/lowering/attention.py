@@ -1,90 +1,108 @@
-"""The rows of the tables for the heads of attention: one pass that prepares and caches them, one that attends."""
+"""The heads of attention as op records: one pass over a layer's heads that prepares and caches them, one that attends."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
+from edgeq.errors import UnsupportedError
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.jit.optable import float_bits, kernel
+from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, kernel
 from edgeq.targets.cpu.kernels import attention, elementwise, kv_layout, rope_kv_write
+from edgeq.targets.cpu.lowering.context import Context
+from edgeq.targets.cpu.lowering.fuse import Fusion
 
-if TYPE_CHECKING:
-    from edgeq.targets.cpu.lowering.context import Lowering
-
-
-def head_change(lowering: Lowering, o: op.HeadNorm | op.HeadRotate) -> None:
-    """Done with the write into the cache of the same layer."""
-    lowering.head_changes.append(o)
+FINER = 4
+"""Times as many work items for attention over many rows: they share nothing, and after a long context one takes
+milliseconds."""
 
 
-def rope_rotate(lowering: Lowering, o: op.RopeRotate) -> None:
-    """The angles, for all layers that have the same; the rest with the write into the cache."""
-    memory = lowering.memory
-    if (o.frequencies, o.factor) not in lowering.angles:
-        count = len(o.frequencies)
-        values, stored = memory.array(count, np.float64)
+def head_change(context: Context, o: op.HeadNorm | op.HeadRotate) -> None:
+    """Deferred: fused into the cache-write kernel of this layer."""
+
+
+def rope_rotate(context: Context, o: op.RopeRotate) -> None:
+    """Deferred but for the angles, which all layers with the same frequencies share."""
+    if o.axes:
+        raise UnsupportedError("rotary positions on several axes; run with --target reference")
+    _angles(context, o)
+
+
+def _angles(context: Context, o: op.RopeRotate) -> dict[str, int]:
+    """The arguments that name cosines and sines, computed by the first layer that needs them."""
+
+    def compute() -> dict[str, int]:
+        memory, pairs = context.memory, len(o.frequencies)
+        values, stored = memory.array(pairs, np.float64)
         values[:] = o.frequencies
-        width = 4 * padded(count)
-        cosines, sines = (memory.reserve(lowering.options.max_rows * width) for _ in range(2))
-        words = (lowering.arrays.positions, stored, count, cosines, sines, width, float_bits(o.factor))
-        lowering.emit(kernel(elementwise.angles), *words)
-        lowering.angles[o.frequencies, o.factor] = (cosines, sines, width, count)
-    lowering.head_changes.append(o)
+        stride = 4 * padded(pairs)
+        cosines, sines = (memory.reserve(context.options.max_rows * stride) for _ in range(2))
+        args = elementwise.AnglesArgs(
+            positions=context.arrays.positions, frequencies=stored, pairs=pairs,
+            cosines=cosines, sines=sines, stride=stride, factor=o.factor,
+        )  # fmt: skip
+        context.emit(kernel(elementwise.angles), args)
+        return {"cosines": cosines, "sines": sines, "angles_stride": stride, "rope_pairs": pairs}
+
+    return context.once(("angles", o.frequencies, o.factor), compute)
 
 
-def cache_write(lowering: Lowering, o: op.CacheWrite) -> None:
-    """Ends what head norms and rotations of the same layer began: one pass over the heads of a row."""
-    changes = lowering.head_changes
+def cache_write(context: Context, o: op.CacheWrite, fusion: Fusion) -> None:
+    """One pass over the heads of a row: norms, rotary positions and rotation in place, then keys and values into the cache."""
+    changes = fusion.heads
     # Queries that nothing changes are left alone.
     heads, q_offset = next(((c.heads, c.offset) for c in changes if c.offset != o.k_offset), (0, 0))
     norms = {change.offset: change for change in changes if isinstance(change, op.HeadNorm)}
-    gains = {offset: lowering.memory.floats(change.gain) for offset, change in norms.items()}
-    epsilon = next((change.eps for change in norms.values()), 0.0)
+    gains = {offset: context.memory.floats(change.gain) for offset, change in norms.items()}
     rope = next((change for change in changes if isinstance(change, op.RopeRotate)), None)
-    angles = lowering.angles[rope.frequencies, rope.factor] if rope else (0, 0, 0, 0)
     rotation = next((change for change in changes if isinstance(change, op.HeadRotate)), None)
-    words = [
-        *shared_words(lowering, o.x, heads, o.kv_heads, o.head_dim, o.layer),
-        4 * q_offset, 4 * o.k_offset, 4 * o.v_offset, *angles,
-        gains.get(q_offset, 0), gains.get(o.k_offset, 0), float_bits(epsilon), *matrix_words(lowering, rotation),
-    ]  # fmt: skip
-    code = kv_layout.KV_CODES[lowering.options.kv.kind]
-    most_code = (1 << lowering.options.kv.bits) - 1
-    lowering.emit(kernel(rope_kv_write.rotate, code, most_code), *words, parts=lowering.options.threads)
-    lowering.head_changes = []
-    lowering.wrote(o.x)
+    args = rope_kv_write.RopeKvWriteArgs(
+        **_cache_args(context, o, heads), q_offset=4 * q_offset, k_offset=4 * o.k_offset, v_offset=4 * o.v_offset,
+        **(_angles(context, rope) if rope else {}), **_rotation_args(context, rotation),
+        q_gain=gains.get(q_offset, 0), k_gain=gains.get(o.k_offset, 0),
+        epsilon=next((change.eps for change in norms.values()), 0.0),
+    )  # fmt: skip
+    kv = context.options.kv
+    function = kernel(rope_kv_write.rope_kv_write, kv_layout.KV_CODES[kv.kind], (1 << kv.bits) - 1)
+    context.emit(function, args, parts=context.options.threads)
+    context.invalidate(o.x)
 
 
-def matrix_words(lowering: Lowering, o: op.HeadRotate | None) -> tuple[int, int, int]:
-    """Matrix, bits of its scale and room for a head of every thread; zeros for none."""
+def _rotation_args(context: Context, o: op.HeadRotate | None) -> dict[str, Any]:
+    """Matrix, its scale and room for a head of every thread; none if nothing is rotated."""
     if o is None:
-        return 0, 0, 0
-    matrix, scale = lowering.file.array(o.matrix), lowering.file.array(o.scale)
-    room = lowering.memory.shared("rotated head", 4 * padded(o.head_dim) * lowering.threads)
-    return lowering.memory.copied(matrix), float_bits(float(scale[0])), room
+        return {}
+    matrix, scale = context.file.array(o.matrix), context.file.array(o.scale)
+    room = context.memory.shared("rotated head", 4 * padded(o.head_dim) * context.threads)
+    return {"matrix": context.memory.copied(matrix), "matrix_scale": float(scale[0]), "scratch": room}
 
 
-def shared_words(lowering: Lowering, x: str, heads: int, kv_heads: int, head_dim: int, layer: int) -> list[int]:
-    """The words that `rotate` and `attend` share."""
-    kv = lowering.options.kv
-    rows = (lowering.buffers[x], lowering.row_bytes[x], heads, kv_heads, head_dim, padded(head_dim))
-    return [*rows, lowering.slots, lowering.page_tables, layer * kv_layout.layer_bytes(lowering.graph, kv), kv.high]
+def _cache_args(context: Context, o: op.CacheWrite | op.Attention, heads: int) -> dict[str, Any]:
+    """The arguments that both kernels of the cache share."""
+    kv, (x, stride) = context.options.kv, context.place(o.x)
+    return {
+        "x": x, "x_stride": stride, "heads": heads, "kv_heads": o.kv_heads,
+        "head_dim": o.head_dim, "padded_dim": padded(o.head_dim), "slots": context.slots, "page_tables": context.page_tables,
+        "layer_offset": o.cache * kv_layout.layer_bytes(context.graph, kv), "high": kv.high,
+    }  # fmt: skip
 
 
-def attend(lowering: Lowering, o: op.Attention) -> None:
-    kv = lowering.options.kv
+def attend(context: Context, o: op.Attention) -> None:
+    if o.span != -1:
+        raise UnsupportedError("attention over given ranges of slots; run with --target reference")
+    kv, (out, stride) = context.options.kv, context.place(o.out)
     code = kv_layout.KV_CODES[kv.kind]
-    step = attention.state_bytes(o.head_dim, kv.high, code)
-    queries = attention.ROWS_TOGETHER * (o.heads // o.kv_heads)
-    states = lowering.memory.shared("attention", lowering.threads * queries * step)
-    words = [
-        *shared_words(lowering, o.x, o.heads, o.kv_heads, o.head_dim, o.layer),
-        4 * o.q_offset, lowering.buffers[o.out], lowering.row_bytes[o.out], o.window, float_bits(o.scale), states, step,
-    ]  # fmt: skip
+    state_bytes = attention.state_bytes(o.head_dim, kv.high, code)
+    queries = attention.ROWS_PER_UNIT * (o.heads // o.kv_heads)
+    states = context.memory.shared("attention", context.threads * queries * state_bytes)
+    args = attention.AttentionArgs(
+        **_cache_args(context, o, o.heads), q_offset=4 * o.q_offset, out=out, out_stride=stride,
+        window=o.window, scale=o.scale, scratch=states, state_bytes=state_bytes,
+    )  # fmt: skip
     # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
-    tile = 4 if lowering.isa.lanes == 16 and lowering.isa.needs else 2
-    lowering.finer.append(lowering.emit(kernel(attention.attend, code, tile, tile), *words, parts=o.kv_heads))
-    lowering.wrote(o.out)
+    tile = 4 if context.isa.lanes == 16 and context.isa.needs else 2
+    function = kernel(attention.attend, code, tile, tile)
+    context.emit(function, args, parts=o.kv_heads, parts_a_thread=FINER * PARTS_A_THREAD)
+    context.invalidate(o.out)

@@ -1,53 +1,134 @@
-"""The rows of the tables for the operations of layers.py."""
+"""Operations over whole rows as op records: embedding, norms, scales, activations, the selection of rows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from edgeq.codec import ROWS
 from edgeq.errors import UnsupportedError
+from edgeq.records import ArrayRef
 from edgeq.targets import graph as op
-from edgeq.targets.cpu.jit.optable import FLOAT_KINDS, channel_parts, float_bits, kernel
-from edgeq.targets.cpu.kernels import norms
-from edgeq.targets.cpu.kernels.quantize import ABSENT
-
-if TYPE_CHECKING:
-    from edgeq.targets.cpu.lowering.context import Lowering
-
-
-def buffer(lowering: Lowering, name: str) -> tuple[int, int]:
-    """Address and bytes of a row."""
-    return lowering.buffers[name], lowering.row_bytes[name]
+from edgeq.targets.cpu.jit.optable import channel_parts, kernel
+from edgeq.targets.cpu.kernels import elementwise, norms
+from edgeq.targets.cpu.kernels.args import FLOAT_KINDS, NOT_QUANTIZED, QuantizedArgs
+from edgeq.targets.cpu.lowering.context import Context, Place
+from edgeq.targets.cpu.lowering.fuse import Fusion
+from edgeq.targets.cpu.lowering.layout import QuantizedActivation
 
 
-def layer_norm(lowering: Lowering, o: op.LayerNorm) -> None:
-    memory = lowering.memory
-    vectors = (memory.floats(o.gain), memory.floats(o.bias), float_bits(o.eps))
-    words = [*buffer(lowering, o.x), lowering.graph.buffers[o.x], *vectors, *buffer(lowering, o.out), *ABSENT.words()]
-    lowering.wrote(o.out, (lowering.emit(kernel(norms.layer_norm, lowering.big), *words), 10))
+def embed(context: Context, o: op.Embed) -> None:
+    out, stride = context.place(o.out)
+    tokens = context.arrays.tokens
+    if isinstance(o.table, ArrayRef):
+        table, width = context.memory.stored(o.table), o.table.shape[1]
+        args = elementwise.EmbedArgs(tokens=tokens, table=table, width=width, out=out, out_stride=stride)
+        context.emit(kernel(elementwise.embed_plain, FLOAT_KINDS[o.table.dtype]), args)
+    else:
+        weight = o.table.weights[0]
+        codec, integers = weight.codec, {}
+        function = kernel(elementwise.embed_float_tile, FLOAT_KINDS.get(codec.kind, 0))
+        if codec.kind == "int":
+            groups = codec.groups(weight.columns)
+            integers = {
+                "scales": context.memory.stored(weight.scale), "scales_block": 2 * ROWS * groups,
+                "zeros": context.memory.stored(weight.zero), "zeros_block": ROWS * groups,
+                "group": codec.group_size or weight.columns,
+            }  # fmt: skip
+            function = kernel(elementwise.embed_integer_tile, codec.bits, int(not codec.symmetric))
+        tiles = elementwise.EmbedTileArgs(
+            tokens=tokens, table=context.memory.stored(weight.q), table_block=weight.q.nbytes // weight.q.shape[0],
+            width=weight.columns, out=out, out_stride=stride, **integers,
+        )  # fmt: skip
+        context.emit(function, tiles)
+    context.invalidate(o.out)
 
 
-def norm_add(lowering: Lowering, o: op.NormAdd) -> None:
-    gain = (lowering.memory.floats(o.gain), float_bits(o.eps))
-    width = lowering.graph.buffers[o.x]
-    lowering.emit(kernel(norms.norm_add), *buffer(lowering, o.x), width, *gain, *buffer(lowering, o.out))
-    lowering.wrote(o.out)
+class Result:
+    """Where a maker of quantized activations writes its result.
+
+    place, of_thread   of the float32, and bytes from one thread's row to the next: floats that nothing reads are not kept, so
+                       every thread has one row, which never leaves its cache
+    quantized          arguments of the quantized activations
+    """
+
+    def __init__(self, context: Context, out: str, fusion: Fusion) -> None:
+        context.invalidate(out)
+        self.place, self.of_thread = context.place(out), 0
+        if not fusion.keeps_floats:
+            stride = self.place.stride
+            self.place, self.of_thread = Place(context.memory.shared(("row", stride), context.threads * stride), 0), stride
+        self.quantized: QuantizedArgs = NOT_QUANTIZED
+        if fusion.layout:
+            made: QuantizedActivation = context.add_quantized(out, fusion.layout)
+            self.quantized = made.args()
 
 
-def scale(lowering: Lowering, o: op.Scale) -> None:
-    lowering.emit(kernel(norms.scale), *buffer(lowering, o.x), lowering.graph.buffers[o.x], float_bits(o.factor))
-    lowering.wrote(o.x)
+def rms_norm(context: Context, o: op.RmsNorm, fusion: Fusion) -> None:
+    (x, stride), result = context.place(o.x), Result(context, o.out, fusion)
+    args = elementwise.NormArgs(
+        x=x, x_stride=stride, width=context.width(o.x), gain=context.memory.floats(o.gain), epsilon=o.eps,
+        out=result.place.address, out_stride=result.place.stride, out_of_thread=result.of_thread, quantized=result.quantized,
+    )  # fmt: skip
+    context.emit(kernel(elementwise.norm, context.max_tile), args)
 
 
-def position_add(lowering: Lowering, o: op.PositionAdd) -> None:
-    table = (o.table.shape[1], lowering.memory.stored(o.table), lowering.arrays.positions)
-    lowering.emit(kernel(norms.position_add, FLOAT_KINDS[o.table.dtype]), *buffer(lowering, o.x), *table)
-    lowering.wrote(o.x)
+def layer_norm(context: Context, o: op.LayerNorm, fusion: Fusion) -> None:
+    (x, stride), result = context.place(o.x), Result(context, o.out, fusion)
+    args = norms.LayerNormArgs(
+        x=x, x_stride=stride, width=context.width(o.x), gain=context.memory.floats(o.gain),
+        bias=context.memory.floats(o.bias), epsilon=o.eps,
+        out=result.place.address, out_stride=result.place.stride, quantized=result.quantized,
+    )  # fmt: skip
+    context.emit(kernel(norms.layer_norm, context.max_tile), args)
 
 
-def activation(lowering: Lowering, o: op.GeGlu | op.Relu) -> None:
+def activation(context: Context, o: op.SwiGlu | op.GeGlu | op.Relu, fusion: Fusion) -> None:
     if o.width % 16:
         raise UnsupportedError(f"intermediate_size {o.width} is not a multiple of 16; run with --target reference")
-    factory = norms.geglu if isinstance(o, op.GeGlu) else norms.relu
-    words = [*buffer(lowering, o.x), o.width, *buffer(lowering, o.out), *ABSENT.words()]
-    row = lowering.emit(kernel(factory, lowering.big), *words, parts=channel_parts(o.width))
-    lowering.wrote(o.out, (row, 7))
+    (x, stride), result = context.place(o.x), Result(context, o.out, fusion)
+    args = elementwise.ActivationArgs(
+        x=x, x_stride=stride, width=o.width, out=result.place.address, out_stride=result.place.stride,
+        out_of_thread=result.of_thread, quantized=result.quantized,
+    )  # fmt: skip
+    prefill = decode = kernel(norms.geglu if isinstance(o, op.GeGlu) else norms.relu, context.max_tile)
+    if isinstance(o, op.SwiGlu):
+        decode, prefill = (kernel(elementwise.swiglu, context.max_tile, int(done)) for done in (False, fusion.swiglu))
+    context.emit(prefill, args, parts=channel_parts(o.width), decode=decode)
+
+
+def norm_add(context: Context, o: op.NormAdd) -> None:
+    (x, x_stride), (out, out_stride) = context.place(o.x), context.place(o.out)
+    args = norms.NormAddArgs(
+        x=x, x_stride=x_stride, width=context.width(o.x), gain=context.memory.floats(o.gain), epsilon=o.eps,
+        out=out, out_stride=out_stride,
+    )  # fmt: skip
+    context.emit(kernel(norms.norm_add), args)
+    context.invalidate(o.out)
+
+
+def scale(context: Context, o: op.Scale) -> None:
+    x, stride = context.place(o.x)
+    args = norms.ScaleArgs(x=x, x_stride=stride, width=context.width(o.x), factor=o.factor)
+    context.emit(kernel(norms.scale), args)
+    context.invalidate(o.x)
+
+
+def position_add(context: Context, o: op.PositionAdd) -> None:
+    x, stride = context.place(o.x)
+    args = norms.PositionAddArgs(
+        x=x, x_stride=stride, width=o.table.shape[1],
+        table=context.memory.stored(o.table), positions=context.arrays.positions,
+    )  # fmt: skip
+    context.emit(kernel(norms.position_add, FLOAT_KINDS[o.table.dtype]), args)
+    context.invalidate(o.x)
+
+
+def select(context: Context, o: op.Select) -> None:
+    if o.outs or o.together > 1:
+        raise UnsupportedError("rows that are selected into other buffers or side by side; run with --target reference")
+    sources = [context.place(name) for name in o.buffers]
+    context.select(o.buffers)
+    for name, (x, stride) in zip(o.buffers, sources, strict=True):
+        args = elementwise.SelectArgs(
+            x=x, x_stride=stride, width=context.width(name),
+            out=context.place(name).address, out_stride=stride, indices=context.arrays.selection,
+        )  # fmt: skip
+        context.emit(kernel(elementwise.select), args)

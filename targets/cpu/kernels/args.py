@@ -1,0 +1,113 @@
+"""Argument records that several kernels share; a kernel's own record lies beside it (jit/args.py has how they work).
+
+Strides are bytes from one token row to the next, blocks are 16 output channels (edgeq/codec.py), and 0 is no address.
+"""
+
+from __future__ import annotations
+
+from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
+
+NONE, FLOAT, A8, A16 = 0, 1, 2, 3
+"""Kinds of quantized activations: none, float32 as it is, int8, int16."""
+BLOCK, TOKEN, TOKEN_ZERO = 0, 1, 2
+"""What a scale is for: a block of channels, symmetric; a whole token row, symmetric or with a zero point."""
+
+
+INTEGERS, F16_KIND, BF16_KIND, F32_KIND = 0, 2, 3, 4
+"""Kinds of weights and of stored vectors."""
+FLOAT_KINDS = {"f32": F32_KIND, "f16": F16_KIND, "bf16": BF16_KIND}
+
+
+class QuantizedArgs(Args, part=True):
+    """Where the maker of a buffer writes its quantized activations, and how they are rounded (quantize.py).
+
+    kind            NONE, FLOAT, A8 or A16
+    columns, block  channels of a row, and how many of them share a scale in store
+    stride          bytes of a row of the tiles at `data`
+    scales, sums    f32 and int32 per row and block
+    limit           the largest integer
+    factors         f32 per channel that x is multiplied by first, or 0
+    winograd_sums   int32 per row and block for products by Winograd's method, or 0
+    """
+
+    kind = number(NONE)
+    columns = number(0)
+    block = number(16)
+    stride = nbytes(0)
+    data = pointer(0)
+    scales = pointer(0)
+    sums = pointer(0)
+    limit = number(0)
+    factors = pointer(0)
+    winograd_sums = pointer(0)
+
+
+NOT_QUANTIZED = QuantizedArgs()
+
+
+class ProductArgs(Args):
+    """A product y = W x + bias.
+
+    x                 quantized activations: data, bytes of a row, scales, sums, activation blocks of a row.  Of `thin_matmul`
+                      rows of float32
+    weights           in file order; scales and zero points: address, bytes from one block of output channels to the next, and
+                      from one activation block to the next
+    columns           of floats: input channels
+    chunks            of integers: chunks of 32 input channels in a row, and in an activation block
+    group_blocks      blocks that stay in the cache while tokens pass
+    bias              f32 or 0
+    add               1: the product is added to y
+    scratch           SCRATCH_BYTES of every thread
+    winograd_sums     of the activations, int32 per row and block, or 0
+    winograd_room     of every thread, for the constants of the weights
+    block_step        of tiles of several blocks: from one block to the next
+    """
+
+    x = pointer()
+    x_stride = nbytes()
+    x_scales = pointer(0)
+    x_sums = pointer(0)
+    x_blocks = number(0)
+    weights = pointer()
+    weights_block = nbytes()
+    scales = pointer(0)
+    scales_block = nbytes(0)
+    scales_step = nbytes(0)
+    zeros = pointer(0)
+    zeros_block = nbytes(0)
+    zeros_step = nbytes(0)
+    chunks = number()
+    chunks_per_block = number(0)
+    output_channels = number()
+    group_blocks = number()
+    y = pointer()
+    y_stride = nbytes()
+    bias = pointer(0)
+    add = number(0)
+    scratch = pointer()
+    winograd_sums = pointer(0)
+    winograd_room = pointer(0)
+    block_step = number(1)
+
+
+class CacheArgs(Args):
+    """What every kernel of the key/value cache reads.
+
+    x             rows of queries, keys and values
+    padded_dim    head_dim padded to 16
+    slots         int32 per row: its place in the cache of its session
+    page_tables   int64 per row: the address of an array of page addresses
+    layer_offset  bytes from the start of a page to this layer
+    high          dimensions of a head in 8 bits, of an int4 cache
+    """
+
+    x = pointer()
+    x_stride = nbytes()
+    heads = number()
+    kv_heads = number()
+    head_dim = number()
+    padded_dim = number()
+    slots = pointer()
+    page_tables = pointer()
+    layer_offset = nbytes()
+    high = number()

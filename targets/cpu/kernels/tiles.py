@@ -1,0 +1,52 @@
+"""What an inner product is to the kernels around it: a tile of a few tokens and neighbouring blocks, emitted as LLVM IR."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from edgeq.targets.cpu.jit.simd import I64
+
+
+class Tile(Protocol):
+    """Emits out f32 [blocks][tokens][16] = the weights of `blocks` blocks from block n on times `tokens` rows from row r.
+
+    The rest is in the op record, `ProductArgs`.  `stores_result`, not 0: a tile of several blocks stores to y, or adds, itself.
+    """
+
+    tokens: int
+    blocks: int
+
+    def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None: ...
+
+
+def tile_function(tile: Tile) -> Any:
+    """The tile as a function for kernels: (args, n, r, out, stores_result)."""
+
+    @intrinsic  # type: ignore[misc]
+    def product(typing: Any, args: Any, n: Any, r: Any, out: Any, stores_result: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            tile.emit(b, *values)
+            return context.get_dummy_value()
+
+        return types.void(args, *[types.intp] * 4), codegen
+
+    return product
+
+
+def at(b: Any, base: Any, index: Any, step: int) -> Any:
+    return b.add(base, b.mul(index, ir.Constant(I64, step)))
+
+
+def plus(b: Any, address: Any, offset: int) -> Any:
+    return b.add(address, ir.Constant(I64, offset))
+
+
+def chunks_of(b: Any, index: Any, chunks: Any, per_block: Any) -> tuple[Any, Any]:
+    """The first chunk of an activation block and how many it has: `per_block`, or those left of a row's `chunks`."""
+    first = b.mul(index, per_block)
+    left = b.sub(chunks, first)
+    return first, b.select(b.icmp_unsigned("<", left, per_block), left, per_block)

@@ -1,0 +1,84 @@
+"""Quantized activations: in which layout a layer reads its input, and the operations that write it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgeq.codec import CHUNK
+from edgeq.quantization import MAX_ACTIVATION_BLOCK, activation_block, activation_limit
+from edgeq.records import LinearSpec, Mode
+from edgeq.targets import graph as op
+from edgeq.targets.cpu.jit.buffers import Buffers
+from edgeq.targets.cpu.jit.optable import channel_parts, kernel
+from edgeq.targets.cpu.kernels import quantize, winograd
+from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, FLOAT, TOKEN, TOKEN_ZERO
+from edgeq.targets.cpu.lowering.context import Context
+from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
+
+A16_LIMIT = 32767
+"""The largest integer of an activation block in mode a16."""
+LARGEST_BYTE = 127
+PLACEHOLDER_BYTES = 64
+
+
+def layer_read(context: Context, layer: LinearSpec) -> LinearSpec:
+    """The layer as the table reads it: perhaps its master for its weights."""
+    if context.source != "masters" or context.masters.index_of(layer.name) is None:
+        return layer
+    assert layer.master
+    return replace(layer, weights=(layer.master,))
+
+
+def layouts(context: Context, o: op.Linear) -> list[Layout]:
+    """The layout in which each block of a layer's weights reads its columns."""
+    found, first, layer = list[Layout](), 0, layer_read(context, o.linear)
+    for index, weight in enumerate(layer.weights):
+        found.append(_layout(context, layer, index, first, context.mode(o)))
+        first += weight.columns
+    return found
+
+
+def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: Mode) -> Layout:
+    weight = layer.weights[index]
+    factors = context.memory.copied(context.file.array(layer.input_scale)) + 4 * first if layer.input_scale else 0
+    factors = factors or input_factors(context, layer)
+    if weight.codec.kind != "int":
+        return Layout(FLOAT, weight.columns, MAX_ACTIVATION_BLOCK, factors=factors, first=first)
+    codec, block = weight.codec, activation_block(weight.codec)
+    kind, scaling = A16 if mode == "a16" else A8, BLOCK
+    limit = A16_LIMIT if mode == "a16" else activation_limit(codec, mode)
+    if mode != "a16" and layer.activation:
+        bits = layer.activation.high_bits if index else layer.activation.bits
+        if layer.activation.symmetric:
+            limit, scaling = (1 << (bits - 1)) - 1, TOKEN
+        else:
+            limit, scaling = (1 << bits) - 1, TOKEN_ZERO
+        # Less their zero point, 8 bits are from -255 to 255.
+        kind = A16 if limit > LARGEST_BYTE else A8
+    fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
+    return Layout(kind, weight.columns, block, limit, scaling, factors, first, context.isa.winograd and fits and block >= CHUNK)
+
+
+def input_factors(context: Context, layer: LinearSpec) -> int:
+    """The address of what requantized weights multiply the input of `layer` by, 0 if there is nothing."""
+    index = context.masters.index_of(layer.name) if context.source == "requantized" else None
+    return 0 if index is None else factors_of(context.memory, index)
+
+
+def factors_of(memory: Buffers, index: int) -> int:
+    """The address that stands for the factors of shared input `index` until the weights are there."""
+    return memory.shared(("factors", index), PLACEHOLDER_BYTES)
+
+
+def quantized(context: Context, buffer: str, layout: Layout) -> QuantizedActivation:
+    """The quantized activations of a buffer: those that its maker has written, or of an operation of their own."""
+    if made := context.quantized(buffer, layout):
+        return made
+    made = context.add_quantized(buffer, layout)
+    function = kernel(quantize.quantize, context.max_tile)
+    if layout.scaling != BLOCK:
+        function = kernel(quantize.quantize_tokens, context.max_tile, int(layout.scaling == TOKEN_ZERO))
+    x, stride = context.place(buffer)
+    args = quantize.QuantizeArgs(x=x + 4 * layout.first, x_stride=stride, quantized=made.args())
+    context.emit(function, args, parts=channel_parts(layout.columns))
+    return made

@@ -1,0 +1,88 @@
+"""From a graph to the op table: fuse, emit op records for each operation in turn, compile their kernels, write the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from edgeq.errors import UnsupportedError
+from edgeq.targets import graph as op
+from edgeq.targets.cpu.jit.args import FUNCTION, PARTS, RECORD_SLOTS
+from edgeq.targets.cpu.jit.compile import address, is_kept
+from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Tables
+from edgeq.targets.cpu.lowering import attention, experts, layers, linear
+from edgeq.targets.cpu.lowering.context import Context
+from edgeq.targets.cpu.lowering.fuse import Fusion, fuse
+from edgeq.targets.target import OnProgress
+
+
+def lower(context: Context) -> None:
+    """Fill the context's records from its graph."""
+    for o, fusion in zip(context.graph.operations, fuse(context), strict=True):
+        context.begin(o)
+        if type(o) in _FUSED:
+            _FUSED[type(o)](context, o, fusion)
+        elif type(o) in _PLAIN:
+            _PLAIN[type(o)](context, o)
+        else:
+            raise UnsupportedError(f"the cpu target does not run {type(o).__name__}; run with --target reference")
+
+
+def tables(context: Context, on_progress: OnProgress) -> Tables:
+    """The tables of a lowered graph; `on_progress` is told of each kernel that was not compiled before, then of the end."""
+    kernels = dict.fromkeys(
+        [
+            *(each.prefill for each in context.records),
+            *(each.decode for each in context.records),
+            *(function for stage in context.expert_stages for function in stage.functions),
+        ]
+    )
+    missing = [each for each in kernels if not is_kept(each[0], *each[1])]
+    for i, (factory, literals) in enumerate(missing):
+        on_progress(i, len(missing), f"compiling {factory.__name__}")
+        address(factory, *literals)
+    if missing:
+        on_progress(len(missing), len(missing), "compiled")
+    addresses = {each: address(each[0], *each[1]) for each in kernels}
+    for stage in context.expert_stages:
+        stage.table[:, FUNCTION] = [addresses[function] for function in stage.functions]
+    prefill = np.array([each.args.record() for each in context.records], np.int64).reshape(-1, RECORD_SLOTS)
+    decode = prefill.copy()
+    threads, most = context.options.threads_prefill, context.options.threads
+    most = PARTS_A_THREAD * most if most > 1 else 1
+    prefill[:, FUNCTION] = [addresses[each.prefill] for each in context.records]
+    decode[:, FUNCTION] = [addresses[each.decode] for each in context.records]
+    prefill[:, PARTS] = [each.parts_a_thread * threads for each in context.records]
+    decode[:, PARTS] = [min(each.decode_parts, most) for each in context.records]
+    return Tables(decode, prefill, context.steps())
+
+
+def _experts(context: Context, o: op.Experts) -> None:
+    experts.experts(context, o, lower)
+
+
+_FUSED: dict[type[op.Operation], Callable[[Context, Any, Fusion], None]] = {
+    op.RmsNorm: layers.rms_norm,
+    op.LayerNorm: layers.layer_norm,
+    op.SwiGlu: layers.activation,
+    op.GeGlu: layers.activation,
+    op.Relu: layers.activation,
+    op.Linear: linear.linear,
+    op.CacheWrite: attention.cache_write,
+}
+_PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
+    op.Embed: layers.embed,
+    op.NormAdd: layers.norm_add,
+    op.Scale: layers.scale,
+    op.PositionAdd: layers.position_add,
+    op.HeadNorm: attention.head_change,
+    op.HeadRotate: attention.head_change,
+    op.RopeRotate: attention.rope_rotate,
+    op.Attention: attention.attend,
+    op.Route: experts.route,
+    op.Experts: _experts,
+    op.GatedAdd: experts.gated_add,
+    op.Select: layers.select,
+}

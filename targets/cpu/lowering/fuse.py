@@ -1,0 +1,108 @@
+"""The pass before emission: which operations of the list run as one.
+
+quantization    the operation that makes a layer's input also writes it quantized; where nothing reads its float32,
+                those never leave the cache
+SwiGLU          into the product of gate and up
+heads           head norms, rotary positions and the rotation of heads into the write of keys and values
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgeq.codec import ROWS
+from edgeq.records import LinearSpec
+from edgeq.targets import graph as op
+from edgeq.targets.cpu.kernels.args import BLOCK
+from edgeq.targets.cpu.lowering.activations import layer_read, layouts
+from edgeq.targets.cpu.lowering.context import Context
+from edgeq.targets.cpu.lowering.layout import Layout
+
+MAKERS = (op.RmsNorm, op.LayerNorm, op.SwiGlu, op.GeGlu, op.Relu)
+"""Operations whose kernels write quantized activations of their result as well."""
+HeadChange = op.HeadNorm | op.RopeRotate | op.HeadRotate
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What runs as one with an operation.
+
+    layout       the layout in which its result is also written
+    keeps_floats whether its result is read as float32
+    swiglu       Linear: in runs of several rows the product does the SwiGLU after it;  SwiGlu: the product has done it
+    heads        CacheWrite: what changes the heads before
+    """
+
+    layout: Layout | None = None
+    keeps_floats: bool = True
+    swiglu: bool = False
+    heads: tuple[HeadChange, ...] = ()
+
+
+def fuse(context: Context) -> list[Fusion]:
+    """For every operation of the graph."""
+    fusions, heads = list[Fusion](), list[HeadChange]()
+    for position, o in enumerate(context.graph.operations):
+        fusion = Fusion()
+        if isinstance(o, MAKERS):
+            joined = bool(fusions) and fusions[-1].swiglu and isinstance(o, op.SwiGlu)
+            fusion = Fusion(_layout_made(context, position, o.out), _keeps_floats(context, position, o), joined)
+        elif isinstance(o, op.Linear):
+            fusion = Fusion(swiglu=_does_swiglu(context, position, o))
+        elif isinstance(o, (op.HeadNorm, op.RopeRotate, op.HeadRotate)):
+            heads.append(o)
+        elif isinstance(o, op.CacheWrite):
+            fusion = Fusion(heads=tuple(heads))
+            heads.clear()
+        fusions.append(fusion)
+    return fusions
+
+
+def _changes_input(layer: LinearSpec) -> bool:
+    return bool(layer.input_order or layer.transform)
+
+
+def _layout_made(context: Context, position: int, buffer: str) -> Layout | None:
+    """The layout of the first layer that reads the whole buffer as it is, in blocks, before it is overwritten."""
+    for o in context.graph.operations[position + 1 :]:
+        if isinstance(o, op.Linear) and o.x == buffer and not _changes_input(layer_read(context, o.linear)):
+            for layout in layouts(context, o):
+                if layout.first == 0 and layout.columns == context.width(buffer) and layout.scaling == BLOCK:
+                    return layout
+        if buffer in o.writes():
+            return None
+    return None
+
+
+def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
+    """Whether what the operation at `position` writes is read in any way but in one quantized layout."""
+    if context.source == "masters" or context.stage_of_expert or not isinstance(maker, (op.RmsNorm, op.SwiGlu)):
+        return True
+    buffer, found = maker.out, set[Layout]()
+    for o in context.graph.operations[position + 1 :]:
+        if isinstance(o, op.Linear) and o.x == buffer and buffer not in o.writes():
+            layer = o.linear
+            if len(layer.weights) > 1 or _changes_input(layer) or layer.low_rank:
+                return True
+            found.update(layouts(context, o))
+        elif isinstance(o, (op.RmsNorm, op.SwiGlu)) and o.out == buffer != o.x:
+            break
+        elif buffer in (*o.reads(), *o.writes()):
+            return True
+    whole = context.width(buffer)
+    return len(found) != 1 or any(each.scaling != BLOCK or each.columns != whole for each in found)
+
+
+def _does_swiglu(context: Context, position: int, o: op.Linear) -> bool:
+    """Whether a product can do the SwiGLU after it: gate and up are all that it gives, from one block of integers, and the
+    result is read in one quantized layout alone."""
+    layer, following = layer_read(context, o.linear), context.graph.operations[position + 1 : position + 2]
+    weight, *more = layer.weights
+    if more or weight.codec.kind != "int" or layer.bias or layer.low_rank or o.add or o.offset:
+        return False
+    if not following or not isinstance(following[0], op.SwiGlu):
+        return False
+    swiglu = following[0]
+    if swiglu.x != o.out or swiglu.width % ROWS or weight.rows != 2 * swiglu.width:
+        return False
+    return not _keeps_floats(context, position + 1, swiglu)

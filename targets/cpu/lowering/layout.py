@@ -1,0 +1,71 @@
+"""What a product reads instead of float32: the layout of quantized activations, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from edgeq.codec import CHUNK
+from edgeq.targets.cpu.jit.buffers import Buffers, padded
+from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, FLOAT, QuantizedArgs
+
+CHUNK_BYTES = {FLOAT: 4 * CHUNK, A8: CHUNK, A16: 2 * CHUNK}
+SMALL_TILE = 4
+"""Tokens of a tile that the last rows of a run may have to themselves."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns [first, first + columns) of a buffer's rows, quantized.
+
+    kind       FLOAT, A8 or A16: how the numbers are stored
+    block      channels that have a scale of their own in store, a multiple of 16
+    limit      the largest integer; with TOKEN_ZERO the difference of the largest and the smallest
+    scaling    BLOCK, TOKEN or TOKEN_ZERO
+    factors    address of one f32 per channel that x is multiplied by first, or 0
+    winograd   8-bit integers go to products by Winograd's method, which need a number more of every block (winograd.py)
+    """
+
+    kind: int
+    columns: int
+    block: int
+    limit: int = 0
+    scaling: int = BLOCK
+    factors: int = 0
+    first: int = 0
+    winograd: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.columns // self.block)
+
+    @property
+    def stride(self) -> int:
+        """Bytes of a row."""
+        return padded(self.columns, CHUNK) // CHUNK * CHUNK_BYTES[self.kind]
+
+
+@dataclass(frozen=True)
+class QuantizedActivation:
+    """Where quantized activations lie: addresses of the tiles, `layout.stride` bytes for each row; of scales, of sums and, for
+    Winograd's method, of the sums A, one per row and block."""
+
+    layout: Layout
+    data: int
+    scales: int
+    sums: int
+    winograd_sums: int = 0
+
+    @classmethod
+    def allocated(cls, layout: Layout, rows: int, name: tuple[Hashable, ...], memory: Buffers) -> QuantizedActivation:
+        """Room for so many rows, shared by all who ask by this name."""
+        rows = padded(rows, SMALL_TILE)
+        sizes = [layout.stride, 4 * layout.blocks, 4 * layout.blocks] + [4 * layout.blocks] * layout.winograd
+        return cls(layout, *(memory.shared((*name, array), rows * size) for array, size in enumerate(sizes)))
+
+    def args(self) -> QuantizedArgs:
+        layout = self.layout
+        return QuantizedArgs(
+            kind=layout.kind, columns=layout.columns, block=layout.block, stride=layout.stride, limit=layout.limit,
+            factors=layout.factors, data=self.data, scales=self.scales, sums=self.sums, winograd_sums=self.winograd_sums,
+        )  # fmt: skip
