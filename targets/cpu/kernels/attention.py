@@ -34,13 +34,19 @@ from edgeq.targets.cpu.kernels.kv_layout import INT4_KV, INT8_KV, POSITIONS, hal
 
 
 class AttentionArgs(CacheArgs):
-    """q_offset: bytes to the queries in a row of x; window: positions that a row sees, or 0 for all; scale of the softmax;
-    scratch: ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread."""
+    """q_offset       bytes to the queries in a row of x
+    window         causal: positions that a row sees, or 0 for all
+    spans          else: int32 per row the first slot that it sees; `span_stride` bytes later, the one after the last
+    scale          of the softmax
+    scratch        ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread
+    """
 
     q_offset = nbytes()
     out = pointer()
     out_stride = nbytes()
     window = number()
+    spans = pointer(0)
+    span_stride = nbytes(0)
     scale = float32()
     scratch = pointer()
     state_bytes = nbytes()
@@ -83,10 +89,22 @@ def gather(code, tile, vectors, values, ahead, count, padded, state, step):
 
 
 @inline
-def visible_range(slot, q, shared, window, start):
-    """The positions begin <= i < end of the page from `start` on that query q of a unit sees, whose first row is at `slot`."""
-    end = slot + q // shared + 1
-    return (max(0, end - window) if window > 0 else start) - start, end - start
+def visible_range(least, end, window, start):
+    """The positions begin <= i < end of the page from `start` on that a query sees: slots least ... end - 1, at most the last
+    `window`."""
+    return (max(least, end - window) if window > 0 else max(least, start)) - start, end - start
+
+
+@inline
+def in_one_unit(args, spans, r, slot, begin, rows):
+    """Whether row r + rows may join the rows from r on in a unit: it has the next slot, or with spans the same range."""
+    following = r + rows
+    if get_i64(args.page_tables + 8 * following) != get_i64(args.page_tables + 8 * r):
+        return False
+    if spans:
+        place = args.spans + 4 * following
+        return get_i32(place) == begin and get_i32(place + args.span_stride) == slot + 1
+    return get_i32(args.slots + 4 * following) == slot + rows
 
 
 @inline
@@ -157,9 +175,9 @@ def end_query(state, out, total, dim, padded):
         put_f32(out + 4 * i, get_f32(result + 4 * i) / total)
 
 
-def attend(code: int, tile: int, vectors: int) -> Kernel:
+def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
     """A unit is a few rows of one session with all query heads that share one key head: a page is read and widened once for
-    them.
+    them.  `spans`: rows see the slots that they name; else those up to their own.
 
     Queries are taken `tile` at a time against `vectors` x 16 positions.  What one query computes depends on nothing else.
     """
@@ -176,13 +194,15 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
             head, r = unit % kv_heads, unit // kv_heads * ROWS_PER_UNIT
             stop = min(r + ROWS_PER_UNIT, count)
             while r < stop:
-                # Rows that follow each other in one session, first to last.
-                slot = get_i32(args.slots + 4 * r)
-                table, rows = get_i64(args.page_tables + 8 * r), 1
-                while r + rows < stop and (
-                    get_i64(args.page_tables + 8 * (r + rows)) == table and get_i32(args.slots + 4 * (r + rows)) == slot + rows
-                ):
+                # Rows that follow each other in one session, first to last, or that see the same: `slot` is the last that the
+                # first row sees, each row after it sees `advance` more.
+                slot, begin_slot, advance, rows = get_i32(args.slots + 4 * r), 0, 1, 1
+                if spans:
+                    begin_slot, slot = get_i32(args.spans + 4 * r), get_i32(args.spans + args.span_stride + 4 * r) - 1
+                    advance = 0
+                while r + rows < stop and in_one_unit(args, spans, r, slot, begin_slot, rows):
                     rows += 1
+                last = slot + (rows - 1) * advance
                 queries = rows * shared
                 for q in range(queries):
                     source = args.x + (r + q // shared) * args.x_stride + args.q_offset
@@ -190,11 +210,11 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                     begin_query(state, step, state + (int4.QUERY if code == INT4_KV else QUERY), x, dim, padded, scale)
                     if code == INT4_KV:
                         int4.begin_query(state, dim, high)
-                oldest = max(0, slot + 1 - window) if window > 0 else 0
-                for start in range(oldest // POSITIONS * POSITIONS, slot + rows, POSITIONS):
-                    keys, seen = keys_at(args, r, start, head, code), min(slot + rows - start, POSITIONS)
+                oldest = max(0, slot + 1 - window) if window > 0 else begin_slot
+                for start in range(oldest // POSITIONS * POSITIONS, last + 1, POSITIONS):
+                    keys, seen = keys_at(args, r, start, head, code), min(last + 1 - start, POSITIONS)
                     values, scales = keys + half_bytes(dim, high, code), POSITIONS * padded
-                    following = min(start + POSITIONS, slot + rows - 1)
+                    following = min(start + POSITIONS, last)
                     ahead = keys_at(args, r, following, head, code) - values
                     q = 0
                     while queries - q >= tile:
@@ -211,13 +231,13 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                         q += 1
                     # In two passes: a largest number takes long to find, and other queries' need not wait for it.
                     for q in range(queries):
-                        begin, end = visible_range(slot, q, shared, window, start)
+                        begin, end = visible_range(begin_slot, slot + q // shared * advance + 1, window, start)
                         state = states + q * step
                         if code == INT4_KV:
                             int4.scores_from_codes(state, keys, dim, high)
                         weigh_peak(state, begin, end, keys + scales, code)
                     for q in range(queries):
-                        begin, end = visible_range(slot, q, shared, window, start)
+                        begin, end = visible_range(begin_slot, slot + q // shared * advance + 1, window, start)
                         state = states + q * step
                         weigh(state, begin, end, values + scales, code)
                         if code == INT4_KV:
