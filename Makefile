@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo test lint schema clean
+.PHONY: demo test lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -33,6 +33,10 @@ test: $(VENV)/installed-test
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m pytest tests/test_project.py tests/test_layering.py
+
+docs: $(VENV)/installed-docs
+	$(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
 
 schema: $(VENV)/installed-test
 	cd edgeq/schema && ../../$(BIN)/flatc --python --gen-object-api --gen-onefile --python-typing model.fbs

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk or on the hub: its JSON files, its tensors by header, their rows one slab at a time.
 
 safetensors only.  The headers come from strangers: cap, check, then loop; no length is used before it has been compared with
-the size of the file.  Of the weights nothing is held but the slab asked for, and one shard is open at a time.
+the size of the file.  Only the slab of weights asked for is in memory, and one shard is open at a time.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tensor that a checkpoint has under another name, as rows of a larger one, or less a constant.
+class TensorSource:
+    """Where to find a tensor that the checkpoint has under another name, as rows of a larger one, or less a constant.
 
     name    of the stored tensor, whose shape is `stored`
     shape   of the tensor meant: it begins at row `row` of the stored one, whose leading dimensions are taken as one
@@ -129,8 +129,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {name} has the shape {tensor.shape}; config.json says {shape}")
         return tensor
 
-    def arrange(self, sources: Mapping[str, Source]) -> None:
-        """From now on `tensors` has those of `sources` under the names given, instead of what they are made of.
+    def arrange(self, sources: Mapping[str, TensorSource]) -> None:
+        """Replace in `tensors` what `sources` are made of by the tensors that they describe, under the names given.
 
         CheckpointError: a source is missing or has another shape.
         """

@@ -1,4 +1,4 @@
-"""Carries out a plan: step by step into a partial file, resumed where a killed run stopped."""
+"""Carries out a plan step by step into a partial file, and resumes where a killed run stopped."""
 
 from __future__ import annotations
 
@@ -11,45 +11,48 @@ from numpy.typing import NDArray
 from torch import nn
 
 from edgeq.container import ModelFile
-from edgeq.converters.calibration.choose_precision import Verdict, decide
+from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
 from edgeq.converters.items import Deliver, write
 from edgeq.converters.journal import Journal
 from edgeq.converters.linears import Delivery, LinearItem
 from edgeq.converters.method import Block, Study
 from edgeq.converters.options import ConvertOptions
-from edgeq.converters.preflight import Plan, Step, preflight
+from edgeq.converters.plan import ConversionPlan, WriteStep
+from edgeq.converters.preflight import check_disk, preflight
 from edgeq.converters.readback import stored_tensors
 from edgeq.converters.slabs import RowReader, Tensors
 from edgeq.errors import InputError
 from edgeq.writer import Writer
 
-__all__ = ["ConvertOptions", "Plan", "Progress", "Warn", "convert", "preflight"]
+__all__ = ["ConversionProgress", "ConvertOptions", "Warn", "convert", "preflight"]
 
-Progress = Callable[[int, int, str, int, int], None]
-"""Hears (step, steps, what is being done, bytes of the file done, bytes of the file in all) as the conversion goes on.
+ConversionProgress = Callable[[int, int, str, int, int], None]
+"""Progress callback: (step, total steps, label, bytes of the file written, total bytes).
 
-Steps count from 0; verification is the last one.  After a resume the first call says where it goes on."""
+Steps count from 0; verification is the last one.  After a resume the first call has the step at which it goes on."""
 Warn = Callable[[str], None]
-"""Takes a line that a user should read; the conversion goes on."""
+"""Called with a line that the user should read; the conversion goes on."""
 
 
 def convert(
-    source: str, output: Path, options: ConvertOptions, progress: Progress, warn: Warn = lambda line: None
+    source: str, output: Path, options: ConvertOptions, progress: ConversionProgress, warn: Warn = lambda line: None
 ) -> ModelFile:
     """The checkpoint `source` (folder or hub id) as the model file `output`, verified.
 
     Killed at any moment and called again with the same source and options, it goes on and ends in the same bytes.  An existing
-    `output` is replaced only by the finished file.  Memory: see `edgeq.converters.preflight`.
+    `output` is replaced only by the finished file.  Memory: see `edgeq.converters.plan`.
     Errors: as `preflight`; InputError: an interrupted conversion with other source or options is in the way; ResourceError: the
     disk is full, what is written stays for the next run.
     """
     plan = preflight(source, options)
     if output.is_dir():
         raise InputError(f"{output}: a folder; give the name of the file to write")
+    for line in plan.notes():
+        warn(line)
     journal = Journal(output, plan.fingerprint())
     segments = journal.resume(options.restart)
-    plan.check_disk(output, segments[-1].offset + segments[-1].length if segments else 0)
+    check_disk(plan, output, segments[-1].offset + segments[-1].length if segments else 0)
     writer = Writer(output, segments)
     try:
         plan = _Run(plan, writer, journal, progress, warn).finish()
@@ -63,9 +66,11 @@ def convert(
 
 
 class _Run:
-    """Writes what the journal does not have yet."""
+    """One run of a plan: writes the steps that the journal does not have yet."""
 
-    def __init__(self, plan: Plan, writer: Writer, journal: Journal, progress: Progress, warn: Warn) -> None:
+    def __init__(
+        self, plan: ConversionPlan, writer: Writer, journal: Journal, progress: ConversionProgress, warn: Warn
+    ) -> None:
         self.plan, self.method, self.writer, self.journal = plan, plan.method, writer, journal
         self.progress, self.warn = progress, warn
         self.done = sum(segment.length for segment in writer.segments)
@@ -74,7 +79,7 @@ class _Run:
             left -= sum(len(item.nbytes) for item in plan.steps[self.skip].items)
             self.skip += 1
 
-    def finish(self) -> Plan:
+    def finish(self) -> ConversionPlan:
         """Returns the plan with what was measured on the way."""
         steps, last = self.plan.steps, len(self.plan.steps) - 1
         tensors = self.method.tensors(self.plan.checkpoint, self._study())
@@ -85,7 +90,7 @@ class _Run:
                 self._write(index, steps[index], tensors.rows, self._deliver(tensors.rows, {}))
         if self.plan.calibration is not None:
             self._report(last, "measure")
-            self.plan = self.plan.decided(self._measure(tensors))
+            self.plan = self.plan.with_choice(self._measure(tensors))
         if self.skip <= last:
             # The head is rounded as it is: a method's parts are those of decoder layers.
             self._write(last, self.plan.steps[last], tensors.rows, lambda item: Delivery(tensors.rows))
@@ -140,13 +145,13 @@ class _Run:
         items = [item for step in self.plan.steps for item in step.items]
         return stored_tensors(self.writer.partial, self.writer.segments, items)
 
-    def _measure(self, tensors: Tensors) -> Verdict:
-        """What the head and the mode should be, from the layers already written."""
+    def _measure(self, tensors: Tensors) -> PrecisionChoice:
+        """The bits of the head and the mode, chosen on the layers already written."""
         assert self.plan.calibration is not None
         rows = self.plan.calibration.rows
-        return decide(self.method, self.plan.checkpoint, tensors, rows, self._stored(), self.plan.heads())
+        return choose(self.method, self.plan.checkpoint, tensors, rows, self._stored(), self.plan.heads())
 
-    def _write(self, index: int, step: Step, read: RowReader, deliver: Deliver) -> None:
+    def _write(self, index: int, step: WriteStep, read: RowReader, deliver: Deliver) -> None:
         def written(nbytes: int) -> None:
             self.done += nbytes
             self._report(index, step.label)

@@ -1,4 +1,4 @@
-"""What goes into the file, as records, and how each is written.
+"""The contents of the file as items: the record and the segments of each, and how it is written.
 
 All of it follows from the configuration, the method and its options: the records, the segment each will fill and so the
 metadata and the size of the file are known before a weight is read.  A resumed conversion therefore needs only the segments
@@ -77,7 +77,7 @@ class Contents:
 
 
 def write(writer: Writer, item: Item, read: RowReader, deliver: Deliver, written: Callable[[int], None]) -> None:
-    """Append the segments of `item`; `written` hears of every chunk's bytes as it goes.
+    """Append the segments of `item`; `written` is called with the bytes of every chunk.
 
     CheckpointError: a value that the item's type cannot hold, by tensor name.
     """

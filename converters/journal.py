@@ -1,4 +1,4 @@
-"""What a killed conversion leaves behind so that the next run goes on: `OUT.edgeq.partial.json` beside `OUT.edgeq.partial`.
+"""Lets a killed conversion be resumed: `OUT.edgeq.partial.json` beside `OUT.edgeq.partial`.
 
 The journal holds the segments already safe on the disk and a fingerprint of everything the result depends on.  It is replaced
 atomically, after the segments it names have been synced; so at any moment the two files describe a state that can be resumed.
@@ -30,9 +30,9 @@ class Journal:
         self.fingerprint = fingerprint
 
     def resume(self, restart: bool) -> list[Segment]:
-        """The segments that the next run may rely on; empty to begin anew.
+        """The segments that the next run may rely on; empty to start over.
 
-        InputError: the journal is of another source, other options or another version; says what differs.
+        InputError: the journal is of another source, other options or another version; the message names what differs.
         """
         if restart or not self.partial.exists():
             self.remove()
@@ -50,7 +50,7 @@ class Journal:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise InputError(
                 f"{self.partial}: a conversion was interrupted here with {key} {before.get(key)!r}, now it is "
-                f"{self.fingerprint.get(key)!r}{more}; pass --restart to begin anew, or the same source and options to go on"
+                f"{self.fingerprint.get(key)!r}{more}; pass --restart to start over, or the same source and options to go on"
             )
         # Shorter than promised: the disk lost what it had synced.
         end = max((s.offset + s.length for s in segments), default=0)

@@ -17,7 +17,6 @@ from torch import Tensor
 from edgeq.codec import AnyArray, Codec, pack_floats, pack_groups, pack_integers
 from edgeq.converters.quantizer import AWQ, Preset, Quantized, quantize
 from edgeq.converters.slabs import RowReader, fitting_f16, slabs, stored
-from edgeq.errors import UnsupportedError
 from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Transform, Weight
 from edgeq.writer import Writer
 
@@ -25,7 +24,7 @@ Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
 
 
 FACTOR = Codec("f16")
-"""Of both low-rank factors."""
+"""Codec of both low-rank factors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,7 @@ class Recipe:
                   multiplied by its inverse
     activation    how the input is quantized
     rank          of the low-rank part, delivered, stored in f16; 0: none
-    master        codec of the master: another copy of the rows that the weight is rounded from
+    master        codec of the master: the rows that the weight is rounded from, at higher precision
     """
 
     codec: Codec
@@ -59,17 +58,6 @@ class Recipe:
             return ((self.codec, slice(0, columns)),)
         split = columns - self.high_columns
         return ((self.codec, slice(0, split)), (self.high, slice(split, columns)))
-
-    def check(self, name: str, columns: int) -> None:
-        """UnsupportedError: a group size that does not divide the columns of its block."""
-        for codec, block in self.blocks(columns):
-            try:
-                codec.groups(block.stop - block.start)
-            except UnsupportedError as error:
-                behind = f" (of {columns}, {self.high_columns} are kept in {self.high.bits} bits)" if self.high else ""
-                raise UnsupportedError(f"{name}: {error}{behind}") from None
-        if self.master:
-            self.master.groups(columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +96,12 @@ class LinearItem:
 
     @property
     def nbytes(self) -> tuple[int, ...]:
-        """Of each segment, in the order in which `write_linear` appends them."""
+        """Bytes of each segment, in the order in which `write_linear` appends them."""
         return _lay(self, 0)[1]
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales and zero points that wait in memory while the integers are written."""
+        """Bytes of the scales and zero points that wait in memory while the integers are written."""
         weights = [*self.spec(0).weights, *([master] if (master := self.spec(0).master) else [])]
         return max(w.nbytes - w.q.nbytes for w in weights)
 

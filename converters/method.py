@@ -1,8 +1,8 @@
-"""What a quantization method is to the conversion.
+"""The interface of a quantization method, and the order in which a conversion calls it.
 
-A conversion goes once through the model: embedding, decoder layers, norm and head.  A `Method` says beforehand what is stored
-and how, so that all sizes are known, and works on one layer at a time.  The defaults are those of rounding to nearest; a method
-overrides what it does differently.  In the order in which they are called:
+A conversion goes once through the model: embedding, decoder layers, norm and head.  A `Method` declares first what is stored
+and how, so that all sizes are known, and then works on one layer at a time.  The defaults are those of rounding to nearest; a
+method overrides what it does differently.  In the order in which they are called:
 
     __init__     options, family and configuration; refuses what the method cannot do
     stored_config, recipe, dtype, extras, mode, kv
@@ -13,7 +13,7 @@ overrides what it does differently.  In the order in which they are called:
     prepare      with `calibrates`: changes a loaded layer, or quantizes it
     deliver      what is written of one linear layer
 
-A run that was killed goes on in front of the first step it did not finish.  It ends in the same bytes if everything follows
+A conversion that was killed resumes at the first step it did not finish.  It ends in the same bytes if everything follows
 from the arguments: no state in the method from one layer to the next, no clock, every random number from a fixed seed.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 from torch import nn
@@ -31,12 +31,10 @@ from edgeq.config import ModelConfig
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
-from edgeq.converters.quantizer import AWQ, Preset
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.quantizer import AWQ, Preset, fitting_group_size
 from edgeq.converters.slabs import RowReader, Tensors
 from edgeq.records import Activation, KvCodec, Mode
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 Study = dict[str, NDArray[Any]]
 MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 4: "a4"}
@@ -54,7 +52,7 @@ class Block:
     """A decoder layer at hand.
 
     index     of the layer
-    module    the decoder layer (decoder.py) with its weights in float32, `install` called
+    module    the decoder layer (torch_decoder.py) with its weights in float32, `install` called
     linears   its linear layers as they will be stored, in execution order
     read      rows of its tensors as `module` has them when they are asked for
     forward   `forward.hidden` are the inputs of this layer; `prepare` leaves those of the next there
@@ -79,7 +77,7 @@ class Block:
 
 
 class Method:
-    """Base of all methods; see the module's text for when what is called.
+    """Base of all methods; the head of this file has the order of the calls.
 
     name         as in --method
     defaults     every option that the method has a use for -> its value when not given; an option that is not here is refused.
@@ -101,14 +99,23 @@ class Method:
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         """`config` is the network of the checkpoint.  UnsupportedError: the method cannot do this one, and why."""
-        self.options, self.family, self.config = options, family, config
+        self.options, self.family, self.config = options.completed(self.defaults), family, config
+        self.group_size_given = options.group_size is not None
 
-    @property
-    def codec(self) -> Codec:
-        """Of a weight of a decoder layer: what the options say."""
-        options = self.options
-        assert options.bits is not None and options.group_size is not None
-        return Codec("int", options.bits, options.group_size, bool(options.symmetric))
+    def group_size(self, columns: int) -> int:
+        """Columns of a group of a weight with `columns`.
+
+        A size that was asked for is kept, with a shorter last group where it does not divide the columns; of the default the
+        largest size is taken that does.
+        """
+        size = self.options.group_size
+        assert size is not None
+        return size if self.group_size_given or not size else fitting_group_size(columns, size)
+
+    def codec(self, columns: int) -> Codec:
+        """The codec of a weight of a decoder layer, or of its block of `columns`."""
+        assert self.options.bits is not None
+        return Codec("int", self.options.bits, self.group_size(columns), bool(self.options.symmetric))
 
     @property
     def preset(self) -> Preset:
@@ -122,9 +129,9 @@ class Method:
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
         """The parts of linear layer `name`, such as layers.3.qkv, of a decoder layer; `stored`: its type in the checkpoint."""
-        # In 8 bits the runtime's own scales, a block each, are finer and lose nothing; in 4 a baseline is what its paper says.
+        # In 8 bits the runtime's own scales, a block each, are finer and lose nothing; in 4 a baseline follows its paper.
         four = self.options.activation_bits == 4
-        return Recipe(self.codec, self.preset, activation=Activation(4, symmetric=False) if four else None)
+        return Recipe(self.codec(columns), self.preset, activation=Activation(4, symmetric=False) if four else None)
 
     def dtype(self, part: str, stored: str) -> str:
         """Type of an array, `stored` in the checkpoint.
@@ -139,14 +146,14 @@ class Method:
 
     @property
     def mode(self) -> Mode | None:
-        """In which the file runs by default; None: measured, or a16 without text."""
+        """The mode in which the file runs by default; None: measured, or a16 without text."""
         return MODE_OF_BITS[self.options.activation_bits]
 
     @property
     def head_activation(self) -> Activation | None:
-        """How the input of the head is quantized; None: as the mode says.
+        """How the input of the head is quantized; None: as in the other layers of the mode.
 
-        In 4 bits, right in front of the softmax, it would double what a file of 4-bit activations loses.
+        4 bits there, right before the softmax, would double the loss of a file of 4-bit activations.
         """
         return Activation(8) if self.mode == "a4" else None
 
@@ -157,17 +164,17 @@ class Method:
 
     @property
     def details(self) -> dict[str, object]:
-        """What else the provenance should say: how the method read its options, seeds; as JSON."""
+        """Further entries of the provenance, as JSON: how the method read its options, its seeds."""
         return {}
 
     def memory_bytes(self, tokens: int) -> int:
-        """Beside a streamed slab and, with text of `tokens`, four layers, what goes in and out of one, and a batch within."""
+        """Memory beyond what every method takes: a slab and, with `tokens` of text, four layers and the activations of one."""
         return 0
 
-    def study(self, forward: BlockForward, heard: Callable[[int], None]) -> Study:
+    def study(self, forward: BlockForward, on_layer: Callable[[int], None]) -> Study:
         """Statistics of the unquantized model: for every index `layer = forward.load(index)`, observe, `forward.unload(layer)`.
 
-        `heard` takes the index of the layer begun.  The arrays are small: they are stored beside the unfinished file.
+        `on_layer` is called with the index of each layer as it begins.  The arrays are small: the journal keeps them.
         """
         raise NotImplementedError
 
@@ -193,5 +200,5 @@ class Method:
         raise NotImplementedError
 
     def deliver(self, item: LinearItem, read: RowReader) -> Delivery:
-        """What is written of a linear layer that `prepare` did not deliver; `read`: of the model or of the prepared layer."""
+        """What is written for a linear layer that `prepare` did not deliver; `read`: the model or the prepared layer."""
         return Delivery(read)

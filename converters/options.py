@@ -1,19 +1,21 @@
-"""The options of a conversion: what each may be, which method has a use for it, and what it is when not given."""
+"""The options of a conversion and the values that each may have."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from edgeq.codec import GROUP_SIZES
-from edgeq.converters.methods import METHODS
 from edgeq.errors import InputError
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
-PASSING = ("calibration", "restart", "token", "offline")
-ALWAYS = ("method", "device", "revision", *PASSING[1:])
+NOT_RECORDED = ("calibration", "restart", "token", "offline")
+"""Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
+EVERY_METHOD = ("method", "device", "revision", "restart", "token", "offline")
+"""Options that do not depend on the method."""
 MAX_RANK = 256
 
 # Option -> (how it is called on the command line, the values it may have).
@@ -42,27 +44,28 @@ UNITS |= {"group_size": "group size {}", "head": "a head of {} bits"}
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to convert.  None: the method's default; after construction only those are None that have no other.
+    """How to convert.  None: not given; the method then takes its own default (`completed`).
 
     bits              of weights, 2 to 8
-    activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text (gate.py), else 16
+    activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
-    group_size        16, 32, 64, 128, or 0: one group per row
+    group_size        16, 32, 64, 128, or 0: one group per output channel; None: the method's default, or the next smaller
+                      size that divides the columns
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
-    head              bits of the head; 16: as stored; None: measured where there is calibration text (gate.py), else 8
+    head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
     calibration       a UTF-8 text file; None: the built-in text where the method needs one, else nothing is measured
     calibration_rows, calibration_length
                       at most so many rows of so many tokens of it; None: 64 of 512, or as many tokens as the model takes
     device            name of the device profile the file is meant for, recorded in its provenance
-    restart           discard an interrupted conversion instead of going on with it
+    restart           discard an interrupted conversion instead of resuming it
     token, revision, offline   for hub ids, as in huggingface_hub
 
-    InputError: a value out of range, or an option that the method has no use for.
+    InputError: a value out of range.  `edgeq.converters.methods.chosen` refuses what the method has no use for.
     """
 
     method: str = "rtn"
@@ -89,32 +92,34 @@ class ConvertOptions:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise InputError(f"method {self.method!r} is not known; supported: {', '.join(METHODS)}")
         for name, value in asdict(self).items():
-            if name not in ALWAYS:
-                self._check(name, value)
-        if self.bits is not None and self.bits not in METHODS[self.method].bits:
-            found = METHODS[self.method].bits
-            raise InputError(f"{self.bits} bits are not supported by {self.method}; choose {found[0]} to {found[-1]}")
+            if value is not None:
+                _check(name, value)
 
-    def _check(self, name: str, value: Any) -> None:
-        defaults = METHODS[self.method].defaults
-        if value is None:
-            object.__setattr__(self, name, defaults.get(name))
-            return
-        spelled = CHOICES[name][0] if name in CHOICES else RANGES[name][0] if name in RANGES else f"--{name}"
-        if name in CHOICES and value not in CHOICES[name][1]:
-            shown = UNITS.get(name, spelled + " {!r}").format(value)
-            known = ["row" if name == "group_size" and x == 0 else str(x) for x in CHOICES[name][1]]
-            raise InputError(f"{shown}: not supported; choose {'2 to 8' if name == 'bits' else ', '.join(known)}")
-        if name in RANGES and not RANGES[name][1] <= value <= RANGES[name][2]:
-            raise InputError(f"{spelled} {value}: choose {RANGES[name][1]} to {RANGES[name][2]}")
-        needed = "calibration" if name.startswith("calibration") else name
-        if needed not in defaults:
-            users = [method for method, kind in METHODS.items() if needed in kind.defaults]
-            raise InputError(f"{spelled} goes with --method {', '.join(users)}; --method {self.method} has no use for it")
+    def of_method(self) -> dict[str, object]:
+        """The options given that only some methods have a use for."""
+        return {key: value for key, value in asdict(self).items() if key not in EVERY_METHOD and value is not None}
 
-    def lasting(self) -> dict[str, object]:
+    def completed(self, defaults: Mapping[str, Any]) -> ConvertOptions:
+        """These options, with the value of `defaults` for each that is not given."""
+        missing = {key: value for key, value in defaults.items() if getattr(self, key) is None}
+        return replace(self, **missing)
+
+    def recorded(self) -> dict[str, object]:
         """The options that decide what is in the file."""
-        return {key: value for key, value in asdict(self).items() if key not in PASSING and value is not None}
+        return {key: value for key, value in asdict(self).items() if key not in NOT_RECORDED and value is not None}
+
+
+def spelled(name: str) -> str:
+    """An option as it is called on the command line."""
+    return CHOICES[name][0] if name in CHOICES else RANGES[name][0] if name in RANGES else f"--{name}"
+
+
+def _check(name: str, value: Any) -> None:
+    """InputError: the option cannot have this value with any method."""
+    if name in CHOICES and value not in CHOICES[name][1]:
+        shown = UNITS.get(name, spelled(name) + " {!r}").format(value)
+        known = ["row" if name == "group_size" and x == 0 else str(x) for x in CHOICES[name][1]]
+        raise InputError(f"{shown}: not supported; choose {'2 to 8' if name == 'bits' else ', '.join(known)}")
+    if name in RANGES and not RANGES[name][1] <= value <= RANGES[name][2]:
+        raise InputError(f"{spelled(name)} {value}: choose {RANGES[name][1]} to {RANGES[name][2]}")

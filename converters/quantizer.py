@@ -1,4 +1,4 @@
-"""The group-wise quantizer, in torch float32, and its named presets.
+"""Rounds weights group by group, in torch float32, by named presets.
 
 What papers call the same rounding differs in the range that the integers cover and in whether it holds 0.  Per group of a row,
 at b bits, with the name under which results are reported:
@@ -12,19 +12,21 @@ at b bits, with the name under which results are reported:
     quarot            as awq-symmetric, over the range, of 1.00 ... 0.21 of the largest weight, with the least sum |error|^2.4
                       (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
 
+The last group of a row is shorter where the group size does not divide the columns.
+
 Ranges are at least 1e-5 wide.  Rounding is half to even.  The scale is rounded to f16 *before* q is computed, so what a search
 measured is what the file holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from edgeq.codec import Codec
+from edgeq.codec import GROUP_SIZES, Codec
 from edgeq.errors import CheckpointError
 from edgeq.quantization import SMALLEST_RANGE
 
@@ -32,7 +34,7 @@ SLAB_ROWS = 1024
 SEARCH_STEPS = 80
 SEARCH_POWER = 2.4
 SEARCH_ELEMENTS = 1 << 22
-"""Weights that the search holds several copies of."""
+"""Weights that are searched at a time: the search holds several arrays of this size."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,19 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Grid:
-    """Of every group: scale (already rounded to f16) and zero point, float32 [rows, groups]; integers are 0 ... 2^bits - 1."""
+    """Scale (already rounded to f16) and zero point of every group, float32 [rows, groups]; integers are 0 ... 2^bits - 1."""
 
     scale: Tensor
     zero: Tensor
     bits: int
+
+    @classmethod
+    def joined(cls, grids: Sequence[Grid], dimension: int) -> Grid:
+        """The grids of more rows (dimension 0) or of more groups (dimension 1) as one."""
+        if len(grids) == 1:
+            return grids[0]
+        scale, zero = torch.cat([g.scale for g in grids], dimension), torch.cat([g.zero for g in grids], dimension)
+        return cls(scale, zero, grids[0].bits)
 
     def integers(self, groups: Tensor) -> Tensor:
         """Weights [rows, groups, any] -> stored integers as float32."""
@@ -99,23 +109,41 @@ class Grid:
 
 def quantize(weight: Tensor, codec: Codec, name: str, preset: Preset = AWQ) -> Quantized:
     """Weight float32 [rows, columns] -> stored integers.  CheckpointError: a scale of tensor `name` overflows f16."""
-    groups = grouped(weight, codec)
-    found = grid(groups, codec, preset, name)
-    return found.stored(found.integers(groups).reshape(weight.shape), codec)
+    parts = split_groups(weight, codec)
+    grids = [grid(part, codec, preset, name) for part in parts]
+    integers = _joined([found.integers(part) for found, part in zip(grids, parts, strict=True)])
+    return Grid.joined(grids, 1).stored(integers, codec)
 
 
 def fake(weight: Tensor, codec: Codec, preset: Preset = AWQ) -> Tensor:
     """Weight float32 [rows, columns] after a round trip through `codec`: bit for bit what edgeq.codec.dequantize gives."""
-    groups = grouped(weight, codec)
-    found = _grid(groups, codec, preset)
-    return found.weights(found.integers(groups)).reshape(weight.shape)
+    parts = split_groups(weight, codec)
+    grids = [_grid(part, codec, preset) for part in parts]
+    return _joined([found.weights(found.integers(part)) for found, part in zip(grids, parts, strict=True)])
 
 
-def grouped(weight: Tensor, codec: Codec) -> Tensor:
-    """[rows, columns] -> [rows, groups, group size]."""
-    rows, columns = weight.shape
-    count = codec.groups(columns)
-    return weight.reshape(rows, count, columns // count)
+def fitting_group_size(columns: int, most: int = GROUP_SIZES[-1]) -> int:
+    """The largest group size up to `most` that divides `columns`; `most` if none does: the last group is then shorter."""
+    return next((size for size in reversed(GROUP_SIZES) if size <= most and columns % size == 0), most)
+
+
+def uniform_spans(codec: Codec, columns: int) -> list[slice]:
+    """The columns in spans whose groups have the same size: the whole groups, then the shorter last one where there is one."""
+    size = codec.group_size or columns
+    whole = columns // size * size
+    return [span for span in (slice(0, whole), slice(whole, columns)) if span.start < span.stop]
+
+
+def split_groups(weight: Tensor, codec: Codec) -> list[Tensor]:
+    """[rows, columns] -> [rows, groups, group size], and [rows, 1, rest] where the last group is shorter."""
+    spans = uniform_spans(codec, weight.shape[1])
+    return [weight[:, span].unflatten(1, (codec.groups(span.stop - span.start), -1)) for span in spans]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The inverse of `split_groups`."""
+    flat = [part.flatten(1) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
 
 
 def grid(groups: Tensor, codec: Codec, preset: Preset, name: str) -> Grid:
@@ -133,12 +161,11 @@ def _grid(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
     if not preset.search:
         return _grid_of(groups, codec, preset, 1.0)
     rows = max(1, SEARCH_ELEMENTS // groups[0].numel())
-    parts = [_searched(part, codec, preset) for part in torch.split(groups, rows)]
-    return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]), codec.bits)
+    return Grid.joined([_searched(part, codec, preset) for part in torch.split(groups, rows)], 0)
 
 
 def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid:
-    """Over `share` of the range."""
+    """The grids over `share` of each group's range."""
     if codec.symmetric:
         span = groups.abs().amax(-1).mul(share).clamp(min=SMALLEST_RANGE)
         steps = ((1 << codec.bits) - 1) / 2 if preset.full_range else (1 << (codec.bits - 1)) - 1

@@ -1,4 +1,4 @@
-"""Tensors of the source as the unfinished file has them: rounded, and read back under their own names."""
+"""Reads dequantized tensors back from the partial file, under their checkpoint names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from edgeq.records import DTYPES, ArrayRef, Weight
 
 
 def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -> WholeReader:
-    """Of `items`, written in this order from the first of `segments` on; those not yet written have no tensors.
+    """Reads the tensors of `items`, written in this order from the first of `segments` on; those not yet written are absent.
 
     Weights are as a module of the model takes them: columns in the matrix's own order and times the input scale, the low-rank
-    part added; a transform of the input is left to who runs them.
+    part added; a transform of the input is left to whatever runs them.
     """
     data = np.memmap(path, np.uint8, "r")
     places: dict[str, tuple[Item, int, slice]] = {}
@@ -63,8 +63,8 @@ def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -
         blocks = [weights(weight) for weight in spec.weights]
         found = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
         if item.recipe.order is not None:
-            behind, found = found, np.empty_like(found)
-            found[:, item.recipe.order] = behind
+            in_file, found = found, np.empty_like(found)
+            found[:, item.recipe.order] = in_file
         if spec.low_rank:
             found = found + weights(spec.low_rank.b) @ weights(spec.low_rank.a)
         return found

@@ -1,4 +1,4 @@
-"""Tensors as rows: who gives them, in which portions they are taken, and how plain values are stored."""
+"""Reads tensors in slabs of rows, so that no matrix is ever whole in memory, and converts plain values to the types stored."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The tokenizer, chat template and generation defaults of a checkpoint, checked before any weight is read.
 
-The runtime has only the `tokenizers` library; transformers may add to what tokenizer.json says.  Both encode a sample here: a
+The runtime has only the `tokenizers` library; transformers may add to what is in tokenizer.json.  Both encode a sample here: a
 beginning-of-sequence token that only transformers adds is recorded, any other difference is refused.
 """
 
@@ -22,15 +22,15 @@ MAX_TEMPLATE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Text:
-    """What the file carries of the tokenizer: blobs by name, and Metadata.generation."""
+class TextAssets:
+    """What the file holds of the tokenizer: blobs by name, and `generation` of the metadata."""
 
     blobs: dict[str, bytes]
     generation: dict[str, object]
 
 
-def read_text(checkpoint: Checkpoint, vocab_size: int) -> Text:
-    """Everything about text in the checkpoint.
+def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
+    """The tokenizer, the chat template and the defaults of generation in the checkpoint.
 
     UnsupportedError: a tokenizer that `tokenizers` cannot load or that transformers runs differently; its class is named.
     CheckpointError: more tokens than the embedding has rows, or token ids that are not integers.
@@ -56,7 +56,7 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> Text:
     blobs = {"tokenizer.json": data}
     if template:
         blobs["chat_template"] = template.encode()
-    return Text(blobs, generation)
+    return TextAssets(blobs, generation)
 
 
 def _load(folder: Path, kind: str) -> tuple[Tokenizer, bytes]:

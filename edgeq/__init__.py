@@ -1,4 +1,4 @@
-"""edgeq: large models as one packed low-bit file, and a runtime that runs it on the device in front of you."""
+"""edgeq: large models as one packed low-bit file, and a runtime that runs it on your device."""
 
 import os.path
 

@@ -1,8 +1,9 @@
 """How the numbers of a matrix are stored: pack, unpack and dequantize in numpy.  This file is the truth.
 
-Every codec stores the matrix W[rows, columns] in one order, so that a CPU kernel reads it straight from the mapped file:
+Every codec stores the matrix W[rows, columns], output by input channels, in one order, which CPU kernels read straight from the
+mapped file:
 
-    block   16 output rows (the last one padded with zero rows)
+    block   16 rows (the last one padded with zero rows)
     line    64 bytes = 16 lanes of 32 bits; lane r belongs to row r of the block and holds consecutive input channels
             (8 bits: 4 channels, 16 bits: 2, 32 bits: 1)
     chunk   16 rows x 32 channels; a b-bit integer codec stores it in exactly b lines
@@ -17,7 +18,8 @@ of a chunk are stored in planes of 4, 2 and 1 bits (8 bits: one plane of bytes),
     2 bits = [2]   3 = [2][1]   4 = [4]   5 = [4][1]   6 = [4][2]   7 = [4][2][1]   8 = the eight quads themselves
 
 so a 4-bit byte 4r + c of line t is  q[r, 8t + c] | q[r, 8t + 4 + c] << 4,  and no bit of a whole chunk is wasted.  Scales are
-f16 [blocks][groups][16], zero points u8 in the same order.  A group is `group_size` consecutive channels of one row.
+f16 [blocks][groups][16], zero points u8 in the same order.  A group is `group_size` consecutive channels of one row; the last
+group of a row has what is left of it, 1 to `group_size` channels.
 """
 
 from __future__ import annotations
@@ -37,10 +39,6 @@ QUADS = 8
 LINE = 64
 GROUP_SIZES = (16, 32, 64, 128)
 BITS = range(2, 9)
-MAX_ACTIVATION_BLOCK = 128
-"""Channels of an activation that share a scale, at most: what an int32 sum of 8-bit by 16-bit products holds."""
-A4_LIMIT = 7
-"""The largest integer of 4-bit activations with a scale per block; that of 8-bit ones depends on the codec."""
 
 ArrayF32 = NDArray[np.float32]
 ArrayU8 = NDArray[np.uint8]
@@ -92,27 +90,20 @@ class Codec:
 
     @property
     def name(self) -> str:
-        """Short name: `f16`, `i4 g128`, `i4 g128 zero`, `i8 row`."""
+        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i8 row`."""
         if self.kind != "int":
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
         return f"i{self.bits} {group}" + ("" if self.symmetric else " zero")
 
     def groups(self, columns: int) -> int:
-        """Scales per row; refuses a group size that does not divide `columns`."""
+        """Scales per row of `columns` channels; where the group size does not divide them, the last group is shorter."""
         if self.kind != "int":
             return 0
-        if not self.group_size:
-            return 1
-        if columns % self.group_size:
-            fits = [str(g) for g in GROUP_SIZES if columns % g == 0]
-            raise UnsupportedError(
-                f"group size {self.group_size} does not divide {columns} input channels; choose {', '.join([*fits, 'row'])}"
-            )
-        return columns // self.group_size
+        return -(-columns // self.group_size) if self.group_size else 1
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """The arrays that store a [rows, columns] matrix: "q", and for integers "scale" and perhaps "zero"."""
+        """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and with zero points "zero"."""
         blocks = -(-rows // ROWS)
         if self.kind == "f32":
             return {"q": Part("float32", (blocks, columns, ROWS))}
@@ -128,22 +119,8 @@ class Codec:
         return sum(part.nbytes for part in self.parts(rows, columns).values())
 
     @property
-    def activation_block(self) -> int:
-        """Channels of an activation that share a scale, in front of such weights: a group of theirs, if it is not too long."""
-        return min(self.group_size or MAX_ACTIVATION_BLOCK, MAX_ACTIVATION_BLOCK)
-
-    @property
-    def activation_limit(self) -> int:
-        """The largest integer of 8-bit activations with a scale per block, for such weights.
-
-        For 4 bits it leaves room in a byte for the sum of an activation and a weight less its center: products by pairs of
-        channels need that (targets/cpu/pairs.py).
-        """
-        return 128 - self.center if self.bits == 4 else 127
-
-    @property
     def center(self) -> int:
-        """The stored value of the number zero in the symmetric form."""
+        """The integer that stores the number zero in symmetric codecs."""
         return 1 << (self.bits - 1)
 
 
@@ -243,11 +220,16 @@ def dequantize(
         return unpack_floats(q, codec.kind, rows, columns)
     assert scale is not None
     values = unpack_integers(q, rows, columns).astype(np.float32)
-    scales = unpack_groups(scale, rows).astype(np.float32)
-    zeros = np.float32(codec.center) if zero is None else unpack_groups(zero, rows).astype(np.float32)[:, :, None]
-    groups = scales.shape[1]
-    values = values.reshape(rows, groups, columns // groups)
-    return ((values - zeros) * scales[:, :, None]).reshape(rows, columns)
+    if zero is None:
+        values -= np.float32(codec.center)
+    else:
+        values -= per_channel(unpack_groups(zero, rows).astype(np.float32), codec, columns)
+    return values * per_channel(unpack_groups(scale, rows).astype(np.float32), codec, columns)
+
+
+def per_channel(a: ArrayF32, codec: Codec, columns: int) -> ArrayF32:
+    """Per-group values [rows, groups] -> [rows, columns], each repeated over the channels of its group."""
+    return np.repeat(a, codec.group_size or columns, axis=1)[:, :columns]
 
 
 def dequantize_rows(

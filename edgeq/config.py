@@ -24,7 +24,7 @@ LIMITS = {
     "max_position_embeddings": 16_777_216,
 }
 MAX_EXPERTS = 32_768
-"""Of all layers together."""
+"""The most experts of all layers together."""
 ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned")
 GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu",)
 ACTIVATIONS = (*GATED, *PLAIN)
@@ -38,9 +38,9 @@ class Rope:
             step between original_max_position_embeddings / high_freq_factor and / low_freq_factor); "longrope" (Ding et al.
             2024, arXiv 2402.13753: each frequency divided by its entry of long_factor where the context is longer than
             original_max_position_embeddings, else of short_factor; cosines and sines times attention_factor); "learned" (none:
-            a row of a table is added to the embedding instead)
+            an entry of a table is added to the embedding instead)
 
-    Of a head the first head_dim * partial_rotary_factor channels are rotated.
+    The first head_dim * partial_rotary_factor channels of a head are rotated.
     """
 
     theta: float
@@ -77,22 +77,24 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: the Llama line and what differs from it by a few settings.
+    """A decoder: Llama, and the families that differ from it by a few settings.
 
-    head_dim may differ from hidden_size / num_attention_heads (Qwen3).  sliding_windows has one entry per layer: a row sees
-    that many last positions, itself included; 0 sees all.
+    head_dim may differ from hidden_size / num_attention_heads (Qwen3).  sliding_windows has one entry per layer: a token sees
+    that many last positions, its own included; 0: all.
 
     hidden_act              "silu", "gelu_pytorch_tanh": of a gated MLP;  "relu": down(relu(up(x))) without a gate (OPT)
     qk_norm                 an RMSNorm over head_dim on queries and keys before RoPE (Qwen3, Gemma 3)
     layer_norm              LayerNorm with a bias instead of RMSNorm, with the same epsilon (OPT)
     post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
-    local_rope              of layers with a sliding window; None: `rope` (Gemma 3)
-    embedding_multiplier    of token embeddings, not of the tied head (Gemma 3)
-    query_pre_attn_scalar   scores are divided by its root; None: by that of head_dim (Gemma 3)
-    num_experts             of each MLP, of which a row goes through the num_experts_per_tok that the softmax of its router
-                            ranks highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
+    local_rope              rope of layers with a sliding window; None: `rope` (Gemma 3)
+    layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
+    embedding_multiplier    factor of token embeddings, not of the tied head (Gemma 3)
+    query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
+    num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
+                            highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
                             (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
-    shared_expert_intermediate_size   of one more expert, for all rows, weighted by a sigmoid; 0: none (Qwen2-MoE)
+    shared_expert_intermediate_size   inner channels of one more expert, for all tokens, weighted by a sigmoid; 0: none
+                            (Qwen2-MoE)
     """
 
     model_type: str
@@ -119,6 +121,7 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = False
     shared_expert_intermediate_size: int = 0
+    layers_without_rope: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
@@ -152,6 +155,9 @@ class ModelConfig:
         longest = LIMITS["max_position_embeddings"]
         if any(type(w) is not int or not 0 <= w <= longest for w in self.sliding_windows):
             raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
+        plain, layers = self.layers_without_rope, self.num_hidden_layers
+        if any(type(i) is not int or not 0 <= i < layers for i in plain) or list(plain) != sorted(set(plain)):
+            raise FormatError(f"config layers_without_rope must be ascending integers from 0 to {layers - 1}")
 
     def _check_experts(self) -> None:
         limits = {
@@ -168,7 +174,7 @@ class ModelConfig:
         if self.num_experts and self.hidden_act != "silu":
             raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
         if self.num_experts and self.post_norms:
-            raise UnsupportedError("experts with a norm behind them (post_norms) are not supported")
+            raise UnsupportedError("experts with a norm after them (post_norms) are not supported")
 
     @property
     def gated(self) -> bool:
@@ -177,11 +183,14 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Of the scores before the softmax."""
+        """The factor of the scores before the softmax."""
         scale: float = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         return scale
 
-    def layer_rope(self, layer: int) -> Rope:
+    def layer_rope(self, layer: int) -> Rope | None:
+        """How this layer rotates its queries and keys; None: not at all."""
+        if self.rope.kind == "learned" or layer in self.layers_without_rope:
+            return None
         return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
 
     @property
@@ -193,17 +202,24 @@ class ModelConfig:
         return self.num_key_value_heads * self.head_dim
 
     def window(self, layer: int) -> int:
-        """Positions a row of this layer sees, itself included; 0: all."""
+        """Positions that a token sees in this layer, its own included; 0: all."""
         return self.sliding_windows[layer] if self.sliding_windows else 0
 
     def positions_read(self, length: int) -> float:
-        """Cache positions that a row at position `length` - 1 reads, mean over the layers: a sliding window reads fewer."""
+        """Cache positions that a token at position `length` - 1 reads, mean over the layers: sliding windows read fewer."""
         windows = self.sliding_windows
         return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
 
     def to_json(self) -> str:
-        """Canonical: same configuration, same bytes."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """Canonical JSON: equal configurations give equal bytes.
+
+        `layers_without_rope` is written only where there are some, so that files without them keep the bytes, and the readers,
+        that they had before the key existed.
+        """
+        values = asdict(self)
+        if not self.layers_without_rope:
+            del values["layers_without_rope"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
@@ -215,12 +231,14 @@ class ModelConfig:
             raise FormatError("config is not a JSON object")
         rope = _rope(data.pop("rope", {}), "config rope")
         local = data.pop("local_rope", None)
-        windows = data.pop("sliding_windows", ())
-        if not isinstance(windows, (list, tuple)) or len(windows) > LIMITS["num_hidden_layers"]:
-            raise FormatError("config sliding_windows is not a list of at most one entry per layer")
-        values = _known(cls, data, "config", {"rope", "local_rope", "sliding_windows"})
+        lists: dict[str, Any] = {key: data.pop(key, ()) for key in ("sliding_windows", "layers_without_rope")}
+        for key, entries in lists.items():
+            if not isinstance(entries, (list, tuple)) or len(entries) > LIMITS["num_hidden_layers"]:
+                raise FormatError(f"config {key} is not a list of at most one entry per layer")
+            lists[key] = tuple(entries)
+        values = _known(cls, data, "config", {"rope", "local_rope", *lists})
         local_rope = None if local is None else _rope(local, "config local_rope")
-        return cls(rope=rope, local_rope=local_rope, sliding_windows=tuple(windows), **values)
+        return cls(rope=rope, local_rope=local_rope, **lists, **values)
 
 
 def check_positive(name: str, value: object) -> None:
@@ -240,7 +258,7 @@ def _rope(data: Any, where: str) -> Rope:
 
 
 def _known(kind: Any, data: Any, where: str, apart: set[str] | None = None) -> dict[str, Any]:
-    """`data` if its keys are fields of `kind` and every field without default is there."""
+    """`data`, if all its keys are fields of `kind` and all fields without a default are present."""
     if not isinstance(data, dict):
         raise FormatError(f"{where} is not a JSON object")
     names = {f.name for f in fields(kind)} - (apart or set())

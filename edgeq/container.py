@@ -28,8 +28,8 @@ import numpy as np
 
 from edgeq import manifest
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.metadata import DIGEST_BYTES, Segment, decode
-from edgeq.records import DTYPES, ArrayRef, Metadata
+from edgeq.metadata import DIGEST_BYTES, Metadata, Segment, decode
+from edgeq.records import DTYPES, ArrayRef
 
 MAGIC = b"edgeq\r\n\x1a"
 VERSION = 1
@@ -72,7 +72,10 @@ class Header:
 
     @classmethod
     def decode(cls, data: bytes, file_size: int) -> Header:
-        """The header of a file of `file_size` bytes; FormatError unless it describes exactly that file."""
+        """The header of a file of `file_size` bytes.
+
+        UnsupportedError: a newer version.  FormatError: it does not describe exactly that file.
+        """
         if len(data) < _HEADER.size or data[:8] != MAGIC:
             raise FormatError("not an .edgeq file; make one with: edgeq convert SRC -o OUT.edgeq")
         fields = _HEADER.unpack(data[: _HEADER.size])
@@ -87,14 +90,14 @@ class Header:
             raise FormatError(f"the header claims {metadata_length} bytes of metadata; at most {MAX_METADATA} are possible")
         if offset + metadata_length != file_size:
             raise FormatError(
-                f"the file has {file_size} bytes, its header says {offset + metadata_length}: "
+                f"the file has {file_size} bytes, its header states {offset + metadata_length}: "
                 "truncated or damaged; copy it again"
             )
         return header
 
 
 class ModelFile:
-    """An open, checked, memory-mapped .edgeq file.  Arrays are views of the map: nothing is copied."""
+    """An open, checked, memory-mapped .edgeq file.  Arrays are views of the mapping: nothing is copied."""
 
     def __init__(self, path: Path, header: Header, metadata: Metadata, segments: list[Segment], mapped: mmap.mmap) -> None:
         self.path = path
@@ -106,9 +109,9 @@ class ModelFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFile:
-        """Map and check everything but the data's digests (see `verify`).
+        """Map the file and check everything but the digests of the data (see `verify`).
 
-        InputError: no such file.  FormatError: damaged.  UnsupportedError: newer version, codec or part.
+        InputError: no such file.  FormatError: damaged.  UnsupportedError: a newer version, codec or part.
         """
         path = Path(path)
         try:
@@ -116,7 +119,7 @@ class ModelFile:
                 size = os.fstat(file.fileno()).st_size
                 header = Header.decode(file.read(_HEADER.size), size)
                 if any(file.read(DATA_OFFSET - _HEADER.size)):
-                    raise FormatError("the bytes behind the header are not zero: damaged; copy or convert the file again")
+                    raise FormatError("the bytes after the header are not zero: damaged; copy or convert the file again")
                 file.seek(header.metadata_offset)
                 data = file.read(header.metadata_length)
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -130,7 +133,7 @@ class ModelFile:
             raise InputError(f"{path}: cannot read it: {error.strerror}") from None
         try:
             if digest(data) != header.metadata_digest:
-                raise FormatError("the metadata does not fit its digest: damaged; copy or convert the file again")
+                raise FormatError("the metadata does not match its digest: damaged; copy or convert the file again")
             metadata, segments = decode(data)
             _check_segments(segments, header)
             manifest.check(metadata)
@@ -142,10 +145,10 @@ class ModelFile:
         opened = cls(path, header, metadata, segments, mapped)
         for name, linear in metadata.linears.items():
             if linear.input_order:
-                # A gather reads where these numbers say.
+                # A gather reads where these numbers point.
                 order = opened.array(linear.input_order)
                 if not np.array_equal(np.sort(order), np.arange(linear.columns)):
-                    raise FormatError(f"{path}: {name}: input_order is not an order of {linear.columns} channels")
+                    raise FormatError(f"{path}: {name}: input_order is not a permutation of {linear.columns} channels")
         return opened
 
     @property
@@ -154,26 +157,26 @@ class ModelFile:
 
     @property
     def identity(self) -> str:
-        """Digest of the metadata, hence of all contents, as hex."""
+        """The digest of the metadata, hence of all contents, in hexadecimal."""
         return self.header.metadata_digest.hex()
 
     def segment(self, index: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of a segment as a read-only view of the map."""
+        """The bytes of a segment as a read-only view of the mapping."""
         s = self.segments[index]
         return self._bytes[s.offset : s.offset + s.length]
 
     def array(self, ref: ArrayRef) -> np.ndarray[Any, Any]:
-        """An array as a read-only view of the map; bf16 as uint16 bits."""
+        """An array as a read-only view of the mapping; bf16 as uint16 bits."""
         return self.segment(ref.segment).view(DTYPES[ref.dtype]).reshape(ref.shape)
 
     def pages(self, ref: ArrayRef) -> tuple[int, int]:
-        """(address, bytes) of the whole pages of the map that an array has for itself."""
+        """(address, bytes) of the whole pages of the mapping that hold nothing but this array."""
         s, size = self.segments[ref.segment], mmap.PAGESIZE
         first, last = -(-s.offset // size) * size, (s.offset + s.length) // size * size
         return int(self._bytes.ctypes.data) + first, max(0, last - first)
 
     def release(self, ref: ArrayRef) -> None:
-        """Let go of the memory that an array was read into; reading it again is allowed."""
+        """Drop the pages of an array from memory; a later read loads them again."""
         address, length = self.pages(ref)
         if length and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, address - int(self._bytes.ctypes.data), length)
@@ -183,7 +186,7 @@ class ModelFile:
         return None if index is None else self.segment(index).tobytes()
 
     def verify(self) -> Iterator[tuple[int, int]]:
-        """Check every segment's digest and the padding between segments; yields (bytes done, bytes in all).
+        """Check the digest of every segment and the padding between segments; yields (bytes done, total bytes).
 
         FormatError names the layer whose bytes are damaged.
         """
@@ -193,23 +196,24 @@ class ModelFile:
                 damaged = f"{self.owner(index)} is damaged (segment {index})"
                 raise FormatError(f"{self.path}: {damaged}; copy or convert the file again")
             if self._bytes[s.offset + s.length : aligned(s.offset + s.length)].any():
-                damaged = f"the padding behind segment {index} is not zero"
+                damaged = f"the padding after segment {index} is not zero"
                 raise FormatError(f"{self.path}: {damaged}; copy or convert the file again")
             done += s.length
             yield done, self.header.data_length
 
     def owner(self, index: int) -> str:
-        """What segment `index` holds, in words."""
+        """A description of what segment `index` holds."""
         return next(name for name, segment in _uses(self.metadata) if segment == index)
 
 
 def _uses(metadata: Metadata) -> Iterator[tuple[str, int]]:
-    """(owner, segment) of everything that lies in the data area."""
+    """(owner, segment) of everything in the data area."""
     for name, linear in metadata.linears.items():
         yield from ((f"{name} {part}", ref.segment) for part, ref in linear.arrays())
     for name, array in metadata.arrays.items():
         yield name, array.segment
     yield from metadata.blobs.items()
+    yield from ((f"kernels for {target}", segment) for target, segment in metadata.kernels.items())
 
 
 def _check_segments(segments: list[Segment], header: Header) -> None:
@@ -235,4 +239,4 @@ def _check_arrays(metadata: Metadata, segments: list[Segment]) -> None:
     refs = [ref for linear in metadata.linears.values() for _, ref in linear.arrays()]
     for ref in [*refs, *metadata.arrays.values()]:
         if ref.nbytes != segments[ref.segment].length:
-            raise FormatError(f"{owners[ref.segment]} has {segments[ref.segment].length} bytes; its shape says {ref.nbytes}")
+            raise FormatError(f"{owners[ref.segment]} has {segments[ref.segment].length} bytes; its shape implies {ref.nbytes}")

@@ -1,7 +1,7 @@
 """Devices by name, as data: what `convert --for` checks a file against.
 
-Peak memory bandwidths are the makers'; `read_bandwidth` is what a processor was measured to read, where someone published it.
-Decode reads every weight once per token, so bandwidth over bytes per token bounds its speed.
+Peak memory bandwidths are those that the makers state; `read_bandwidth` is a published measurement, where there is one.  Decode
+reads every weight once per token, so bandwidth over bytes per token bounds its speed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Device:
-    """`isa`: instruction set or CUDA architecture; `memory` in bytes; bandwidths in bytes per second (0: not published)."""
+    """One device.
+
+    isa              instruction set or CUDA architecture
+    memory           bytes
+    bandwidth        peak of the memory, bytes per second
+    read_bandwidth   measured, bytes per second; 0: not published
+    """
 
     name: str
     isa: str
@@ -31,11 +37,11 @@ class Device:
 
     @property
     def usable_memory(self) -> int:
-        """Memory less an eighth, and at least half a GiB, for the system."""
+        """Memory less what the system takes: an eighth, at least half a GiB."""
         return self.memory - max(self.memory // 8, GIB // 2)
 
     def ceiling(self, bytes_per_token: int) -> float:
-        """Tokens per second that bandwidth allows."""
+        """Upper bound of decode in tokens per second, from bandwidth."""
         return self.usable_bandwidth / bytes_per_token
 
 
@@ -64,7 +70,7 @@ DEVICES = {
 
 
 def device(name: str) -> Device:
-    """InputError: no such device; the message lists them."""
+    """The device `name`.  InputError: there is none; the message lists all."""
     if name not in DEVICES:
         raise InputError(f"device {name!r} is not known; choose one of {', '.join(DEVICES)}")
     return DEVICES[name]

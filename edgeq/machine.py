@@ -1,6 +1,6 @@
-"""Facts about this machine: processor, memory, what a container leaves of them, and where edgeq keeps files it can make again.
+"""Facts about this machine: processor, memory, the limits of a container, and the folder of caches.
 
-They come from /proc and /sys where those exist.  What a processor can do is measured by the target that runs on it.
+They come from /proc and /sys where those exist.  Speeds are measured by the target that runs on the machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-"""Of the second version of control groups: the process's own where it runs in a container."""
+"""Root of control groups, version 2; in a container this is the process's own group."""
 
-# Bits of getauxval(AT_HWCAP) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores can do, big and little.
+# Bits of getauxval(AT_HWCAP) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores support, big and little.
 _AT_HWCAP = 16
 _HWCAP = {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}
 
@@ -35,20 +35,20 @@ class Cpu:
 
     @property
     def big_cores(self) -> int:
-        """How many of the cores are of the fastest kind; all of them where there is one kind or nothing is known."""
+        """Number of cores of the fastest kind; all cores where there is one kind or the kinds are unknown."""
         return min(len(big_cores()) or self.cores, self.cores)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of physical memory; `available` without swapping, as the kernel estimates it."""
+    """Bytes of physical memory; `available` is the kernel's estimate of what can be taken without swapping."""
 
     total: int
     available: int
 
 
 def _lines(path: str) -> list[tuple[str, str]]:
-    """The `key: value` lines of a /proc file; nothing where there is none."""
+    """The `key: value` lines of a /proc file; empty where there is no such file."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -59,28 +59,30 @@ def _lines(path: str) -> list[tuple[str, str]]:
 
 @cache
 def cpu() -> Cpu:
-    """The processor this process may use; `cores` respects the affinity mask and a container's share of processor time."""
+    """The processor; `cores` is limited to the affinity mask and to a container's share of processor time."""
     info = dict(reversed(_lines("/proc/cpuinfo")))
     arm = platform.machine() in ("aarch64", "arm64")
     features = _arm_features() if arm else frozenset(info.get("flags", "").split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(cores, cores_of_share(_text("/sys/fs/cgroup/cpu.max")))
-    # On Arm the board's name; /proc/cpuinfo has numbers only.
+    # On Arm the name of the board: /proc/cpuinfo has numbers only.
     name = _text("/proc/device-tree/model") or info.get("model name") or platform.processor() or platform.machine()
     return Cpu(name, platform.machine(), features, cores)
 
 
 def cores_of_share(limit: str) -> int:
-    """Cores that a control group may keep busy, of its cpu.max "quota period" in microseconds; more threads would be stopped
-    in turn, all of them waiting for those."""
+    """Cores that a control group may keep busy, from its cpu.max: "quota period", both in microseconds.
+
+    With more threads the kernel stops some of them in turn, and at each barrier the others wait for those.
+    """
     quota, _, period = limit.partition(" ")
     return max(1, math.ceil(int(quota) / int(period))) if quota.isdecimal() and period.isdecimal() else sys.maxsize
 
 
 def _arm_features() -> frozenset[str]:
-    """From the kernel: it knows what every core of a big.LITTLE processor has, and what an emulator leaves out."""
+    """Features as the kernel reports them: what all cores of a big.LITTLE processor have, without what an emulator lacks."""
     if platform.system() == "Darwin":
-        # Apple M1 and all later ones.
+        # All Apple processors from the M1 on.
         return frozenset(_HWCAP.values())
     try:
         getauxval = ctypes.CDLL(None).getauxval
@@ -99,10 +101,10 @@ def _text(path: str | Path) -> str:
 
 
 def big_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """The processors of the fastest kind among those this process may use; [] where the kernel tells nothing.
+    """Indices of the cores of the fastest kind among those that this process may use; [] where the kernel has no data.
 
-    The kernel's relative capacity (1024 for the fastest) or, without it, the highest clock; within 10 % is the same kind, as
-    cores of one kind may differ by a boost step.
+    Kinds are told apart by the kernel's relative capacity (1024 for the fastest) or, without it, by the highest clock.  Within
+    10 % is the same kind: cores of one kind may differ by a boost step.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
@@ -114,7 +116,7 @@ def big_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
 
 
 def total_and_available() -> tuple[int, int]:
-    """Bytes of physical memory, and of what can be taken without swapping; twice the total where nobody estimates that."""
+    """Bytes of physical memory, and bytes that can be taken without swapping; without an estimate of these, the total again."""
     try:
         lines = (line.split() for line in MEMINFO.read_text(encoding="ascii", errors="replace").splitlines())
         found = {line[0]: int(line[1]) * 1024 for line in lines if len(line) == 3 and line[2] == "kB"}
@@ -126,12 +128,12 @@ def total_and_available() -> tuple[int, int]:
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping."""
+    """Bytes of memory that can be taken without swapping."""
     return total_and_available()[1]
 
 
 def _of_container() -> tuple[int, int]:
-    """Bytes that a control group may have, and what is left of them; what files have in memory can be had back."""
+    """Bytes that a control group may use, and how many of them are left; cached pages of files count as free."""
     try:
         limit, current = (int((CGROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
@@ -146,22 +148,22 @@ def memory() -> Memory:
 
 
 def process_memory() -> dict[str, int]:
-    """Bytes of this process: VmRSS, VmHWM (its peak), RssAnon (without mapped files); empty without /proc."""
+    """Bytes of memory of this process: VmRSS, VmHWM (the peak), RssAnon (without mapped files); empty without /proc."""
     wanted = ("VmRSS", "VmHWM", "RssAnon")
     return {key: int(value.split()[0]) * 1024 for key, value in _lines("/proc/self/status") if key in wanted}
 
 
 def forget_peak() -> None:
-    """Start VmHWM anew from what the process has now (Linux 4.0 on); elsewhere nothing happens."""
+    """Reset VmHWM to the present size of the process (Linux from 4.0 on); elsewhere nothing happens."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def cache_folder() -> Path:
-    """Where edgeq keeps what it can make again: compiled kernels and measurements.
+    """The folder for what edgeq can produce again: compiled kernels and measurements.
 
-    A user without a home has none, below a file that is no folder: the folder for temporary files is no place for machine
-    code, for others can write there too.
+    A user without a home folder gets a path that cannot exist, so nothing is cached.  The folder for temporary files is no
+    place for machine code: other users can write there.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     try:

@@ -1,24 +1,27 @@
-"""Which layers and arrays a model of a given configuration must have, and their shapes.
+"""The layers and arrays that a configuration implies, with their shapes.
 
-Converter, file and runtime agree here.
+Converters, the reader and the runtime all use this list.
 """
 
 from __future__ import annotations
 
 from edgeq.config import ModelConfig
 from edgeq.errors import FormatError
-from edgeq.records import ArrayRef, LinearSpec, Metadata, Transform, Weight
+from edgeq.metadata import Metadata
+from edgeq.records import ArrayRef, LinearSpec, Transform, Weight
 
 Shape = tuple[int, int]
 MAX_BASE = 4096
-"""Rows of the dense factor of a transform: far above any order that is not a power of two times a smaller one."""
+"""The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
 FLOAT_PARTS = ("router", "shared_gate")
-"""Linear layers of a decoder layer that stay floats: a rounding error in them sends a token to another expert."""
+"""Linear layers that converters keep in floats: a rounding error in them sends a token to another expert."""
 
 
 def layer_contents(config: ModelConfig, layer: int) -> dict[str, dict[str, Shape] | tuple[int, ...]]:
-    """What a decoder layer consists of, in execution order: the name of an array and its shape, or the name of a fused linear
-    layer and the names and (rows, columns) of what is fused."""
+    """The contents of a decoder layer, in execution order.
+
+    name of an array -> its shape;  name of a fused linear layer -> names and (rows, columns) of the layers fused in it
+    """
     hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, f"layers.{layer}."
     contents: dict[str, dict[str, Shape] | tuple[int, ...]] = dict(_norm(config, f"{p}attention_norm"))
     contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)}
@@ -54,12 +57,12 @@ def _mlp(config: ModelConfig, p: str, inner: int) -> dict[str, dict[str, Shape]]
 
 
 def fused_shapes(config: ModelConfig, layer: int) -> list[tuple[str, dict[str, Shape]]]:
-    """Per fused linear layer of a decoder layer, in execution order: its name and the (rows, columns) of what is fused."""
+    """The fused linear layers of a decoder layer, in execution order: name, and (rows, columns) of each layer fused in it."""
     return [(name, part) for name, part in layer_contents(config, layer).items() if isinstance(part, dict)]
 
 
 def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Embedding where it is not the head, learned positions, norm gains and biases."""
+    """Name -> shape of all arrays but key rotations: an untied embedding, learned positions, gains and biases of norms."""
     shapes: dict[str, tuple[int, ...]] = {}
     if not config.tie_word_embeddings:
         shapes["embedding"] = (config.vocab_size, config.hidden_size)
@@ -71,7 +74,7 @@ def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def rotation_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Arrays of a layer whose queries and keys are rotated behind RoPE: dtype and shape.  All layers have them or none has."""
+    """Arrays of a layer whose queries and keys are rotated after RoPE: name -> dtype, shape.  All layers have them, or none."""
     size, p = config.head_dim, f"layers.{layer}."
     return {f"{p}key_rotation": ("i8", (size, size)), f"{p}key_rotation_scale": ("f32", (1,))}
 
@@ -91,12 +94,12 @@ def check(metadata: Metadata) -> None:
     for name, shape in expected.items():
         linear = metadata.linears[name]
         if (linear.rows, linear.columns) != shape:
-            raise FormatError(f"{name} is {linear.rows} x {linear.columns}; its configuration says {shape[0]} x {shape[1]}")
+            raise FormatError(f"{name} is {linear.rows} x {linear.columns}; its configuration implies {shape[0]} x {shape[1]}")
         _check_parts(linear)
     head = metadata.linears["head"]
     changing = (head.input_order, head.transform, head.input_scale, head.low_rank, *head.weights[1:])
     if config.tie_word_embeddings and any(part is not None for part in changing):
-        raise FormatError("a head that is the embedding too can have one weight block and no part that changes its input")
+        raise FormatError("a head that is also the embedding can have one weight block and no part that changes its input")
     arrays = array_shapes(config)
     rotated = config.num_hidden_layers if "layers.0.key_rotation" in metadata.arrays else 0
     rotations = {name: part for i in range(rotated) for name, part in rotation_shapes(config, i).items()}
@@ -112,11 +115,11 @@ def check(metadata: Metadata) -> None:
     for name, wanted in arrays.items():
         array = metadata.arrays[name]
         if array.shape != wanted or array.dtype not in ("f32", "f16", "bf16"):
-            raise FormatError(f"{name} is {array.dtype} {array.shape}; its configuration says a float array {wanted}")
+            raise FormatError(f"{name} is {array.dtype} {array.shape}; its configuration implies a float array {wanted}")
 
 
 def _check_parts(linear: LinearSpec) -> None:
-    """Every part of a layer fits the others: nothing behind this needs to ask again."""
+    """FormatError unless all parts of a layer fit each other; nothing after this checks them again."""
     name, rows, columns = linear.name, linear.rows, linear.columns
     _check_weights(name, linear.weights)
     if any(weight.rows != rows for weight in linear.weights):
@@ -150,7 +153,7 @@ def _check_transform(name: str, transform: Transform, columns: int) -> None:
     size, stride, dense = transform.size, transform.stride, transform.base
     if size < 1 or stride < 1 or columns % (size * stride):
         raise FormatError(f"{name}: a transform of {size} channels {stride} apart does not fit {columns} channels")
-    # Asked first: `base_size` takes the shape for one of a matrix, and what follows divides by it.
+    # Checked first: `base_size` assumes the shape of a matrix, and the checks below divide by it.
     if dense and (dense.dtype != "f32" or len(set(dense.shape)) != 1 or len(dense.shape) != 2):
         raise FormatError(f"{name}: the base of its transform is {dense.dtype} {dense.shape}, not a square of f32")
     base = transform.base_size
@@ -167,17 +170,17 @@ def _check_weights(name: str, weights: tuple[Weight, ...]) -> None:
         for part, array in stored.items():
             want = expected.get(part)
             if (want is None) != (array is None):
-                raise FormatError(f"{name}: codec {weight.codec.name} and part {part!r} do not agree")
+                raise FormatError(f"{name}: codec {weight.codec.name} and array {part!r} do not agree")
             if want is None or array is None:
                 continue
             dtype = {"float32": "f32", "float16": "f16", "uint8": "u8", "uint16": weight.codec.kind}[want.dtype]
             if (array.dtype, array.shape) != (dtype, want.shape):
                 raise FormatError(
-                    f"{name}: {part} is {array.dtype} {array.shape}; codec {weight.codec.name} says {dtype} {want.shape}"
+                    f"{name}: {part} is {array.dtype} {array.shape}; codec {weight.codec.name} implies {dtype} {want.shape}"
                 )
 
 
 def _same_names(what: str, expected: set[str], found: set[str]) -> None:
     if expected != found:
         missing, extra = sorted(expected - found)[:3], sorted(found - expected)[:3]
-        raise FormatError(f"the file's {what} do not fit its configuration: missing {missing}, unexpected {extra}")
+        raise FormatError(f"the file's {what} do not match its configuration: missing {missing}, unexpected {extra}")

@@ -1,6 +1,6 @@
-"""Numbers that were measured on this machine and are kept in its cache folder, so that each is measured once.
+"""Numbers that were measured on this machine, kept in its cache folder so that each is measured once.
 
-Who measures, and how, is the caller's: a target's probes run kernels, this file only keeps what they found.
+The caller decides what is measured, and how: the probes of a target run kernels, this file only keeps their results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from edgeq.machine import cache_folder, cpu
 
 OnMeasure = Callable[[], None]
-"""Called before a measurement, which takes a while; not called where the number is known already."""
+"""Called before a measurement, which takes a while; not called where the number is kept already."""
 
 
 def known(what: str, threads: int) -> float | None:
@@ -33,7 +33,7 @@ def measured(
 
 
 def keep(what: str, threads: int, value: float) -> None:
-    """Keep a number.  Best effort: a machine whose cache folder cannot be written measures again."""
+    """Keep a number.  Where the cache folder cannot be written, nothing is kept and the next run measures again."""
     path, numbers = cache_folder() / "machine.json", {**_kept(), _key(what, threads): value}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def keep(what: str, threads: int, value: float) -> None:
 
 
 def _key(what: str, threads: int) -> str:
-    """Other hardware, another number of cores to run on, or another kind of measurement is another key."""
+    """The key of a measurement: its kind, the number of threads, and the hardware with its number of usable cores."""
     return f"{what}, {threads} of {cpu().cores} cores, {cpu().name}, {cpu().arch}"
 
 

@@ -1,7 +1,7 @@
-"""Metadata to FlatBuffer bytes and back.
+"""The metadata of a model file: its record, to FlatBuffer bytes and back.
 
-The Python reader of FlatBuffers has no verifier and trusts every count and offset, so reading goes: cap, check, then loop, and
-whatever the reader raises on nonsense becomes one FormatError.
+The Python reader of FlatBuffers has no verifier and trusts every count and offset.  So every count is capped before a loop over
+it, and whatever the reader raises on nonsense becomes one FormatError.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import flatbuffers  # type: ignore[import-untyped]
@@ -18,15 +18,21 @@ import edgeq.schema.model_generated as fb
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.records import KV_KINDS, MODES, Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Metadata, Transform, Weight
+from edgeq.records import KV_KINDS, MODES, Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Mode, Transform, Weight
 
 T = TypeVar("T")
 
 MAX_SEGMENTS = 1 << 18
 MAX_LAYERS = 1 << 16
+MAX_ARRAYS = 1 << 19
 MAX_BLOBS = 64
+MAX_KERNELS = 64
+MAX_WEIGHTS = 2
 MAX_JSON = 1 << 20
 MAX_RANK = 4
+MAX_DIMENSION = 1 << 40
+MAX_NAME = 256
+MAX_MODE = 16
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
 CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int")
 DIGEST_BYTES = 16
@@ -41,8 +47,54 @@ class Segment:
     digest: bytes
 
 
+@dataclass(frozen=True)
+class Metadata:
+    """Everything in a model file but its data.
+
+    linears   layers by name, in execution order;  arrays: everything else that is stored, by name;  blobs: name -> segment
+    kv        the cache that the file was made for
+    kernels   architecture (`sm_87`) -> segment of its compiled kernels, which are opened only by a target that runs them
+
+    Names: `layers.3.qkv`, `layers.3.o`, `layers.3.gate_up`, `layers.3.down`, `head`; where the parts of q, k, v (or gate, up)
+    differ they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
+    `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
+    `layers.3.shared.gate_up`, `layers.3.shared.down`.  Arrays: `embedding` (absent when tied to the head), `positions` where
+    they are learned, `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a
+    LayerNorm also `layers.3.mlp_norm_bias` ..., where attention and MLP end in a norm `layers.3.post_attention_norm` and
+    `layers.3.post_mlp_norm`; where queries and keys are rotated after RoPE `layers.3.key_rotation` i8 [head_dim, head_dim] and
+    `layers.3.key_rotation_scale` f32 [1].
+    Blobs: `tokenizer.json`, `chat_template`, `preprocessor.json`.
+    """
+
+    config: ModelConfig
+    generation: dict[str, object]
+    provenance: dict[str, object]
+    default_mode: Mode
+    linears: dict[str, LinearSpec]
+    arrays: dict[str, ArrayRef]
+    blobs: dict[str, int] = field(default_factory=dict)
+    kv: KvCodec = KvCodec()
+    kernels: dict[str, int] = field(default_factory=dict)
+
+    def idle_bytes(self) -> int:
+        """Bytes of the experts that a token does not use."""
+        experts = sum(x.nbytes for name, x in self.linears.items() if ".experts." in name)
+        return experts - experts * self.config.num_experts_per_tok // max(self.config.num_experts, 1)
+
+    def bytes_per_token(self) -> dict[str, int]:
+        """Bytes read to decode one token: `weights`, `head`, and `kv_per_position` of the cache that the file was made for."""
+        head = self.linears["head"].nbytes
+        norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
+        kv = self.kv.head_bytes(self.config.head_dim)
+        return {
+            "weights": sum(x.nbytes for x in self.linears.values()) - self.idle_bytes() - head + norms,
+            "head": head,
+            "kv_per_position": self.config.num_hidden_layers * 2 * self.config.num_key_value_heads * kv,
+        }
+
+
 def encode(metadata: Metadata, segments: list[Segment]) -> bytes:
-    """Metadata as a FlatBuffer; the same metadata gives the same bytes."""
+    """Metadata as a FlatBuffer; equal metadata gives equal bytes."""
     model = fb.ModelT()
     model.config = metadata.config.to_json()
     model.generation = _dump(metadata.generation)
@@ -52,6 +104,8 @@ def encode(metadata: Metadata, segments: list[Segment]) -> bytes:
     model.linears = [_linear(x) for x in metadata.linears.values()]
     model.arrays = [_named_array(name, a) for name, a in metadata.arrays.items()]
     model.blobs = [_blob(name, segment) for name, segment in metadata.blobs.items()]
+    # Absent, not empty, where there are none: files without kernels keep their bytes.
+    model.kernels = [_kernels(target, segment) for target, segment in metadata.kernels.items()] or None
     model.kv = _kv(metadata.kv)
     model.bytesPerToken = fb.BytesPerTokenT()
     sizes = metadata.bytes_per_token()
@@ -130,8 +184,14 @@ def _blob(name: str, segment: int) -> Any:
     return t
 
 
+def _kernels(target: str, segment: int) -> Any:
+    record = fb.KernelsT()
+    record.target, record.segment = target, segment
+    return record
+
+
 def decode(data: bytes) -> tuple[Metadata, list[Segment]]:
-    """FlatBuffer bytes -> metadata and segments.  Structure only: that arrays lie inside the file is the container's to check.
+    """FlatBuffer bytes -> metadata and segments.  Checks the structure only; the container checks that arrays lie in the file.
 
     FormatError: not a sound FlatBuffer of this schema.  UnsupportedError: a codec or part this version cannot run.
     """
@@ -147,11 +207,10 @@ def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
     model = fb.Model.GetRootAs(data, 0)
     segments = _items("segments", model.SegmentsLength(), MAX_SEGMENTS, model.Segments, _read_segment)
     linears = _items("linear layers", model.LinearsLength(), MAX_LAYERS, model.Linears, _read_linear)
-    arrays = _items("arrays", model.ArraysLength(), MAX_LAYERS * 8, model.Arrays, _read_named_array)
+    arrays = _items("arrays", model.ArraysLength(), MAX_ARRAYS, model.Arrays, _read_named_array)
     blobs = _items("blobs", model.BlobsLength(), MAX_BLOBS, model.Blobs, _read_blob)
-    if model.KernelsLength():
-        raise UnsupportedError("the file has embedded kernels; this version runs files without them: build it without --embed")
-    named = _text(model.DefaultMode(), "default_mode", 16)
+    kernels = _items("kernels", model.KernelsLength(), MAX_KERNELS, model.Kernels, _read_kernels)
+    named = _text(model.DefaultMode(), "default_mode", MAX_MODE)
     mode = next((m for m in MODES if m == named), None)
     if mode is None:
         raise UnsupportedError(f"default_mode {named!r} is not supported; supported: {', '.join(MODES)}")
@@ -163,13 +222,14 @@ def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
         linears=_unique([(x.name, x) for x in linears], "linear layer"),
         arrays=_unique(arrays, "array"),
         blobs=_unique(blobs, "blob"),
+        kernels=_unique(kernels, "kernels for"),
         kv=_read_kv(model.Kv()),
     )
     return metadata, segments
 
 
 def _items(what: str, count: int, cap: int, get: Callable[[int], Any], read: Callable[[Any], T]) -> list[T]:
-    """`read` of each entry of a vector whose length a stranger wrote."""
+    """`read` of each entry of a vector; FormatError if the file claims more than `cap` entries."""
     if count > cap:
         raise FormatError(f"metadata claims {count} {what}; at most {cap} are possible")
     return [read(get(i)) for i in range(count)]
@@ -203,7 +263,7 @@ def _load(value: bytes | None, what: str) -> dict[str, object]:
 
 
 def _not_a_number(name: str) -> None:
-    raise FormatError(f"metadata holds the number {name}, which JSON does not have")
+    raise FormatError(f"metadata holds the number {name}, which JSON does not allow")
 
 
 def _read_segment(s: Any) -> Segment:
@@ -218,20 +278,24 @@ def _read_array(a: Any) -> ArrayRef | None:
     if a.Dtype() >= len(DTYPE_NAMES):
         raise UnsupportedError(f"array type {a.Dtype()} is not supported; this file needs a newer edgeq")
     shape = _items("dimensions of an array", a.ShapeLength(), MAX_RANK, a.Shape, int)
-    if any(n > 1 << 40 for n in shape):
+    if any(n > MAX_DIMENSION for n in shape):
         raise FormatError(f"array shape {shape} is out of range")
     return ArrayRef(DTYPE_NAMES[a.Dtype()], tuple(shape), int(a.Segment()))
 
 
 def _read_named_array(a: Any) -> tuple[str, ArrayRef]:
-    name, array = _text(a.Name(), "array name", 256), _read_array(a.Array())
+    name, array = _text(a.Name(), "array name", MAX_NAME), _read_array(a.Array())
     if array is None:
         raise FormatError(f"array {name!r} has no data")
     return name, array
 
 
 def _read_blob(b: Any) -> tuple[str, int]:
-    return _text(b.Name(), "blob name", 256), int(b.Segment())
+    return _text(b.Name(), "blob name", MAX_NAME), int(b.Segment())
+
+
+def _read_kernels(k: Any) -> tuple[str, int]:
+    return _text(k.Target(), "kernel architecture", MAX_NAME), int(k.Segment())
 
 
 def _read_kv(kv: Any) -> KvCodec:
@@ -265,15 +329,15 @@ def _read_weight(name: str, w: Any) -> Weight:
 
 
 def _read_linear(x: Any) -> LinearSpec:
-    name = _text(x.Name(), "layer name", 256)
+    name = _text(x.Name(), "layer name", MAX_NAME)
     if x.SplitRow() is not None:
         raise UnsupportedError(f"{name}: part 'split_row' is not supported by this version; this file needs a newer edgeq")
-    weights = _items("weight blocks", x.WeightsLength(), 2, x.Weights, lambda w: _read_weight(name, w))
+    weights = _items("weight blocks", x.WeightsLength(), MAX_WEIGHTS, x.Weights, lambda w: _read_weight(name, w))
     if not weights:
         raise FormatError(f"{name}: a linear layer without a weight")
     a, b = x.LowRankA(), x.LowRankB()
     if (a is None) != (b is None):
-        raise FormatError(f"{name}: half of a low-rank part")
+        raise FormatError(f"{name}: a low-rank part with one factor")
     return LinearSpec(
         name,
         tuple(weights),

@@ -1,31 +1,48 @@
-"""Round to nearest in numpy: a weight matrix becomes the integers of a codec.
+"""The rules of rounding weights and activations, in numpy; round to nearest of a converter or a device gives the same bits.
 
-Per group of a row of b bits:
+Weights, per group of a row, to the integers of a codec of b bits:
 
     asymmetric   scale (max - min) / (2^b - 1), zero = clamp(-rint(min / scale), 0, 2^b - 1); the range need not hold 0
     symmetric    scale max|w| / (2^(b-1) - 1), zero 2^(b-1)
     q            clamp(rint(w / scale) + zero, 0, 2^b - 1)
 
-Everything is float32; the scale is rounded to f16 before it is used; halves go to even.  Converters round so by default, and
-whoever makes weights anew on the device does it bit for bit the same.
+Activations, in the modes a8 and a4, per token (`quantized_input`):
+
+    a layer's `activation` part     one scale per weight block, in the bits that it names (`quantize_tokens`)
+    without one                     symmetric, one scale per block of `activation_block` channels, in integers up to
+                                    `activation_limit` (`quantize_blocks`)
+
+Everything is float32; the scale of a weight is rounded to f16 before it is used; halves go to even.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from edgeq.codec import AnyArray, ArrayF32, Codec, pack_groups, pack_integers
+from edgeq.records import LinearSpec, Mode
 
 SMALLEST_RANGE = 1e-5
-"""Over the largest number of steps, 255, this still rounds to an f16 above 0: no scale is ever 0."""
+"""Smallest range of a group of weights: over 255, the largest number of steps, it still rounds to an f16 above 0."""
 LARGEST_SCALE = 65504.0
-"""Of an f16: larger weights are clipped."""
+"""The largest f16: larger weights are clipped."""
+LEAST_SPAN = 1e-30
+"""Smallest range of a token's activations; a smaller one counts as zero, since its inverse may overflow."""
+MAX_ACTIVATION_BLOCK = 128
+"""The most channels of an activation that share a scale: an int32 holds the sum of that many products of 8 by 16 bits."""
+A8_LIMIT = 127
+A8_LIMIT_4_BIT_WEIGHTS = 120
+A4_LIMIT = 7
 
 
 def rounded(w: ArrayF32, codec: Codec) -> dict[str, AnyArray]:
-    """w float32 [rows, columns] as the arrays of an integer codec, packed: "q", "scale", and "zero" where it has one."""
+    """w float32 [rows, columns] as the packed arrays of an integer codec: "q", "scale", and "zero" where the codec has one."""
     rows, columns = w.shape
-    groups = w.reshape(rows, codec.groups(columns), -1)
+    size = codec.group_size or columns
+    # The last group may be shorter: its last weight, repeated, changes neither its minimum nor its maximum.
+    groups = np.pad(w, ((0, 0), (0, -columns % size)), "edge").reshape(rows, -1, size)
     top = np.float32((1 << codec.bits) - 1)
     if codec.symmetric:
         span, steps = np.abs(groups).max(axis=2), np.float32(codec.center - 1)
@@ -37,5 +54,78 @@ def rounded(w: ArrayF32, codec: Codec) -> dict[str, AnyArray]:
     scale = stored.astype(np.float32)
     zero = np.full_like(scale, codec.center) if codec.symmetric else np.clip(-np.rint(low / scale), 0, top)
     q = np.clip(np.rint(groups / scale[:, :, None]) + zero[:, :, None], 0, top)
-    packed = {"q": pack_integers(q.reshape(rows, columns).astype(np.uint8), codec.bits), "scale": pack_groups(stored)}
+    q = q.reshape(rows, -1)[:, :columns].astype(np.uint8)
+    packed = {"q": pack_integers(q, codec.bits), "scale": pack_groups(stored)}
     return packed if codec.symmetric else packed | {"zero": pack_groups(zero.astype(np.uint8))}
+
+
+def activation_block(codec: Codec) -> int:
+    """Channels of an activation that share a scale, for weights of `codec`: one group of weights, but at most 128."""
+    return min(codec.group_size or MAX_ACTIVATION_BLOCK, MAX_ACTIVATION_BLOCK)
+
+
+def activation_limit(codec: Codec, mode: Literal["a8", "a4"]) -> int:
+    """The largest integer of activations with a scale per block, for weights of `codec`; the smallest is its negative.
+
+    a4   7
+    a8   127; for weights of 4 bits 120.  The sum of an activation and a 4-bit weight, centered (-8 ... 7), then fits a signed
+         byte, and Winograd's inner product, which halves the multiplications, needs such sums.  It costs 6 % of the resolution
+         of an activation, far below that of the weights.  The limit belongs to the mode and not to the kernels that use it, so
+         that every target computes the same numbers.
+    """
+    if mode == "a4":
+        return A4_LIMIT
+    return A8_LIMIT_4_BIT_WEIGHTS if codec.bits == 4 else A8_LIMIT
+
+
+def quantized_input(x: ArrayF32, layer: LinearSpec, index: int, mode: Mode) -> ArrayF32:
+    """x float32 [tokens, channels], the input of weight block `index` in `mode`: quantized and dequantized again.
+
+    It stays as it is in a16, and in every mode where the block's weights are floats.
+    """
+    codec = layer.weights[index].codec
+    if mode == "a16" or codec.kind != "int":
+        return x
+    if layer.activation is not None:
+        bits = layer.activation.high_bits if index else layer.activation.bits
+        return quantize_tokens(x, bits, layer.activation.symmetric)
+    return quantize_blocks(x, activation_block(codec), activation_limit(codec, mode))
+
+
+def quantize_blocks(x: ArrayF32, size: int, limit: int) -> ArrayF32:
+    """x float32 [tokens, channels] in integers from -limit to limit, one scale per token and block, dequantized again.
+
+    A block is `size` consecutive channels, the last one perhaps shorter.  scale = max|x| / limit,
+    q = rint(x / scale), symmetric; a block of zeros has scale 0.
+    """
+    tokens, channels = x.shape
+    blocks = np.pad(x, ((0, 0), (0, -channels % size))).reshape(tokens, -1, size)
+    scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(limit)
+    # The limit matters only where the scale is so small that it was itself rounded.
+    q = np.rint(blocks / np.where(scale > 0, scale, np.float32(1))).clip(-limit, limit)
+    return np.ascontiguousarray((q * scale).reshape(tokens, -1)[:, :channels])
+
+
+def quantize_tokens(x: ArrayF32, bits: int, symmetric: bool) -> ArrayF32:
+    """x float32 [tokens, channels] in integers of `bits`, one scale per token, dequantized again (arXiv 2412.14363, section 4).
+
+    symmetric   scale = max|x| / (2^(bits-1) - 1), q = rint(x / scale)
+    else        over the range that x and 0 span: scale = (max - min) / (2^bits - 1), zero = rint(-min / scale),
+                q = clamp(rint(x / scale) + zero, 0, 2^bits - 1), x = scale * (q - zero)
+
+    A token of zeros, or of numbers whose range is at most LEAST_SPAN, has scale 0.
+    """
+    if symmetric:
+        levels = np.float32((1 << (bits - 1)) - 1)
+        least, span = -levels, np.abs(x).max(axis=1, keepdims=True)
+    else:
+        levels = np.float32((1 << bits) - 1)
+        low, high = (f(x, axis=1, initial=0, keepdims=True) for f in (np.min, np.max))
+        span = high - low
+    some = span > LEAST_SPAN
+    inverse = np.where(some, levels / np.where(some, span, np.float32(1)), np.float32(0))
+    if not symmetric:
+        least = -np.rint(-low * inverse)
+    greatest = levels if symmetric else levels + least
+    q = np.rint(x * inverse).clip(least, greatest)
+    return np.asarray(q * np.where(some, span / levels, np.float32(0)), np.float32)

@@ -1,23 +1,26 @@
-"""What is in a model file, as records: arrays, the parts of a linear layer, the metadata of a model.
+"""What is in a model file, as records: arrays, the parts of a linear layer, the cache.
 
-A quantization method is data: `y = W x` with optional parts.  A record says which parts a layer has; which parts a target can
-run is the target's to say.
+A quantization method is data: `y = W x` with optional parts.  A record lists the parts that a layer has; each target decides
+which of them it can run.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from edgeq.codec import Codec
-from edgeq.config import ModelConfig
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "uint16", "u8": "uint8", "i8": "int8", "i32": "int32"}
 Mode = Literal["a16", "a8", "a4"]
-"""How a layer's input is quantized: not, but for kernels' 16-bit fixed point; to 8 or 4 bits, as its `activation` says or else
-symmetrically per block of at most 128 channels."""
+"""How the inputs of linear layers are quantized.
+
+a16   not at all; kernels may use 16-bit fixed point
+a8    to 8 bits, by the layer's `activation` or else symmetrically in blocks of at most 128 channels (quantization.py)
+a4    to 4 bits, in the same way; layers outside the decoder layers run in a8
+"""
 MODES: tuple[Mode, ...] = ("a16", "a8", "a4")
 KvKind = Literal["f16", "int8", "int4"]
 KV_KINDS: tuple[KvKind, ...] = ("f16", "int8", "int4")
@@ -43,7 +46,7 @@ class KvCodec:
         return f"{low}+{self.high}" if self.high else low
 
     def head_bytes(self, head_dim: int) -> int:
-        """Bytes of the keys, or the values, of one position and head, padding apart."""
+        """Bytes of the keys, or of the values, of one position and head, without padding."""
         if self.kind == "f16":
             return 2 * head_dim
         if self.kind == "int8":
@@ -54,7 +57,7 @@ class KvCodec:
 
 @dataclass(frozen=True)
 class ArrayRef:
-    """A plain C-ordered array that fills one segment of the file.  bf16 is held as its uint16 bits."""
+    """A plain C-ordered array that fills one segment of the file; numpy sees bf16 as its uint16 bits."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -81,7 +84,7 @@ class Weight:
         return sum(part.nbytes for _, part in self.arrays())
 
     def arrays(self) -> Iterator[tuple[str, ArrayRef]]:
-        """The arrays that are there, by the codec's names, in the order of the file."""
+        """(name in `codec.parts`, array) of the arrays that the weight has, in the order of the file."""
         yield "q", self.q
         if self.scale:
             yield "scale", self.scale
@@ -110,9 +113,9 @@ class Transform:
 class Activation:
     """How the input is quantized in the modes a8 and a4: dynamically, with one scale per token and weight block.
 
-    bits        of the first weight block's input;  high_bits: of the second's, 0 where there is none
-    symmetric   scale max|x| / (2^(bits-1) - 1); else scale (max - min) / (2^bits - 1) and a zero point, over a range that has
-                0 in it
+    bits        of the input of the first weight block;  high_bits: of that of the second, 0 where there is none
+    symmetric   scale max|x| / (2^(bits-1) - 1); else scale (max - min) / (2^bits - 1) and a zero point, over a range that
+                includes 0
     """
 
     bits: int
@@ -143,8 +146,8 @@ class LinearSpec:
     weights       one or two blocks of consecutive channels of x'; the second is the one of higher precision
     low_rank      added; reads x as it came
     bias          added
-    master        the weight (less the low-rank part) at higher precision, from which the device makes copies of `weights` for
-                  other input scales
+    master        the weight (less the low-rank part) at higher precision, from which a device requantizes `weights` for other
+                  input scales
     """
 
     name: str
@@ -158,7 +161,7 @@ class LinearSpec:
     master: Weight | None = None
 
     def arrays(self) -> Iterator[tuple[str, ArrayRef]]:
-        """(what it is, array) of everything stored for this layer, in the order of the file."""
+        """(description, array) of everything stored for this layer, in the order of the file."""
         for i, weight in enumerate(self.weights):
             yield from ((f"{part} of the second block" if i else part, ref) for part, ref in weight.arrays())
         if self.bias:
@@ -185,52 +188,10 @@ class LinearSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a token reads; the master is not among them."""
+        """Bytes that a token reads; the master is not counted."""
         return sum(ref.nbytes for part, ref in self.arrays() if not part.startswith("master"))
 
     @property
     def bits_per_weight(self) -> float:
-        """Effective bits, from the parts that a token reads: scales, zero points, padding, low rank and bias count."""
+        """Effective bits per weight of what a token reads: scales, zero points, padding, low rank and bias are counted."""
         return 8 * self.nbytes / (self.rows * self.columns)
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """All of a model file but its bytes.  `linears` is in execution order and maps names to layers; `kv` is the cache that the
-    file was made for.
-
-    Names: `layers.3.qkv`, `layers.3.o`, `layers.3.gate_up`, `layers.3.down`, `head`; where the parts of q, k, v (or gate, up)
-    do not agree they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
-    `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
-    `layers.3.shared.gate_up`, `layers.3.shared.down`.  Arrays: `embedding` (absent when tied to the head), `positions` where
-    they are learned, `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a
-    LayerNorm also `layers.3.mlp_norm_bias` ..., where blocks end in a norm `layers.3.post_attention_norm` and
-    `layers.3.post_mlp_norm`; where queries and keys are rotated behind RoPE `layers.3.key_rotation` i8 [head_dim, head_dim] and
-    `layers.3.key_rotation_scale` f32 [1].
-    Blobs: `tokenizer.json`, `chat_template`, `preprocessor.json`.
-    """
-
-    config: ModelConfig
-    generation: dict[str, object]
-    provenance: dict[str, object]
-    default_mode: Mode
-    linears: dict[str, LinearSpec]
-    arrays: dict[str, ArrayRef]
-    blobs: dict[str, int] = field(default_factory=dict)
-    kv: KvCodec = KvCodec()
-
-    def idle_bytes(self) -> int:
-        """Bytes of the experts that a token does not go through."""
-        experts = sum(x.nbytes for name, x in self.linears.items() if ".experts." in name)
-        return experts - experts * self.config.num_experts_per_tok // max(self.config.num_experts, 1)
-
-    def bytes_per_token(self) -> dict[str, int]:
-        """Bytes read to decode one token: `weights`, `head`, and `kv_per_position` of the cache that the file was made for."""
-        head = self.linears["head"].nbytes
-        norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
-        kv = self.kv.head_bytes(self.config.head_dim)
-        return {
-            "weights": sum(x.nbytes for x in self.linears.values()) - self.idle_bytes() - head + norms,
-            "head": head,
-            "kv_per_position": self.config.num_hidden_layers * 2 * self.config.num_key_value_heads * kv,
-        }

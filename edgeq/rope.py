@@ -9,7 +9,10 @@ from edgeq.errors import FormatError
 
 
 def frequencies(rope: Rope, head_dim: int, context: int = 0) -> tuple[float, ...]:
-    """Radians per position of each rotated pair in a session of `context` positions."""
+    """Radians per position of each rotated pair, for sessions of up to `context` positions.
+
+    FormatError: the bounds of a llama3 rope are in the wrong order.
+    """
     size = rope.rotary_size(head_dim)
     plain = [rope.theta ** (-2 * i / size) for i in range(size // 2)]
     if rope.kind == "linear":
@@ -22,14 +25,14 @@ def frequencies(rope: Rope, head_dim: int, context: int = 0) -> tuple[float, ...
             )
         return tuple(_llama3(f, rope) for f in plain)
     if rope.kind == "longrope":
-        # One choice for a whole session: keys already in its cache could not follow another.
+        # One choice for a whole session: keys already in its cache keep the rotation that they got.
         factors = rope.long_factor if context > rope.original_max_position_embeddings else rope.short_factor
         return tuple(f / factor for f, factor in zip(plain, factors, strict=True))
     return tuple(plain)
 
 
 def _llama3(frequency: float, rope: Rope) -> float:
-    """Llama 3.1's long context: wavelengths beyond the original context are stretched by `factor`, short ones are left alone.
+    """Llama 3.1's long context: wavelengths beyond the original context are stretched by `factor`, short ones stay.
 
     With n = original_max_position_embeddings / wavelength turns in the original context: n > high_freq_factor stays,
     n < low_freq_factor is divided by `factor`, between them the two are mixed linearly in n.

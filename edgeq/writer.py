@@ -1,7 +1,7 @@
-"""Writes an .edgeq file: segments are appended as they are made, the metadata last, the name given only to a finished file.
+"""Writes an .edgeq file: segments are appended as they are made, then the metadata; only a finished file gets its name.
 
-While it grows the file is `OUT.edgeq.partial`.  A killed conversion goes on from the segments that `sync` returned last; what
-lies behind them is cut off.
+Until then the file is `OUT.edgeq.partial`.  A killed conversion continues after the segments that `sync` returned last; bytes
+after them are cut off.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 from edgeq.container import DATA_OFFSET, Header, ModelFile, aligned, digest
 from edgeq.errors import InputError, ResourceError
-from edgeq.metadata import DIGEST_BYTES, Segment, encode
-from edgeq.records import DTYPES, ArrayRef, Metadata
+from edgeq.metadata import DIGEST_BYTES, Metadata, Segment, encode
+from edgeq.records import DTYPES, ArrayRef
 
 BLOCK_BYTES = 2 << 20
-"""Written in whole blocks, at multiples of their size, a file lies in memory so that Linux (from 6.16 on, ext4) maps it in huge
-pages; in smaller pieces it does so only when the file is read from the disk again.  Decode is a few percent faster."""
+"""Linux (from 6.16 on, ext4) maps a file in huge pages if it was written in whole blocks at multiples of their size; otherwise
+only after the file was read from the disk again.  Decode is a few percent faster with huge pages."""
 
 
 def partial_path(path: Path) -> Path:
@@ -33,7 +33,10 @@ class Writer:
     """Appends segments to `path`.partial; `finish` writes metadata and header, syncs and renames."""
 
     def __init__(self, path: Path, segments: list[Segment] | None = None) -> None:
-        """A new partial file, or with `segments` the one of a killed run, cut behind the last of them."""
+        """Begin a new partial file, or continue with `segments` that of a killed run, cut after the last of them.
+
+        InputError: the file cannot be written.
+        """
         self.path = path
         self.partial = partial_path(path)
         self.segments = list(segments or ())
@@ -50,7 +53,7 @@ class Writer:
     def append(self, chunks: Iterable[Any]) -> int:
         """Write the bytes of `chunks` (arrays or bytes) as one segment; returns its index.
 
-        ResourceError: the disk is full; nothing lies under the final name, and a later run can go on.
+        ResourceError: the disk is full; nothing is written under the final name, and a later run can continue.
         """
         hasher, length = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
         try:
@@ -72,14 +75,14 @@ class Writer:
         return self.stream([np.ascontiguousarray(a, DTYPES[dtype])], dtype, a.shape)
 
     def stream(self, chunks: Iterable[Any], dtype: str, shape: tuple[int, ...]) -> ArrayRef:
-        """Append a plain array of which `chunks` are consecutive parts."""
+        """Append a plain array whose consecutive pieces are `chunks`."""
         ref = ArrayRef(dtype, tuple(int(n) for n in shape), self.append(chunks))
         if ref.nbytes != self.segments[-1].length:
             raise ValueError(f"{self.segments[-1].length} bytes written for {dtype} {shape}")
         return ref
 
     def _put(self, data: bytes | memoryview) -> None:
-        """Write `data` as far as it completes blocks; the rest waits."""
+        """Write as much of `data` as completes blocks; the rest waits for the next call."""
         left = memoryview(data)
         while len(left):
             room = BLOCK_BYTES - (self._written + len(self._pending)) % BLOCK_BYTES
@@ -100,7 +103,7 @@ class Writer:
         self._pending.clear()
 
     def sync(self) -> list[Segment]:
-        """Bring everything written to the disk; returns the segments a resumed run may rely on."""
+        """Flush everything to the disk; returns the segments that a resumed run may rely on."""
         try:
             self._write_pending()
             self._file.flush()
@@ -110,7 +113,7 @@ class Writer:
         return list(self.segments)
 
     def finish(self, metadata: Metadata) -> ModelFile:
-        """Metadata, header, fsync, rename; the finished file is opened and so checked before it gets its name."""
+        """Write metadata and header, sync and rename; the finished file is opened, and so checked, before it gets its name."""
         data = encode(metadata, self.segments)
         header = Header(self._at - DATA_OFFSET, len(data), digest(data))
         try:
@@ -132,13 +135,13 @@ class Writer:
         return ModelFile.open(self.path)
 
     def close(self) -> None:
-        """Leave the partial file as it is."""
+        """Close the partial file and leave it as it is."""
         self._file.close()
 
     def _failed(self, error: OSError) -> ResourceError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return ResourceError(
                 f"{self.path}: the disk is full after {self._at} bytes; "
-                "free some space and run the same command again: it goes on"
+                "free some space and run the same command again: it continues"
             )
         return ResourceError(f"{self.path}: writing failed: {error.strerror}")

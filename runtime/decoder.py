@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from edgeq.config import ModelConfig
 from edgeq.manifest import fused_shapes
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 from edgeq.rope import frequencies
 from edgeq.targets.graph import (
     Attention,
@@ -111,7 +111,7 @@ def attention_block(metadata: Metadata, layer: int, context: int, select: bool) 
         yield HeadNorm(layer, "qkv", 0, heads, head_dim, arrays[f"{p}q_norm"], eps)
         yield HeadNorm(layer, "qkv", k, kv_heads, head_dim, arrays[f"{p}k_norm"], eps)
     rope = config.layer_rope(layer)
-    if rope.kind != "learned":
+    if rope is not None:
         rotation = frequencies(rope, head_dim, context), rope.attention_factor
         yield RopeRotate(layer, "qkv", 0, heads, head_dim, *rotation)
         yield RopeRotate(layer, "qkv", k, kv_heads, head_dim, *rotation)

@@ -65,6 +65,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "head_dim": 64, "query_pre_attn_scalar": 48, "sliding_window": 24}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": GEMMA3_ROPE},
     ),
+    "smollm3": (
+        "SmolLM3",
+        {"num_hidden_layers": 3, "tie_word_embeddings": True, "no_rope_layers": [1, 0, 1]}
+        | {"use_sliding_window": True, "sliding_window": 24},
+    ),
     "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}),
     "qwen2_moe": (

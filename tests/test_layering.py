@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import zipfile
@@ -25,6 +26,8 @@ MAY_IMPORT = {
     "converters": {"edgeq", "converters"},
     "tools": {"edgeq", "targets", "runtime", "converters", "tools"},
 }
+ACYCLIC = FOLDERS
+"""Folders without import cycles."""
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if path.name != "model_generated.py"]
 
 
@@ -57,6 +60,55 @@ def test_imports_follow_the_arrows(path: Path) -> None:
             continue
         target = folder_of(module)
         assert target is None or target in MAY_IMPORT[folder], f"{path}:{line}: {folder} must not import {target}"
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module; the name of a package is that of its __init__."""
+    found = {}
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "edgeq" else ("edgeq", *parts))
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> the modules it imports, in functions and for types too; not the packages around what it imports."""
+    known = modules()
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        graph[name] = set()
+        for _, imported in imports(path):
+            # `from module import something` is an import of the module, `from package import module` of that module.
+            module = imported if imported in known else imported.rpartition(".")[0]
+            graph[name] |= {module} & set(known) - {name}
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of more than one module that all reach each other."""
+
+    def reached(start: str) -> set[str]:
+        found, waiting = set[str](), [start]
+        while waiting:
+            new = graph[waiting.pop()] - found
+            found |= new
+            waiting += new
+        return found
+
+    reach = {name: reached(name) for name in graph}
+    components = {tuple(sorted({name} | {other for other in reach[name] if name in reach[other]})) for name in graph}
+    return sorted(list(component) for component in components if len(component) > 1)
+
+
+def test_a_cycle_is_found_and_nothing_else() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d"}}) == [["b", "c"]]
+
+
+@pytest.mark.parametrize("folder", ACYCLIC)
+def test_no_modules_import_each_other_in_a_circle(folder: str) -> None:
+    """Imports inside functions and for types count: what needs them in a circle cannot be read, or moved, one by one."""
+    assert not [component for component in cycles(import_graph()) if any(folder_of(name) == folder for name in component)]
 
 
 def test_only_converters_and_tools_know_torch() -> None:
@@ -92,6 +144,16 @@ def test_a_folder_is_not_importable_by_its_bare_name(folder: str) -> None:
     assert f"import edgeq.{folder}, not {folder}" in result.stderr
 
 
+LABORATORY = ("tools", "lab")
+"""What people who work on edgeq run: it is not installed."""
+
+
+def test_no_command_imports_the_laboratory() -> None:
+    for path in SOURCES:
+        if path.relative_to(ROOT).parts[:2] != LABORATORY:
+            assert not [module for _, module in imports(path) if module.startswith("edgeq.tools.lab")], path
+
+
 def project() -> dict[str, object]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
@@ -99,25 +161,54 @@ def project() -> dict[str, object]:
 def test_the_package_list_is_the_folders_with_an_init() -> None:
     """A folder missing from the list still works in a checkout and is silently missing from the wheel."""
     found = {path.parent.relative_to(ROOT).parts for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")}
-    names = {".".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in found}
+    names = {".".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in found if parts[:2] != LABORATORY}
     setuptools = project()["tool"]["setuptools"]  # type: ignore[index]
     assert set(setuptools["packages"]) == names
     assert {p.parent.relative_to(ROOT).parts for p in SOURCES} == found, "a folder with Python files lacks __init__.py"
 
 
-def test_the_wheel_holds_every_module_and_nothing_outside_edgeq(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
     pytest.importorskip("setuptools", minversion="77")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
     # Built from a copy: setuptools leaves build/ and an egg-info beside what it builds.
-    copy = tmp_path / "source"
+    copy = folder / "source"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
         (copy / name).symlink_to(ROOT / name)
     subprocess.run(command, cwd=copy, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("edgeq-*.whl")
+    (built,) = folder.glob("edgeq-*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_module_but_the_laboratory_and_nothing_outside_edgeq(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"edgeq"}
-    ours = {path.relative_to(ROOT).parts for path in SOURCES}
+    ours = {parts for path in SOURCES if (parts := path.relative_to(ROOT).parts)[:2] != LABORATORY}
     ours |= {("edgeq", "py.typed"), *(("edgeq", "schema", name) for name in ("model.fbs", "model_generated.py"))}
     expected = {"/".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in ours}
     assert expected <= set(names), sorted(expected - set(names))
+    assert not [name for name in names if name.startswith("edgeq/tools/lab")]
+
+
+def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """With -S no editable install is seen: edgeq can only come from the unpacked wheel, what it needs from site-packages."""
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    packages = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    search = os.pathsep.join([str(installed), *packages])
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True)
+
+    assert Path(run("-c", "import edgeq; print(edgeq.__file__)").stdout.strip()).is_relative_to(installed)
+    assert "No module named 'edgeq.tools.lab'" in run("-m", "edgeq.tools.lab.quality", "--help").stderr
+    shown = run("-m", "edgeq", "--help")
+    assert shown.returncode == 0 and "convert" in shown.stdout, shown.stderr
+    made = run("-m", "edgeq", "convert", str(ROOT / "models" / "tiny-llama"), "-o", "tiny.edgeq")
+    assert made.returncode == 0, made.stderr
+    facts = run("-m", "edgeq", "inspect", "tiny.edgeq", "--verify")
+    assert facts.returncode == 0 and "every byte verified" in facts.stdout, facts.stderr

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import edgeq
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("runtime", "converters", "targets", "tools")
@@ -50,3 +53,12 @@ def test_the_schema_generates_exactly_the_committed_code(tmp_path: Path) -> None
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("model_generated.py", "model_generated.pyi"):
         assert (tmp_path / name).read_bytes() == (ROOT / "edgeq" / "schema" / name).read_bytes(), f"run: make schema ({name})"
+
+
+def test_there_is_one_version() -> None:
+    """The package, its metadata (from the same line), the citation and the newest entry of the changelog."""
+    assert '__version__ = "' + edgeq.__version__ in (ROOT / "edgeq" / "__init__.py").read_text(encoding="utf-8")
+    assert 'version = { attr = "edgeq.__version__" }' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"\nversion: {edgeq.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest and newest[1] == edgeq.__version__

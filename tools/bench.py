@@ -1,7 +1,7 @@
-"""`edgeq bench`: prefill (pp) and decode (tg) at any depth, as rows that name what was measured.
+"""`edgeq bench`: speed of prefill (pp) and decode (tg) at any depth.
 
-pp512 is 512 tokens prefilled, tg128 is 128 tokens decoded one by one; `@ d512` is behind 512 tokens already in the cache, which
-are run before the clock starts.  With --operations each test is followed by where its time goes.
+pp512 is 512 tokens prefilled, tg128 is 128 tokens decoded one by one; `@ d512` is after 512 tokens already in the cache, which
+are run before the clock starts.  With --operations a table of each test shows where its time goes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, Literal
 import numpy as np
 
 from edgeq import machine
+from edgeq.container import ModelFile
 from edgeq.errors import InputError
 from edgeq.runtime import Model
 from edgeq.runtime.session import BatchItem, run_together
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT
-from edgeq.tools import breakdown
-from edgeq.tools.lab import drafting
+from edgeq.tools import breakdown, drafting
 from edgeq.tools.report import codec_label, model_name, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
 from edgeq.tools.terminal import Report, compilation, progress, write
@@ -37,7 +37,7 @@ WARM_UP_TOKENS = {"pp": 512, "tg": 4}
 
 @dataclass(frozen=True)
 class Test:
-    """`count` tokens prefilled ("pp") or decoded ("tg") behind `depth` others; decoded, in `batch` texts at once."""
+    """`count` tokens prefilled ("pp"), or decoded ("tg") in `batch` texts at once, after `depth` others."""
 
     kind: Literal["pp", "tg"]
     count: int
@@ -52,7 +52,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the table: a test and its results.
 
     kv             codec of the cache; kv_bytes_per_position: of all layers
     samples_s      seconds of each repetition
@@ -62,8 +62,8 @@ class Row:
     ms_per_token   median and 95th percentile: over the tokens of a text for tg, over the repetitions for pp
     bytes_per_s    tg: weights, head and cache read, at the median speed; bandwidth_share: of what the machine was measured to
                    read from memory, above 1 where the model fits a cache of the processor
-    drafts         what drafts gain on a real text, if that was asked for
-    operations     where the time of a token goes, if that was asked for; measured in runs of its own
+    drafts         what drafts gain on real text, with --draft
+    operations     where the time of a token goes, with --operations; measured in separate runs
     peak_rss       bytes of memory of the process at its peak so far, the mapped file included
     """
 
@@ -113,7 +113,7 @@ def bench(
 ) -> None:
     """The cross product of all lists; the table alone goes to standard output.
 
-    InputError: nothing to measure, or more positions than the model takes.
+    InputError: nothing to measure, or a test with more positions than the model takes.
     """
     tests = [Test("pp", n, d) for d in depths for n in prompts if n]
     tests += [Test("tg", n, d, b) for d in depths for n in tokens for b in batches if n]
@@ -123,13 +123,16 @@ def bench(
     generated = max(tokens) if draft != "off" else 0
     if generated:
         context = max(context, drafting.PROMPT + generated)
+    limit = ModelFile.open(model).metadata.config.max_position_embeddings
+    if context > limit:
+        raise InputError(f"the longest test has {context} positions, this model takes {limit}: choose smaller -p, -n or -d")
     rows: list[Row] = []
     most = max(*batches, LONGEST_DRAFT + 1)
     for i, count in enumerate(threads):
         with compilation() as report:
             options |= {"context": context, "max_logits": most, "on_progress": report}
             loaded = Model.load(model, threads=count, **options)
-        # Of this minute: on a shared machine what was measured before may be far off.
+        # Measured again: on a shared machine an earlier number may be far off.
         bandwidth = read_bandwidth(loaded, refresh=True)
         machine.forget_peak()
         with progress() as report:
@@ -147,7 +150,7 @@ def bench(
 
 
 def _part(report: Report, index: int, total: int) -> Callable[[float, str], None]:
-    """Progress of one test as a part of all of them."""
+    """Reports the progress of one test as a share of all tests."""
     return lambda share, name: report(index + share, total, name)
 
 
@@ -166,14 +169,14 @@ def measure(model: Model, test: Test, repetitions: int, bandwidth: float | None,
 
 
 def where_time_goes(model: Model, test: Test, repetitions: int) -> list[breakdown.Line]:
-    """The same test once more, with the time of every operation."""
+    """Repeat a test and record the time of every operation."""
     if test.kind == "tg":
         return breakdown.decode(model, random_tokens(model, test.depth), test.count)
     return breakdown.prefill(model, random_tokens(model, test.depth + test.count), test.depth, repetitions)
 
 
 def random_tokens(model: Model, count: int) -> list[int]:
-    """Always the same."""
+    """`count` token ids, the same in every call."""
     return list(np.random.default_rng(SEED).integers(0, model.config.vocab_size, count).tolist())
 
 
@@ -196,12 +199,12 @@ def run(model: Model, test: Test, count: int) -> Iterator[float]:
 
 
 def row(model: Model, test: Test, samples: list[float], steps: list[float], bandwidth: float | None) -> Row:
-    """What the timings say."""
+    """The line of the table for a test, from its timings in seconds."""
     metadata = model.file.metadata
     each = steps if test.kind == "tg" else [sample / test.count for sample in samples]
     rates = [test.batch * test.count / sample for sample in samples]
     rate = statistics.median(rates)
-    # The cache grows by one position a token: its middle length stands for all.
+    # The cache grows by one position per token: its middle length stands for all.
     step = step_bytes(model, test.depth + (test.count + 1) // 2, test.batch)
     read = step * rate / test.batch if test.kind == "tg" else None
     return Row(
@@ -252,7 +255,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table of all tests; then one for each whose operations were timed."""
+    """A table of all tests, then one for each test whose operations were timed, then one for drafts."""
     parts = [aligned([[name for name, _ in COLUMNS]] + [[show(row) for _, show in COLUMNS] for row in rows])]
     for row in rows:
         if row.operations is not None:
@@ -265,7 +268,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def aligned(cells: list[list[str]]) -> str:
-    """A markdown table, its heading first."""
+    """A markdown table with aligned columns; the first line of `cells` is its heading."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
@@ -273,11 +276,12 @@ def aligned(cells: list[list[str]]) -> str:
 
 
 def as_json(rows: list[Row]) -> str:
+    """All fields of every row."""
     return json.dumps([asdict(row) for row in rows], indent=1)
 
 
 def as_csv(rows: list[Row]) -> str:
-    """Every field that is one number or text."""
+    """The fields that are one number or one text."""
     out = io.StringIO()
     lines = [{k: v for k, v in asdict(row).items() if k not in ("samples_s", "step_s", "operations", "drafts")} for row in rows]
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")

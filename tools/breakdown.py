@@ -24,7 +24,7 @@ WAITING = "waiting for other threads"
 OUTSIDE = "outside: Python, rows, sampling"
 
 Key = tuple[str, str]
-"""Name and kind of a line."""
+"""Name and kind of a `Line`."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Line:
     name            part of a layer for products ("gate_up"), the kernel for the rest, or one of WAITING and OUTSIDE
     kind            class name of the operation, "" for those two
     share           of the time of a token
-    seconds         of a token, a mean over the quicker half of the tokens for decode, of the repetitions for prefill
+    seconds         per token, a mean over the faster half of the tokens (decode) or repetitions (prefill)
     bytes_per_s     weights read by products in decode
-    operations_per_s   multiplications and additions of products in prefill; not of those that run for the last token only.
-                       A product that does the SwiGLU behind it has the time of both
+    operations_per_s   multiplications and additions of products in prefill, without those that run for the last token only.
+                       A product that also computes the SwiGLU after it has the time of both
     """
 
     name: str
@@ -58,7 +58,7 @@ class Run:
 
 
 class Recorder:
-    """A program that keeps the times of what it runs."""
+    """A program that records the time of every step it runs."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -77,14 +77,14 @@ class Recorder:
         return cast(Requantizable, self._program).run_summing(rows, sums, mode, times=self.times)
 
     def taken(self) -> list[StepTimes]:
-        """What was kept since the last time."""
+        """The times recorded since the last call."""
         times, self.times = self.times, []
         return times
 
 
 @contextmanager
 def _recorded(model: Model) -> Iterator[Recorder]:
-    """Sessions that `model` makes meanwhile are recorded."""
+    """Record the sessions that `model` makes inside this block."""
     program, recorder = model.program, Recorder(model.program)
     model.program = cast(Program, recorder)
     try:
@@ -94,7 +94,7 @@ def _recorded(model: Model) -> Iterator[Recorder]:
 
 
 def decode(model: Model, tokens: Sequence[int], count: int) -> list[Line]:
-    """`count` tokens one by one behind `tokens`, drawn greedily and made text as `generate` does; stop tokens do not stop."""
+    """Time of `count` tokens after `tokens`, drawn greedily and made text as `generate` does; stop tokens do not end it."""
     runs: list[Run] = []
     with _recorded(model) as recorder:
         session, sampler, stream = model.session(), Sampler(Sampling()), TextStream(model.text)
@@ -112,7 +112,7 @@ def decode(model: Model, tokens: Sequence[int], count: int) -> list[Line]:
 
 
 def prefill(model: Model, tokens: Sequence[int], depth: int, repetitions: int) -> list[Line]:
-    """The prompt tokens[depth:] behind the rest."""
+    """Time of the prompt tokens[depth:] after the tokens before it."""
     runs: list[Run] = []
     with _recorded(model) as recorder:
         for _ in range(repetitions):
@@ -127,8 +127,8 @@ def prefill(model: Model, tokens: Sequence[int], depth: int, repetitions: int) -
 
 
 def lines(runs: list[Run], decoded: bool) -> list[Line]:
-    """In the order of execution; then what is left of a token.  The slower half of the runs, which something disturbed, is left
-    out.
+    """The kinds of work in the order of execution, then waiting and the rest.  The slower half of the runs, which
+    something else may have disturbed, is left out.
     """
     quick = sorted(runs, key=lambda run: run.seconds / run.tokens)[: (len(runs) + 1) // 2]
     tokens = sum(run.tokens for run in quick)
@@ -156,7 +156,7 @@ def _key(step: Step) -> Key:
 
 
 def _work(steps: Sequence[Step], decoded: bool) -> dict[Key, int]:
-    """Of products: bytes that a decoded token reads, or multiplications and additions of a token of a prompt."""
+    """Work of products per token: bytes read in decode, multiplications and additions in prefill."""
     work: dict[Key, int] = {}
     for step in steps:
         if isinstance(step.operation, Select) and not decoded:
@@ -168,7 +168,7 @@ def _work(steps: Sequence[Step], decoded: bool) -> dict[Key, int]:
 
 
 def cells(found: list[Line], decoded: bool) -> list[list[str]]:
-    """A table for people, its heading first."""
+    """The cells of a table, its heading first."""
     heading = ["operation", "% of time", "µs/token", "GB/s" if decoded else "GOPS"]
     rows = [heading]
     for line in found:

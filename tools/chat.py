@@ -41,8 +41,8 @@ def chat(
     # Wrong values are refused before the first question.
     loaded.speculator(draft, gamma)
     Ending(loaded.text, tokens, stop)
-    wishes = {"max_tokens": tokens, "sampling": sampling_of(loaded, options), "stop": stop, "draft": draft, "gamma": gamma}
-    conversation = Conversation(loaded, system, tokens, wishes)
+    settings = {"max_tokens": tokens, "sampling": sampling_of(loaded, options), "stop": stop, "draft": draft, "gamma": gamma}
+    conversation = Conversation(loaded, system, tokens, settings)
     note(f"{describe(loaded.file)}; {loaded.description}; cache {cache_label(loaded)}; context {loaded.context}")
     note(HELP)
     for line in lines():
@@ -59,13 +59,13 @@ def chat(
 
 
 def lines() -> Iterator[str]:
-    """What the user types, stripped, until the end of the input."""
+    """Lines that the user types, stripped, until the input ends."""
     if sys.stdin is None:
         return
     if not sys.stdin.isatty():
         yield from (line.decode("utf-8", "replace").strip() for line in sys.stdin.buffer)
         return
-    # Gives input() its line editing, where it exists.
+    # With this module, where it exists, input() has line editing.
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     while True:
@@ -77,51 +77,65 @@ def lines() -> Iterator[str]:
 
 
 def answer(conversation: Conversation, question: str) -> None:
-    """Stream one answer; Ctrl-C ends it and keeps what was said."""
+    """Stream one answer.  Ctrl-C ends it; what was generated stays in the conversation."""
     try:
         generation = conversation.ask(question)
     except InputError as error:
         note(f"{error}")
         return
-    said: list[str] = []
+    pieces: list[str] = []
     try:
         for piece in generation:
-            said.append(piece)
+            pieces.append(piece)
             write(piece)
     except KeyboardInterrupt:
         note(" (stopped)")
     write("\n")
-    conversation.answered("".join(said))
+    conversation.answered("".join(pieces))
     if generation.finish_reason == "context":
-        note("the context is full: the answer ends here; the oldest turns leave before the next one")
+        note("the context is full: the answer ends here; the oldest turns are dropped before the next one")
 
 
 class Conversation:
-    """Messages and the session that holds their keys and values; `wishes` are arguments of Model.chat."""
+    """Messages, and the session that holds their keys and values.
 
-    def __init__(self, model: Model, system: str | None, tokens: int, wishes: dict[str, Any]) -> None:
+    system    system message, which always stays
+    tokens    of an answer at most
+    settings  further arguments of Model.chat
+    """
+
+    def __init__(self, model: Model, system: str | None, tokens: int, settings: dict[str, Any]) -> None:
         self._model = model
         self._system = [{"role": "system", "content": system}] if system is not None else []
         self._tokens = tokens
-        self._wishes = wishes
+        self._settings = settings
         self.clear()
 
     def clear(self) -> None:
+        """Forget all turns."""
         self.turns: list[Message] = []
         self._session = self._model.session()
 
     def ask(self, question: str) -> Generation:
-        """Start the answer.  InputError: the question alone is too long for the context; the conversation stays as it was."""
+        """The answer as a stream.
+
+        InputError: the question alone is too long for the context; the conversation is unchanged.
+        """
         turns = self._fitting([*self.turns, {"role": "user", "content": question}])
-        generation = self._model.chat([*self._system, *turns], session=self._session, **self._wishes)
+        generation = self._model.chat([*self._system, *turns], session=self._session, **self._settings)
         self.turns = turns
         return generation
 
     def answered(self, text: str) -> None:
+        """Append the answer to the turns."""
         self.turns.append({"role": "assistant", "content": text})
 
     def _fitting(self, turns: list[Message]) -> list[Message]:
-        """`turns` without the oldest questions and answers, so that a quarter of the context is left for the answer."""
+        """`turns` without the oldest questions and answers, so that room for `tokens` or a quarter of the context, the
+        smaller of the two, is left.
+
+        InputError: the last question alone does not fit.
+        """
         assert self._model.template is not None
         room = self._model.context - min(self._tokens, self._model.context // 4)
         while True:

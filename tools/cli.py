@@ -2,233 +2,354 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import click
 
 from edgeq import __version__
+from edgeq.devices import DEVICES
 from edgeq.tools.entry import Commands
-from edgeq.tools.params import Bits, Gamma, GroupSize, Numbers, Threads
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def decorated(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one decorator, in the order given."""
-
-    def apply(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
-
-
-def requantization(command: F) -> F:
-    """The options --requantize... become `requantization`, as Model.load takes it: None if none was given."""
-
-    @wraps(command)
-    def apply(**options: Any) -> Any:
-        from edgeq.runtime.requantize import Requantization
-
-        knobs = ("alpha", "damping", "per_token", "min_tokens")
-        names = {"requantize": "when"} | {f"requantize_{name}": name for name in knobs}
-        given = {name: options.pop(option) for option, name in names.items()}
-        given = {name: value for name, value in given.items() if value is not None}
-        return command(requantization=Requantization(**given) if given else None, **options)
-
-    return cast(F, apply)
-
-
-MODEL = click.argument("model", metavar="FILE", type=click.Path(path_type=Path))
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-TARGET_OPTIONS = decorated(
-    click.option("--target", metavar="reference|cpu", help="Where to run; by default the best that this machine has."),
-    click.option("--isa", metavar="NAME", help="Instruction set of the CPU target, such as avx2 or portable."),
-    click.option("--mode", metavar="a16|a8|a4", help="Bits of activations; by default what the file says."),
-    click.option(
-        "--kv",
-        metavar="file|f16|int8|int4",
-        default="file",
-        show_default=True,
-        help="How keys and values are cached; file: as the file was made for.",
-    ),
-    click.option("--threads-prefill", type=Threads(), default="auto", show_default=True, help="Threads while a prompt is run."),
-    click.option(
-        "--requantize",
-        metavar="prompt|drift|never",
-        help="Files with masters: make weights anew behind every prompt, when its channels drift, or never.  [default: prompt]",
-    ),
-    click.option("--requantize-alpha", type=float, help="0: plain rounding, 1: finer as inputs are larger.  [default: 0.5]"),
-    click.option("--requantize-damping", type=float, help="Added to every channel's sum of squares.  [default: 0.4]"),
-    click.option("--requantize-per-token", is_flag=True, default=None, help="Mean squares instead of sums."),
-    click.option("--requantize-min-tokens", type=int, help="With fewer tokens the file's own weights stay.  [default: 16]"),
-    requantization,
-)
-THREADS = click.option("-t", "--threads", type=Threads(), default="auto", show_default=True)
-DRAFT_OPTIONS = decorated(
-    click.option(
-        "--draft",
-        metavar="auto|off|qspec|lookup|both",
-        default="off",
-        show_default=True,
-        help="Guess tokens and check several at once: in a cheaper mode of the same weights (qspec), from the text so far.",
-    ),
-    click.option("--gamma", type=Gamma(), default="auto", show_default=True, help="Tokens of a guess, 1 to 7; auto pays."),
-)
-GENERATION_OPTIONS = decorated(
-    click.option("-n", "--tokens", type=int, default=256, show_default=True, help="Most tokens to generate."),
-    click.option("--temp", type=float, help="Temperature; 0: always the most probable token."),
-    click.option("--top-k", type=int, help="Keep the K most probable tokens; 0: all."),
-    click.option("--top-p", type=float, help="Keep the most probable tokens with this mass."),
-    click.option("--min-p", type=float, help="Keep tokens at least this share as probable as the best."),
-    click.option("--repeat-penalty", type=float, help="Penalty of tokens already seen; 1: none."),
-    click.option("--seed", type=int, help="Same seed, same text.  [default: 0]"),
-    click.option("--stop", multiple=True, help="Stop before this text; may be given again."),
-    click.option("-c", "--context", type=int, help="Positions of the cache; by default what fits, at most 4096."),
+from edgeq.tools.help_sections import section
+from edgeq.tools.options import (
     DRAFT_OPTIONS,
-    THREADS,
+    GENERATION_OPTIONS,
+    JSON,
+    MODEL,
     TARGET_OPTIONS,
+    THREADS,
+    chat_options,
+    execution,
+    prompt,
 )
+from edgeq.tools.params import Bits, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
+
+METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
+TYPES = ("f32", "f16", "bf16")
+MASTERS = ("i8", "bf16")
 
 
-@click.group("edgeq", cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    "edgeq",
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="""
+    edgeq convert meta-llama/Llama-3.2-1B-Instruct -o llama.edgeq --method awq
+    edgeq chat llama.edgeq
+    """,
+)
 @click.version_option(__version__, prog_name="edgeq")
 def main() -> None:
     """Quantize a language model into one packed low-bit file and run it on the device in front of you."""
 
 
-@main.command()
+output = section("Output")
+quantization = section("Quantization")
+single = section("Options of single methods")
+calibration = section("Calibration")
+hub = section("Hugging Face hub")
+
+
+@main.command(
+    short_help="Make an .edgeq file of a Hugging Face model.",
+    epilog="""
+    edgeq convert models/tiny-llama -o tiny.edgeq
+    edgeq convert Qwen/Qwen3-0.6B -o qwen.edgeq --method awq --group-size 64
+    edgeq convert Qwen/Qwen3-0.6B -o qwen.edgeq --for raspberry-pi-5
+    """,
+)
 @click.argument("source", metavar="SRC")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write.")
-@click.option(
+@output("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@output("--restart", is_flag=True, help="Start over instead of going on with an interrupted conversion.")
+@output(
+    "--for",
+    "device",
+    metavar="DEVICE",
+    type=OneOf(*DEVICES),
+    help="Report whether the file fits this device and the speed that its memory allows; edgeq devices lists the names.",
+)
+@quantization(
     "--method",
     metavar="NAME",
+    type=OneOf(*METHODS),
     default="rtn",
     show_default=True,
-    help="How weights are quantized: none, rtn, awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, ttq, quarot or resq.",
+    help="How weights are quantized: none, rtn (round to nearest), awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, ttq, "
+    "quarot or resq.",
 )
-@click.option("--bits", type=Bits(), help="Bits of weights, activations and cache, such as 4, 4/8 or 4/4/4.  [default: 4]")
-@click.option("--group-size", type=GroupSize(), help="Channels per scale: 16, 32, 64, 128 or row.  [default: the method's]")
-@click.option("--sym/--asym", "symmetric", default=None, help="Without or with zero points.  [default: the method's]")
-@click.option("--act-order/--no-act-order", "act_order", default=None, help="GPTQ: columns of large activations first.")
-@click.option("--gptq/--no-gptq", "gptq", default=None, help="Rotated methods: weights by GPTQ, or by rounding.")
-@click.option("--rank", type=int, help="ttq: rank of the 16-bit part.  [default: 16]")
-@click.option("--master", metavar="i8|bf16", help="ttq: how the weights are kept for the device.  [default: i8]")
-@click.option("--alpha", type=float, help="smoothquant: how much of the activations' range moves, 0 to 1.  [default: 0.5]")
-@click.option("--high-fraction", type=float, help="resq: share of the channels in 8 bits.  [default: 0.125]")
-@click.option("--head", type=int, help="Bits of the head: 4, 6, 8 or 16; by default measured with calibration text, else 8.")
-@click.option("--dtype", metavar="f32|f16|bf16", help="Type of the weights with --method none; by default as stored.")
-@click.option("--for", "device", metavar="DEVICE", help="Say whether it fits this device; `edgeq devices` lists them.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Text to measure and calibrate with.  [default: built in]")
-@click.option("--calibration-rows", type=int, help="Most rows of the text to use.  [default: 64]")
-@click.option("--calibration-length", type=int, help="Tokens of a row.  [default: 512, or as many as the model takes]")
-@click.option("--restart", is_flag=True, help="Start over instead of going on with an interrupted conversion.")
-@click.option("--token", help="Access token of the Hugging Face hub.")
-@click.option("--revision", help="Branch, tag or commit on the hub.")
-@click.option("--offline", is_flag=True, help="Use only what was downloaded before.")
+@quantization(
+    "--bits",
+    type=Bits(),
+    metavar="W[/A[/KV]]",
+    help="Bits of weights, activations and cached keys and values, such as 4, 4/8 or 4/4/4.  [default: 4; smoothquant: "
+    "8/8; quarot, resq: 4/4/4]",
+)
+@quantization(
+    "--group-size",
+    type=GroupSize(),
+    metavar="N|row",
+    help="Input channels that share a scale: 16, 32, 64, 128, or row for all of them.  [default: 128; ttq: 32; smoothquant, "
+    "quarot, resq: row]",
+)
+@quantization(
+    "--sym/--asym",
+    "symmetric",
+    default=None,
+    help="Quantize without or with zero points.  [default: --asym; smoothquant: --sym]",
+)
+@quantization(
+    "--head",
+    type=int,
+    metavar="N",
+    help="Bits of the output head: 4, 6, 8 or 16.  [default: the fewest that lose little on the calibration text; 8 if none is "
+    "read]",
+)
+@quantization(
+    "--dtype",
+    type=OneOf(*TYPES),
+    help="Type of the weights with --method none.  [default: as in SRC]",
+)
+@single(
+    "--act-order/--no-act-order",
+    "act_order",
+    default=None,
+    help="gptq: quantize columns with large activations first.  [default: no]",
+)
+@single("--gptq/--no-gptq", "gptq", default=None, help="quarot, resq: round by gptq.  [default: round to nearest]")
+@single("--rank", type=int, metavar="N", help="ttq: rank of the 16-bit correction; 0: none.  [default: 16]")
+@single("--master", type=OneOf(*MASTERS), help="ttq: type of the master weights that the device rounds from.  [default: i8]")
+@single(
+    "--alpha",
+    type=float,
+    metavar="0..1",
+    help="smoothquant: share of the range of activations that moves into the weights.  [default: 0.5]",
+)
+@single("--high-fraction", type=float, metavar="0..0.5", help="resq: share of the channels kept in 8 bits.  [default: 0.125]")
+@calibration(
+    "--calibration",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="UTF-8 text like what the model will read: to calibrate with, and to measure how few bits of the head and of "
+    "activations are enough.  [default: awq, gptq, smoothquant, resq, and quarot with --gptq read Python's own source code; "
+    "other methods read nothing, the head has 8 bits and activations 16]",
+)
+@calibration("--calibration-rows", type=int, metavar="N", help="Use at most N sequences of the text.  [default: 64]")
+@calibration(
+    "--calibration-length",
+    type=int,
+    metavar="N",
+    help="Tokens of a sequence.  [default: 512, or as many as the model takes]",
+)
+@hub("--token", metavar="TOKEN", help="Access token.  [default: that of `hf auth login` or HF_TOKEN]")
+@hub("--revision", metavar="NAME", help="Branch, tag or commit.  [default: main]")
+@hub("--offline", is_flag=True, help="Use only what was downloaded before.")
 def convert(source: str, output: Path, bits: dict[str, int] | None, **options: Any) -> None:
     """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
 
-    Run again after an interruption, it goes on where it was.
+    If it was interrupted, the same command goes on where it stopped.
     """
     from edgeq.tools.convert import convert as command
 
     command(source, output, options | (bits or {}))
 
 
-@main.command()
+@main.command(
+    short_help="Continue a prompt.",
+    epilog="""
+    edgeq run llama.edgeq -p "The capital of France is" -n 32
+    edgeq run llama.edgeq -f notes.txt --temp 0.7 --top-p 0.9 --seed 1
+    git diff | edgeq run instruct.edgeq --chat --system "Summarize this change." -f -
+    """,
+)
 @MODEL
-@click.option("-p", "--prompt", help="The text to continue.")
-@click.option("-f", "--file", type=click.Path(path_type=Path), help="A file with the text to continue.")
-@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the model's chat template.")
-@click.option("--system", help="System message, with --chat.")
-@click.option("--chat-template", type=click.Path(path_type=Path), help="A jinja file to use, with --chat.")
+@prompt("-p", "--prompt", metavar="TEXT", help="The text to continue.")
+@prompt(
+    "-f",
+    "--file",
+    metavar="FILE",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="A UTF-8 file with the text to continue; -: standard input.",
+)
+@prompt("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template of the model.")
+@chat_options(with_chat="; needs --chat")
 @GENERATION_OPTIONS
 @JSON
 def run(**options: Any) -> None:
-    """Continue a prompt, from -p, -f or standard input; ends with the speed on standard error."""
+    """Continue a prompt from -p, -f or standard input; the speed follows on standard error."""
     from edgeq.tools.run import run as command
 
     command(**options)
 
 
-@main.command()
+@main.command(
+    short_help="Talk with a model.",
+    epilog="""
+    edgeq chat instruct.edgeq --system "Answer in one sentence."
+    edgeq chat instruct.edgeq --temp 0.7 --seed 3 -c 8192
+    """,
+)
 @MODEL
-@click.option("--system", help="System message.")
-@click.option("--chat-template", type=click.Path(path_type=Path), help="A jinja file to use instead of the model's own.")
+@chat_options(with_chat="")
 @GENERATION_OPTIONS
 def chat(**options: Any) -> None:
-    """Talk with a model; what was said stays in its cache.  /help lists the commands."""
+    """Talk with a model.  The conversation stays in the cache; /help lists the commands."""
     from edgeq.tools.chat import chat as command
 
     command(**options)
 
 
-@main.command()
+tests = section("Tests (lists: every combination is measured)")
+
+
+@main.command(
+    short_help="Measure speed: prompts (pp) and decoding (tg).",
+    epilog="""
+    edgeq bench llama.edgeq
+    edgeq bench llama.edgeq -p 512,2048 -n 128 -d 0,4096 -t 1,2,4
+    edgeq bench llama.edgeq -p 0 -n 64 --operations --json
+    """,
+)
 @MODEL
-@click.option("-p", "--prompt", "prompts", type=Numbers(0), default="512", show_default=True, help="Tokens prefilled; 0: skip.")
-@click.option("-n", "--tokens", type=Numbers(0), default="128", show_default=True, help="Tokens decoded; 0: skip.")
-@click.option("-d", "--depth", "depths", type=Numbers(0), default="0", show_default=True, help="Tokens in the cache before.")
-@click.option("-t", "--threads", metavar="N,N", default="auto", show_default=True, help="Numbers of threads.")
-@click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True)
-@click.option("--batch", "batches", type=Numbers(1), default="1", show_default=True, help="Texts decoded at once.")
-@DRAFT_OPTIONS
-@click.option("--operations", is_flag=True, help="Show where the time goes: each kind of operation, waiting, Python.")
-@click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
+@tests(
+    "-p",
+    "--prompt",
+    "prompts",
+    type=Several(Count(0)),
+    metavar="N,N",
+    default="512",
+    show_default=True,
+    help="Tokens of the prompt (pp512); 0: no such test.",
+)
+@tests(
+    "-n",
+    "--tokens",
+    type=Several(Count(0)),
+    metavar="N,N",
+    default="128",
+    show_default=True,
+    help="Tokens decoded one by one (tg128); 0: no such test.",
+)
+@tests(
+    "-d",
+    "--depth",
+    "depths",
+    type=Several(Count(0)),
+    metavar="N,N",
+    default="0",
+    show_default=True,
+    help="Tokens already in the cache (tg128 @ d512).",
+)
+@tests(
+    "--batch",
+    "batches",
+    type=Several(Count(1)),
+    metavar="N,N",
+    default="1",
+    show_default=True,
+    help="Texts decoded at once.",
+)
+@tests(
+    "-r",
+    "--repetitions",
+    type=click.IntRange(1, 1000),
+    metavar="N",
+    default=5,
+    show_default=True,
+    help="How often each test is run; the table has the median.",
+)
+@execution(
+    "-t",
+    "--threads",
+    type=Several(Threads()),
+    metavar="N,N",
+    default="auto",
+    show_default=True,
+    help="Threads; auto: as many as were measured to decode fastest on this machine.",
+)
 @TARGET_OPTIONS
-def bench(threads: str, **options: Any) -> None:
-    """Measure prefill (pp512) and decode (tg128, tg128 @ d512); every number may be a list."""
+@DRAFT_OPTIONS
+@output("--operations", is_flag=True, help="Show where the time goes: each kind of operation, waiting, Python.")
+@output("-o", "--output", type=OneOf("md", "json", "csv"), default="md", show_default=True, help="Format of the results.")
+@output("--json", "as_json", is_flag=True, help="The same as -o json.")
+@click.pass_context
+def bench(ctx: click.Context, /, output: str, as_json: bool, **options: Any) -> None:
+    """Measure how fast prompts are read (pp512) and tokens are decoded (tg128).  N,N is a list of numbers."""
+    if as_json and output != "json" and ctx.get_parameter_source("output") is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"--json and -o {output} exclude each other")
     from edgeq.tools.bench import bench as command
 
-    command(threads=tuple(Threads().convert(part, None, None) for part in threads.split(",")), **options)
+    command(output="json" if as_json else output, **options)
 
 
-@main.command()
+@main.command(short_help="Show what is in a file.")
 @MODEL
-@click.option("--verify", is_flag=True, help="Check the digest of every byte.")
+@click.option("--verify", is_flag=True, help="Check every byte against its digest.")
 @JSON
 def inspect(**options: Any) -> None:
-    """Show what is in a file: layers, codecs, effective bits per weight, sizes, where it came from."""
+    """Show what is in a file: layers, codecs, effective bits per weight, sizes and origin."""
     from edgeq.tools.inspect import inspect as command
 
     command(**options)
 
 
-@main.command()
-@click.argument("models", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--against", metavar="SRC", required=True, help="Hugging Face folder, hub id or .edgeq file to compare with.")
-@click.option("--text", default="code", show_default=True, help="A text file, or code or docs: held-out text of Python itself.")
-@click.option("--window", type=click.IntRange(2), help="Tokens per window.  [default: 512 or the model's limit]")
-@click.option("--limit", type=click.IntRange(2), default=32768, show_default=True, help="Most tokens of the text to use.")
+comparison = section("Comparison")
+
+
+@main.command(
+    short_help="Measure what quantization lost.",
+    epilog="""
+    edgeq compare llama.edgeq --against meta-llama/Llama-3.2-1B
+    edgeq compare rtn.edgeq awq.edgeq --against models/tiny-llama --text wiki.txt
+    """,
+)
+@click.argument("models", metavar="FILE...", nargs=-1, required=True, type=EdgeqFile())
+@comparison(
+    "--against",
+    metavar="SRC",
+    required=True,
+    help="Hugging Face folder, hub id or .edgeq file to compare with.",
+)
+@comparison(
+    "--text",
+    metavar="FILE|code|docs",
+    default="code",
+    show_default=True,
+    help="A UTF-8 text file; code: modules of Python; docs: its language reference.",
+)
+@comparison("--window", type=click.IntRange(2), metavar="N", help="Tokens of a window.  [default: 512 or the model's limit]")
+@comparison(
+    "--limit",
+    type=click.IntRange(2),
+    metavar="N",
+    default=32768,
+    show_default=True,
+    help="Use at most N tokens of the text.",
+)
 @THREADS
 @TARGET_OPTIONS
 @JSON
 def compare(**options: Any) -> None:
-    """Measure what a file lost: perplexity of both, KL divergence, top-1 agreement, with intervals."""
+    """Measure what a file lost: perplexity, KL divergence and top-1 agreement against SRC, with 95 % intervals."""
     from edgeq.tools.compare import compare as command
 
     command(**options)
 
 
-@main.command()
+@main.command(short_help="Compile the kernels of a model ahead of its first run.")
 @MODEL
 @THREADS
 @TARGET_OPTIONS
 def warm(**options: Any) -> None:
-    """Compile what a model needs, ahead of its first run."""
+    """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode."""
     from edgeq.tools.warm import warm as command
 
     command(**options)
 
 
-@main.command()
+@main.command(short_help="Show this machine, and the devices of --for.")
 @JSON
 def devices(as_json: bool) -> None:
-    """Show what this machine has, what will be used and why, and the devices that --for knows."""
+    """Show this machine, which target and instruction set are used and why, and the devices of convert --for."""
     from edgeq.tools.devices import devices as command
 
     command(as_json)

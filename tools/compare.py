@@ -1,7 +1,7 @@
 """`edgeq compare`: what a file lost against its source, over windows of the same text.
 
-Each window starts empty; the first token of a window is only context.  Of the source one window of log-probabilities is held at
-a time.
+Each window starts with an empty cache; its first token is only context.  The log-probabilities of the source are held for one
+window at a time.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from edgeq.tools.terminal import progress
 
 WINDOW = 512
 ROWS = 64
-"""Positions whose logits are in memory at a time, except those of the source: a whole window."""
+"""Positions of a file whose logits are in memory at a time; those of the source are there for a whole window."""
 
 
 class Scorer(Protocol):
-    """Something that gives logits."""
+    """A model that computes logits, of at most `longest` tokens at a time."""
 
     name: str
     vocab_size: int
     longest: int
 
     def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
-        """float32 [n, vocab] behind consecutive tokens, from an empty cache."""
+        """Parts, float32 [n, vocab], of the logits after each of `tokens`, from an empty cache."""
         ...
 
 
@@ -52,11 +52,11 @@ class FileScorer:
 
     @property
     def weights(self) -> str:
-        """What the logits come from."""
+        """Which weights the logits are computed with."""
         return "made for each window from all of its own tokens" if self.model.requantization else "the file's"
 
     def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
-        """Where weights are made on the device, a window is read twice: exactly, by the masters, then with what that made."""
+        """With test-time requantization a window is read twice: with the masters, then with the requantized weights."""
         self._session.trim(0)
         if self.model.requantization:
             self._session.prefill(tokens)
@@ -66,21 +66,22 @@ class FileScorer:
 
 
 class SourceScorer:
-    """A Hugging Face checkpoint through transformers, in float32."""
+    """A Hugging Face checkpoint through transformers, in float32.
+
+    InputError: it cannot be loaded.  ModuleNotFoundError: torch or transformers is not installed.
+    """
 
     def __init__(self, source: str) -> None:
         quiet_libraries()
-        try:
-            import torch
-            from transformers import AutoModelForCausalLM
-            from transformers.utils import logging
-        except ModuleNotFoundError as error:
-            raise InputError(f'{source}: needs {error.name} to run it: pip install "edgeq[convert]"') from None
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         try:
             self._model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-        # Of a damaged checkpoint whatever its libraries raise: safetensors and torch have exceptions of their own.
+        # A damaged checkpoint raises whatever its libraries raise: safetensors and torch have exceptions of their own.
         except Exception as error:
             reason = f"transformers cannot load it: {(str(error).splitlines() or [type(error).__name__])[0]}"
             raise InputError(f"{source}: {reason}; pass a folder, a hub id or an .edgeq file") from None
@@ -96,7 +97,13 @@ class SourceScorer:
 
 @dataclass
 class Scores:
-    """Of one model, per window: sums over its predicted tokens; divergences from the source per token.  `weights`: which."""
+    """The results of one model.
+
+    weights  which weights it ran with
+    nll      negative log-likelihood of every window in nats, a sum over its predicted tokens
+    kl       KL divergence from the source in nats: float64 [n], one per predicted token
+    agree    predictions whose most probable token is that of the source
+    """
 
     name: str
     weights: str = ""
@@ -124,11 +131,10 @@ def compare(
 
     InputError: a text that cannot be read or is too short, or models that do not share a vocabulary.
     """
-
     files = [FileScorer(path, window, options) for path in models]
     source: Scorer
     if against.endswith(".edgeq"):
-        # How the weights of files are made anew is no matter of the source's.
+        # Requantization is for the files that are compared, not for the source.
         source = FileScorer(Path(against), window, options | {"requantization": None})
     else:
         source = SourceScorer(against)
@@ -157,19 +163,24 @@ def compare(
 
 
 def read_documents(text: str) -> list[str]:
-    """A file, or by name held-out text of Python itself."""
+    """The text of a file, or held-out text of Python itself by the names code and docs.
+
+    InputError: it cannot be read.
+    """
     if text == "code":
         return corpus.evaluation_code()
     if text == "docs":
         return corpus.evaluation_docs()
     try:
         return [Path(text).read_text(encoding="utf-8")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{text}: cannot read it as UTF-8 text: {error}; pass a file, code or docs") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{text}: not UTF-8 text; convert it to UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{text}: cannot read it: {error.strerror}; pass a text file, code or docs") from None
 
 
 def score(source: Scorer, files: Sequence[FileScorer], windows: Sequence[Sequence[int]]) -> tuple[Scores, list[Scores]]:
-    """All models over all windows, one window of source log-probabilities at a time."""
+    """Run all models over all windows; the results of the source, then those of the files."""
     reference, scores = Scores(source.name), [Scores(scorer.name, scorer.weights) for scorer in files]
     with progress() as report:
         for i, window in enumerate(windows):
@@ -198,7 +209,7 @@ def add_window(
     at, total = 0, 0.0
     for part in parts:
         wanted = next_tokens[at : at + len(part)]
-        # Behind the last token of the window nothing is predicted.
+        # Nothing is predicted after the last token of the window.
         q, p = log_softmax(part[: len(wanted)]), log_softmax(theirs[at : at + len(wanted)])
         total -= float(q[np.arange(len(wanted)), wanted].sum())
         result.kl.append(kl_divergence(p, q))
@@ -248,7 +259,7 @@ def percent(ratio: dict[str, float]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For people: one line per model."""
+    """Text with one line per model."""
     source = result["source"]
     head = ("model", "perplexity", "against source", "KL mean", "KL p99", "top-1")
     rows = [head, (source["name"], f"{source['perplexity']:.3f}", "", "", "", "")]

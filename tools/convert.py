@@ -1,4 +1,4 @@
-"""`edgeq convert`: the conversion with its progress, and what the result means for a device."""
+"""`edgeq convert`: the conversion with its progress, and whether the result fits a device."""
 
 from __future__ import annotations
 
@@ -9,55 +9,51 @@ from typing import Any
 
 from edgeq.container import ModelFile
 from edgeq.devices import Device, device
-from edgeq.errors import InputError
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
+from edgeq.tools.params import refuse_gguf
 from edgeq.tools.report import bits_per_weight
 from edgeq.tools.terminal import note, progress
 
-CONVERT_EXTRA = {"torch", "transformers", "safetensors", "huggingface_hub"}
-
 
 def quiet_libraries() -> None:
-    """torch and transformers talk on standard error; what a user must know comes as an error of ours."""
+    """Silence what torch and transformers print on standard error: what a user must know is an error of edgeq."""
     for name in ("transformers", "torch", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)")
 
 
 def convert(source: str, output: Path, options: dict[str, Any]) -> None:
-    """Convert `source` into `output`; a line about the result goes to standard error.
+    """Convert `source` into `output` and print a line about the result to standard error.
 
-    InputError: an unknown device, or torch and transformers are not installed.  Otherwise as edgeq.converters.convert.convert.
+    InputError: a GGUF file; otherwise as edgeq.converters.convert.convert.  ModuleNotFoundError: torch or transformers is not
+    installed.
     """
+    refuse_gguf(Path(source))
     profile = device(options["device"]) if options["device"] else None
     quiet_libraries()
-    try:
-        from edgeq.converters.convert import ConvertOptions
-        from edgeq.converters.convert import convert as carry_out
-    except ModuleNotFoundError as error:
-        if error.name not in CONVERT_EXTRA:
-            raise
-        raise InputError(f'converting needs {error.name}, which is not installed: pip install "edgeq[convert]"') from None
+    from edgeq.converters.convert import ConvertOptions
+    from edgeq.converters.convert import convert as carry_out
+
     with progress() as report:
 
-        def heard(step: int, steps: int, label: str, done: int, size: int) -> None:
+        def on_progress(step: int, steps: int, label: str, done: int, size: int) -> None:
             report(step + done / size, steps, label)
 
-        file = carry_out(source, output, ConvertOptions(**options), heard, note)
+        file = carry_out(source, output, ConvertOptions(**options), on_progress, note)
     note(f"{output}: {summary(file)}")
     if profile:
         note(verdict(profile, file.metadata, file.size))
 
 
 def summary(file: ModelFile) -> str:
-    """Size and effective bits in one line."""
+    """Size, effective bits per weight and identity in one line."""
     bits = bits_per_weight(file.metadata, lambda name: True)
     return f"{file.size / 1e6:,.1f} MB, {bits:.2f} bits per weight, identity {file.identity[:16]}"
 
 
 def verdict(profile: Device, metadata: Metadata, size: int) -> str:
-    """Whether the file with the default context fits a device, and the speed that its bandwidth allows."""
+    """One line: whether the file with the default context fits a device, and the decode speed that its bandwidth allows."""
     sizes = metadata.bytes_per_token()
     context = min(DEFAULT_CONTEXT, metadata.config.max_position_embeddings)
     need, room = size + context * sizes["kv_per_position"], profile.usable_memory

@@ -1,4 +1,4 @@
-"""`edgeq devices`: what this machine has, what will be used and why, and the devices that `convert --for` knows."""
+"""`edgeq devices`: this machine, the target and instruction set used on it and why, and the devices of `convert --for`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def devices(as_json: bool) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that is shown, as plain values; memory in bytes, bandwidth in bytes per second."""
+    """Everything that is shown, as plain values: memory in bytes, bandwidth in bytes per second."""
     cpu, memory = machine.cpu(), machine.memory()
     refusals = {name: load(name).refusal() for name in TARGETS}
     chosen = next(name for name in TARGETS if refusals[name] is None)
@@ -45,14 +45,14 @@ def collect() -> dict[str, Any]:
 
 
 def read_bandwidth(threads: list[int]) -> dict[str, float]:
-    """Bytes per second by number of threads, measured where that is not known yet."""
+    """Bytes per second by number of threads, measured if not known yet."""
     from edgeq.targets.cpu import probes
 
     return {str(n): probes.read_bandwidth(n) for n in threads}
 
 
 def instruction_sets() -> tuple[list[dict[str, str | None]], str, str]:
-    """Every instruction set with the reason why it cannot be used, the one that will be, and why."""
+    """Every instruction set with the reason why it cannot be used (or None), then the one that will be used, and why."""
     from edgeq.targets.cpu.choose_isa import choose
     from edgeq.targets.cpu.isa import all_isas
 
@@ -69,6 +69,7 @@ def instruction_sets() -> tuple[list[dict[str, str | None]], str, str]:
 
 
 def show(facts: dict[str, Any]) -> None:
+    """Print the tables."""
     console = Console(highlight=False, soft_wrap=True)
     cpu, memory, used = facts["machine"], facts["memory"], facts["used"]
     console.print(f"{escape(cpu['cpu'])}, {cpu['arch']}, {cpu['cores']} cores")

@@ -1,4 +1,4 @@
-"""Commands whose errors are one line: the base of the command line and of the tools that are run as modules."""
+"""Commands whose errors are one line: the base of the command line and of the laboratory's modules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from typing import Any
 import click
 
 from edgeq.errors import EdgeqError
+from edgeq.tools.help_sections import Examples, SectionedCommand
 
 LONGEST_MESSAGE = 1000
+CONVERT_EXTRA = {"torch", "transformers", "safetensors", "huggingface_hub"}
+# Since click 8.2 a group without arguments prints its help by this error.
+_HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class Failure(click.ClickException):
@@ -29,12 +33,25 @@ class Failure(click.ClickException):
         click.echo(f"error: {line}", err=True)
 
 
-@contextmanager
-def interrupts_heard() -> Iterator[None]:
-    """Ask for an interrupt again that Python has dropped.
+class UsageFailure(Failure):
+    """A command line that cannot be understood, in the same form; exit code 2, as is usual."""
 
-    One that falls into a destructor or a callback, of which compilers have many, cannot be raised there: Python prints and
-    forgets it.  What destructors say of work that an interrupt has broken off is nobody's concern.
+    exit_code = 2
+
+
+def usage_failure(error: click.UsageError) -> UsageFailure:
+    """click's message, which names the option, and the command whose help has more."""
+    message = error.format_message().rstrip(".")
+    more = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+    return UsageFailure(f"{message[:1].lower()}{message[1:]}{more}")
+
+
+@contextmanager
+def repeated_interrupts() -> Iterator[None]:
+    """Send an interrupt again if Python dropped it.
+
+    Python cannot raise an interrupt inside a destructor or a callback, of which compilers have many: it prints the exception
+    and forgets it.  Other exceptions that destructors raise once work was interrupted are not shown.
     """
     default, interrupted = sys.unraisablehook, False
 
@@ -52,7 +69,7 @@ def interrupts_heard() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        # The hook stays: the process ends, and its last destructors run behind this.
+        # The hook stays: the process ends, and its last destructors run after this.
         interrupted = True
         raise
     finally:
@@ -62,12 +79,21 @@ def interrupts_heard() -> Iterator[None]:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Errors meant for the user, memory that is not there and an interrupt, as click ends with them."""
+    """Turn every error that is meant for the user, a missing optional package, full memory and an interrupt into one line."""
     try:
-        with interrupts_heard():
+        with repeated_interrupts():
             yield
     except EdgeqError as error:
         raise Failure(str(error)) from None
+    except _HELP:
+        raise
+    except click.UsageError as error:
+        raise usage_failure(error) from None
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in CONVERT_EXTRA:
+            raise
+        raise Failure(f'this needs {package}, which is not installed: pip install "edgeq[convert]"') from None
     except OSError as error:
         # click itself ends a command whose reader has gone.
         if error.errno == errno.EPIPE or isinstance(error, ConnectionError):
@@ -82,18 +108,32 @@ def one_line() -> Iterator[None]:
         raise Failure("out of memory; close other programs, or choose a shorter context or fewer bits") from None
     except KeyboardInterrupt:
         click.echo(err=True)
-        # The process ends; looking for garbage once more would take it a tenth of a second.
+        # The process ends; a last garbage collection would take a tenth of a second.
         gc.freeze()
         raise click.exceptions.Exit(130) from None
 
 
-class Command(click.Command):
+class Command(SectionedCommand):
+    """A command that is run by itself, as a module of the laboratory is."""
+
+    def make_context(self, *arguments: Any, **settings: Any) -> click.Context:
+        with one_line():
+            return super().make_context(*arguments, **settings)
+
     def invoke(self, ctx: click.Context) -> Any:
         with one_line():
             return super().invoke(ctx)
 
 
-class Commands(click.Group):
+class Commands(Examples, click.Group):
+    """A group of commands.  Their options are parsed within `invoke`."""
+
+    command_class = SectionedCommand
+
+    def make_context(self, *arguments: Any, **settings: Any) -> click.Context:
+        with one_line():
+            return super().make_context(*arguments, **settings)
+
     def invoke(self, ctx: click.Context) -> Any:
         with one_line():
             return super().invoke(ctx)

@@ -1,4 +1,4 @@
-"""`edgeq inspect`: what is in a file, and how fast it can be."""
+"""`edgeq inspect`: what is in a file, and how fast memory allows it to be."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inspect(*, model: Path, verify: bool, as_json: bool) -> None:
 
 
 def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
-    """Everything that is shown, as plain values; sizes in bytes."""
+    """Everything that is shown, as plain values: sizes in bytes, bandwidth in bytes per second."""
     metadata = file.metadata
     sizes = metadata.bytes_per_token()
     per_token = sizes["weights"] + sizes["head"]
@@ -69,7 +69,7 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
 
 
 def layers(linears: list[LinearSpec]) -> list[dict[str, Any]]:
-    """Layers of the same part and codec together, in the order of their first."""
+    """Layers of the same part and codec together, in the order of their first layer."""
     groups: dict[tuple[str, str], list[LinearSpec]] = {}
     for linear in linears:
         part = linear.name.split(".")[-1]
@@ -90,7 +90,7 @@ def layers(linears: list[LinearSpec]) -> list[dict[str, Any]]:
 
 
 def show(facts: dict[str, Any]) -> None:
-    """Tables for people.  What a stranger wrote into the file is shown as JSON, which has no control characters."""
+    """Print the tables.  Text of a stranger's file is shown as JSON, which has no control characters."""
     console, config, bits = Console(highlight=False, soft_wrap=True), facts["config"], facts["bits_per_weight"]
     size = f"{facts['bytes'] / 1e6:,.1f} MB, format {facts['version']}, {facts['segments']} segments"
     console.print(f"{escape(facts['file'])}  {size}")

@@ -1,83 +1,162 @@
-"""What may stand behind an option of the command line, and the line that a user gets when something else does."""
+"""Types of arguments and options: which values each takes, and the line that a user gets for any other."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
 from edgeq.errors import InputError
 
+LARGEST = 1 << 24
+GGUF_MAGIC = b"GGUF"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-def number(text: str, most: int = 1 << 24) -> int | None:
-    """The number that `text` writes in digits; None if it is none, or above `most`."""
+
+def number(text: str, most: int = LARGEST) -> int | None:
+    """The number that `text` writes in digits; None if it is not a number, or above `most`."""
     # Python refuses to read thousands of digits.
     return int(text) if text.isdecimal() and len(text) < 10 and int(text) <= most else None
+
+
+class OneOf(click.Choice):  # type: ignore[type-arg]
+    """One of a few names, in lower or upper case; a shell completes them."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(names, case_sensitive=False)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "|".join(self.choices)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        for name in self.choices:
+            if str(value).casefold() == name:
+                return str(name)
+        self.fail(f"{value!r} is not known; supported: {', '.join(self.choices)}", param, ctx)
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]
+    """A number of at least `least`."""
+
+    name = "number"
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        count = number(str(value))
+        if count is None or count < self.least:
+            self.fail(f"{value!r}: expected a number from {self.least}", param, ctx)
+        return count
 
 
 class Threads(click.ParamType):  # type: ignore[type-arg]
     """`auto` (0: the target chooses) or a number of threads."""
 
-    name = "auto|N"
+    name = "threads"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if value == "auto":
+        if str(value).casefold() == "auto":
             return 0
         if threads := number(str(value), 1024):
             return threads
-        raise InputError(f"threads {value!r}: expected auto or a number from 1 to 1024")
+        self.fail(f"{value!r}: expected auto or a number from 1 to 1024", param, ctx)
 
 
 class Gamma(click.ParamType):  # type: ignore[type-arg]
-    """`auto` (None: what pays) or a number of tokens."""
+    """`auto` (None: chosen by measured speed-up) or the length of a draft in tokens."""
 
-    name = "auto|N"
+    name = "gamma"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "auto":
+        if str(value).casefold() == "auto":
             return None
         if (gamma := number(str(value))) is not None:
             return gamma
-        raise InputError(f"gamma {value!r}: expected auto or a number from 1 to 7")
+        self.fail(f"{value!r}: expected auto or a number from 1 to 7", param, ctx)
 
 
 class GroupSize(click.ParamType):  # type: ignore[type-arg]
-    """A number of channels, or `row` (0: one group per row)."""
+    """A number of input channels, or `row` (0: one group per output channel)."""
 
-    name = "N|row"
+    name = "group size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if value == "row":
+        if str(value).casefold() == "row":
             return 0
         if size := number(str(value)):
             return size
-        raise InputError(f"group size {value!r}: expected 16, 32, 64, 128 or row")
+        self.fail(f"{value!r}: expected 16, 32, 64, 128 or row", param, ctx)
 
 
 class Bits(click.ParamType):  # type: ignore[type-arg]
     """W, W/A or W/A/KV: bits of weights, of activations and of the cache."""
 
-    name = "W[/A[/KV]]"
+    name = "bits"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
         parts = str(value).split("/")
         if len(parts) <= 3 and all(number(part, 64) is not None for part in parts):
             return dict(zip(("bits", "activation_bits", "kv_bits"), map(int, parts), strict=False))
-        raise InputError(f"bits {value!r}: expected those of weights, activations and cache, such as 4, 4/8 or 4/4/4")
+        self.fail(f"{value!r}: expected bits of weights, activations and cache, such as 4, 4/8 or 4/4/4", param, ctx)
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """A comma-separated list of numbers of at least `least`."""
+class Several(click.ParamType):  # type: ignore[type-arg]
+    """A list of values of another type with commas between them."""
 
-    name = "N,N"
+    name = "list"
 
-    def __init__(self, least: int) -> None:
-        self.least = least
+    def __init__(self, each: click.ParamType) -> None:  # type: ignore[type-arg]
+        self.each = each
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        parts = str(value).split(",")
-        found = [number(part) for part in parts]
-        if all(n is not None and n >= self.least for n in found):
-            return tuple(n for n in found if n is not None)
-        name = param.opts[-1] if param else "list"
-        raise InputError(f"{name} {value!r}: expected numbers from {self.least}, such as 128,512")
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        return tuple(self.each.convert(part, param, ctx) for part in str(value).split(","))
+
+
+class EdgeqFile(click.Path):
+    """The path of an .edgeq file.
+
+    InputError: it is something else that people have models in; the message has the command that converts it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        convert_first = f"convert it first: {conversion(path)}"
+        if os.path.isdir(path):
+            if os.path.exists(path / "config.json"):
+                raise InputError(f"{path}: the folder of a checkpoint, not an .edgeq file; {convert_first}")
+            raise InputError(f"{path}: a folder; give the path of an .edgeq file")
+        if not os.path.exists(path) and is_hub_id(path):
+            raise InputError(f"{path}: no such file; if it is a model on the Hugging Face hub, {convert_first}")
+        refuse_gguf(path)
+        return path
+
+
+def conversion(source: Path) -> str:
+    """The command that makes an .edgeq file of a folder or hub id."""
+    return shlex.join(["edgeq", "convert", str(source), "-o", f"{source.resolve().name}.edgeq"])
+
+
+def is_hub_id(path: Path) -> bool:
+    """Whether a path that does not exist reads like OWNER/NAME; a misspelt file lies in a folder that exists."""
+    return bool(_HUB_ID.fullmatch(str(path))) and path.suffix != ".edgeq" and not os.path.exists(path.parent)
+
+
+def refuse_gguf(path: Path) -> None:
+    """InputError: a GGUF file.  Other files, and none, pass."""
+    with suppress(OSError):
+        with open(path, "rb") as file:
+            found = file.read(len(GGUF_MAGIC))
+        if found == GGUF_MAGIC:
+            raise InputError(
+                f"{path}: a GGUF file, which edgeq does not read; convert the original checkpoint of the model: "
+                f"edgeq convert OWNER/NAME -o {shlex.quote(path.stem)}.edgeq"
+            )

@@ -1,22 +1,22 @@
-"""Words and numbers that several commands print about a file and its speed."""
+"""Labels and numbers that several commands print about a file and its speed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from edgeq.container import ModelFile
-from edgeq.records import Metadata
+from edgeq.metadata import Metadata
 from edgeq.runtime import Model
 
 
 def model_name(metadata: Metadata) -> str:
-    """The source's name, as the converter recorded it; a stranger's file may say anything, so it is quoted unless plain."""
+    """The name of the source as the converter recorded it.  A stranger's file may hold anything: quoted unless printable."""
     name = metadata.provenance.get("source")
     return name if isinstance(name, str) and name.isprintable() and len(name) <= 200 else repr(name)[:200]
 
 
 def codec_label(metadata: Metadata) -> str:
-    """The codec of most decoder weights and that of the head: `i4 g128 zero, head i8 g128`."""
+    """The codec of most decoder weights and that of the head: "i4 g128 zero, head i8 g128"."""
     sizes: dict[str, int] = {}
     for name, linear in metadata.linears.items():
         if name != "head":
@@ -27,7 +27,7 @@ def codec_label(metadata: Metadata) -> str:
 
 
 def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:
-    """Effective bits of the layers whose name is wanted; scales, zero points, padding and bias count."""
+    """Effective bits per weight of the layers whose name is wanted; scales, zero points, padding and bias count."""
     layers = [x for name, x in metadata.linears.items() if wanted(name)]
     return 8 * sum(x.nbytes for x in layers) / sum(x.rows * x.columns for x in layers)
 
@@ -38,7 +38,7 @@ def describe(file: ModelFile) -> str:
 
 
 def cache_label(model: Model) -> str:
-    """How keys and values are cached, and what a position takes in all layers."""
+    """The codec of cached keys and values, and their bytes per position in all layers."""
     return f"{model.program.options.kv.name}, {model.position_bytes:,} bytes per position"
 
 

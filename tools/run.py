@@ -51,7 +51,7 @@ def run(
         raise InputError("--system and --chat-template go with --chat")
     text = prompt_text(prompt, file)
     loaded = load(model, chat_template, options)
-    wishes: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "max_tokens": tokens,
         "sampling": sampling_of(loaded, options),
         "stop": stop,
@@ -66,9 +66,9 @@ def run(
         if chat:
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": text})
-            generation = loaded.chat(messages, on_progress=prefilled, **wishes)
+            generation = loaded.chat(messages, on_progress=prefilled, **settings)
         else:
-            generation = loaded.generate(text, on_progress=prefilled, **wishes)
+            generation = loaded.generate(text, on_progress=prefilled, **settings)
         # The bar has to be gone before text is written.
         first = next(generation, "")
     if as_json:
@@ -83,15 +83,19 @@ def run(
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The prompt from -p, -f or a pipe; of a file or a pipe one line end at the end is dropped."""
+    """The prompt from -p, -f or a pipe (also `-f -`).  One line end at the end of a file or a pipe is dropped."""
     if prompt is not None and file is not None:
         raise InputError("both -p and -f are given; pass one of them")
     if prompt is not None:
         return prompt
-    if file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise InputError("no prompt: pass -p TEXT or -f FILE, or pipe it in")
-    data = sys.stdin.buffer.read() if file is None else read_bytes(file)
-    return utf8(data, str(file or "standard input")).removesuffix("\n").removesuffix("\r")
+    if file is None or str(file) == "-":
+        # On a terminal `-f -` waits for the text, as other programs do; without -f the user more likely forgot the prompt.
+        if sys.stdin is None or (file is None and sys.stdin.isatty()):
+            raise InputError("no prompt: pass -p TEXT or -f FILE, or pipe it in")
+        data, name = sys.stdin.buffer.read(), "standard input"
+    else:
+        data, name = read_bytes(file), str(file)
+    return utf8(data, name).removesuffix("\n").removesuffix("\r")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -115,7 +119,10 @@ def load(model: Path, chat_template: Path | None, options: dict[str, Any]) -> Mo
 
 
 def sampling_of(model: Model, options: dict[str, Any]) -> Sampling:
-    """What the user asked for; else what the model's makers recommend, if they do; else greedy, seed 0."""
+    """The options that were given; for the others what the file recommends, else greedy with seed 0.
+
+    FormatError: recommendations that are not numbers.
+    """
     recommended = model.file.metadata.generation
     chosen: dict[str, Any] = {}
     for name, (option, key) in SAMPLING.items():
@@ -129,6 +136,7 @@ def sampling_of(model: Model, options: dict[str, Any]) -> Sampling:
 
 
 def as_object(model: Model, generation: Generation, text: str) -> dict[str, Any]:
+    """What --json prints; rates in tokens or bytes per second."""
     bandwidth, measurement = read_bandwidth(model), generation.measurement
     return {
         "text": text,
@@ -149,7 +157,7 @@ def as_object(model: Model, generation: Generation, text: str) -> dict[str, Any]
 
 
 def summary(model: Model, generation: Generation) -> list[str]:
-    """The speed, for people."""
+    """The lines about model and speed that end a run."""
     m = generation.measurement
     lines = [
         "",
@@ -173,16 +181,16 @@ def summary(model: Model, generation: Generation) -> list[str]:
 
 
 def requantized(m: Measurement, needed: int) -> str:
-    """Which weights the text was decoded with, and what they took."""
+    """Which weights the text was decoded with; seconds and bytes of their requantization."""
     if not m.requantized_tokens:
-        return f"the file's own: {needed} tokens are needed to make others for a prompt"
+        return f"the file's own: {needed} tokens are needed to requantize them for a prompt"
     made = f"made for {m.requantized_tokens} tokens in {m.requantize_s:.2f} s: {m.copy_bytes / 1e6:,.0f} MB"
-    held = f"{m.anonymous_bytes / 1e6:,.0f} MB without files, {m.peak_bytes / 1e6:,.0f} MB at its peak"
+    held = f"{m.anonymous_bytes / 1e6:,.0f} MB without mapped files, {m.peak_bytes / 1e6:,.0f} MB at its peak"
     return f"{made}; the process holds {held}"
 
 
 def drafting(s: Speculation) -> str:
-    """What drafts did, in one line: acceptance, tokens a run, the costs that were measured and the speed-up they predict."""
+    """One line about drafts: acceptance, tokens per cycle, measured costs and the speed-up that they predict."""
     costs = ", ".join(f"{name} {value:.2f}" for name, value in (("c", s.c), ("v", s.v), ("β", s.beta)) if value is not None)
     accepted = f"{sum(s.accepted)} of {sum(s.drafted)} accepted"
     return f"{accepted}, {s.tokens_per_cycle:.2f} tokens a cycle; {costs}; predicted {s.predicted:.2f} times as fast"

@@ -1,4 +1,4 @@
-"""What measurements mean: percentiles, divergences, and how sure a difference is.  Pure functions of numbers."""
+"""Percentiles, divergences, and confidence intervals of differences: pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Interval:
     high: float
 
     def exp(self) -> Interval:
-        """Of a difference of log-likelihoods: the ratio of perplexities."""
+        """The ratio of perplexities that a difference of log-likelihoods means."""
         return Interval(*(float(np.exp(x)) for x in (self.value, self.low, self.high)))
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """The p-th percentile, linear between neighbours."""
+    """The p-th percentile, interpolated linearly between neighbours."""
     return float(np.percentile(np.asarray(values, np.float64), p))
 
 
@@ -38,15 +38,15 @@ def log_softmax(logits: ArrayLike) -> Array:
 
 
 def kl_divergence(p: Array, q: Array) -> Array:
-    """KL(p || q) in nats per row, of log-probabilities [rows, vocab]; a probability of zero in p adds nothing."""
+    """KL(p || q) in nats, float64 [rows], of log-probabilities [rows, vocab]; a probability of zero in p adds nothing."""
     mass = np.exp(p)
     return np.asarray(np.multiply(mass, p - q, out=np.zeros_like(mass), where=mass > 0).sum(axis=-1))
 
 
 def paired_difference(a: ArrayLike, b: ArrayLike, counts: ArrayLike, seed: int = 0) -> Interval:
-    """Mean of a per token less that of b, with its paired bootstrap interval over windows (Efron and Tibshirani 1993, ch. 13).
+    """Mean per token of a minus that of b, with its paired bootstrap interval over windows (Efron and Tibshirani 1993, ch. 13).
 
-    a, b     sums over the tokens of each window, [windows]: of the same windows, so what a hard window adds to both cancels
+    a, b     sums over the tokens of each window, [windows]; of the same windows, so what a hard window adds to both cancels
     counts   tokens of each window
     """
     difference, tokens = np.asarray(a, np.float64) - np.asarray(b, np.float64), np.asarray(counts, np.float64)

@@ -1,4 +1,4 @@
-"""What commands have in common on standard error: progress with ETA, when a person is watching, and how long compiling took."""
+"""Progress with ETA on standard error, when it is a terminal; output that never fails on an encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Report = Callable[[float, float, str], None]
-"""(done, in all or 0 where nobody knows, what is being done)"""
+"""Progress callback: (steps done, total steps, label).  A total of 0 means unknown."""
 
 
 def note(line: str) -> None:
@@ -20,7 +20,7 @@ def note(line: str) -> None:
 
 
 def write(text: str) -> None:
-    """Text to standard output at once, unless that is closed; what its encoding lacks becomes a question mark."""
+    """Write text to standard output and flush, unless it is closed; characters outside its encoding become question marks."""
     if sys.stdout is None:
         return
     encoding = sys.stdout.encoding or "utf-8"
@@ -33,35 +33,35 @@ def progress() -> Iterator[Report]:
     """A bar with ETA on standard error when that is a terminal; otherwise nothing."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda done, total, what: None
+        yield lambda done, total, label: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
 
-        def report(done: float, total: float, what: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=what)
+        def report(done: float, total: float, label: str) -> None:
+            bar.update(task, completed=done, total=total or None, description=label)
 
         yield report
 
 
 @contextmanager
 def compilation() -> Iterator[Report]:
-    """For Model.load, which reports only what is measured or compiled now: a bar, or lines where nobody watches; then how long
-    compiling took."""
+    """Progress of Model.load, which reports only what is measured or compiled now: a bar on a terminal, else a line for each
+    stage; then the time that compilation took."""
     started: float | None = None
-    said = ""
+    shown = ""
     with progress() as bar:
 
-        def report(done: float, total: float, what: str) -> None:
-            nonlocal started, said
-            stage = f"compiling {total:.0f} kernels" if total else what
-            if done == 0 and stage != said and not sys.stderr.isatty():
+        def report(done: float, total: float, label: str) -> None:
+            nonlocal started, shown
+            stage = f"compiling {total:.0f} kernel{'s' * (total != 1)}" if total else label
+            if done == 0 and stage != shown and not sys.stderr.isatty():
                 note(f"{stage}, once on this machine ...")
-            said = stage
+            shown = stage
             if total and started is None:
                 started = perf_counter()
-            bar(done, total, what)
+            bar(done, total, label)
 
         yield report
     if started is not None:

@@ -1,4 +1,4 @@
-"""`edgeq warm`: compile the kernels of a model ahead, so that its first run starts at once."""
+"""`edgeq warm`: compile the kernels of a model ahead of its first run, which then starts at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeq.tools.terminal import compilation, note
 
 
 def warm(*, model: Path, mode: Mode | None, **options: Any) -> None:
-    """Compile for `mode`, or for every mode; what was compiled before is found in the cache.  Says how long it took."""
+    """Compile for `mode`, or for every mode, and print how long that took.  Kernels compiled earlier come from the cache."""
     for each in (mode,) if mode else MODES:
         started = perf_counter()
         with compilation() as report:

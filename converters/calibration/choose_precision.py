@@ -1,18 +1,18 @@
-"""Decides by measurement what the options left open: the bits of the head, and the mode a file runs in by default.
+"""Chooses the head's bit width and the default activation mode by measurement.
 
 On a little of the calibration text the quantized layers, as they lie in the unfinished file, are run twice: with exact inputs
-(a16), and with the inputs of every quantized layer rounded to 8 bits as a target does (a8).  Behind the last layer
+(a16), and with the inputs of every quantized layer rounded to 8 bits as a target does (a8).  After the last layer
 
-    head    is the smallest of 4, 6 and 8 bits whose mean KL divergence from the unrounded head stays under MAX_HEAD_KL
-    mode    is a8 if it raises the perplexity by no more than MAX_A8_RISE; not measured where the method or the options say it
+    head    the smallest of 4, 6 and 8 bits whose mean KL divergence from the unrounded head stays under MAX_HEAD_KL
+    mode    a8 if it raises the perplexity by no more than MAX_A8_RISE; not measured where the method or the options fix it
 
-Neither can be known without text that the model was trained for; then the head has 8 bits and the mode is a16.
+Neither can be measured without text that the model was trained for; then the head has 8 bits and the mode is a16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from edgeq.converters.method import Method
 from edgeq.converters.options import HeadBits
 from edgeq.converters.quantizer import fake
 from edgeq.converters.slabs import RowReader, Tensors, slabs
+from edgeq.quantization import activation_block, activation_limit
 from edgeq.records import Mode
 
 MAX_HEAD_KL = 0.005
@@ -39,8 +40,8 @@ ROWS = 4
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """bits of the head, mode, and what was measured for them: goes into the provenance."""
+class PrecisionChoice:
+    """Bits of the head, the mode, and the measurements that chose them, which go into the provenance."""
 
     head: HeadBits
     mode: Mode
@@ -48,13 +49,13 @@ class Verdict:
 
 
 @dataclass
-class Total:
+class LogSumExp:
     """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens]."""
 
     value: Tensor
 
     @classmethod
-    def of(cls, tokens: int) -> Total:
+    def of(cls, tokens: int) -> LogSumExp:
         return cls(torch.full((tokens,), -math.inf, dtype=torch.float64))
 
     def add(self, logits: Tensor) -> Tensor:
@@ -64,19 +65,19 @@ class Total:
         return (part - self.value).exp()
 
 
-def quantize_inputs(layer: nn.Module, codec: Codec) -> None:
-    """From now on the linear layers of `layer` see int8 activations: a scale per token and block of a group, at most 128."""
+def quantize_inputs(layer: nn.Module, codec: Callable[[int], Codec]) -> None:
+    """Round the inputs of the linear layers of `layer` to 8 bits from now on; `codec`: columns of a weight -> its codec."""
 
     def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (rounded_activations(args[0], codec), *args[1:])
+        return (rounded_activations(args[0], codec(args[0].shape[-1])), *args[1:])
 
     for module in quantized_linears(layer).values():
         module.register_forward_pre_hook(rounded)
 
 
 def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
-    """x [..., channels] in integers up to codec.activation_limit, a scale per block of codec.activation_block channels."""
-    size, limit = codec.activation_block, codec.activation_limit
+    """x [..., channels] in integers up to activation_limit, a scale per block of activation_block channels."""
+    size, limit = activation_block(codec), activation_limit(codec, "a8")
     channels = x.shape[-1]
     blocks = nn.functional.pad(x, (0, -channels % size)).unflatten(-1, (-1, size))
     scale = blocks.abs().amax(-1, keepdim=True) / limit
@@ -86,14 +87,14 @@ def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
 
 
 @torch.no_grad()
-def decide(
+def choose(
     method: Method,
     checkpoint: Checkpoint,
     tensors: Tensors,
     tokens: Tensor,
     stored: WholeReader,
     heads: Mapping[HeadBits, Codec | None],
-) -> Verdict:
+) -> PrecisionChoice:
     """Measure on a few rows of `tokens` [rows, length].
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
@@ -112,14 +113,21 @@ def decide(
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
-        return Verdict(head, method.mode, measured)
-    return Verdict(head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]})
+        return PrecisionChoice(head, method.mode, measured)
+    return PrecisionChoice(
+        head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]}
+    )
 
 
 def _hidden(
-    method: Method, checkpoint: Checkpoint, tensors: Tensors, tokens: Tensor, stored: WholeReader, rounded: Codec | None
+    method: Method,
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    tokens: Tensor,
+    stored: WholeReader,
+    rounded: Callable[[int], Codec] | None,
 ) -> Tensor:
-    """What leaves the last layer as stored, [rows, length, hidden]; `rounded`: inputs as targets round them for this codec."""
+    """Outputs of the last layer as stored, [rows, length, hidden]; `rounded`: inputs rounded as targets do for these codecs."""
     forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
     for index in range(method.config.num_hidden_layers):
         layer = forward.load(index, stored)
@@ -145,8 +153,8 @@ def _measure(
     """
     exact, rounded = inputs
     count, first = len(targets), 0
-    everything = Total.of(count)
-    totals = {bits: (Total.of(count), Total.of(count)) for bits in heads}
+    everything = LogSumExp.of(count)
+    totals = {bits: (LogSumExp.of(count), LogSumExp.of(count)) for bits in heads}
     gaps = {bits: torch.zeros(count, dtype=torch.float64) for bits in heads}
     wanted = {bits: torch.zeros(2, count, dtype=torch.float64) for bits in heads}
     for rows in head:

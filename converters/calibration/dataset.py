@@ -1,26 +1,20 @@
-"""Calibration text: a file, or what every machine with Python has.
-
-The built-in source is held-out modules of the standard library and every eighth topic of the language reference, which the demo
-model was neither trained nor is evaluated on.  It depends on the Python version, so its digest goes into the provenance.
-"""
+"""Reads the calibration text, a file or the built-in one, and cuts it into rows of tokens."""
 
 from __future__ import annotations
 
 import hashlib
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
-from edgeq.converters.tokenizer import Text
+from edgeq.converters.calibration import builtin_text
+from edgeq.converters.tokenizer import TextAssets
 from edgeq.errors import InputError
 
-MODULES = ("configparser.py", "fractions.py", "sched.py", "textwrap.py", "zipfile.py")
 ROW_TOKENS = 512
 MAX_ROWS = 64
-BUILT_IN = "python standard library and language reference, calibration split"
 
 
 @dataclass(frozen=True)
@@ -32,14 +26,14 @@ class Calibration:
     rows: torch.Tensor
 
 
-def calibration(path: Path | None, text: Text, length: int, most: int = MAX_ROWS) -> Calibration:
+def calibration(path: Path | None, text: TextAssets, length: int, most: int = MAX_ROWS) -> Calibration:
     """Rows of `length` tokens from a UTF-8 file or the built-in text: its documents one after another, cut, the rest dropped.
 
     Of more rows than `most`, evenly spaced ones.  InputError: it cannot be read, or is not enough for one row.
     """
-    source = BUILT_IN if path is None else path.name
+    source = builtin_text.NAME if path is None else path.name
     try:
-        documents = _built_in() if path is None else (path.read_text(encoding="utf-8"),)
+        documents = builtin_text.documents() if path is None else (path.read_text(encoding="utf-8"),)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot read it as UTF-8 calibration text: {error}") from None
     tokenizer = Tokenizer.from_str(text.blobs["tokenizer.json"].decode())
@@ -55,11 +49,3 @@ def calibration(path: Path | None, text: Text, length: int, most: int = MAX_ROWS
     count = min(most, len(rows))
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     return Calibration(source, digest, rows[[i * len(rows) // count for i in range(count)]])
-
-
-def _built_in() -> tuple[str, ...]:
-    from pydoc_data.topics import topics
-
-    library = Path(sysconfig.get_paths()["stdlib"])
-    code = [(library / name).read_text(encoding="utf-8") for name in MODULES if (library / name).exists()]
-    return (*code, *(topics[name] for i, name in enumerate(sorted(topics)) if i % 8 == 4))

@@ -1,7 +1,7 @@
-"""The model, one decoder layer at a time, in torch (decoder.py).
+"""Runs calibration text through the model, one decoder layer at a time, in torch (torch_decoder.py).
 
-Of the network only the layer at hand is in memory.  The inputs of a layer are the outputs of the layer before it, unquantized
-as in AWQ, or as it is stored as in GPTQ: that is the method's to say.
+Only the layer at hand is in memory.  The inputs of a layer are the outputs of the layer before it, unquantized
+as in AWQ, or as it is stored as in GPTQ: the method decides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edgeq.converters.slabs import Tensors
 WholeReader = Callable[[str], NDArray[np.float32]]
 """Tensor name -> the whole tensor in float32."""
 BATCH_ROWS = 4
-"""Calibration rows in one forward: bounds what a layer holds inside."""
+"""Calibration rows in one forward: bounds the activations inside a layer."""
 
 
 def token_activations(c: ModelConfig) -> int:
@@ -37,7 +37,7 @@ def token_activations(c: ModelConfig) -> int:
 
 @dataclass
 class Observed:
-    """What the inspected modules of one decoder layer saw and gave, over all calibration rows.
+    """Inputs and outputs of the inspected modules of one decoder layer, over all calibration rows.
 
     inputs, outputs: module path -> float32 [rows, tokens, channels], of an expert [tokens, channels]; one that no token reached
     is not there.  `attention` are the keyword arguments of self_attn.
@@ -63,8 +63,8 @@ class BlockForward:
         """`tensors`: those of the model; None: the checkpoint's own."""
         self._family, self._config = family, config
         self._tensors: Tensors = tensors or checkpoint
-        ropes = [rope for rope in (config.rope, config.local_rope) if rope]
-        self._angles = {rope: angles(rope, config.head_dim, tokens.shape[1]) for rope in ropes}
+        ropes = {config.layer_rope(layer) for layer in range(config.num_hidden_layers)}
+        self._angles = {rope: rope and angles(rope, config.head_dim, tokens.shape[1]) for rope in ropes}
         self.hidden = self._embed(tokens)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class BlockForward:
     def load(self, index: int, read: WholeReader | None = None) -> nn.Module:
         """Decoder layer `index` with its weights in float32; `read`: where they come from, None: the model's."""
         with torch.device("meta"):
-            layer = DecoderLayer(self._config, self._family.row.biases)
+            layer = DecoderLayer(self._config, self._family.description.biases)
         names, read = self._family.layer_tensors(index), read or self._tensors.whole
         prefix = f"model.layers.{index}."
         state = {name.removeprefix(prefix): torch.from_numpy(read(name)) for name in names.values()}
@@ -100,7 +100,7 @@ class BlockForward:
         seen: dict[str, list[Tensor]] = {path: [] for path in inspected}
         given: dict[str, list[Tensor]] = {path: [] for path in inspected}
         hooks = [
-            layer.get_submodule(path).register_forward_hook(_observer(seen[path], given[path]), with_kwargs=True)
+            layer.get_submodule(path).register_forward_hook(_output_hook(seen[path], given[path]), with_kwargs=True)
             for path in inspected
         ]
         batches = [_first(layer(batch, **observed.attention)) for batch in _batches(self.hidden)]
@@ -113,9 +113,11 @@ class BlockForward:
         return observed
 
     @torch.no_grad()
-    def watch(self, index: int, layer: nn.Module, hear: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Run the layer without going on: module path -> hears every batch of that module's inputs [rows, tokens, channels]."""
-        hooks = [layer.get_submodule(path).register_forward_hook(_hearer(f), with_kwargs=True) for path, f in hear.items()]
+    def watch(self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Run the layer without advancing; `observers`: module path -> called with its inputs [rows, tokens, channels]."""
+        hooks = [
+            layer.get_submodule(path).register_forward_hook(_input_hook(f), with_kwargs=True) for path, f in observers.items()
+        ]
         arguments = self.attention_arguments(index)
         for batch in _batches(self.hidden):
             layer(batch, **arguments)
@@ -126,7 +128,7 @@ class BlockForward:
         layer.to("meta")
 
 
-def _observer(seen: list[Tensor], given: list[Tensor]) -> Callable[..., None]:
+def _output_hook(seen: list[Tensor], given: list[Tensor]) -> Callable[..., None]:
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
         given.append(_first(output))
@@ -134,9 +136,9 @@ def _observer(seen: list[Tensor], given: list[Tensor]) -> Callable[..., None]:
     return observe
 
 
-def _hearer(hear: Callable[[Tensor], None]) -> Callable[..., None]:
+def _input_hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        hear(args[0] if args else kwargs["hidden_states"])
+        observer(args[0] if args else kwargs["hidden_states"])
 
     return observe
 

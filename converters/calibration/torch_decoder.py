@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
 
     def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor) -> Tensor:
-        """hidden_states [rows, tokens, hidden]; without position_embeddings no rotation; the mask is True for what is seen."""
+        """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: the key is visible."""
         queries, keys, values = (
             linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [rows, heads, tokens, head_dim]
             for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -141,16 +141,14 @@ ACTIVATIONS = {
 }
 
 
-def angles(rope: Rope, head_dim: int, length: int) -> Angles | None:
-    """Of positions 0 ... length - 1 in a session of that length; None: positions are not rotary."""
-    if rope.kind == "learned":
-        return None
-    turned = torch.outer(torch.arange(length).double(), torch.tensor(frequencies(rope, head_dim, length), dtype=torch.float64))
-    return (turned.cos() * rope.attention_factor).float(), (turned.sin() * rope.attention_factor).float()
+def angles(rope: Rope, head_dim: int, length: int) -> Angles:
+    """Cosines and sines of positions 0 ... length - 1 in a session of that length."""
+    found = torch.outer(torch.arange(length).double(), torch.tensor(frequencies(rope, head_dim, length), dtype=torch.float64))
+    return (found.cos() * rope.attention_factor).float(), (found.sin() * rope.attention_factor).float()
 
 
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x [..., tokens, head_dim] with its first channels, two for each angle, turned."""
+    """x [..., tokens, head_dim] with its first channels, two for each angle, rotated."""
     half = cosines.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cosines - b * sines, b * cosines + a * sines, rest), dim=-1)

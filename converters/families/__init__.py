@@ -1,7 +1,7 @@
 """The families of decoders: config.json -> ModelConfig, and what the tensors of each part are called.
 
-Behind `Checkpoint.arrange` every family has the tensor names and the decoder layer of the Llama line (decoder.py); only the
-files of this folder know what the checkpoint calls them.
+After `Checkpoint.arrange` every family has the tensor names and the decoder layer of the Llama line (torch_decoder.py); only
+the files of this folder have the names in the checkpoint.
 """
 
 from edgeq.converters.families.family import (
@@ -13,7 +13,7 @@ from edgeq.converters.families.family import (
     NORMS,
     POSITIONS,
     Family,
-    FamilyRow,
+    FamilyDescription,
     ScaleMapping,
     linear_module,
 )
@@ -29,7 +29,7 @@ __all__ = [
     "NORM_BIAS",
     "POSITIONS",
     "Family",
-    "FamilyRow",
+    "FamilyDescription",
     "ScaleMapping",
     "linear_module",
     "recognise",

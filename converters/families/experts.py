@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import Source
-from edgeq.converters.families.family import ATTENTION_MAPPINGS, FamilyRow, ScaleMapping, Values, linear_module
+from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.families.family import ATTENTION_MAPPINGS, FamilyDescription, ScaleMapping, Values, linear_module
 from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, llama_settings, qwen3_settings
 from edgeq.converters.families.positions import one_window
 from edgeq.errors import UnsupportedError
 
-# Of Mixtral: module of decoder.py -> its own.
+# Module of torch_decoder.py -> Mixtral's own.
 EXPERT_MODULES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 NEUTRAL_MIXTRAL = {key: values for key, values in NEUTRAL.items() if key not in ("num_experts", "num_local_experts")}
 NEUTRAL_QWEN: dict[str, tuple[Any, ...]] = NEUTRAL_MIXTRAL | {
@@ -56,22 +56,22 @@ def qwen3_moe_settings(values: Values) -> dict[str, Any]:
     return qwen3_settings(values) | qwen_experts(values)
 
 
-def mixtral_sources(config: ModelConfig) -> dict[str, Source]:
+def mixtral_sources(config: ModelConfig) -> dict[str, TensorSource]:
     hidden, inner, router = config.hidden_size, config.intermediate_size, (config.num_experts, config.hidden_size)
     sources = {}
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"model.layers.{layer}.mlp.", f"model.layers.{layer}.block_sparse_moe."
-        sources[f"{ours}gate.weight"] = Source(f"{theirs}gate.weight", router, router)
+        sources[f"{ours}gate.weight"] = TensorSource(f"{theirs}gate.weight", router, router)
         for expert in range(config.num_experts):
             for module, name in EXPERT_MODULES.items():
                 shape = (hidden, inner) if module == "down_proj" else (inner, hidden)
-                source = Source(f"{theirs}experts.{expert}.{name}.weight", shape, shape)
+                source = TensorSource(f"{theirs}experts.{expert}.{name}.weight", shape, shape)
                 sources[f"{ours}experts.{expert}.{module}.weight"] = source
     return sources
 
 
 def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
-    """What chooses among the experts reads the same channels as they do, so it follows their scale."""
+    """The router reads the same channels as they do, so it follows their scale."""
     owners = [f"experts.{expert}." for expert in range(config.num_experts)]
     followers = ["router"]
     if config.shared_expert_intermediate_size:
@@ -86,7 +86,7 @@ def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
 
 
 EXPERT_FAMILIES = (
-    FamilyRow(
+    FamilyDescription(
         "MixtralForCausalLM",
         DEFAULTS
         | {
@@ -104,7 +104,7 @@ EXPERT_FAMILIES = (
         sources=mixtral_sources,
         mappings=expert_mappings,
     ),
-    FamilyRow(
+    FamilyDescription(
         "Qwen2MoeForCausalLM",
         DEFAULTS
         | {
@@ -123,7 +123,7 @@ EXPERT_FAMILIES = (
         biases=QKV,
         mappings=expert_mappings,
     ),
-    FamilyRow(
+    FamilyDescription(
         "Qwen3MoeForCausalLM",
         DEFAULTS
         | {

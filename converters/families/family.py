@@ -1,7 +1,7 @@
-"""What a family is: a row of a table, and what follows from it for one configuration.
+"""A family of decoders as data, and what follows from it for one configuration.
 
 Every key of config.json that changes the computation is either read, or listed with the values under which it changes nothing;
-any other value is refused by key.  Keys that neither this table nor transformers' model code reads cannot change the
+any other value is refused by key.  Keys that neither this description nor transformers' model code reads cannot change the
 computation and are ignored.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import Source
+from edgeq.converters.checkpoint import TensorSource
 from edgeq.manifest import layer_contents
 
 Values = Mapping[str, Any]
 
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
 NORM, NORM_BIAS, HEAD = "model.norm.weight", "model.norm.bias", "lm_head.weight"
-# Part of a decoder layer -> its module (decoder.py).
+# Part of a decoder layer -> its module (torch_decoder.py).
 LINEARS = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -82,13 +82,14 @@ def no_windows(values: Values, layers: int) -> tuple[int, ...]:
     return ()
 
 
-def no_sources(config: ModelConfig) -> dict[str, Source]:
+def no_sources(config: ModelConfig) -> dict[str, TensorSource]:
     return {}
 
 
 @dataclass(frozen=True)
-class FamilyRow:
-    """
+class FamilyDescription:
+    """What the checkpoints of one architecture have in common.
+
     defaults   transformers' own, for keys that config.json may leave out
     neutral    values of other keys that have no effect
     settings   fields of `ModelConfig` that not all families have in the same way, constant or read from config.json
@@ -106,7 +107,7 @@ class FamilyRow:
     windows: Callable[[Values, int], tuple[int, ...]] = no_windows
     keys: Mapping[str, str] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
-    sources: Callable[[ModelConfig], dict[str, Source]] = no_sources
+    sources: Callable[[ModelConfig], dict[str, TensorSource]] = no_sources
     derived: tuple[str, ...] = (".rotary_emb.inv_freq",)
     mappings: Callable[[ModelConfig], tuple[ScaleMapping, ...]] = llama_mappings
 
@@ -115,15 +116,15 @@ class FamilyRow:
 class Family:
     """The family of one checkpoint, whose network is `config`."""
 
-    row: FamilyRow
+    description: FamilyDescription
     config: ModelConfig
 
     @property
     def architecture(self) -> str:
-        return self.row.architecture
+        return self.description.architecture
 
-    def sources(self) -> dict[str, Source]:
-        return self.row.sources(self.config)
+    def sources(self) -> dict[str, TensorSource]:
+        return self.description.sources(self.config)
 
     def layer_parts(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Part of a decoder layer -> tensor name and shape, in execution order: attention_norm, q, q.bias, k ... down."""
@@ -138,7 +139,7 @@ class Family:
             for linear, (rows, columns) in content.items():
                 part = linear.removeprefix(prefix)
                 parts[part] = f"{tensors}{linear_module(part)}.weight", (rows, columns)
-                if part in self.row.biases:
+                if part in self.description.biases:
                     parts[f"{part}.bias"] = f"{tensors}{linear_module(part)}.bias", (rows,)
         return parts
 
@@ -163,4 +164,4 @@ class Family:
     def awq_mappings(self, config: ModelConfig) -> list[ScaleMapping]:
         """The scales that this model can absorb: v -> o only where v has as many outputs as o has inputs (no GQA)."""
         multi_head = config.kv_size == config.query_size
-        return [m for m in self.row.mappings(config) if multi_head or not m.multi_head_only]
+        return [m for m in self.description.mappings(config) if multi_head or not m.multi_head_only]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import Source
-from edgeq.converters.families.family import ATTENTION_MAPPINGS, MLP_MAPPINGS, NORM, FamilyRow, ScaleMapping, Values
+from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.families.family import ATTENTION_MAPPINGS, MLP_MAPPINGS, NORM, FamilyDescription, ScaleMapping, Values
 from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, head_settings
 from edgeq.converters.families.positions import rope_of, typed_windows, window
 from edgeq.errors import FormatError
 
-# Module of decoder.py -> transformers' own; all hold w of a gain 1 + w.
+# Module of torch_decoder.py -> transformers' own; all hold w of a gain 1 + w.
 GAINS = {
     "input_layernorm": "input_layernorm",
     "attention_output_norm": "post_attention_layernorm",
@@ -55,25 +55,25 @@ def gemma_settings(values: Values) -> dict[str, Any]:
     }
 
 
-def gemma_sources(config: ModelConfig) -> dict[str, Source]:
+def gemma_sources(config: ModelConfig) -> dict[str, TensorSource]:
     hidden, head = (config.hidden_size,), (config.head_dim,)
-    sources = {NORM: Source(NORM, hidden, hidden, added=1.0)}
+    sources = {NORM: TensorSource(NORM, hidden, hidden, added=1.0)}
     for layer in range(config.num_hidden_layers):
         p = f"model.layers.{layer}."
         for module, theirs in GAINS.items():
-            sources[f"{p}{module}.weight"] = Source(f"{p}{theirs}.weight", hidden, hidden, added=1.0)
+            sources[f"{p}{module}.weight"] = TensorSource(f"{p}{theirs}.weight", hidden, hidden, added=1.0)
         for module in HEAD_GAINS:
-            sources[f"{p}{module}.weight"] = Source(f"{p}{module}.weight", head, head, added=1.0)
+            sources[f"{p}{module}.weight"] = TensorSource(f"{p}{module}.weight", head, head, added=1.0)
     return sources
 
 
 def gemma_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
-    """Without the norm before q, k, v: behind them come norms of their own, and scales were found to hurt there."""
+    """Without the norm before q, k, v: after them come norms of their own, and scales were found to hurt there."""
     return (*ATTENTION_MAPPINGS[1:], *MLP_MAPPINGS)
 
 
 GEMMA_FAMILIES = (
-    FamilyRow(
+    FamilyDescription(
         "Gemma3ForCausalLM",
         DEFAULTS
         | {

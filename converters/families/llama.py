@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import Source
-from edgeq.converters.families.family import FamilyRow, Values
+from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.positions import one_window, partial_rope, qwen_windows, rope
 
 DEFAULTS: dict[str, Any] = {
@@ -62,7 +62,7 @@ def phi3_settings(values: Values) -> dict[str, Any]:
     return head_settings(values) | {"rope": partial_rope(values)}
 
 
-def phi3_sources(config: ModelConfig) -> dict[str, Source]:
+def phi3_sources(config: ModelConfig) -> dict[str, TensorSource]:
     """Rows of q, k, v lie one below the other in one matrix, and so do those of gate and up."""
     q, kv, inner, hidden = config.query_size, config.kv_size, config.intermediate_size, config.hidden_size
     sources = {}
@@ -70,23 +70,23 @@ def phi3_sources(config: ModelConfig) -> dict[str, Source]:
         p = f"model.layers.{layer}."
         matrix, shape = f"{p}self_attn.qkv_proj.weight", (q + 2 * kv, hidden)
         for part, row, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-            sources[f"{p}self_attn.{part}_proj.weight"] = Source(matrix, shape, (rows, hidden), row)
+            sources[f"{p}self_attn.{part}_proj.weight"] = TensorSource(matrix, shape, (rows, hidden), row)
         matrix, shape = f"{p}mlp.gate_up_proj.weight", (2 * inner, hidden)
-        sources[f"{p}mlp.gate_proj.weight"] = Source(matrix, shape, (inner, hidden), 0)
-        sources[f"{p}mlp.up_proj.weight"] = Source(matrix, shape, (inner, hidden), inner)
+        sources[f"{p}mlp.gate_proj.weight"] = TensorSource(matrix, shape, (inner, hidden), 0)
+        sources[f"{p}mlp.up_proj.weight"] = TensorSource(matrix, shape, (inner, hidden), inner)
     return sources
 
 
 LLAMA_FAMILIES = (
-    FamilyRow("LlamaForCausalLM", DEFAULTS, NEUTRAL, llama_settings),
-    FamilyRow(
+    FamilyDescription("LlamaForCausalLM", DEFAULTS, NEUTRAL, llama_settings),
+    FamilyDescription(
         "MistralForCausalLM",
         DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         NEUTRAL | {"layer_types": (None,)},
         llama_settings,
         one_window,
     ),
-    FamilyRow(
+    FamilyDescription(
         "Qwen2ForCausalLM",
         DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768} | QWEN_WINDOW,
         NEUTRAL,
@@ -94,14 +94,14 @@ LLAMA_FAMILIES = (
         qwen_windows,
         biases=QKV,
     ),
-    FamilyRow(
+    FamilyDescription(
         "Qwen3ForCausalLM",
         DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768} | QWEN_WINDOW,
         NEUTRAL,
         qwen3_settings,
         qwen_windows,
     ),
-    FamilyRow(
+    FamilyDescription(
         "Phi3ForCausalLM",
         DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None},
         NEUTRAL_LAYER | NO_EXPERTS | {"layer_types": (None,)},

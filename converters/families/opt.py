@@ -1,6 +1,6 @@
 """OPT (Zhang et al. 2022, arXiv 2205.01068): LayerNorm, learned positions, ReLU, biases everywhere.
 
-Its smallest but one, 350m, is another network: norms behind the blocks instead of before them, so that no norm feeds q, k, v or
+Its smallest but one, 350m, is another network: norms after the blocks instead of before them, so that no norm feeds q, k, v or
 the MLP, and an embedding of half the width between two projections.  It is refused by those keys.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.config import ModelConfig, Rope
-from edgeq.converters.checkpoint import Source
+from edgeq.converters.checkpoint import TensorSource
 from edgeq.converters.families.family import (
     ATTENTION_MAPPINGS,
     EMBEDDING,
     HEAD,
     NORM,
     POSITIONS,
-    FamilyRow,
+    FamilyDescription,
     ScaleMapping,
     Values,
 )
 from edgeq.errors import FormatError, UnsupportedError
 
-# Module of decoder.py -> transformers' own.
+# Module of torch_decoder.py -> transformers' own.
 MODULES = {
     "input_layernorm": "self_attn_layer_norm",
     "self_attn.q_proj": "self_attn.q_proj",
@@ -56,29 +56,29 @@ def opt_settings(values: Values) -> dict[str, Any]:
     }
 
 
-def opt_sources(config: ModelConfig) -> dict[str, Source]:
+def opt_sources(config: ModelConfig) -> dict[str, TensorSource]:
     hidden, inner = config.hidden_size, config.intermediate_size
     decoder, table = "model.decoder.", (config.vocab_size, hidden)
     positions = (config.max_position_embeddings + FIRST_POSITION, hidden)
     sources = {
-        EMBEDDING: Source(f"{decoder}embed_tokens.weight", table, table),
-        POSITIONS: Source(
+        EMBEDDING: TensorSource(f"{decoder}embed_tokens.weight", table, table),
+        POSITIONS: TensorSource(
             f"{decoder}embed_positions.weight", positions, (config.max_position_embeddings, hidden), FIRST_POSITION
         ),
     }
     if not config.tie_word_embeddings:
-        sources[HEAD] = Source(HEAD, table, table)
+        sources[HEAD] = TensorSource(HEAD, table, table)
     norm = NORM.removesuffix("weight")
     sizes = {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     for kind in ("weight", "bias"):
-        sources[f"{norm}{kind}"] = Source(f"{decoder}final_layer_norm.{kind}", (hidden,), (hidden,))
+        sources[f"{norm}{kind}"] = TensorSource(f"{decoder}final_layer_norm.{kind}", (hidden,), (hidden,))
         for layer in range(config.num_hidden_layers):
             for module, theirs in MODULES.items():
                 shape: tuple[int, ...] = sizes.get(module, (hidden, hidden))
                 if kind == "bias" or module.endswith("norm"):
                     shape = shape[:1]
                 name = f"{decoder}layers.{layer}.{theirs}.{kind}"
-                sources[f"model.layers.{layer}.{module}.{kind}"] = Source(name, shape, shape)
+                sources[f"model.layers.{layer}.{module}.{kind}"] = TensorSource(name, shape, shape)
     return sources
 
 
@@ -92,7 +92,7 @@ def opt_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
 
 
 OPT_FAMILIES = (
-    FamilyRow(
+    FamilyDescription(
         "OPTForCausalLM",
         {
             "activation_function": "relu",

@@ -1,4 +1,4 @@
-"""Positions as config.json has them: sliding windows and rotary embeddings."""
+"""Reads sliding windows and rotary embeddings from config.json."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def partial_rope(values: Values) -> Rope:
 
 
 def rope_of(values: Values, where: str, settings: Any, theta: Any) -> Rope:
-    """The object `settings`, found under key `where`; `theta`: where it does not say."""
+    """The object `settings`, found under key `where`; `theta`: its default base."""
     if not isinstance(settings, dict):
         raise FormatError(f"{where} is {settings!r}; expected an object")
     kind = settings.get("rope_type", settings.get("type", "default"))

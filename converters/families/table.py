@@ -1,4 +1,4 @@
-"""Which family a config.json is of, and the network it describes."""
+"""Finds the family of a config.json and the network that it describes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import Any
 
 from edgeq.config import LIMITS, ModelConfig
 from edgeq.converters.families.experts import EXPERT_FAMILIES
-from edgeq.converters.families.family import Family, FamilyRow, Values
+from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.gemma import GEMMA_FAMILIES
 from edgeq.converters.families.llama import LLAMA_FAMILIES
 from edgeq.converters.families.opt import OPT_FAMILIES
+from edgeq.converters.families.smollm import SMOLLM_FAMILIES
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
 
-FAMILIES = {row.architecture: row for row in (*LLAMA_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)}
+DESCRIPTIONS = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)
+FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
 
 
 def recognise(hf: Values) -> tuple[Family, ModelConfig]:
@@ -34,27 +36,27 @@ def recognise(hf: Values) -> tuple[Family, ModelConfig]:
             f"config.json: architectures is {architectures!r} (model_type {hf.get('model_type')!r}); "
             f"supported: {', '.join(FAMILIES)}"
         )
-    row = FAMILIES[name]
-    for key, neutral in row.neutral.items():
+    description = FAMILIES[name]
+    for key, neutral in description.neutral.items():
         if hf.get(key) not in neutral:
             supported = " or ".join(repr(value) for value in neutral if value is not None) or "absent"
             raise UnsupportedError(f"config.json: {key} is {hf[key]!r}; {name} is supported with: {supported}")
     try:
-        config = _model_config(row, {**row.defaults, **hf})
+        config = _model_config(description, {**description.defaults, **hf})
     except FormatError as error:
         raise CheckpointError(f"config.json: {error}") from None
     except UnsupportedError as error:
         raise UnsupportedError(f"config.json: {error}") from None
-    return Family(row, config), config
+    return Family(description, config), config
 
 
-def _model_config(row: FamilyRow, values: Values) -> ModelConfig:
+def _model_config(description: FamilyDescription, values: Values) -> ModelConfig:
     def value(key: str) -> Any:
-        return values[row.keys.get(key, key)]
+        return values[description.keys.get(key, key)]
 
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for key in sizes:
-        theirs = row.keys.get(key, key)
+        theirs = description.keys.get(key, key)
         found = values.get(theirs)
         if type(found) is not int or not 1 <= found <= LIMITS[key]:
             raise FormatError(f"{theirs} is {found!r}; expected an integer from 1 to {LIMITS[key]}")
@@ -62,7 +64,7 @@ def _model_config(row: FamilyRow, values: Values) -> ModelConfig:
         model_type=str(values.get("model_type")),
         max_position_embeddings=values["max_position_embeddings"],
         tie_word_embeddings=values["tie_word_embeddings"],
-        sliding_windows=row.windows(values, values["num_hidden_layers"]),
+        sliding_windows=description.windows(values, values["num_hidden_layers"]),
         **{key: value(key) for key in (*sizes, "hidden_act")},
-        **row.settings(values),
+        **description.settings(values),
     )

@@ -7,6 +7,8 @@ clipped where that lowers the error of the layer's output.  The plain variant: s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +19,9 @@ from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.rtn import RoundToNearest
-from edgeq.converters.quantizer import AWQ, Preset, fake
+from edgeq.converters.quantizer import AWQ, Preset, fake, split_groups, uniform_spans
 
+CodecOfColumns = Callable[[int], Codec]
 GRID = 20
 CLIP_STEPS = 10
 CLIP_TOKENS = 512
@@ -54,8 +57,8 @@ def scaled_dtype(mappings: list[ScaleMapping], part: str, stored: str) -> str:
 
 
 @torch.no_grad()
-def awq(layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, codec: Codec) -> None:
-    """Change `layer` in place so that rounding its weights with `codec` loses less of its output.
+def awq(layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, codec: CodecOfColumns) -> None:
+    """Change `layer` in place so that rounding its weights loses less of its output; `codec`: columns of a weight -> its codec.
 
     `observed` comes from the unchanged layer.  All scales are searched on that layer, then applied, then ranges clipped.
     """
@@ -64,15 +67,18 @@ def awq(layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, code
     for path, linear in quantized_linears(layer).items():
         if not path.endswith(UNCLIPPED) and _observed_at(path) in observed.inputs:
             x = _strided(observed.inputs[_observed_at(path)])
-            clip(linear, x / divisors[path] if path in divisors else x, codec)
+            clip(linear, x / divisors[path] if path in divisors else x, codec(linear.in_features))
 
 
 @torch.no_grad()
 def search_and_apply(
-    layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, codec: Codec, preset: Preset
+    layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, codec: CodecOfColumns, preset: Preset
 ) -> dict[ScaleMapping, Tensor]:
     """Only the scales: searched on the layer as it is, then applied; the layer's function stays the same."""
-    scales = {mapping: search_scale(layer, mapping, observed, codec, preset) for mapping in mappings}
+    scales = {}
+    for mapping in mappings:
+        columns = _linear(layer, mapping.consumers[0]).in_features
+        scales[mapping] = search_scale(layer, mapping, observed, codec(columns), preset)
     for mapping, scale in scales.items():
         apply_scale(layer, mapping, scale)
     return scales
@@ -166,13 +172,13 @@ def clip(linear: nn.Linear, x: Tensor, codec: Codec) -> None:
 
     The mean square of x d over the tokens is d (x^T x / tokens) d^T: the small matrix of a group serves all its rows.
     """
-    rows, columns = linear.weight.shape
-    groups = codec.groups(columns)
-    size = columns // groups
-    per_group = x.reshape(len(x), groups, size).transpose(0, 1)  # [groups, tokens, size]
-    moments = per_group.transpose(1, 2) @ per_group / len(x)  # [groups, size, size]
-    clipped = [_clip_rows(weight, moments, codec) for weight in torch.split(linear.weight.data, CLIP_ROWS)]
-    linear.weight.data = torch.cat(clipped)
+    weight = linear.weight.data
+    clipped = torch.empty_like(weight)
+    for span, inputs in zip(uniform_spans(codec, linear.in_features), split_groups(x, codec), strict=True):
+        per_group = inputs.transpose(0, 1)  # [groups, tokens, size]
+        moments = per_group.transpose(1, 2) @ per_group / len(x)  # [groups, size, size]
+        clipped[:, span] = torch.cat([_clip_rows(rows, moments, codec) for rows in torch.split(weight[:, span], CLIP_ROWS)])
+    linear.weight.data = clipped
 
 
 def _clip_rows(weight: Tensor, moments: Tensor, codec: Codec) -> Tensor:

@@ -46,7 +46,7 @@ class Gptq(Method):
         return hessian_bytes(max(self.config.hidden_size, self.config.query_size, self.config.intermediate_size))
 
     def scale(self, block: Block) -> None:
-        """Change the layer first, keeping its function."""
+        """Change the layer before it is quantized; its function stays the same."""
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         self.scale(block)
@@ -74,13 +74,13 @@ class AwqGptq(Gptq):
 
 
 def hessian_bytes(columns: int) -> int:
-    """Memory that so many input channels take here: H, copies in two orders, its factor, the inverse and its factor."""
+    """Memory that `columns` input channels take here: H in three orders, its factor, the inverse and its factor."""
     return 6 * 4 * columns * columns
 
 
 @torch.no_grad()
 def gptq_layer(block: Block, act_order: bool) -> dict[str, Delivery]:
-    """Quantize every linear layer of `block` as its recipe says, and advance to the next decoder layer's inputs.
+    """Quantize every linear layer of `block` by its recipe, and advance to the next decoder layer's inputs.
 
     The modules are left with the weights as stored.  A layer whose H cannot be factored is rounded to nearest, with a warning.
     """
@@ -116,7 +116,7 @@ def gptq_layer(block: Block, act_order: bool) -> dict[str, Delivery]:
 
 @dataclass(frozen=True)
 class Factor:
-    """What GPTQ needs of H.
+    """The factor of the inverse of H, and the order in which columns are rounded.
 
     u         float32 [columns, columns]: upper Cholesky factor of H^-1, in the order in which columns are processed
     order     i64 [columns]: the stored column of each
@@ -175,8 +175,8 @@ def quantize_matrix(weight: Tensor, factor: Factor | None, recipe: Recipe, title
     The grid of a group comes from its weights when its first column is reached; from the original ones where there is one group
     per row, or where columns are not taken in stored order.  CheckpointError: a scale overflows f16.
     """
-    behind = torch.from_numpy(recipe.order.astype("int64")) if recipe.order is not None else None
-    stored = weight if behind is None else weight[:, behind]
+    positions = torch.from_numpy(recipe.order.astype("int64")) if recipe.order is not None else None
+    stored = weight if positions is None else weight[:, positions]
     columns = stored.shape[1]
     blocks = recipe.blocks(columns)
     groups = [_Group(b, g, start, stop) for b, (codec, block) in enumerate(blocks) for g, start, stop in _spans(codec, block)]
@@ -212,7 +212,7 @@ def quantize_matrix(weight: Tensor, factor: Factor | None, recipe: Recipe, title
         if factor is not None and stop < columns:
             w[stop:].addmm_(factor.u[start:stop, stop:].T, errors, alpha=-1)
     back_in_order = torch.empty_like(weight)
-    back_in_order[:, torch.arange(columns) if behind is None else behind] = rounded.T
+    back_in_order[:, torch.arange(columns) if positions is None else positions] = rounded.T
     found_grids = [g for g in grids if g is not None]
     quantized = (_block(b, codec, block, integers, groups, found_grids) for b, (codec, block) in enumerate(blocks))
     return tuple(quantized), back_in_order
@@ -220,18 +220,16 @@ def quantize_matrix(weight: Tensor, factor: Factor | None, recipe: Recipe, title
 
 def _spans(codec: Codec, block: slice) -> Iterator[tuple[int, int, int]]:
     """(index, start, stop) of the groups of a weight block."""
-    size = (block.stop - block.start) // codec.groups(block.stop - block.start)
-    for index, start in enumerate(range(block.start, block.stop, size)):
-        yield index, start, start + size
+    for index, start in enumerate(range(block.start, block.stop, codec.group_size or block.stop - block.start)):
+        yield index, start, min(start + (codec.group_size or block.stop), block.stop)
 
 
 def _grid(columns: Tensor, codec: Codec, preset: Preset, title: str) -> Grid:
-    """Of one group: weights [rows, group size]."""
+    """The grid of one group: weights [rows, group size]."""
     return grid(columns[:, None], codec, preset, title)
 
 
 def _block(index: int, codec: Codec, block: slice, integers: Tensor, groups: list[_Group], grids: list[Grid]) -> Quantized:
     """The integers [columns, rows] of one weight block with the grids of its groups, [rows, 1] each."""
     own = [found for group, found in zip(groups, grids, strict=True) if group.block == index]
-    together = Grid(torch.cat([g.scale for g in own], 1), torch.cat([g.zero for g in own], 1), codec.bits)
-    return together.stored(integers[block].T.contiguous(), codec)
+    return Grid.joined(own, 1).stored(integers[block].T.contiguous(), codec)

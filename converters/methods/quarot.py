@@ -1,14 +1,12 @@
 """QuaRot: outlier-free 4-bit inference in rotated models (Ashkboos et al. 2024, arXiv 2404.00456).
 
 Hadamard matrices everywhere: diag(+-1) H on the residual stream, H of head_dim on every head's values and, with a cache of 4
-bits, on queries and keys; online H across the heads in front of the output projection, which with the per-head ones makes the
-whole H (x) H, and H in front of the down projection.  Any order is allowed, not only powers of two.  Activations are symmetric,
+bits, on queries and keys; online H across the heads before the output projection, which with the per-head ones makes the
+whole H (x) H, and H before the down projection.  Any order is allowed, not only powers of two.  Activations are symmetric,
 one scale per token; keys and values asymmetric, a scale per position and head.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,13 +16,11 @@ from edgeq.converters.families import Family
 from edgeq.converters.linears import Recipe
 from edgeq.converters.method import Study
 from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
+from edgeq.converters.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.orthogonal import signs
 from edgeq.records import Activation
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 SIGNS_SEED = 0
 
@@ -47,7 +43,7 @@ class QuaRot(Rotated):
         elif part == "o" and self.before_o():
             transform = stored_transform(self._across, self.config.head_dim)
         activation = Activation(bits) if bits in (4, 8) else None
-        return Recipe(self.codec, self.preset, transform=transform, activation=activation)
+        return Recipe(self.codec(columns), self.preset, transform=transform, activation=activation)
 
     @property
     def details(self) -> dict[str, object]:

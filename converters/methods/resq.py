@@ -6,12 +6,12 @@ They are stored and multiplied in 8 bits, the others in 4; a random rotation ins
 
     U_A   residual stream, one for the model: absorbed                     moments of the normalized inputs of attention and MLP
     U_B   values, one per layer and KV head: absorbed                      moments of the values
-    U_C   queries and keys behind RoPE, one per layer: online, in int8     moments of the keys behind RoPE
+    U_C   queries and keys after RoPE, one per layer: online, in int8      moments of the keys after RoPE
     U_D   input of the down projection: an online Hadamard transform, no split
 
 U = P blockdiag(R_low, R_high), with two R for the whole model: of the hidden size and of head_dim.  The high columns of the
-output projection, the last of every head, are gathered behind the low ones.  Activations are asymmetric, one scale per token
-and part (the paper's code has one per head and part in front of the output projection).  A weight block is a multiple of 32
+output projection, the last of every head, are gathered after the low ones.  Activations are asymmetric, one scale per token
+and part (the paper's code has one per head and part before the output projection).  A weight block is a multiple of 32
 columns wide, as the kernels read it: the high part is rounded up to one.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,14 +34,12 @@ from edgeq.converters.families import LINEARS, NORMS, Family
 from edgeq.converters.linears import Recipe
 from edgeq.converters.method import Study
 from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
+from edgeq.converters.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation, dense
 from edgeq.converters.rotation.hadamard import hadamard
 from edgeq.converters.rotation.orthogonal import principal_axes, split_rotation
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.records import Activation, KvCodec
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 HIGH_BITS = 8
 HIDDEN_SEED, HEAD_SEED = 1, 2
@@ -57,7 +54,7 @@ class ResQ(Rotated):
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
-        fraction = options.high_fraction
+        fraction = self.options.high_fraction
         assert fraction is not None
         self._high_dims = int(config.head_dim * fraction)
         if fraction and not self._high_dims:
@@ -74,7 +71,7 @@ class ResQ(Rotated):
         order = output_order(self.config.num_attention_heads, self.config.head_dim, high) if part == "o" and high else None
         activation = Activation(bits, HIGH_BITS if high else 0, symmetric=False) if bits in (4, 8) else None
         return Recipe(
-            self.codec,
+            self.codec(columns - high),
             self.preset,
             high=Codec("int", HIGH_BITS, 0, symmetric=True) if high else None,
             high_columns=high,
@@ -95,7 +92,7 @@ class ResQ(Rotated):
         return {"high_channels": high, "seeds": seeds, "activation_scales": "token and part"}
 
     def memory_bytes(self, tokens: int) -> int:
-        """Beside what rotating needs: the moments of the residual stream, their axes and what finds them."""
+        """Beyond what rotating needs: the moments of the residual stream, their axes and what finds them."""
         return super().memory_bytes(tokens) + 64 * self.config.hidden_size**2
 
     def residual(self, study: Study) -> Rotation:
@@ -107,7 +104,7 @@ class ResQ(Rotated):
     def keys(self, layer: int, study: Study) -> Tensor:
         return torch.from_numpy(study["keys"][layer])
 
-    def study(self, forward: BlockForward, heard: Callable[[int], None]) -> Study:
+    def study(self, forward: BlockForward, on_layer: Callable[[int], None]) -> Study:
         """U_A [hidden, hidden], U_B [layers, kv_heads, head_dim, head_dim] and U_C [layers, head_dim, head_dim], float64."""
         c = self.config
         tokens = forward.hidden.shape[0] * forward.hidden.shape[1]
@@ -118,7 +115,7 @@ class ResQ(Rotated):
             )
         moments = Moments(c)
         for index in range(c.num_hidden_layers):
-            heard(index)
+            on_layer(index)
             layer = forward.load(index)
             hooks = moments.hooks(index, layer, forward.attention_arguments(index)["position_embeddings"])
             forward.advance(index, layer)
@@ -135,11 +132,11 @@ class ResQ(Rotated):
 
 
 class Moments:
-    """Uncentered second moments sum x^T x, float64, of what passes through the unquantized model.
+    """Uncentered second moments sum x^T x, float64, of the residual stream, values and keys of the unquantized model.
 
     residual   [hidden, hidden]: inputs of attention and of MLP in all layers, divided by their norm, without the norms' gains
     values     [layers, kv_heads, head_dim, head_dim]
-    keys       [layers, head_dim, head_dim]: behind RoPE, all KV heads together
+    keys       [layers, head_dim, head_dim]: after RoPE, all KV heads together
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -150,23 +147,23 @@ class Moments:
         self.keys = torch.zeros(layers, size, size, dtype=torch.float64)
 
     def hooks(self, index: int, layer: nn.Module, angles: Angles | None) -> list[RemovableHandle]:
-        """Listen to decoder layer `index`, whose queries and keys are turned by `angles`, until the hooks are removed."""
+        """Observe decoder layer `index`, whose queries and keys are rotated by `angles`, until the hooks are removed."""
         norms = [layer.get_submodule(NORMS[part]) for part in ("attention_norm", "mlp_norm")]
         keys = layer.get_submodule(NORMS["k_norm"] if self._qk_norm else LINEARS["k"])
 
-        def hear_keys(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        def add_keys(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             by_head = output if self._qk_norm else self._by_head(output)
-            turned = by_head if angles is None else rotated(by_head, *angles)
-            self.keys[index] += torch.einsum("rhti,rhtj->ij", turned, turned).double()
+            after_rope = by_head if angles is None else rotated(by_head, *angles)
+            self.keys[index] += torch.einsum("rhti,rhtj->ij", after_rope, after_rope).double()
 
-        def hear_values(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        def add_values(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             by_head = self._by_head(output)
             self.values[index] += torch.einsum("rhti,rhtj->hij", by_head, by_head).double()
 
         return [
-            *(norm.register_forward_pre_hook(lambda module, args: self._hear_residual(args[0])) for norm in norms),
-            keys.register_forward_hook(hear_keys),
-            layer.get_submodule(LINEARS["v"]).register_forward_hook(hear_values),
+            *(norm.register_forward_pre_hook(lambda module, args: self._add_residual(args[0])) for norm in norms),
+            keys.register_forward_hook(add_keys),
+            layer.get_submodule(LINEARS["v"]).register_forward_hook(add_values),
         ]
 
     def _by_head(self, x: Tensor) -> Tensor:
@@ -174,7 +171,7 @@ class Moments:
         by_head: Tensor = x.unflatten(-1, (-1, self.keys.shape[-1])).transpose(1, 2)
         return by_head
 
-    def _hear_residual(self, x: Tensor) -> None:
+    def _add_residual(self, x: Tensor) -> None:
         x = x.reshape(-1, x.shape[-1])
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps)
         self.residual += x.double().T @ x.double()

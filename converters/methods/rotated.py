@@ -1,9 +1,9 @@
-"""What QuaRot and ResQ have in common: a model in another basis, absorbed by its weights, and what is left to be done online.
+"""Base of QuaRot and ResQ: a model in another basis, which its weights absorb, and the rotations left to be done online.
 
 The residual stream is rotated by one Q for the whole model, the values of every KV head by one of their own; the norms' gains
-move into the linear layers behind them, the last one's into the head, which therefore is no longer the embedding.  What is left
-to do online is an orthogonal transform in front of the down projection (and QuaRot's in front of the output projection), and a
-rotation of queries and keys behind RoPE where the cache has 4 bits: it changes no score, q Q (k Q)^T = q k^T, but spreads the
+move into the linear layers after them, the last one's into the head, which therefore is no longer the embedding.  What is left
+to do online is an orthogonal transform before the down projection (and QuaRot's before the output projection), and a
+rotation of queries and keys after RoPE where the cache has 4 bits: it changes no score, q Q (k Q)^T = q k^T, but spreads the
 outliers of the keys.  A cache of 8 bits does without: the online rotation rounds queries and keys to 8 bits itself.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method, Study
 from edgeq.converters.methods.gptq import gptq_layer, hessian_bytes
+from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import QUAROT, Preset
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
@@ -31,9 +32,6 @@ from edgeq.converters.rotation.model import RotatedModel
 from edgeq.converters.slabs import SLAB_BYTES, Tensors
 from edgeq.errors import UnsupportedError
 from edgeq.manifest import FLOAT_PARTS, rotation_shapes
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 
 def generator(seed: int) -> torch.Generator:
@@ -57,12 +55,12 @@ class Rotated(Method):
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
         _refuse(self.name, config)
-        self.calibrates = self.propagates = bool(options.gptq)
-        # A size without a transform is refused here, not behind the first layer.
+        self.calibrates = self.propagates = bool(self.options.gptq)
+        # A size without a transform is refused here, not after the first layer.
         for size in self.transformed_sizes():
             hadamard(size)
 
-    # What a method says -------------------------------------------------------------------------------------------------------
+    # What a method defines ----------------------------------------------------------------------------------------------------
 
     def transformed_sizes(self) -> tuple[int, ...]:
         """Numbers of channels that go through a Hadamard transform, online or absorbed."""
@@ -78,7 +76,7 @@ class Rotated(Method):
         raise NotImplementedError
 
     def keys(self, layer: int, study: Study) -> Tensor:
-        """Q float64 [head_dim, head_dim] of queries and keys behind RoPE."""
+        """Q float64 [head_dim, head_dim] of queries and keys after RoPE."""
         raise NotImplementedError
 
     def before_o(self) -> Rotation | None:
@@ -87,10 +85,8 @@ class Rotated(Method):
 
     # What follows from it -----------------------------------------------------------------------------------------------------
 
-    @property
-    def codec(self) -> Codec:
-        assert self.options.bits is not None and self.options.group_size is not None
-        return Codec("int", self.options.bits, self.options.group_size, symmetric=True)
+    def codec(self, columns: int) -> Codec:
+        return replace(super().codec(columns), symmetric=True)
 
     @property
     def preset(self) -> Preset:
@@ -112,7 +108,7 @@ class Rotated(Method):
         return rotation_shapes(self.config, layer) if self.rotates_keys else {}
 
     def memory_bytes(self, tokens: int) -> int:
-        """One matrix, and the rows of a slab, with their copies in float64; what GPTQ needs."""
+        """One matrix and the rows of a slab, each in float64 too; what GPTQ needs."""
         c = self.config
         widest = max(c.hidden_size, c.intermediate_size, c.query_size)
         rotating = 24 * c.hidden_size * widest + 24 * c.hidden_size**2 + 8 * SLAB_BYTES
@@ -168,7 +164,7 @@ def _refuse(method: str, config: ModelConfig) -> None:
     """UnsupportedError: the network has something between its linear layers that a rotation cannot pass, or no place here."""
     reason = None
     if config.post_norms:
-        reason = "norms behind attention and MLP, whose gains stand between the last linear layer and the residual stream"
+        reason = "norms after attention and MLP, whose gains stand between the last linear layer and the residual stream"
     elif config.layer_norm:
         reason = "LayerNorm with a bias"
     if reason:

@@ -1,4 +1,4 @@
-"""Round to nearest: no data, every group for itself."""
+"""Round to nearest: every group by itself, without calibration text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from edgeq.converters.method import Method
 
 
 class RoundToNearest(Method):
-    """The defaults of a method."""
+    """A `Method` as its base class is."""
 
     name = "rtn"
     defaults = {

@@ -1,6 +1,6 @@
 """SmoothQuant (Xiao et al. 2022, arXiv 2211.10438): the range of large input channels moves into the weights.
 
-The norm before q,k,v and before gate,up divides channel j by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), the weights behind it
+The norm before q,k,v and before gate,up divides channel j by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), the weights after it
 multiply it: then per-token integer activations lose little.  o and down are left as they are, as in the original.  Published
 alphas: 0.5; 0.8 for Mistral, 0.85 for Llama 2 and 3, 0.9 for Llama 2 70B.
 """
@@ -36,7 +36,7 @@ class SmoothQuant(Method):
         return SMOOTHQUANT
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
-        return Recipe(self.codec, self.preset, activation=per_token(self.options.activation_bits))
+        return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
@@ -58,7 +58,7 @@ class SmoothQuantGptq(Gptq):
     defaults = {**DEFAULTS, "act_order": False}
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
-        return Recipe(self.codec, self.preset, activation=per_token(self.options.activation_bits))
+        return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
@@ -75,17 +75,17 @@ def per_token(bits: int | None) -> Activation | None:
 @torch.no_grad()
 def smooth(block: Block, mappings: list[ScaleMapping], alpha: float) -> None:
     """Move ranges over every norm of `mappings`; the function of the layer stays the same."""
-    behind_norms = [mapping for mapping in mappings if mapping.absorber in NORMS]
-    largest = {mapping.inspected: _Largest() for mapping in behind_norms}
+    after_norms = [mapping for mapping in mappings if mapping.absorber in NORMS]
+    largest = {mapping.inspected: _Largest() for mapping in after_norms}
     block.forward.watch(block.index, block.module, {path: found.add for path, found in largest.items()})
-    for mapping in behind_norms:
+    for mapping in after_norms:
         readers = (*mapping.consumers, *mapping.followers)
         weights = [block.module.get_parameter(f"{linear_module(part)}.weight").data for part in readers]
         apply_scale(block.module, mapping, smoothing(largest[mapping.inspected].value, weights, alpha))
 
 
 class _Largest:
-    """max|x| of every channel, over the batches heard."""
+    """max|x| of every channel, over all batches added."""
 
     def __init__(self) -> None:
         self.value = torch.zeros(())
@@ -95,8 +95,8 @@ class _Largest:
 
 
 def smoothing(largest: Tensor, weights: list[Tensor], alpha: float) -> Tensor:
-    """s float32 [channels] from max|x| of every channel and the weights [rows, channels] behind it."""
+    """s float32 [channels] from max|x| of every channel and the weights [rows, channels] that read it."""
     reach = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp(min=SMALLEST)
     s = (largest.pow(alpha) / reach.pow(1 - alpha)).clamp(min=SMALLEST)
-    # A channel that was never used says nothing; 1e-5 would blow it up where another text uses it.
+    # A channel that was never used gives no measurement; 1e-5 would blow it up where another text uses it.
     return torch.where(largest > 0, s, 1.0)

@@ -1,6 +1,6 @@
-"""TTQ (Koike-Akino et al. 2026, arXiv 2603.19296): weights are quantized on the device, for the prompt at hand.
+"""TTQ (Koike-Akino et al. 2026, arXiv 2603.19296): the device quantizes the weights again, for the prompt at hand.
 
-A file for it holds of every layer the static low-rank part B A in 16 bits, the master W - B A at higher precision, from which
+For every layer the file holds the static low-rank part B A in 16 bits, the master W - B A at higher precision, from which
 the device makes integers under the input scales of a prompt, and W - B A rounded to nearest, for where there is no prompt yet.
 B and A are the first singular vectors of W, B = U S^1/2 and A = S^1/2 V^T, found from products with W (Halko, Martinsson, Tropp
 2011, arXiv 0909.4061), so that a matrix is streamed and never held.
@@ -12,25 +12,23 @@ pair of rank r for each would have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.codec import GROUP_SIZES, ROWS, Codec, Kind
+from edgeq.codec import ROWS, Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.method import Method
 from edgeq.converters.methods.rtn import RoundToNearest
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.quantizer import fitting_group_size
 from edgeq.converters.slabs import RowReader, slabs
 from edgeq.errors import InputError
 from edgeq.manifest import layer_contents
-
-if TYPE_CHECKING:
-    from edgeq.converters.options import ConvertOptions
 
 SPARE_COLUMNS = 16
 ITERATIONS = 4
@@ -58,12 +56,12 @@ class Ttq(Method):
         rank = shared_rank(self.rank, [rows for rows, _ in matrices.values()], columns)
         # A prompt gives most experts too few tokens to go by: theirs stay as they are rounded here (TTQ, section 1).
         master = None if ".experts." in name else self._master(columns)
-        return Recipe(self.codec, self.preset, rank=rank, master=master)
+        return Recipe(self.codec(columns), self.preset, rank=rank, master=master)
 
     def _master(self, columns: int) -> Codec:
         if self.options.master == "bf16":
             return Codec("bf16")
-        return Codec("int", 8, next((g for g in reversed(GROUP_SIZES) if columns % g == 0), 0), symmetric=True)
+        return Codec("int", 8, fitting_group_size(columns), symmetric=True)
 
     def memory_bytes(self, tokens: int) -> int:
         rows = max(self.config.query_size + 2 * self.config.kv_size, 2 * self.config.intermediate_size)
@@ -86,7 +84,7 @@ class Ttq(Method):
 
 
 def shared_rank(rank: int, parts: list[int], columns: int) -> int:
-    """Of one pair for matrices of `parts` rows each and the same `columns`, instead of a pair of `rank` for each.
+    """The rank of one shared pair for matrices of `parts` rows each, instead of a pair of rank `rank` for each.
 
     The nearest multiple of 16, to which stored rows are padded anyway.
     """

@@ -2,13 +2,13 @@
 
 A rotation is a function x -> x Q on the last axis, Q orthogonal, in float64.  In the row convention y = x W^T:
 
-    a layer that reads the residual stream behind a norm     W <- (W diag(gain)) Q, the norm's gain becomes 1
+    a layer that reads the residual stream after a norm      W <- (W diag(gain)) Q, the norm's gain becomes 1
     a layer that writes to the residual stream               W <- Q^T W, b <- b Q
     value and output projection, for every KV head           rows of W_v <- Q^T W_v, b_v <- b_v Q; columns of W_o <- W_o Q
     a layer whose input is transformed online by x -> x T    W <- W T
 
 RMSNorm commutes with Q once its gain is 1: it divides by a norm, which Q keeps.  LayerNorm becomes RMSNorm by moving its
-subtraction of the mean into the layers that write to the residual stream, and its bias into those that read behind it
+subtraction of the mean into the layers that write to the residual stream, and its bias into those that read after it
 (Ashkboos et al. 2024, SliceGPT, arXiv 2401.15024).
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 Rotation = Callable[[Tensor], Tensor]
 """x float64 [..., channels] -> x Q."""
 
-# Linear layers that read the residual stream -> the norm in front of them; "gate", "up" and "down" also of every expert.
+# Linear layers that read the residual stream -> the norm before them; "gate", "up" and "down" also of every expert.
 READERS = {
     "q": "attention_norm",
     "k": "attention_norm",
@@ -63,9 +63,9 @@ class LayerRotation:
 
 
 def rotate_part(part: str, weight: Tensor, gain: Tensor | None, rotation: LayerRotation, heads: int) -> Tensor:
-    """A tensor of a decoder layer, "q", "v.bias", "attention_norm" ..., as it is behind `rotation`, float32.
+    """A tensor of a decoder layer, "q", "v.bias", "attention_norm" ..., after `rotation`, float32.
 
-    gain   of the norm in front of a layer that reads the residual stream, None for other tensors; rows of such a layer but for
+    gain   of the norm before a layer that reads the residual stream, None for other tensors; rows of such a layer but for
            the values may come in any portion
     """
     kind, x = role(part), weight.double()
@@ -102,7 +102,7 @@ def _rotate_inputs(weight: Tensor, rotations: Sequence[Rotation], heads: int) ->
     return torch.cat([rotations[j // groups](w) for j, w in enumerate(columns)], 1)
 
 
-def behind_rms_norm(weight: Tensor, bias: Tensor | None, shift: Tensor) -> Tensor:
+def after_rms_norm(weight: Tensor, bias: Tensor | None, shift: Tensor) -> Tensor:
     """The bias float32 [rows] of a layer that read a LayerNorm with bias `shift` and now reads it without."""
     moved = weight.double() @ shift.double()
     return (moved if bias is None else moved + bias.double()).float()

@@ -1,4 +1,4 @@
-"""The tensors of a whole model behind its rotations, made from the checkpoint's when they are asked for."""
+"""The tensors of a rotated model, computed from the checkpoint's when they are asked for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RotatedModel:
     layers     layer -> its rotations, the same `residual` among them
     constants  further tensors by name
 
-    In memory: one matrix, the one last asked for that cannot be made row by row, and its copies in float64.
+    In memory: one matrix, the one last asked for that cannot be made row by row, and the same in float64.
     """
 
     def __init__(

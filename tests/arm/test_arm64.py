@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not (BUILT / "stamp").exists(), reason="run make
 @pytest.fixture(scope="module")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgeq.converters.convert import convert
-    from edgeq.converters.preflight import ConvertOptions
+    from edgeq.converters.options import ConvertOptions
 
     path = tmp_path_factory.mktemp("arm") / "tiny-llama.edgeq"
     # Head and layers share their kernels, which halves what the emulator compiles.

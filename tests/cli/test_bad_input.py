@@ -1,4 +1,7 @@
-"""Everything that can be wrong, as the user meets it: one line, what to do, exit code 1, no traceback, no half-written file."""
+"""Everything that can be wrong, as the user meets it: one line, what to do, no traceback, no half-written file.
+
+Exit code 2: the command line cannot be understood; 1: everything else.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 REFERENCE = ("--target", "reference")
 
 
-def refused(result: Result | subprocess.CompletedProcess[str], *words: str) -> None:
+def refused(result: Result | subprocess.CompletedProcess[str], *words: str, code: int = 1) -> None:
     """One line on standard error that holds all of `words`; nothing on standard output."""
-    code = result.exit_code if isinstance(result, Result) else result.returncode
-    assert code == 1, (code, result.stderr)
+    found = result.exit_code if isinstance(result, Result) else result.returncode
+    assert found == code, (found, result.stderr)
     lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     assert not result.stdout
@@ -67,10 +70,31 @@ def test_the_shell_sees_one_line_and_a_failing_exit_code(shell: Shell, tmp_path:
     refused(shell("convert", tmp_path / "none", "-o", tmp_path / "out.edgeq", "--offline"), "none")
 
 
-def test_a_usage_error_is_no_traceback(edgeq: Run) -> None:
-    for arguments in (["nonsense"], ["run"], ["convert", "x"], ["bench", "x", "-r", "0"], ["run", "x", "-n", "many"]):
-        result = edgeq(*arguments)
-        assert result.exit_code == 2 and "Traceback" not in result.stderr and not result.stdout
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], ["no such command 'nonsense'", "edgeq --help"]),
+        (["convet"], ["did you mean 'convert'"]),
+        (["--nonsense"], ["no such option '--nonsense'", "edgeq --help"]),
+        (["run"], ["missing argument 'FILE'", "edgeq run --help"]),
+        (["convert", "x"], ["missing option '-o' / '--output'"]),
+        (["bench", "x", "-r", "0"], ["'-r' / '--repetitions'", "0 is not in the range"]),
+        (["bench", "x", "--json", "-o", "csv"], ["--json", "-o csv", "edgeq bench --help"]),
+        (["run", "x", "-n", "many"], ["'-n' / '--tokens'", "'many' is not a valid integer"]),
+        (["run", "x", "-t", "many"], ["'-t' / '--threads'", "'many'", "auto"]),
+        (["run", "x", "--temperature", "1"], ["no such option '--temperature'", "'--temp'"]),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_a_usage_error_is_one_line_that_names_the_option(edgeq: Run, arguments: list[str], words: list[str]) -> None:
+    result = edgeq(*arguments)
+    line = result.stderr[:7] + result.stderr[7:].replace("Did you", "did you")
+    assert line == line.splitlines()[0] + "\n" and line.startswith("error: ") and not result.stdout
+    assert result.exit_code == 2 and all(word in line for word in words), line
+
+
+def test_no_command_at_all_is_answered_with_the_help(edgeq: Run) -> None:
+    assert "Commands:" in edgeq().output
 
 
 # What the source can have wrong.
@@ -142,13 +166,25 @@ def test_a_nan_in_a_weight_names_the_tensor(convert: Convert, copy: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--group-size", "many"], ["'many'", "row", "--group-size"]),
+        (["--method", "magic"], ["'magic'", "none, rtn, awq", "--method"]),
+        (["--bits", "4/8/4/2"], ["'4/8/4/2'", "4/4/4", "--bits"]),
+        (["--bits", "four"], ["'four'", "such as 4", "--bits"]),
+        (["--method", "none", "--dtype", "f8"], ["'f8'", "bf16", "--dtype"]),
+        (["--for", "toaster"], ["'toaster'", "raspberry-pi-5", "--for"]),
+    ],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None,
+)
+def test_options_that_cannot_be_understood(convert: Convert, tiny_llama: Path, options: list[object], words: list[str]) -> None:
+    refused(convert(tiny_llama, *options), *words, code=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         (["--bits", 1], ["1 bits", "2 to 8"]),
         (["--bits", 9], ["9 bits", "2 to 8"]),
         (["--group-size", 48], ["group size 48", "16, 32, 64, 128"]),
-        (["--group-size", "many"], ["'many'", "row"]),
-        (["--method", "magic"], ["'magic'", "none, rtn, awq"]),
-        (["--bits", "4/8/4/2"], ["'4/8/4/2'", "4/4/4"]),
-        (["--bits", "four"], ["'four'", "such as 4"]),
         (["--bits", "4/5"], ["5 bits of activations", "4, 8, 16"]),
         (["--method", "resq", "--bits", "3/8/2"], ["cache of 2 bits", "3, 4, 8, 16"]),
         (["--method", "ttq", "--bits", 6], ["6 bits", "ttq", "2 to 5"]),
@@ -157,8 +193,6 @@ def test_a_nan_in_a_weight_names_the_tensor(convert: Convert, copy: Path) -> Non
         (["--high-fraction", 0.1], ["--high-fraction", "resq"]),
         (["--calibration-rows", 4], ["rtn", "--calibration"]),
         (["--head", 5], ["5 bits", "4, 6, 8, 16"]),
-        (["--method", "none", "--dtype", "f8"], ["'f8'", "bf16"]),
-        (["--for", "toaster"], ["'toaster'", "raspberry-pi-5"]),
         (["--method", "awq", "--calibration", "/nonexistent/text"], ["/nonexistent/text"]),
         (["--method", "none", "--calibration", "/nonexistent/text"], ["none"]),
     ],
@@ -168,9 +202,12 @@ def test_options_out_of_range(convert: Convert, tiny_llama: Path, options: list[
     refused(convert(tiny_llama, *options), *words)
 
 
-def test_a_group_size_that_does_not_divide(convert: Convert, checkpoint: Callable[..., Path]) -> None:
+def test_a_group_size_that_does_not_divide_is_noted(edgeq: Run, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = checkpoint("llama_gqa", hidden_size=96, intermediate_size=80, num_attention_heads=4, num_key_value_heads=2)
-    refused(convert(folder, "--group-size", 128), "128 does not divide 96", "choose 16, 32, row")
+    result = edgeq("convert", folder, "-o", tmp_path / "out.edgeq", "--group-size", 64)
+    assert result.exit_code == 0, result.stderr
+    assert "qkv, o, gate_up: group size 64 does not divide 96 input channels: groups of 64, the last group" in result.stderr
+    assert "down: group size 64 does not divide 80 input channels" in result.stderr
 
 
 def test_a_folder_that_does_not_exist_for_the_output(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
@@ -181,7 +218,7 @@ FULL_DISK = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-from edgeq.cli import main
+from edgeq.tools.cli import main
 main()
 """
 
@@ -231,7 +268,7 @@ def test_a_source_to_compare_with_that_is_damaged(edgeq: Run, demo: Path, copy: 
 def test_numbers_of_thousands_of_digits(edgeq: Run, demo: Path) -> None:
     digits = "9" * 5000
     for options, words in ((["-t", digits], "threads"), (["--gamma", digits], "gamma"), (["-p", digits], "--prompt")):
-        refused(edgeq("bench", demo, *options), words)
+        refused(edgeq("bench", demo, *options), words, code=2)
 
 
 # What a file can have wrong.
@@ -242,6 +279,27 @@ def test_a_file_that_is_something_else(edgeq: Run, tiny_llama: Path) -> None:
         refused(edgeq(command[0], tiny_llama / "config.json", *command[1:]), "not an .edgeq file; make one with: edgeq convert")
 
 
+@pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["inspect"], ["bench"], ["warm"]], ids=lambda x: x[0])
+def test_a_model_in_another_form_is_answered_with_the_command_that_converts_it(
+    edgeq: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    name, *options = command
+    refused(edgeq(name, tiny_llama, *options), "a checkpoint", f"edgeq convert {tiny_llama} -o tiny-llama.edgeq")
+    refused(edgeq(name, tmp_path, *options), "a folder", ".edgeq file")
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"GGUF\x03\0\0\0")
+    refused(edgeq(name, gguf, *options), "a GGUF file", "edgeq convert OWNER/NAME -o m.edgeq")
+    monkeypatch.chdir(tmp_path)
+    convert = "edgeq convert meta-llama/Llama-3.2-1B -o Llama-3.2-1B.edgeq"
+    refused(edgeq(name, "meta-llama/Llama-3.2-1B", *options), "no such file", "Hugging Face hub", convert)
+    refused(edgeq(name, tmp_path / "none", *options), "none: no such file")
+
+
+def test_a_gguf_file_cannot_be_converted(convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    refused(convert(tmp_path / "m.gguf"), "a GGUF file", "original checkpoint")
+
+
 def test_a_truncated_file(edgeq: Run, demo: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.edgeq"
     path.write_bytes(demo.read_bytes()[:100_000])
@@ -250,7 +308,7 @@ def test_a_truncated_file(edgeq: Run, demo: Path, tmp_path: Path) -> None:
 
 def test_flipped_bits(edgeq: Run, demo: Path, tmp_path: Path) -> None:
     path, data = tmp_path / "flipped.edgeq", demo.read_bytes()
-    for at, words in ((20, "header"), (len(data) - 900, "metadata does not fit its digest")):
+    for at, words in ((20, "header"), (len(data) - 900, "metadata does not match its digest")):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         refused(edgeq("inspect", path), words)
     path.write_bytes(data[:1_000_000] + bytes([data[1_000_000] ^ 4]) + data[1_000_001:])
@@ -287,14 +345,7 @@ def test_a_name_from_a_file_cannot_control_the_terminal(edgeq: Run, tmp_path: Pa
         (["-p", "x", "--top-p", 2], ["top_p is 2"]),
         (["-p", "x", "--seed", -5], ["seed is -5"]),
         (["-p", "x", "--stop", ""], ["stop"]),
-        (["-p", "x", "--target", "abacus"], ["'abacus'", "cpu, reference"]),
-        (["-p", "x", "--mode", "a3"], ["'a3'", "a16, a8"]),
         (["-p", "x", "--target", "cpu", "--isa", "mmx"], ["'mmx'", "portable"]),
-        (["-p", "x", "-t", "0"], ["'0'", "auto"]),
-        (["-p", "x", "-t", "all"], ["'all'", "auto"]),
-        (["-p", "x", "-t", "100000"], ["'100000'", "1 to 1024"]),
-        (["-p", "x", "-t", "-2"], ["'-2'", "1 to 1024"]),
-        (["-p", "x", "--threads-prefill", "0"], ["'0'", "auto"]),
         (["-p", "x", "--chat"], ["no chat template", "--chat-template"]),
         (["-p", "x", "--system", "y"], ["--chat"]),
     ],
@@ -303,6 +354,25 @@ def test_a_name_from_a_file_cannot_control_the_terminal(edgeq: Run, tmp_path: Pa
 def test_options_of_run(edgeq: Run, demo: Path, options: list[object], words: list[str]) -> None:
     target = () if "--target" in options else REFERENCE
     refused(edgeq("run", demo, *options, *target), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--target", "abacus"], ["'abacus'", "cpu, reference", "--target"]),
+        (["--mode", "a3"], ["'a3'", "a16, a8", "--mode"]),
+        (["--kv", "f32"], ["'f32'", "f16, int8, int4", "--kv"]),
+        (["--draft", "dice"], ["'dice'", "qspec, lookup", "--draft"]),
+        (["-t", "0"], ["'0'", "auto", "--threads"]),
+        (["-t", "all"], ["'all'", "auto"]),
+        (["-t", "100000"], ["'100000'", "1 to 1024"]),
+        (["-t", "-2"], ["'-2'", "1 to 1024"]),
+        (["--threads-prefill", "0"], ["'0'", "auto", "--threads-prefill"]),
+    ],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None,
+)
+def test_options_of_run_that_cannot_be_understood(edgeq: Run, demo: Path, options: list[object], words: list[str]) -> None:
+    refused(edgeq("run", demo, "-p", "x", *options), *words, code=2)
 
 
 def test_an_instruction_set_of_another_processor_names_those_of_this_one(edgeq: Run, demo: Path) -> None:
@@ -336,13 +406,17 @@ def test_a_chat_without_template_says_what_to_pass(edgeq: Run, demo: Path) -> No
 
 def test_bench_without_anything_to_measure_and_beyond_the_context(edgeq: Run, demo: Path) -> None:
     refused(edgeq("bench", demo, "-p", 0, "-n", 0), "nothing to measure")
-    refused(edgeq("bench", demo, "-p", 512, "-n", 0, "-d", 768, *REFERENCE), "1280", "1024")
-    refused(edgeq("bench", demo, "-p", "5;6"), "'5;6'")
+    refused(edgeq("bench", demo, "-p", 512, "-n", 0, "-d", 768, *REFERENCE), "1280", "1024", "smaller -p, -n or -d")
+    refused(edgeq("bench", demo, "-p", "5;6"), "'5;6'", code=2)
 
 
 def test_compare_with_another_model_or_without_enough_text(edgeq: Run, demo: Path, tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("short")
     refused(edgeq("compare", demo, "--against", demo, "--text", text, *REFERENCE), "too few for two windows")
-    refused(edgeq("compare", demo, "--against", demo, "--text", tmp_path / "none", *REFERENCE), "none")
+    missing = edgeq("compare", demo, "--against", demo, "--text", tmp_path / "none", *REFERENCE)
+    refused(missing, "none: cannot read it: No such file", "pass a text file, code or docs")
+    assert "Errno" not in missing.stderr
+    text.write_bytes(b"\xff\xfe\x00")
+    refused(edgeq("compare", demo, "--against", demo, "--text", text, *REFERENCE), "not UTF-8 text")
     refused(edgeq("compare", demo, "--against", tmp_path / "nowhere", *REFERENCE), "nowhere")

@@ -11,10 +11,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import Result
 
-from edgeq import targets
+from edgeq import records, targets
+from edgeq.converters.methods import METHODS
+from edgeq.converters.options import CHOICES
+from edgeq.devices import DEVICES
+from edgeq.runtime.requantize import WHEN
+from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
+from edgeq.tools import cli, options
+from edgeq.tools.cli import main
 
 Run = Callable[..., Result]
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -35,10 +44,59 @@ def test_help_lists_the_commands_in_the_order_of_use(edgeq: Run) -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("command", ["convert", "run", "chat", "bench", "inspect", "compare", "devices"])
-def test_every_command_has_help(edgeq: Run, command: str) -> None:
+def test_short_help_is_whole_at_80_columns(edgeq: Run) -> None:
+    lines = edgeq("--help").stdout.splitlines()
+    listed = lines[lines.index("Commands:") + 1 : lines.index("Examples:") - 1]
+    assert len(listed) == len(main.commands) and all(line.endswith(".") for line in listed)
+    assert max(map(len, lines)) <= 80 and not any("..." in line for line in listed)
+
+
+@pytest.mark.parametrize("command", list(main.commands))
+def test_every_option_says_what_it_does(edgeq: Run, command: str) -> None:
     result = edgeq(command, "--help")
     assert result.exit_code == 0 and f"Usage: edgeq {command}" in result.stdout
+    for param in main.commands[command].params:
+        assert isinstance(param, click.Argument) or (param.help or "").strip().endswith((".", "]")), param.name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "convert", "chat", "compare"])
+def test_long_help_has_sections_and_examples_that_parse(edgeq: Run, command: str) -> None:
+    headings = [line for line in edgeq(command, "--help").stdout.splitlines() if line.endswith(":") and line[0] != " "]
+    assert len(headings) >= 4 and headings[-2:] == ["Other options:", "Examples:"]
+    if command != "convert":
+        assert "Test-time quantization:" in headings
+    examples = [line.split(" | ")[-1] for line in (main.commands[command].epilog or "").strip().splitlines()]
+    for example in examples:
+        _, name, *arguments = shlex.split(example)
+        assert name == command and main.commands[name].make_context(name, arguments)
+
+
+def test_values_are_taken_in_any_case_that_the_help_shows() -> None:
+    run, bench, convert = (main.commands[name] for name in ("run", "bench", "convert"))
+    given = run.make_context(
+        "run", ["x", "-t", "AUTO", "--gamma", "Auto", "--mode", "A8", "--kv", "INT8", "--draft", "Off"]
+    ).params
+    assert (given["threads"], given["gamma"], given["mode"], given["kv"], given["draft"]) == (0, None, "a8", "int8", "off")
+    assert bench.make_context("bench", ["x", "-t", "AUTO,2"]).params["threads"] == (0, 2)
+    given = convert.make_context(
+        "convert", ["x", "-o", "y", "--group-size", "ROW", "--method", "AWQ", "--for", "RTX-4090"]
+    ).params
+    assert (given["group_size"], given["method"], given["device"]) == (0, "awq", "rtx-4090")
+
+
+def test_values_of_options_are_those_of_the_library_and_a_shell_completes_them() -> None:
+    assert options.MODES == records.MODES and options.TARGETS == targets.TARGETS
+    assert ("file", *records.KV_KINDS) == options.CACHES
+    assert options.DRAFTS == DRAFT_SOURCES and options.WHEN == WHEN
+    assert tuple(METHODS) == cli.METHODS and CHOICES["dtype"][1] == cli.TYPES and CHOICES["master"][1] == cli.MASTERS
+    for words, expected in (
+        (["run", "x", "--mode"], ["a16", "a8", "a4"]),
+        (["chat", "x", "--kv"], ["file", "f16", "int8", "int4"]),
+        (["convert", "x", "--method"], [*METHODS]),
+        (["convert", "x", "--for"], [*DEVICES]),
+    ):
+        found = ShellComplete(main, {}, "edgeq", "_EDGEQ_COMPLETE").get_completions(words, "")
+        assert [item.value for item in found] == expected
 
 
 def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
@@ -117,8 +175,9 @@ def test_a_prompt_from_a_file_and_from_a_pipe_is_the_same_prompt(edgeq: Run, dem
         objects(edgeq("run", demo, "-p", PROMPT, *options))["text"],
         objects(edgeq("run", demo, "-f", file, *options))["text"],
         objects(edgeq("run", demo, *options, input=PROMPT + "\n"))["text"],
+        objects(edgeq("run", demo, "-f", "-", *options, input=PROMPT + "\n"))["text"],
     ]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 def test_stop_ends_the_text_before_the_string(edgeq: Run, demo: Path) -> None:
@@ -132,6 +191,8 @@ def test_bench_prints_rows_as_llama_bench_names_them(edgeq: Run, demo: Path) -> 
     options = ("-p", "8,0", "-n", "4", "-d", "0,16", "-t", "1", "-r", 2, "--target", TARGETS[0])
     rows = objects(edgeq("bench", demo, *options, "-o", "json"))
     assert [row["test"] for row in rows] == ["pp8", "pp8 @ d16", "tg4", "tg4 @ d16"]
+    again = objects(edgeq("bench", demo, "-p", 0, "-n", 2, "-t", 1, "-r", 1, "--json", *REFERENCE))
+    assert [row.keys() for row in again] == [rows[0].keys()]
     for row in rows:
         assert row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"]
         assert len(row["samples_s"]) == 2 and row["ms_per_token"] <= row["ms_per_token_p95"]
@@ -240,7 +301,7 @@ def test_an_interrupt_is_no_error_worth_a_traceback(edgeq: Run, demo: Path, monk
 
 LOST = """
 import sys, time
-from edgeq.commands import interrupts_heard
+from edgeq.tools.entry import repeated_interrupts
 
 class Destroyed:
     def __del__(self):
@@ -251,7 +312,7 @@ class Broken:
         raise ValueError
 
 try:
-    with interrupts_heard():
+    with repeated_interrupts():
         Destroyed()
         Broken()
         time.sleep(60)

@@ -1,4 +1,4 @@
-"""Options for weights that are made on the device, as a user meets them."""
+"""Options of test-time quantization, as a user meets them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def test_the_knobs_reach_the_model(edgeq: Run, with_master: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--requantize", "sometimes"), "'sometimes'.*prompt, drift, never"),
         (("--requantize-alpha", "-1"), "alpha is -1"),
         (("--requantize-damping", "nan"), "damping is nan"),
         (("--requantize-min-tokens", "0"), "min tokens is 0"),
@@ -55,6 +54,12 @@ def test_the_knobs_reach_the_model(edgeq: Run, with_master: Path) -> None:
 def test_wrong_values_are_one_line(edgeq: Run, with_master: Path, options: tuple[str, str], message: str) -> None:
     result = edgeq("run", with_master, "-p", "a", *options)
     assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1 and re.search(message, result.stderr)
+
+
+def test_an_unknown_time_is_one_line(edgeq: Run, with_master: Path) -> None:
+    result = edgeq("run", with_master, "-p", "a", "--requantize", "sometimes")
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert re.search("--requantize.*'sometimes'.*prompt, drift, never", result.stderr)
 
 
 def test_a_file_without_masters_says_so(edgeq: Run, demo: Path) -> None:

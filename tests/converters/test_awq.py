@@ -17,7 +17,7 @@ from edgeq.converters.families import LINEARS, recognise
 from edgeq.converters.methods.awq import apply_scale, awq, clip, inspected_modules, output_error, search_scale
 from edgeq.converters.quantizer import fake
 
-FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm3")
 CODEC = Codec("int", 3, 32, symmetric=False)
 
 
@@ -134,7 +134,7 @@ def test_queries_and_keys_are_scaled_but_never_clipped(checkpoint: Callable[...,
     original = {part: layer.get_submodule(path).weight.data.clone() for part, path in LINEARS.items()}
     with torch.no_grad():
         scale = search_scale(layer, described.awq_mappings(config)[0], observed, CODEC)
-        awq(layer, described.awq_mappings(config), observed, CODEC)
+        awq(layer, described.awq_mappings(config), observed, lambda columns: CODEC)
     assert torch.equal(layer.self_attn.q_proj.weight, original["q"] * scale)
     assert torch.equal(layer.self_attn.k_proj.weight, original["k"] * scale)
     assert not torch.equal(layer.self_attn.v_proj.weight, original["v"] * scale)
@@ -153,7 +153,7 @@ def test_a_layer_prepared_by_awq_loses_less_of_its_output_than_plain_rounding(
         observed = blocks.advance(0, layer, inspected_modules(layer, described.awq_mappings(config)))
         with torch.no_grad():
             if prepare:
-                awq(layer, described.awq_mappings(config), observed, codec)
+                awq(layer, described.awq_mappings(config), observed, lambda columns, codec=codec: codec)
             for path in LINEARS.values():
                 linear = layer.get_submodule(path)
                 linear.weight.data = fake(linear.weight.data, codec)

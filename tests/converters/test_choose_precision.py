@@ -15,7 +15,7 @@ from edgeq.container import ModelFile
 from edgeq.converters.calibration import choose_precision
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.converters.quantizer import fake
-from edgeq.targets.reference.linear import quantize_blocks
+from edgeq.quantization import quantize_blocks
 
 CODE = "def f(x):\n    return x + 1\n" * 400
 

@@ -256,7 +256,7 @@ def test_a_damaged_journal_is_refused_with_what_to_do(checkpoint: Callable[..., 
 CHILD = """
 import sys
 from pathlib import Path
-from edgeq.converters.plan import ConvertOptions, convert
+from edgeq.converters.convert import ConvertOptions, convert
 import torch
 torch.set_num_threads(1)
 print("ready", flush=True)
@@ -356,10 +356,10 @@ MEASURE = """
 import re, sys, threading
 from pathlib import Path
 import torch
-from edgeq.converters import rows
-from edgeq.converters.plan import ConvertOptions, convert, preflight
+from edgeq.converters import slabs
+from edgeq.converters.convert import ConvertOptions, convert, preflight
 torch.set_num_threads(1)
-rows.SLAB_BYTES = 4 << 20
+slabs.SLAB_BYTES = 4 << 20
 options, output = ConvertOptions(group_size=32), Path(sys.argv[2])
 convert(sys.argv[3], output, options, lambda *_: None)  # whatever is allocated once, is now
 def anonymous():

@@ -19,7 +19,7 @@ from edgeq.config import ModelConfig
 from edgeq.container import ModelFile
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.torch_decoder import Norm
-from edgeq.converters.checkpoint import Checkpoint, HubAccess, Source
+from edgeq.converters.checkpoint import Checkpoint, HubAccess, TensorSource
 from edgeq.converters.convert import convert
 from edgeq.converters.families import HEAD, NORM, NORM_BIAS, Family, linear_module, recognise
 from edgeq.converters.method import Block
@@ -27,7 +27,7 @@ from edgeq.converters.methods.awq import Awq, apply_scale
 from edgeq.converters.options import ConvertOptions
 from edgeq.errors import CheckpointError, UnsupportedError
 
-FAMILIES = ("qwen2", "phi3", "phi3_longrope", "gemma3", "opt", "mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "mixtral", "qwen2_moe", "qwen3_moe")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -80,6 +80,18 @@ def test_gemma3_reads_the_rope_of_its_old_configurations() -> None:
     assert ModelConfig.from_json(config.to_json()) == config
 
 
+def test_smollm3_rotates_where_its_list_or_its_interval_says() -> None:
+    plain = config_of("SmolLM3ForCausalLM")
+    assert plain.layers_without_rope == (3, 7) and plain.sliding_windows == () and plain.rope.theta == 2e6
+    assert [rope is None for rope in map(plain.layer_rope, range(8))] == [False, False, False, True] * 2
+    listed = config_of("SmolLM3ForCausalLM", no_rope_layers=[1, 0] * 5, use_sliding_window=True, sliding_window=12)
+    assert listed.layers_without_rope == (1, 3, 5, 7) and listed.sliding_windows == (0, 12) * 4
+    typed = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 6, "use_sliding_window": True, "sliding_window": 9}
+    assert config_of("SmolLM3ForCausalLM", **typed).sliding_windows == (9, 9, 0, 0, 0, 0, 0, 0)
+    assert config_of("SmolLM3ForCausalLM", no_rope_layers=[1] * 8).layers_without_rope == ()
+    assert ModelConfig.from_json(listed.to_json()) == listed
+
+
 def test_opt_ignores_keys_that_only_other_families_have() -> None:
     config = config_of("OPTForCausalLM", ffn_dim=96, num_key_value_heads=2, rope_theta=5.0)
     assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (96, 4, 8)
@@ -94,7 +106,7 @@ def test_experts_are_as_large_as_their_own_key_says() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "norms behind the blocks": ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+    "norms after the blocks": ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
     "a projected embedding": ("OPTForCausalLM", {"word_embed_proj_dim": 16}, r"word_embed_proj_dim is 16.*opt-350m"),
     "no final norm": ("OPTForCausalLM", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
     "another activation": ("OPTForCausalLM", {"activation_function": "gelu"}, "hidden_act 'gelu' is not supported"),
@@ -106,6 +118,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rotation of a part": ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "dense layers between": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
     "every second layer": ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    "layers without rope elsewhere": ("LlamaForCausalLM", {"no_rope_layers": [1, 0] * 4}, "no_rope_layers is"),
+    "windows that are not used": ("SmolLM3ForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "use_sliding_window"),
     "windows of experts": ("Qwen2MoeForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
 }
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -120,6 +134,13 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "types of other layers": ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "not a list of 8 entries"),
     "no window": ("Gemma3ForCausalLM", {"sliding_window": None}, "sliding_window is null"),
     "no pattern": ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    "no interval": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+    "too few rotated layers": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [1, 0]},
+        "no_rope_layers is .1, 0.; expected a list of 8",
+    ),
+    "indices for switches": ("SmolLM3ForCausalLM", {"no_rope_layers": [0, 1, 2, 3, 4, 5, 6, 7]}, "no_rope_layers is"),
     "no scale": ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
     "heads that do not divide": ("OPTForCausalLM", {"hidden_size": 34}, "hidden_size 34 is not a multiple"),
     "more chosen than there are": ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
@@ -140,8 +161,8 @@ def test_values_out_of_range_are_named(architecture: str, keys: dict[str, Any], 
         config_of(architecture, **keys)
 
 
-def hidden_behind(source: Checkpoint, family: Family, config: ModelConfig, scaled: int | None = None) -> torch.Tensor:
-    """Hidden states behind the last layer; with `scaled` every scale that can be folded is, at random from that seed."""
+def hidden_after(source: Checkpoint, family: Family, config: ModelConfig, scaled: int | None = None) -> torch.Tensor:
+    """Hidden states after the last layer; with `scaled` every scale that can be folded is, at random from that seed."""
     blocks = BlockForward(source, family, config, TOKENS)
     generator = torch.Generator().manual_seed(scaled or 0)
     for index in range(config.num_hidden_layers):
@@ -164,7 +185,7 @@ def test_block_by_block_gives_the_logits_of_transformers(checkpoint: Callable[..
     norm.load_state_dict({part: torch.from_numpy(source.whole(tensor)) for part, tensor in names.items()})
     head = HEAD if not config.tie_word_embeddings else "model.embed_tokens.weight"
     with torch.no_grad():
-        logits = norm(hidden_behind(source, family, config)) @ torch.from_numpy(source.whole(head)).T
+        logits = norm(hidden_after(source, family, config)) @ torch.from_numpy(source.whole(head)).T
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS, use_cache=False).logits
     assert (logits - expected).abs().max() < 1e-3
 
@@ -174,7 +195,7 @@ def test_folding_scales_without_rounding_changes_nothing(checkpoint: Callable[..
     """Of experts the router follows, else tokens would go elsewhere."""
     source, family, config = opened(checkpoint(name, dtype="float32", initializer_range=0.05))
     with torch.no_grad():
-        before, after = hidden_behind(source, family, config), hidden_behind(source, family, config, scaled=3)
+        before, after = hidden_after(source, family, config), hidden_after(source, family, config, scaled=3)
     assert family.awq_mappings(config)
     assert (after - before).abs().max() < 1e-3 * before.abs().max()
 
@@ -277,7 +298,7 @@ def test_a_source_is_rows_of_what_is_stored(tmp_path: Path) -> None:
     save_file({"a": values}, tmp_path / "model.safetensors")
     source = Checkpoint.open(str(tmp_path), HubAccess())
     source.open_weights()
-    source.arrange({"b": Source("a", (6, 4), (3, 4), 2, 0.5), "c": Source("a", (6, 4), (1, 4), 5)})
+    source.arrange({"b": TensorSource("a", (6, 4), (3, 4), 2, 0.5), "c": TensorSource("a", (6, 4), (1, 4), 5)})
     assert np.array_equal(source.whole("b"), values[2:5].numpy() + 0.5)
     assert np.array_equal(source.rows("b", 1, 2), values[3:4].numpy() + 0.5)
     assert np.array_equal(source.whole("c"), values[5:].numpy())

@@ -154,7 +154,7 @@ def test_a_decoder_layer_loses_less_of_its_output_than_by_rounding(
         else:
             for module in layer.modules():
                 if isinstance(module, torch.nn.Linear):
-                    module.weight.data = fake(module.weight.data, plan.method.codec, GPTQ)
+                    module.weight.data = fake(module.weight.data, plan.method.codec(module.in_features), GPTQ)
             now = layer(hidden, **forward.attention_arguments(0))
         errors.append(float((now - exact).square().sum()))
     assert errors[0] < 0.8 * errors[1]

@@ -18,10 +18,11 @@ from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Block
+from edgeq.converters.methods import METHODS, chosen
 from edgeq.converters.methods.smoothquant import smooth, smoothing
 from edgeq.converters.methods.ttq import factors, shared_rank
 from edgeq.converters.quantizer import AWQ, GPTQ, QUAROT, SMOOTHQUANT, Preset, fake, quantize
-from edgeq.errors import InputError, UnsupportedError
+from edgeq.errors import InputError
 from edgeq.records import Activation, Weight
 
 TEXT = "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 60
@@ -219,14 +220,17 @@ def test_the_searched_range_never_loses_more_than_the_whole_one(codec: Codec) ->
 )
 def test_an_option_that_the_method_has_no_use_for_is_refused_with_the_reason(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        ConvertOptions(**options)
+        chosen(ConvertOptions(**options))
 
 
 def test_an_option_that_is_not_given_has_the_methods_default() -> None:
-    ttq, smooth = ConvertOptions(method="ttq"), ConvertOptions(method="smoothquant")
+    def completed(method: str) -> ConvertOptions:
+        return ConvertOptions(method=method).completed(METHODS[method].defaults)
+
+    ttq, smooth, rtn = completed("ttq"), completed("smoothquant"), completed("rtn").recorded()
     assert (ttq.bits, ttq.group_size, ttq.rank, ttq.master) == (4, 32, 16, "i8")
     assert (smooth.bits, smooth.activation_bits, smooth.group_size, smooth.symmetric) == (8, 8, 0, True)
-    assert "rank" not in ConvertOptions().lasting() and ConvertOptions().lasting()["group_size"] == 128
+    assert "rank" not in rtn and rtn["group_size"] == 128
 
 
 @pytest.mark.parametrize(("bits", "mode"), [(16, "a16"), (8, "a8"), (4, "a4"), (None, "a16")])
@@ -253,11 +257,10 @@ def test_a_rank_beyond_the_narrowest_matrix_is_refused(checkpoint: Callable[...,
         preflight(str(checkpoint("llama_gqa")), ConvertOptions(method="ttq", rank=200))
 
 
-def test_a_group_size_that_does_not_divide_behind_the_split_says_so() -> None:
+def test_the_groups_of_a_weight_block_end_with_it() -> None:
     recipe = Recipe(Codec("int", 4, 64), high=Codec("int", 8, 0), high_columns=32)
-    says = r"layers\.0\.o: group size 64 does not divide 96.*of 128, 32 are kept in 8 bits"
-    with pytest.raises(UnsupportedError, match=says):
-        recipe.check("layers.0.o", 128)
+    blocks = [(codec.groups(block.stop - block.start), block) for codec, block in recipe.blocks(128)]
+    assert blocks == [(2, slice(0, 96)), (1, slice(96, 128))]
 
 
 # Interrupted.
@@ -271,6 +274,7 @@ class Crash(Exception):
     "options",
     [
         {"method": "gptq", "group_size": 32, "act_order": True},
+        {"method": "gptq", "group_size": 64},
         {"method": "awq+gptq", "bits": 3, "group_size": 32},
         {"method": "smoothquant", "bits": 4},
         {"method": "smoothquant+gptq", "bits": 4},

@@ -19,6 +19,7 @@ from edgeq.converters import preflight as preflight_module
 from edgeq.converters.checkpoint import MAX_HEADER, read_header
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import recognise
+from edgeq.converters.methods import chosen
 from edgeq.errors import CheckpointError, EdgeqError, InputError, ResourceError, UnsupportedError
 
 RTN = ConvertOptions(group_size=32)
@@ -260,13 +261,7 @@ def test_a_hostile_safetensors_header_is_refused(
 )
 def test_options_out_of_range_or_without_effect_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        ConvertOptions(**options)
-
-
-def test_a_group_size_that_does_not_divide_names_the_layer_and_what_fits(checkpoint: Callable[..., Path]) -> None:
-    folder = checkpoint("llama_gqa", intermediate_size=288)
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.down: group size 64 does not divide 288.*choose 16, 32, row"):
-        preflight(str(folder), ConvertOptions(group_size=64))
+        chosen(ConvertOptions(**options))
 
 
 def test_calibration_text_that_cannot_be_read_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def test_at_4_bits_of_everything_rotations_lose_less_and_resq_least(tmp_path: Pa
         files[method] = convert(
             str(SOURCE), tmp_path / f"{method}.edgeq", ConvertOptions(method=method, **options), silent
         ).path
-    tokens = Model.load(files["none"]).text.encode("\n".join(evaluation_code()))[:4096]
+    # A third of this text leaves the ratio open by a fifth: another processor's rounding in the conversion decides then.
+    tokens = Model.load(files["none"]).text.encode("\n".join(evaluation_code()))[:12288]
     losses = {method: nll(path, tokens, None) for method, path in files.items()}
     excess = {method: loss - losses["none"] for method, loss in losses.items()}
     assert excess["rtn"] > 1.2 * excess["quarot"] > 0, excess

@@ -70,6 +70,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("qwen2", {}),
     ("qwen3", {}),
+    ("smollm3", {}),
     ("phi3", {}),
     ("mixtral", {}),
     ("qwen2_moe", {}),
@@ -110,7 +111,7 @@ def test_scores_stay_when_queries_and_keys_are_rotated(checkpoint: Folders, name
 
 @torch.no_grad()
 def test_resq_takes_the_axes_of_what_passes_through_the_model(checkpoint: Folders) -> None:
-    """Against transformers' own keys behind RoPE, values and hidden states."""
+    """Against transformers' own keys after RoPE, values and hidden states."""
     folder = checkpoint("qwen3")
     method, source = method_of("resq", folder)
     study = study_of(method, source)
@@ -269,7 +270,7 @@ def test_the_high_columns_of_the_output_projection_are_the_last_of_every_head() 
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(("family", "reason"), [("gemma3", "norms behind attention and MLP"), ("opt", "LayerNorm")])
+@pytest.mark.parametrize(("family", "reason"), [("gemma3", "norms after attention and MLP"), ("opt", "LayerNorm")])
 def test_networks_that_a_rotation_cannot_pass_are_refused(checkpoint: Folders, name: str, family: str, reason: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{name} cannot rotate a {family}.*: it has {reason}"):
         method_of(name, checkpoint(family))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 from edgeq.config import ModelConfig
 from edgeq.converters.checkpoint import read_json
 from edgeq.converters.families import EMBEDDING, HEAD, LINEARS, recognise
-from edgeq.converters.rotation.fuse import LayerRotation, Rotation, behind_rms_norm, centered, dense
+from edgeq.converters.rotation.fuse import LayerRotation, Rotation, after_rms_norm, centered, dense
 from edgeq.converters.rotation.hadamard import Hadamard, base_matrix, hadamard
 from edgeq.converters.rotation.model import RotatedModel
 from edgeq.converters.rotation.orthogonal import haar, principal_axes, signs, split_rotation
@@ -139,6 +139,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("qwen2", {}),
     ("qwen3", {}),
+    ("smollm3", {}),
 ]
 
 
@@ -216,13 +217,13 @@ def test_a_layer_norm_model_becomes_an_rms_norm_model_with_the_same_logits() -> 
                        "final_layer_norm": (layer.fc1,)}  # fmt: skip
             for norm, linears in readers.items():
                 for linear in linears:
-                    linear.bias.data = behind_rms_norm(linear.weight, linear.bias, layer.get_submodule(norm).bias)
+                    linear.bias.data = after_rms_norm(linear.weight, linear.bias, layer.get_submodule(norm).bias)
                 setattr(layer, norm, RmsNorm(layer.get_submodule(norm)))
             for linear in (attention.out_proj, layer.fc2):
                 linear.weight.data = centered(linear.weight.data.T).T.contiguous()
                 linear.bias.data = centered(linear.bias.data)
         decoder.final_layer_norm = RmsNorm(decoder.final_layer_norm)
-        after = decoder(x).last_hidden_state @ head.T + behind_rms_norm(head, None, shift)
+        after = decoder(x).last_hidden_state @ head.T + after_rms_norm(head, None, shift)
     assert (after - before).abs().max() < 1e-3
 
 

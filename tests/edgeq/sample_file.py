@@ -8,7 +8,8 @@ from edgeq.codec import Codec, pack_floats, pack_groups, pack_integers
 from edgeq.config import ModelConfig, Rope
 from edgeq.container import DATA_OFFSET, Header, digest
 from edgeq.manifest import array_shapes, fused_shapes
-from edgeq.records import LinearSpec, Metadata, Weight
+from edgeq.metadata import Metadata
+from edgeq.records import LinearSpec, Weight
 from edgeq.writer import Writer
 
 CONFIG = ModelConfig(

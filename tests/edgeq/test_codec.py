@@ -26,6 +26,8 @@ from edgeq.records import ArrayRef, LinearSpec, Weight
 
 # Rows below, at and above a block of 16; columns below, at and above a chunk of 32; odd group counts of every group size.
 SHAPES = [(1, 16), (16, 32), (17, 48), (15, 80), (33, 96), (5, 128), (31, 384), (3, 640)]
+# Widths that no group size from 16 on divides, and widths that only the smaller ones do.
+ODD_WIDTHS = (72, 84, 100, 200, 400, 3420)
 CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, *GROUP_SIZES) for symmetric in (True, False)]
 FILLS = ["random", "min", "max", "ends"]
 
@@ -139,10 +141,6 @@ def test_groups_are_stored_by_block_group_row(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
 def test_dequantize_equals_the_formula(codec: Codec, shape: tuple[int, int], kind: str) -> None:
     rows, columns = shape
-    if codec.group_size and columns % codec.group_size:
-        with pytest.raises(UnsupportedError, match=f"group size {codec.group_size} does not divide {columns}.*row"):
-            codec.parts(rows, columns)
-        return
     groups, rng = codec.groups(columns), np.random.default_rng(3)
     q = fill(kind, codec.bits, shape)
     scale = rng.uniform(-2, 2, (rows, groups)).astype(np.float16)
@@ -154,7 +152,7 @@ def test_dequantize_equals_the_formula(codec: Codec, shape: tuple[int, int], kin
     parts = codec.parts(rows, columns)
     assert {n: (a.dtype.name, a.shape) for n, a in arrays.items()} == {n: (p.dtype, p.shape) for n, p in parts.items()}
     assert codec.nbytes(rows, columns) == sum(a.nbytes for a in arrays.values())
-    group = np.arange(columns) // (columns // groups)
+    group = np.arange(columns) // (codec.group_size or columns)
     zeros = np.float64(1 << (codec.bits - 1)) if codec.symmetric else zero.astype(np.float64)[:, group]
     expected = scale.astype(np.float64)[:, group] * (q - zeros)
     result = dequantize(codec, rows, columns, arrays["q"], arrays["scale"], arrays.get("zero"))
@@ -163,6 +161,29 @@ def test_dequantize_equals_the_formula(codec: Codec, shape: tuple[int, int], kin
     indices = np.array([rows - 1, 0, rows // 2, 0])
     looked_up = dequantize_rows(codec, columns, indices, arrays["q"], arrays["scale"], arrays.get("zero"))
     np.testing.assert_array_equal(looked_up, expected[indices])
+
+
+@pytest.mark.parametrize("columns", ODD_WIDTHS)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+def test_the_last_group_has_what_is_left_of_the_row(codec: Codec, columns: int) -> None:
+    """Against a loop over the groups: the last one has columns - (groups - 1) * group_size channels."""
+    rows, size, rng = 18, codec.group_size or columns, np.random.default_rng(columns)
+    starts = list(range(0, columns, size))
+    groups = codec.groups(columns)
+    assert groups == len(starts) and codec.parts(rows, columns)["scale"].shape == (2, groups, 16)
+    q = rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8)
+    scale = rng.uniform(0.001, 1, (rows, groups)).astype(np.float16)
+    zero = None if codec.symmetric else rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8)
+    expected = np.empty((rows, columns), np.float32)
+    for row in range(rows):
+        for g, start in enumerate(starts):
+            center = np.float32(1 << (codec.bits - 1) if zero is None else zero[row, g])
+            part = q[row, start : start + size].astype(np.float32)
+            expected[row, start : start + size] = np.float32(scale[row, g]) * (part - center)
+    arrays = (pack_integers(q, codec.bits), pack_groups(scale), None if zero is None else pack_groups(zero))
+    np.testing.assert_array_equal(dequantize(codec, rows, columns, *arrays), expected)
+    indices = np.array([17, 0, 5])
+    np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, *arrays), expected[indices])
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 1), (17, 33)])

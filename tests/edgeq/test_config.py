@@ -31,11 +31,12 @@ LONG = Rope(10000.0, "longrope", attention_factor=1.2, short_factor=(1.0,) * 8, 
 GEMMA = replace(
     PLAIN, hidden_act="gelu_pytorch_tanh", post_norms=True, qk_norm=True, local_rope=Rope(5.0), sliding_windows=(8, 0)
 )
+SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
 
 
-@pytest.mark.parametrize("config", [PLAIN, GEMMA, OPT, EXPERTS, replace(PLAIN, rope=LONG)], ids=lambda c: c.hidden_act)
+@pytest.mark.parametrize("config", [PLAIN, GEMMA, SMOLLM, OPT, EXPERTS, replace(PLAIN, rope=LONG)], ids=lambda c: c.hidden_act)
 def test_what_is_written_is_read_back(config: ModelConfig) -> None:
     assert ModelConfig.from_json(config.to_json()) == config
 
@@ -48,6 +49,16 @@ def test_a_file_from_before_these_keys_is_still_read() -> None:
     for key in ("partial_rotary_factor", "attention_factor", "short_factor", "long_factor"):
         del data["rope"][key]
     assert ModelConfig.from_json(json.dumps(data)) == PLAIN
+
+
+def test_a_key_for_few_files_is_not_in_the_others() -> None:
+    assert "layers_without_rope" not in json.loads(PLAIN.to_json())
+    assert json.loads(SMOLLM.to_json())["layers_without_rope"] == [1]
+
+
+def test_layers_rotate_by_kind_and_by_list() -> None:
+    assert [SMOLLM.layer_rope(0), SMOLLM.layer_rope(1)] == [PLAIN.rope, None]
+    assert OPT.layer_rope(0) is None and GEMMA.layer_rope(0) == GEMMA.local_rope and GEMMA.layer_rope(1) == GEMMA.rope
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -67,6 +78,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         FormatError,
         r"long_factor\[7\] is None",
     ),
+    "a layer that is not there": ({"layers_without_rope": [2]}, FormatError, "layers_without_rope must be .* from 0 to 1"),
+    "a layer twice": ({"layers_without_rope": [1, 1]}, FormatError, "layers_without_rope must be ascending"),
+    "a switch for a layer": ({"layers_without_rope": [True]}, FormatError, "layers_without_rope must be"),
+    "layers as text": ({"layers_without_rope": "01"}, FormatError, "layers_without_rope is not a list"),
     "more experts than a file can hold": ({"num_experts": 20_000, "num_experts_per_tok": 1}, FormatError, "from 0 to 16384"),
     "experts as text": ({"num_experts": "3"}, FormatError, "num_experts is '3'"),
     "none of them used": ({"num_experts": 3}, FormatError, "uses none"),

@@ -99,8 +99,8 @@ def test_not_an_edgeq_file(write: Write, data: bytes) -> None:
 
 @pytest.mark.parametrize("lost", [1, 8, 64, 4096, -64, -65, -DATA_OFFSET, -DATA_OFFSET - 1])
 def test_truncated(write: Write, sample: bytes, lost: int) -> None:
-    """Cut at the end, behind the header, and at the start of the data."""
-    refused(write(sample[: -lost if lost > 0 else -lost]), FormatError, "its header says .* truncated or damaged")
+    """Cut at the end, after the header, and at the start of the data."""
+    refused(write(sample[: -lost if lost > 0 else -lost]), FormatError, "its header states .* truncated or damaged")
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"\0" * 64, b"PK\x05\x06" + bytes(18)])
@@ -118,10 +118,10 @@ def test_one_bit_flipped_in_the_header(write: Write, sample: bytes, byte: int) -
 
 
 @pytest.mark.parametrize("at", [64, 4095, DATA_OFFSET - 1])
-def test_bytes_hidden_behind_the_header(write: Write, sample: bytes, at: int) -> None:
+def test_bytes_hidden_after_the_header(write: Write, sample: bytes, at: int) -> None:
     data = bytearray(sample)
     data[at] = 1
-    refused(write(bytes(data)), FormatError, "behind the header are not zero")
+    refused(write(bytes(data)), FormatError, "after the header are not zero")
 
 
 def test_one_bit_flipped_in_the_metadata(write: Write, sample: bytes) -> None:
@@ -129,7 +129,7 @@ def test_one_bit_flipped_in_the_metadata(write: Write, sample: bytes) -> None:
     for _ in range(400):
         data = bytearray(sample)
         data[rng.randrange(start, len(sample))] ^= 1 << rng.randrange(8)
-        with pytest.raises(FormatError, match="metadata does not fit its digest"):
+        with pytest.raises(FormatError, match="metadata does not match its digest"):
             ModelFile.open(write(bytes(data)))
 
 
@@ -148,7 +148,7 @@ def test_bytes_hidden_in_the_padding_are_found_by_verify(write: Write, sample: b
     data = bytearray(sample)
     last = decode(split(sample)[1])[1][-1]
     data[last.offset + last.length] = 1
-    with pytest.raises(FormatError, match="padding behind segment"):
+    with pytest.raises(FormatError, match="padding after segment"):
         list(ModelFile.open(write(bytes(data))).verify())
 
 
@@ -247,7 +247,11 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "nine bits": (setting("linears.0.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
     "bits of a float codec": (setting("linears.2.weights.0.codec.bits", 9), FormatError, "layers.0.gate_up"),
     "group size 48": (setting("linears.0.weights.0.codec.groupSize", 48), UnsupportedError, "group size 48 is not supported"),
-    "group size too large": (setting("linears.0.weights.0.codec.groupSize", 64), UnsupportedError, "does not divide 32"),
+    "group size too large": (
+        setting("linears.0.weights.0.codec.groupSize", 64),
+        FormatError,
+        "scale is f16 .*i4 g64 zero implies",
+    ),
     "zero kind offset": (setting("linears.0.weights.0.codec.zero", 2), UnsupportedError, "zero kind 2"),
     # parts that do not fit their layer: layers.0.o is 32 x 32
     "input_scale of f16": (setting("linears.1.inputScale", array(dtype=1)), FormatError, "input_scale is f16 .*expected f32"),
@@ -296,7 +300,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "half of a low-rank part": (
         lambda m: setattr(m.linears[1], "lowRankB", m.linears[1].weights[0]),
         FormatError,
-        "half of a low-rank part",
+        "a low-rank part with one factor",
     ),
     "low rank of integers": (
         lambda m: (
@@ -325,7 +329,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "transform of a head that is the embedding": (
         lambda m: setattr(m.linears[-1], "transform", fb.TransformT(size=32)),
         FormatError,
-        "a head that is the embedding too",
+        "a head that is also the embedding",
     ),
     "three weight blocks": (lambda m: m.linears[0].weights.extend(m.linears[0].weights * 2), FormatError, "3 weight blocks"),
     "no weight block": (lambda m: m.linears[0].weights.clear(), FormatError, "without a weight"),
@@ -333,7 +337,21 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "cache with more dimensions": (setting("kv", fb.KvCacheT(kind=2, high=17)), FormatError, "17 dimensions in 8 bits"),
     "cache with codes of five bits": (setting("kv", fb.KvCacheT(kind=2, bits=5)), FormatError, "codes of 5 bits"),
     "high dimensions of another cache": (setting("kv", fb.KvCacheT(kind=1, high=2)), FormatError, "int8 cache with 2"),
-    "kernels": (setting("kernels", [fb.KernelsT(target="sm_87", segment=0)]), UnsupportedError, "embedded kernels"),
+    "kernels in the segment of a layer": (
+        setting("kernels", [fb.KernelsT(target="sm_87", segment=0)]),
+        FormatError,
+        "kernels for sm_87 and .* share segment 0",
+    ),
+    "kernels of one architecture twice": (
+        setting("kernels", [fb.KernelsT(target="sm_87", segment=0)] * 2),
+        FormatError,
+        "kernels for 'sm_87' twice",
+    ),
+    "kernels of too many architectures": (
+        setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),
+        FormatError,
+        "65 kernels",
+    ),
     # names
     "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),
     "array twice": (duplicate("arrays"), FormatError, "array 'layers.0.attention_norm' twice"),
@@ -350,7 +368,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "a size that is text": (config(hidden_size="32"), FormatError, "hidden_size is '32'"),
     "a negative size": (config(head_dim=-16), FormatError, "head_dim is -16"),
     "a name that is a list": (config(model_type=["llama"]), FormatError, "model_type"),
-    "other sizes than the layers'": (config(intermediate_size=64), FormatError, "gate_up is 96 x 32; .* says 128 x 32"),
+    "other sizes than the layers'": (config(intermediate_size=64), FormatError, "gate_up is 96 x 32; .* implies 128 x 32"),
     "heads that do not divide": (config(num_attention_heads=3, num_key_value_heads=2), FormatError, "multiple of"),
     "an unknown key": (config(experts=8), UnsupportedError, "unknown keys experts"),
     "an unknown rope key": (config(rope={"beta": 1}), UnsupportedError, "unknown keys beta"),
@@ -382,7 +400,7 @@ def test_an_input_order_that_names_a_channel_twice_is_refused(tmp_path: Path) ->
     metadata = write_body(writer)
     order = writer.array(np.arange(32, dtype=np.int32) // 2, "i32")
     metadata.linears["layers.0.o"] = replace(metadata.linears["layers.0.o"], input_order=order)
-    with pytest.raises(FormatError, match="layers.0.o: input_order is not an order of 32 channels"):
+    with pytest.raises(FormatError, match="layers.0.o: input_order is not a permutation of 32 channels"):
         writer.finish(metadata)
 
 

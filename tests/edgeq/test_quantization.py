@@ -28,6 +28,36 @@ def test_it_rounds_as_the_converters_do(bits: int, group: int, symmetric: bool) 
         assert np.array_equal(ours["zero"], pack_groups(theirs.zero.numpy()))
 
 
+@pytest.mark.parametrize("columns", [72, 84, 100, 200, 400, 3420])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero"])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_a_last_group_of_fewer_channels_has_a_range_of_its_own(bits: int, group: int, symmetric: bool, columns: int) -> None:
+    """Against the rule of the module's head, group by group."""
+    codec, size, rows = Codec("int", bits, group, symmetric), group or columns, 5
+    # Offsets keep 0 out of most ranges: a range that padding with zeros would widen.
+    w = (
+        np.random.default_rng(columns).standard_normal((rows, columns)).astype(np.float32)
+        + np.arange(-2, 3, dtype=np.float32)[:, None]
+    )
+    top, starts = np.float32(2**bits - 1), range(0, columns, size)
+    q, scales, zeros = np.empty_like(w), np.empty((rows, len(starts)), np.float16), np.empty((rows, len(starts)), np.float32)
+    for row in range(rows):
+        for g, start in enumerate(starts):
+            part = w[row, start : start + size]
+            span, steps = (np.abs(part).max(), 2 ** (bits - 1) - 1) if symmetric else (part.max() - part.min(), 2**bits - 1)
+            scales[row, g] = max(span, np.float32(1e-5)) / np.float32(steps)
+            scale = np.float32(scales[row, g])
+            zeros[row, g] = 2 ** (bits - 1) if symmetric else np.clip(-np.rint(part.min() / scale), 0, top)
+            q[row, start : start + size] = np.clip(np.rint(part / scale) + zeros[row, g], 0, top)
+    made = rounded(w, codec)
+    assert np.array_equal(made["q"], pack_integers(q.astype(np.uint8), bits))
+    assert np.array_equal(made["scale"], pack_groups(scales))
+    assert ("zero" in made) != symmetric
+    if not symmetric:
+        assert np.array_equal(made["zero"], pack_groups(zeros.astype(np.uint8)))
+
+
 def test_weights_too_large_for_a_scale_are_clipped_and_stay_finite() -> None:
     codec = Codec("int", 2, 32, False)
     w = np.linspace(-1e6, 1e6, 64, dtype=np.float32)[None]

@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_under_the_name(tmp_path: Path, m
 
 LIMITED = """
 import resource, signal, sys
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from sample_file import write_body
@@ -157,3 +159,13 @@ def test_a_limit_met_anywhere_in_the_file_leaves_nothing_under_the_name(tmp_path
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot write it: No such file or directory"):
         Writer(tmp_path / "none" / "a.edgeq")
+
+
+def test_compiled_kernels_travel_with_a_file_and_are_left_alone(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a.edgeq")
+    metadata = write_body(writer)
+    kernels = {name: writer.append([name.encode()]) for name in ("sm_80", "sm_87")}
+    file = writer.finish(replace(metadata, kernels=kernels))
+    assert file.metadata.kernels == kernels and file.segment(kernels["sm_87"]).tobytes() == b"sm_87"
+    assert file.owner(kernels["sm_80"]) == "kernels for sm_80"
+    assert list(file.verify())

@@ -10,7 +10,8 @@ import pytest
 from edgeq.codec import Codec
 from edgeq.container import ModelFile
 from edgeq.manifest import fused_shapes
-from edgeq.records import ArrayRef, KvCodec, LinearSpec, Metadata, Weight
+from edgeq.metadata import Metadata
+from edgeq.records import ArrayRef, KvCodec, LinearSpec, Weight
 from edgeq.runtime.decoder import decoder
 from edgeq.targets.graph import Embed, Graph, Linear
 

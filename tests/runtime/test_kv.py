@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from edgeq import targets
 from edgeq.container import ModelFile
 from edgeq.records import KvCodec
 from edgeq.runtime import Model
+from edgeq.targets import host, pick
+from edgeq.targets.target import Options
 from edgeq.tools import corpus
 from edgeq.tools.cli import main
 from edgeq.tools.statistics import log_softmax
@@ -26,8 +27,8 @@ WEIGHTS = {"initializer_range": 0.05}
 
 
 def model_of(path: Path, target: str, kv: KvCodec, context: int = 192) -> Model:
-    options = targets.Options("a16", threads=1 if target == "cpu" else 0, max_rows=64, max_logits=64, kv=kv)
-    return Model(ModelFile.open(path), targets.pick(target), options, context=context)
+    options = Options("a16", threads=1 if target == "cpu" else 0, max_rows=64, max_logits=64, kv=kv)
+    return Model(ModelFile.open(path), pick(target), options, context=context)
 
 
 @pytest.fixture(params=CODECS, ids=lambda kv: kv.name)
@@ -76,11 +77,11 @@ def test_a_smaller_cache_holds_a_longer_context_in_the_same_memory(tiny_path: Pa
     file = ModelFile.open(tiny_path)
     config = replace(file.metadata.config, max_position_embeddings=1 << 20)
     file.metadata = replace(file.metadata, config=config)
-    monkeypatch.setattr(context_size, "available_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(host, "available_bytes", lambda: 64 << 20)
     lengths = []
     for codec in (KvCodec("f16"), KvCodec("int8"), KvCodec("int4", 4), KvCodec("int4")):
-        options = targets.Options("a16", max_rows=16, kv=codec)
-        lengths.append(Model(file, targets.pick("reference"), options).context)
+        options = Options("a16", max_rows=16, kv=codec)
+        lengths.append(Model(file, pick("reference"), options).context)
     assert lengths == sorted(lengths) and lengths[-1] > 2.5 * lengths[0]
 
 
@@ -108,7 +109,7 @@ def test_the_command_line_says_which_cache_is_used(tiny_path: Path) -> None:
     shown = CliRunner().invoke(main, ["inspect", str(tiny_path)])
     assert "bytes of f16 cache per position" in shown.output
     refused = CliRunner().invoke(main, ["run", str(tiny_path), "-p", "a", "--kv", "int3"])
-    assert refused.exit_code == 1 and "supported: file, f16, int8, int4" in refused.output
+    assert refused.exit_code == 2 and "supported: file, f16, int8, int4" in refused.output
 
 
 def test_int8_costs_nothing_and_int4_little(tiny_path: Path) -> None:

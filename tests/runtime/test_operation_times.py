@@ -39,9 +39,9 @@ def test_every_operation_is_timed_and_the_times_fit_into_the_run(tiny_path: Path
         assert len(times) == 3 and seconds.shape == (len(steps), 2) and (seconds >= 0).all()
         assert 0 < seconds.sum() < wall
         order = {id(operation): i for i, operation in enumerate(model.graph.operations)}
-        places = [order[id(operation)] for operation, _ in steps]
+        places = [order[id(operation)] for operation, *_ in steps]
         assert places == sorted(places)
-        named = {id(operation) for operation, _ in steps}
+        named = {id(operation) for operation, *_ in steps}
         assert all(id(o) in named for o in model.graph.operations if isinstance(o, (Linear, Select)))
 
 

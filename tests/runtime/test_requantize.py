@@ -16,7 +16,7 @@ from edgeq.records import LinearSpec
 from edgeq.runtime import Model
 from edgeq.runtime.requantize import Requantization, drifted, scales
 from edgeq.runtime.session import BatchItem, Session, run_together
-from edgeq.targets.reference import requantize
+from edgeq.targets.reference import context
 from edgeq.targets.requantization import InputSums, SharedInput, Weights
 from edgeq.targets.rows import Rows
 from edgeq.tools.compare import FileScorer
@@ -151,13 +151,13 @@ def test_the_loss_on_the_prompt_is_lower_than_that_of_plain_rounding(
     for most where they have none, and lower in the (geometric) mean."""
     model = Model.load(request.getfixturevalue(which), target="reference", context=300)
     seen: dict[str, list[np.ndarray]] = {}
-    add = requantize.add_squares
+    add = context.add_squares
 
     def record(sums: InputSums, layer: LinearSpec, x: np.ndarray, rows: Rows) -> None:
         seen.setdefault(layer.name, []).append(x.copy())
         add(sums, layer, x, rows)
 
-    monkeypatch.setattr(requantize, "add_squares", record)
+    monkeypatch.setattr(context, "add_squares", record)
     session = model.session()
     session.prefill(model.text.encode(evaluation_code()[0])[:300])
     session.requantize()
@@ -251,14 +251,14 @@ def test_a_different_prompt_in_a_used_session_gives_what_a_fresh_one_does(model:
 
 
 def test_an_interrupted_prompt_is_not_counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, fresh, run = model.session(), model.session(), model.program.run
+    session, fresh, run = model.session(), model.session(), model.program.run_summing
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         run(*arguments, **options)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.program, "run", interrupted)
+        patch.setattr(model.program, "run_summing", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.prefill(TOKENS)
     assert session.tokens == [] and session.keep_prefix(TOKENS) == 0

@@ -11,10 +11,12 @@ import pytest
 
 from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model, Sampling
+from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Sampler, distribution
 from edgeq.runtime.session import run_together
 from edgeq.runtime.speculative import drafts
-from edgeq.runtime.speculative.drafts import Draft, Lookup, Stream
+from edgeq.runtime.speculative.drafts import Draft
+from edgeq.runtime.speculative.lookup import Lookup
 from edgeq.runtime.speculative.planner import DraftPlanner, expected_tokens
 from edgeq.runtime.speculative.speculator import Speculator, accept, residual
 from edgeq.runtime.stats import LONGEST_DRAFT
@@ -241,10 +243,10 @@ def paced(beta: float, c: float, v: float, cycles: int = 400) -> tuple[DraftPlan
         plan = pace.plan(1, LONGEST_DRAFT, None, True)
         gammas.append(plan.gamma)
         if plan.gamma:
-            pace.ran(False, 1, c)
+            pace.record(False, 1, c)
             accepted = int(np.argmin(np.append(random.random(plan.gamma) < beta, False)))
             pace.acceptance["mode"].count(accepted, plan.gamma)
-        pace.ran(True, plan.gamma + 1, 1 + v * plan.gamma)
+        pace.record(True, plan.gamma + 1, 1 + v * plan.gamma)
     return pace, gammas
 
 

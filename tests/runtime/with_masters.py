@@ -10,8 +10,9 @@ import numpy as np
 
 from edgeq.codec import Codec, dequantize, pack_floats
 from edgeq.container import ModelFile
+from edgeq.metadata import Metadata
 from edgeq.quantization import rounded
-from edgeq.records import DTYPES, ArrayRef, LinearSpec, LowRank, Metadata, Weight
+from edgeq.records import DTYPES, ArrayRef, LinearSpec, LowRank, Weight
 from edgeq.writer import Writer
 
 

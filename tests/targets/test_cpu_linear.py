@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edgeq.codec import Codec, pack_floats
+from edgeq.quantization import quantize_tokens
 from edgeq.records import Activation, LinearSpec, LowRank, Transform, Weight
 from edgeq.targets import load
 from edgeq.targets.cpu.jit.compile import address
@@ -15,7 +16,7 @@ from edgeq.targets.cpu.kernels import quantize
 from edgeq.targets.cpu.kernels.args import A8
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.graph import Embed, Graph, Linear, RmsNorm
-from edgeq.targets.reference.linear import quantize_tokens, transformed
+from edgeq.targets.reference.linear import transformed
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, matrix, rows_of, run, weight
 

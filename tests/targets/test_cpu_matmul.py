@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from edgeq.codec import Codec
+from edgeq.quantization import activation_limit
 from edgeq.targets.target import Options
 from tests.targets.cases import FLOAT_CODECS, HERE, INTEGER_CODECS, Arrays, integers, matrix, product, run, weight
 
@@ -31,7 +32,7 @@ def test_integer_product_equals_the_reference(codec, isa):
         arrays = Arrays()
         w = weight(arrays, rng, codec, rows, columns)
         bias = rng.standard_normal(rows).astype(np.float32)
-        for mode, limit in (("a16", 127), ("a8", codec.activation_limit)):
+        for mode, limit in (("a16", 127), ("a8", activation_limit(codec, "a8"))):
             x = exact_input(rng, 18, columns, min(codec.group_size or 128, 128), limit)
             graph = product(arrays, x, w, bias)
             expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64) + bias
@@ -86,7 +87,7 @@ def test_a8_quantizes_activations_as_the_reference_does(isa):
     y = run("cpu", graph, arrays, 9, Options("a8", 1, isa))
     oracle = run("reference", graph, arrays, 9, Options("a8"))
     # An activation exactly between two integers may fall to either side: one step of one channel, rarely.
-    steps = np.abs(y - oracle) / (np.abs(x).max() / codec.activation_limit * np.abs(matrix(arrays, w)).max())
+    steps = np.abs(y - oracle) / (np.abs(x).max() / activation_limit(codec, "a8") * np.abs(matrix(arrays, w)).max())
     assert steps.max() < 1.01 and np.mean(steps > 1e-3) < 0.05
     assert np.array_equal(y[3], np.zeros(48)) and np.array_equal(oracle[3], np.zeros(48))
 

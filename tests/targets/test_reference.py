@@ -13,11 +13,12 @@ from edgeq.config import ModelConfig, Rope
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.manifest import array_shapes, fused_shapes
-from edgeq.records import ArrayRef, LinearSpec, Metadata, Transform, Weight
+from edgeq.metadata import Metadata
+from edgeq.quantization import activation_block, activation_limit, quantize_blocks
+from edgeq.records import ArrayRef, LinearSpec, Transform, Weight
 from edgeq.targets import pick
 from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, Linear, Operation, RopeRotate, Select, SwiGlu
 from edgeq.targets.reference import ReferenceTarget, attention, layers, linear, matrices
-from edgeq.targets.reference.linear import quantize_blocks
 from edgeq.targets.reference.program import ReferenceProgram
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options
@@ -144,7 +145,7 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
         x = np.random.default_rng(1).normal(size=(2, spec.columns)).astype(np.float32)
         state = {"x": x}
         linear.linear(program_of(file, (), {"out": spec.rows}, "a8").context, Linear(0, "x", spec, "out"), rows_of(2), state)
-        seen = quantize_blocks(x, 32, codec.activation_limit) if codec.kind == "int" else x
+        seen = quantize_blocks(x, 32, activation_limit(codec, "a8")) if codec.kind == "int" else x
         wanted = seen @ matrix(file, spec).T + file.array(spec.bias)
         assert np.allclose(state["out"], wanted, atol=1e-3)
         assert np.array_equal(seen, x) == (codec.kind != "int")
@@ -154,7 +155,7 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
 def test_activations_are_int8_per_row_and_block(group_size: int, size: int) -> None:
     x = np.random.default_rng(2).normal(size=(3, 320)).astype(np.float32)
     x[1, :size] = 0
-    y = quantize_blocks(x, Codec("int", 8, group_size).activation_block, 127)
+    y = quantize_blocks(x, activation_block(Codec("int", 8, group_size)), 127)
     assert y.shape == x.shape and not y[1, :size].any()
     for row in range(3):
         for start in range(0, 320, size):
@@ -188,7 +189,7 @@ def test_rotation_turns_each_pair_by_its_angle(tmp_path: Path) -> None:
     attention.rope_rotate(program_of(file, (), {}).context, RopeRotate(0, "x", 3, 2, 6, frequencies), rows, state)
     assert np.array_equal(state["x"][:, :3], x[:, :3])
     before, after = (a[:, 3:].reshape(4, 2, 2, 3).astype(np.float64) for a in (x, state["x"]))
-    turned = (before[:, :, 0] + 1j * before[:, :, 1]) * np.exp(1j * rows.positions[:, None, None] * np.array(frequencies))
+    turned = (before[:, :, 0] + 1j * before[:, :, 1]) * np.exp(1j * rows.positions[0][:, None, None] * np.array(frequencies))
     assert np.allclose(after[:, :, 0], turned.real, atol=1e-6) and np.allclose(after[:, :, 1], turned.imag, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""What a Raspberry Pi can reach, computed: instructions of the emitted machine code and published memory bandwidth.
+"""The speed that a Raspberry Pi can reach, computed from emitted machine code and published memory bandwidth.
 
     python -m edgeq.tools.lab.arm_roofline [--json]
 
@@ -25,6 +25,7 @@ from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.config import ModelConfig, Rope
 from edgeq.devices import DEVICES
 from edgeq.manifest import fused_shapes
+from edgeq.quantization import activation_block
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.arm import settings
 from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile, IntegerWeights
@@ -35,13 +36,13 @@ TRIPLE = "aarch64-unknown-linux-gnu"
 
 @dataclass(frozen=True)
 class Core:
-    """One core as this file models it.
+    """The model of one core.
 
     Cycles of a loop are the largest of: instructions over `width`; vector instructions over two pipelines; those that only one
-    of them executes; 16-byte loads over `loads`.  Latencies are left out: a block of 16 rows has four or more independent sums.
+    of them executes; 16-byte loads over `loads`.  Latencies are left out: a block has four or more independent sums.
 
     cpu       LLVM's name
-    features  as `targets.machine` calls them
+    features  as in edgeq.machine.Cpu
     single    vector instructions that only one pipeline executes, by pipeline
     """
 
@@ -64,7 +65,7 @@ CORES = {
     "raspberry-pi-5": Core("cortex-a76", frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"}), 2.4e9, 4, 2, _SINGLE),
 }
 
-# Bytes per second: what the best published runtime reached in decode, and the highest that memory was measured to give.
+# Bytes per second: reached in decode by the best published runtime, and the highest that was measured from memory.
 REACHED = {"raspberry-pi-4": 3.2e9, "raspberry-pi-5": 11.8e9}
 CEILING = {name: DEVICES[name].read_bandwidth for name in CORES}
 
@@ -79,8 +80,9 @@ MODELS = {
 
 
 def compiled(core: Core, emit: Callable[..., None], symbol: str = "tile") -> tuple[llvm.TargetMachine, llvm.ModuleRef]:
-    """What makes text or an object file of a module, and `emit(builder, record, n, r, out, stores_result = 0)` as LLVM
-    optimizes it for `core`."""
+    """LLVM's code generator for `core` and the module that it optimized, `emit(builder, record, n, r, out, stores_result = 0)` in
+    a function named `symbol`.
+    """
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module(symbol)
@@ -114,7 +116,7 @@ _BRANCH = re.compile(r"(?:b\.\w+|cbn?z\s+\w+,|tbn?z\s+\w+,.*,)\s*(\.L\w+)")
 
 @dataclass(frozen=True)
 class Loops:
-    """Instructions by mnemonic: of the loop over chunks, and of what surrounds it once per activation block; calls anywhere."""
+    """Instructions by mnemonic: `inner` of the loop over chunks, `outer` around it, once per activation block; all `calls`."""
 
     inner: Counter[str]
     outer: Counter[str]
@@ -122,8 +124,8 @@ class Loops:
 
 
 def loops(text: str) -> Loops:
-    """Takes a tile's assembly apart.  The inner loop is the only block that branches to itself; what lies between the first
-    label and it is counted once per activation block, a few instructions too many.
+    """The loops of a tile's assembly.  The inner loop is the only block that branches to itself; what lies between the first
+    label and it is counted once per activation block, a few instructions too many.  ValueError: there is no loop.
     """
     lines = [line.split("//")[0].strip() for line in text.splitlines()]
     label, labels, inner = 0, list[int](), None
@@ -141,7 +143,7 @@ def loops(text: str) -> Loops:
 
 
 def _count(lines: list[str]) -> Counter[str]:
-    """Mnemonics; those of vector instructions begin with "v."."""
+    """Instructions by mnemonic; the mnemonics of vector instructions begin with "v."."""
     found: Counter[str] = Counter()
     for line in lines:
         if not line or line.startswith(".") or line.endswith(":"):
@@ -152,7 +154,7 @@ def _count(lines: list[str]) -> Counter[str]:
 
 
 def cycles(core: Core, found: Counter[str]) -> float:
-    """Cycles of so many instructions on one core; see `Core`."""
+    """Cycles of these instructions on one core; see `Core`."""
     vector = sum(count for name, count in found.items() if name.startswith("v."))
     loads = sum(count * (2 if name == "ldp" else 1) for name, count in found.items() if name.startswith("ld"))
     single = [sum(found[f"v.{name}"] for name in names) for names in core.single.values()]
@@ -165,18 +167,21 @@ def block_cost(board: str, bits: int, mode16: bool, group: int) -> tuple[float, 
     core = CORES[board]
     found = loops(assembly(board, bits, mode16))
     codec = Codec("int", bits, group)
-    block = codec.activation_block
+    block = activation_block(codec)
     inner = Counter({name: count * (block // CHUNK) for name, count in found.inner.items()})
     nbytes = codec.nbytes(ROWS, block)
-    # The two parts run one behind the other.
+    # The two parts run one after the other.
     spent = block // CHUNK * cycles(core, found.inner) + cycles(core, found.outer)
     return spent / nbytes, (sum(inner.values()) + sum(found.outer.values())) / nbytes
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens per second, all computed: `compute` from instructions, by number of threads; `memory` from the highest bandwidth
-    that the board's memory was measured to give, `memory_reached` from what the best published runtime reached.
+    """One line of the table: tokens per second, all computed.
+
+    compute          from instructions, by number of threads
+    memory           from the highest bandwidth that was measured on the board
+    memory_reached   from the bandwidth that the best published runtime reached
     """
 
     board: str
@@ -191,6 +196,7 @@ class Row:
 
 
 def row(board: str, model: str, bits: int, group: int, mode: str) -> Row:
+    """The line of one case."""
     config = MODELS[model]
     parts = [
         (Codec("int", bits, group), sum(rows for rows, _ in shapes.values()), next(iter(shapes.values()))[1])
@@ -210,11 +216,13 @@ def row(board: str, model: str, bits: int, group: int, mode: str) -> Row:
 
 
 def table() -> list[Row]:
+    """All cases of docs/arm.md."""
     cases = itertools.product(CORES, MODELS, (128, 32), ("a8", "a16"))
     return [row(board, model, 4, group, mode) for board, model, group, mode in cases]
 
 
 def markdown(rows: list[Row]) -> str:
+    """The table of docs/arm.md."""
     lines = [
         "| board | model | weights | mode | GB per token | instructions per byte | instructions allow, 1 / 2 / 4 threads "
         "| memory allows | at the bandwidth others reached |",
@@ -228,7 +236,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of markdown.")
 def main(as_json: bool) -> None:
     """Print the computed roofline of the Raspberry Pi 4 and 5, in tokens per second."""
     rows = table()

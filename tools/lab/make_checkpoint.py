@@ -33,6 +33,8 @@ SLAB = 1 << 22
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a Llama; `tied`: the head is the embedding."""
+
     vocab: int
     hidden: int
     inner: int
@@ -80,6 +82,7 @@ def tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def config(s: Shape) -> dict[str, Any]:
+    """config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -125,7 +128,7 @@ def tokenizer(size: int) -> Tokenizer:
 
 
 def values(name: str, shape: tuple[int, ...], random: np.random.Generator) -> Iterator[NDArray[np.uint16]]:
-    """bf16 bits of a tensor in slabs: gains of one; weights that keep the size of what passes through them."""
+    """bf16 bits of a tensor in slabs: gains are 1, and weights keep the size of what passes through them."""
     left = math.prod(shape)
     while left:
         count = min(left, SLAB)
@@ -138,7 +141,7 @@ def values(name: str, shape: tuple[int, ...], random: np.random.Generator) -> It
 
 
 def write_weights(path: Path, shape: Shape, seed: int) -> None:
-    """A safetensors file: length of the header, header, tensors."""
+    """Write a safetensors file: length of the header, header, tensors."""
     header: dict[str, Any] = {}
     at = 0
     for name, dims in tensors(shape):
@@ -172,10 +175,12 @@ def make(folder: Path, shape: Shape, seed: int) -> None:
 
 @click.command(cls=Command)
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-3.2-1b", show_default=True)
-@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--shape", type=click.Choice(list(SHAPES)), default="llama-3.2-1b", show_default=True, help="The published shape."
+)
+@click.option("--seed", default=0, show_default=True, help="Start of the random numbers.")
 def main(out: Path, shape: str, seed: int) -> None:
-    """A checkpoint of random weights in the folder OUT."""
+    """Write a checkpoint of random weights into the folder OUT."""
     make(out, SHAPES[shape], seed)
     note(f"{out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e6:,.0f} MB")
 

@@ -3,13 +3,14 @@
     python -m edgeq.tools.lab.plant_outliers SRC OUT --norms 10 --up 10
 
 Large language models have a few channels with values far above the others, and quantizers differ most in what they do with
-them; a small model has none.  Every kind multiplies some numbers and divides those that meet them by the same factor:
+them; a small model has none.  Every kind multiplies some numbers, and divides by the same factor those that they are multiplied
+with:
 
-    norms    channels of every norm's gain, and the columns of the layers behind it: methods that fold norms undo these
-    up       rows of the up projection, and columns of the down projection
-    values   rows of the value projection, and columns of the output projection of all query heads that read them
-    keys     pairs of channels that RoPE turns together, in the key and, inversely, in its query heads
-    basis    the residual stream turned into the basis of its principal components, where variance gathers in few channels
+    norms    channels of every norm's gain, and the columns of the layers after it: methods that fold norms undo these
+    up       output channels of the up projection, and columns of the down projection
+    values   output channels of the value projection, and columns of the output projection of all query heads that read them
+    keys     pairs of channels that RoPE rotates together, in the key and, inversely, in its query heads
+    basis    the residual stream rotated into the basis of its principal components, where variance gathers in few channels
 
 The whole checkpoint is held in memory in float32.
 """
@@ -20,22 +21,23 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from edgeq.converters.families import EMBEDDING, HEAD, NORM
 from edgeq.errors import InputError
 from edgeq.tools import corpus
 from edgeq.tools.entry import Command
 from edgeq.tools.terminal import note, progress
 
-Tensors = dict[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    Tensors = dict[str, Tensor]
+
 WINDOW, WINDOWS = 256, 32
-"""Of the text whose principal components become the basis."""
+"""Tokens of a window, and windows, of the text whose principal components become the basis."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ def plant(source: Path, out: Path, kinds: Kinds) -> None:
 
     InputError: not a folder with a Llama checkpoint, or `out` exists.
     """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from edgeq.converters.families import EMBEDDING
+
     config = read_config(source)
     if out.exists():
         raise InputError(f"{out}: it exists; give the name of a new folder")
@@ -73,6 +80,7 @@ def plant(source: Path, out: Path, kinds: Kinds) -> None:
 
 
 def read_config(source: Path) -> dict[str, Any]:
+    """config.json of a Llama without biases.  InputError: it is not one, or cannot be read."""
     try:
         config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -86,7 +94,8 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def plant_layer(tensors: Tensors, config: dict[str, Any], p: str, kinds: Kinds, random: torch.Generator) -> None:
-    """All kinds but the basis, in the decoder layer with the prefix `p`."""
+    """Plant all kinds but the basis in the decoder layer with the prefix `p`."""
+    import torch
 
     def some(size: int) -> Tensor:
         return torch.randperm(size, generator=random)[: min(kinds.channels, size)]
@@ -110,7 +119,7 @@ def plant_layer(tensors: Tensors, config: dict[str, Any], p: str, kinds: Kinds, 
         v[head * head_dim + dims] *= kinds.values
         for reader in readers:
             o[:, reader * head_dim + dims] /= kinds.values
-        # RoPE turns channels i and i + head_dim / 2 into each other: one factor for both commutes with it.
+        # RoPE rotates channels i and i + head_dim / 2 into each other: the same factor for both commutes with it.
         pairs = some(head_dim // 2)[: max(1, kinds.channels // 2)]
         dims = torch.cat([pairs, pairs + head_dim // 2])
         k[head * head_dim + dims] *= kinds.keys
@@ -119,40 +128,52 @@ def plant_layer(tensors: Tensors, config: dict[str, Any], p: str, kinds: Kinds, 
 
 
 def change_basis(tensors: Tensors, config: dict[str, Any], basis: Tensor) -> None:
-    """Gains into the layers behind their norms, then the residual stream x -> x basis; the head no longer is the embedding."""
+    """Fold gains into the layers after their norms, then rotate the residual stream, x -> x basis.
+
+    basis    float64 [hidden, hidden], orthogonal
+
+    The head and the embedding are two matrices afterwards.
+    """
+    import torch
+
+    from edgeq.converters.families import EMBEDDING, HEAD, NORM
+
     tensors[HEAD] = tensors.get(HEAD, tensors[EMBEDDING]) * tensors[NORM]
     tensors[NORM] = torch.ones_like(tensors[NORM])
     for name in list(tensors):
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            tensors[name] = turned(tensors[name] * tensors[f"{name.split('self_attn')[0]}input_layernorm.weight"], basis)
+            tensors[name] = rotated(tensors[name] * tensors[f"{name.split('self_attn')[0]}input_layernorm.weight"], basis)
         elif name.endswith(("gate_proj.weight", "up_proj.weight")):
-            tensors[name] = turned(tensors[name] * tensors[f"{name.split('mlp')[0]}post_attention_layernorm.weight"], basis)
+            tensors[name] = rotated(tensors[name] * tensors[f"{name.split('mlp')[0]}post_attention_layernorm.weight"], basis)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] = turned(tensors[name].T, basis).T
+            tensors[name] = rotated(tensors[name].T, basis).T
     for name in tensors:
         if name.endswith("layernorm.weight"):
             tensors[name] = torch.ones_like(tensors[name])
-    tensors[HEAD], tensors[EMBEDDING] = turned(tensors[HEAD], basis), turned(tensors[EMBEDDING], basis)
+    tensors[HEAD], tensors[EMBEDDING] = rotated(tensors[HEAD], basis), rotated(tensors[EMBEDDING], basis)
     config["tie_word_embeddings"] = False
 
 
-def turned(rows: Tensor, basis: Tensor) -> Tensor:
+def rotated(rows: Tensor, basis: Tensor) -> Tensor:
+    """rows basis, computed in float64."""
     return (rows.double() @ basis).float()
 
 
-@torch.no_grad()
 def principal_components(source: Path) -> Tensor:
-    """Float64 [hidden, hidden]: eigenvectors, in columns, of the second moments of what enters the layers, all layers
-    together."""
+    """Float64 [hidden, hidden]: in its columns the eigenvectors of the second moments of the inputs of all layers together."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from edgeq.converters.calibration.builtin_text import MODULES
+
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    tokens = AutoTokenizer.from_pretrained(source)("".join(corpus.calibration_code()), add_special_tokens=False).input_ids
+    text = "".join(corpus.modules(MODULES))
+    tokens = AutoTokenizer.from_pretrained(source)(text, add_special_tokens=False).input_ids
     size = model.config.hidden_size
     moments = torch.zeros(size, size, dtype=torch.float64)
-    with progress() as report:
+    with progress() as report, torch.no_grad():
         for i in range(WINDOWS):
             report(i, WINDOWS, "principal components")
             window = torch.tensor([tokens[i * WINDOW : (i + 1) * WINDOW]])
@@ -165,15 +186,15 @@ def principal_components(source: Path) -> Tensor:
 @click.command(cls=Command)
 @click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--norms", default=1.0, show_default=True, help="Factor of channels of every norm.")
-@click.option("--up", default=1.0, show_default=True, help="Factor of channels between up and down projection.")
-@click.option("--values", default=1.0, show_default=True, help="Factor of channels of every value head.")
-@click.option("--keys", default=1.0, show_default=True, help="Factor of channel pairs of every key head.")
-@click.option("--basis", is_flag=True, help="Turn the residual stream into the basis of its principal components.")
+@click.option("--norms", default=1.0, show_default=True, help="Factor of channels of every norm; 1: none.")
+@click.option("--up", default=1.0, show_default=True, help="Factor of channels between up and down projection; 1: none.")
+@click.option("--values", default=1.0, show_default=True, help="Factor of channels of every value head; 1: none.")
+@click.option("--keys", default=1.0, show_default=True, help="Factor of channel pairs of every key head; 1: none.")
+@click.option("--basis", is_flag=True, help="Rotate the residual stream into the basis of its principal components.")
 @click.option("--channels", type=click.IntRange(1), default=8, show_default=True, help="Outliers per norm, layer or head.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Start of the random choice of channels.")
 def main(source: Path, out: Path, **kinds: Any) -> None:
-    """Copy the Llama checkpoint SRC into the new folder OUT with outliers; it computes what it did before."""
+    """Copy the Llama checkpoint SRC into the new folder OUT with outliers; it computes what SRC computes.  Needs torch."""
     plant(source, out, Kinds(**kinds))
     note(f"{out}: outliers planted")
 

@@ -1,8 +1,8 @@
 """One checkpoint by many recipes on one table: `python -m edgeq.tools.lab.quality SRC WORK --recipe "..." --text code`.
 
-A recipe is what would be written behind `edgeq convert SRC -o OUT`; lists in braces stand for each of their items, so
+A recipe is what follows `edgeq convert SRC -o OUT` on the command line; a list in braces stands for each of its items, so
 `--method {rtn,awq} --bits {2,3}` are four recipes.  Each is converted and compared with SRC in processes of their own, several
-at a time; what is done is kept in WORK, one file per result, and not done again.
+at a time.  Results are kept in WORK, one file each, and are not computed again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from edgeq.tools.terminal import note, progress
 
 Json = dict[str, Any]
 COLUMNS = ("recipe", "bits", "head", "mode", "kv", "MB", "perplexity", "KL mean", "KL p99", "top-1 %", "s", "peak MB")
-"""Bits per weight of the layers, head apart; seconds and peak memory of the conversion."""
+"""bits: per weight of the layers without the head; s and peak MB: time and peak memory of the conversion."""
 _LIST = re.compile(r"\{([^{}]*)\}")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command whose result is kept as JSON in `result`; `after` says what of its output is worth keeping."""
+    """A command whose result is kept as JSON in `result`; `after` makes that JSON from what the command printed."""
 
     label: str
     command: tuple[str, ...]
@@ -57,12 +57,12 @@ def expand(recipe: str) -> list[str]:
 
 
 def run(job: Job) -> Json:
-    """Carry out a job unless its result is there.  InputError: the command failed, with the line it ended with."""
+    """Run a job unless its result is there.  InputError: the command failed; the message ends with its last output."""
     if job.result.exists():
         kept: Json = json.loads(job.result.read_text(encoding="utf-8"))
         return kept
     started = perf_counter()
-    # Not a pipe: a warning for every expert is more than one holds.
+    # Not a pipe: it would block when libraries print a warning for every expert.
     with TemporaryFile("w+") as err:
         process = subprocess.Popen(job.command, stdout=subprocess.PIPE, stderr=err, text=True)
         assert process.stdout is not None
@@ -70,9 +70,9 @@ def run(job: Job) -> Json:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         err.seek(0)
-        said = err.read()
+        errors = err.read()
     if process.returncode:
-        raise InputError(f"{job.label}: {' '.join(said.split())[-500:] or f'exit code {process.returncode}'}")
+        raise InputError(f"{job.label}: {' '.join(errors.split())[-500:] or f'exit code {process.returncode}'}")
     result = job.after(printed) | {"seconds": perf_counter() - started, "peak_bytes": usage.ru_maxrss << 10}
     written = job.result.with_suffix(".new")
     written.write_text(json.dumps(result), encoding="utf-8")
@@ -81,7 +81,7 @@ def run(job: Job) -> Json:
 
 
 def run_all(jobs: Sequence[Job], at_once: int) -> list[Json]:
-    """The results of all jobs, in order; a failure ends what has not begun."""
+    """The results of all jobs, in order; after a failure no further job is started."""
     with progress() as report, ThreadPoolExecutor(at_once) as pool:
         running = {pool.submit(run, job): job for job in jobs}
         for done, future in enumerate(as_completed(running)):
@@ -93,12 +93,14 @@ def run_all(jobs: Sequence[Job], at_once: int) -> list[Json]:
 
 
 def stamps(path: Path) -> list[int]:
-    """What changes when a file, or the files of a folder, do: a name that is neither has nothing."""
+    """Sizes and times of a file, or of the files of a folder, which change when they do; nothing for any other name."""
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     return [number for file in files for number in (file.stat().st_size, file.stat().st_mtime_ns)]
 
 
 def conversion(source: str, recipe: str, file: Path) -> Job:
+    """The job that converts `source` into `file`."""
+
     def after(printed: str) -> Json:
         metadata = ModelFile.open(file).metadata
         return {
@@ -115,6 +117,7 @@ def conversion(source: str, recipe: str, file: Path) -> Job:
 
 
 def comparison(source: str, recipe: str, file: Path, text: str, window: int, limit: int) -> Job:
+    """The job that compares `file` with `source`."""
     options = ("--window", str(window), "--limit", str(limit), "--json", "-t", "1")
     command = (sys.executable, "-m", "edgeq", "compare", str(file), "--against", source, "--text", text, *options)
     settings = json.dumps([text, *stamps(Path(text)), window, limit])
@@ -123,7 +126,7 @@ def comparison(source: str, recipe: str, file: Path, text: str, window: int, lim
 
 
 def measure(source: str, work: Path, recipes: Sequence[str], texts: Sequence[str], window: int, limit: int, jobs: int) -> Json:
-    """Everything that the table shows, as plain values."""
+    """Everything that the tables show, as plain values.  InputError: a recipe given twice, or a job that failed."""
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -145,7 +148,7 @@ def measure(source: str, work: Path, recipes: Sequence[str], texts: Sequence[str
 def order(rows: Sequence[Json], text: str) -> list[Json]:
     """Recipes from the lowest to the highest perplexity, each with its mean difference in negative log-likelihood to the next.
 
-    Windows are the same for all, so differences are paired; one whose interval has 0 in it orders nothing.
+    Windows are the same for all, so differences are paired.  An interval that contains 0 leaves the order open.
     """
     ranked = sorted(rows, key=lambda row: sum(row["texts"][text]["files"][0]["window_nll"]))
     steps = []
@@ -158,7 +161,7 @@ def order(rows: Sequence[Json], text: str) -> list[Json]:
 
 
 def table(result: Json) -> str:
-    """Markdown: a table per text, and what can be said of the order."""
+    """Markdown: for every text a table, and the order of the recipes as far as it is certain."""
     lines: list[str] = []
     for text, steps in result["orders"].items():
         about = result["rows"][0]["texts"][text]
@@ -181,10 +184,10 @@ def table(result: Json) -> str:
         lines += ["", "From the lowest perplexity up, each with the next; 95 % interval of the difference per token:", ""]
         for step in steps:
             gap = step["nll"]
-            said = "" if step["separable"] else " — not separable"
+            open_order = "" if step["separable"] else " — not separable"
             lines.append(
                 f"- `{step['better']}` before `{step['worse']}`: "
-                f"{gap['value']:+.4f} nats ({gap['low']:+.4f} to {gap['high']:+.4f}){said}"
+                f"{gap['value']:+.4f} nats ({gap['low']:+.4f} to {gap['high']:+.4f}){open_order}"
             )
         lines.append("")
     return "\n".join(lines)
@@ -194,10 +197,17 @@ def table(result: Json) -> str:
 @click.argument("source", metavar="SRC")
 @click.argument("work", type=click.Path(path_type=Path))
 @click.option("--recipe", "recipes", multiple=True, required=True, help="Options of `edgeq convert`; {a,b} stands for each.")
-@click.option("--text", "texts", multiple=True, default=("code", "docs"), show_default=True, help="As in `edgeq compare`.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    default=("code", "docs"),
+    show_default=True,
+    help="Text to compare on, as in edgeq compare.",
+)
 @click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens per window.")
-@click.option("--limit", type=click.IntRange(2), default=32768, show_default=True, help="Most tokens of a text to use.")
-@click.option("-j", "--jobs", type=click.IntRange(1), default=1, show_default=True, help="How many run at once.")
+@click.option("--limit", type=click.IntRange(2), default=32768, show_default=True, help="Use at most so many tokens of a text.")
+@click.option("-j", "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Conversions or comparisons at once.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of markdown.")
 def main(source: str, work: Path, recipes: tuple[str, ...], texts: tuple[str, ...], as_json: bool, **options: int) -> None:
     """Convert SRC by every recipe, measure each against SRC, and print one table per text.  Results are kept in WORK."""

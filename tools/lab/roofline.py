@@ -1,4 +1,4 @@
-"""What this machine can do at most: `python -m edgeq.tools.lab.roofline [--refresh] [--json]`.
+"""Upper bounds of this machine's speed: `python -m edgeq.tools.lab.roofline [--refresh] [--json]`.
 
 Read bandwidth bounds decode, the integer peak bounds prefill.  Each is measured in about a second and kept per machine; run,
 bench and peers use the same numbers.
@@ -18,8 +18,8 @@ from edgeq.tools.terminal import progress
 
 @dataclass(frozen=True)
 class Roofline:
-    """read_bandwidth bytes per second, integer_peak 8-bit operations per second, by number of threads; decode_threads: how many
-    decode fastest.
+    """Limits by number of threads: read_bandwidth in bytes per second, integer_peak in 8-bit operations per second.
+    decode_threads: the number of threads that decodes fastest.
     """
 
     processor: str
@@ -38,10 +38,11 @@ def counts(cores: int) -> list[int]:
 
 
 def measure(refresh: bool) -> Roofline:
+    """The limits, measured where they are not known yet or with `refresh`."""
     cpu, threads = machine.cpu(), counts(machine.cpu().cores)
     bandwidth: dict[int, float] = {}
     peak: dict[int, float] = {}
-    # Here, for where this target cannot run these cannot be imported.
+    # Imported here: where this target cannot run, these modules cannot be imported.
     from edgeq.targets.cpu import probes
     from edgeq.targets.cpu.choose_isa import choose
 
@@ -56,6 +57,7 @@ def measure(refresh: bool) -> Roofline:
 
 
 def text(found: Roofline) -> str:
+    """A markdown table and the lines around it."""
     big = f", {found.big_cores} of them big" if found.big_cores != found.cores else ""
     lines = [f"{found.processor}, {found.arch}, {found.cores} cores{big}, {found.memory / 1e9:.1f} GB of memory", ""]
     lines += ["| threads | read GB/s | 8-bit GOPS |", "|---|---|---|"]
@@ -64,7 +66,7 @@ def text(found: Roofline) -> str:
 
 
 @click.command(cls=Command)
-@click.option("--refresh", is_flag=True, help="Measure again instead of showing what is kept.")
+@click.option("--refresh", is_flag=True, help="Measure again instead of showing the numbers kept for this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def main(refresh: bool, as_json: bool) -> None:
     """Print the read bandwidth and the integer peak of this machine by number of threads."""

@@ -1,8 +1,8 @@
 """Whether drafts change a text, and what they gain: `python -m edgeq.tools.lab.speculation identity|rows|edit ...`.
 
-identity   greedy text with drafts against the plain one, token by token, over many prompts; goes on where it stopped
-rows       what a run of several rows costs: the verification of drafts, a batch of texts
-edit       a text that copies most of its prompt, at the cost of a real model: every choice is taken from the edited text
+identity   greedy text with drafts against plain text, token by token, over many prompts; resumes where it stopped
+rows       what a run of several token rows costs: a check of drafts, or a batch of texts
+edit       a text that copies most of its prompt, at the cost of a real model: every token is taken from the edited text
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT, Speculation
 from edgeq.tools import corpus
 from edgeq.tools.entry import Commands
-from edgeq.tools.params import Gamma, Numbers
+from edgeq.tools.options import DRAFTS, JSON, MODES
+from edgeq.tools.params import Count, EdgeqFile, Gamma, OneOf, Several
 from edgeq.tools.terminal import Report, progress
 
 PROMPT = 48
 """Tokens of a prompt of the identity grid."""
 TIE = 1e-2
-"""Difference of log-probabilities below which the order of two tokens says nothing."""
+"""Difference of log-probabilities below which two tokens count as equally probable."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting of the grid and what came of it; `ties` of the texts that differ do so first at a tie."""
+    """A setting of the grid and its results: `different` texts, `ties` of them parting at equally probable tokens."""
 
     file: str
     draft: DraftSource
@@ -69,7 +70,7 @@ def prompts_of(model: Model, count: int) -> list[list[int]]:
 
 
 def identity(files: Sequence[Path], cells: Sequence[Cell], work: Path, options: dict[str, Any], report: Report) -> list[Cell]:
-    """The cells with their results, each kept in `work` when it is done; the plain texts likewise, once for each file."""
+    """The cells with their results, each kept in `work` as soon as it is known.  Plain texts are computed once per file."""
     work.mkdir(parents=True, exist_ok=True)
     results: list[Cell] = []
     for file in files:
@@ -92,7 +93,7 @@ def identity(files: Sequence[Path], cells: Sequence[Cell], work: Path, options: 
 
 
 def texts(model: Model, cell: Cell, report: Report) -> tuple[list[list[int]], Speculation]:
-    """Greedy tokens behind every prompt."""
+    """Greedy tokens after every prompt, and the statistics of the drafts."""
     batch = Batch(model, cell.batch, max_tokens=cell.tokens, draft=cell.draft, gamma=cell.gamma)
     done: dict[int, list[int]] = {}
     for answer in batch.run(prompts_of(model, cell.prompts)):
@@ -102,6 +103,7 @@ def texts(model: Model, cell: Cell, report: Report) -> tuple[list[list[int]], Sp
 
 
 def compared(model: Model, cell: Cell, plain: list[list[int]], report: Report) -> Cell:
+    """The cell with its results against the texts without drafts."""
     drafted, speculation = texts(model, cell, report)
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b]
     prompts = prompts_of(model, cell.prompts)
@@ -111,13 +113,14 @@ def compared(model: Model, cell: Cell, plain: list[list[int]], report: Report) -
 
 
 def is_tie(model: Model, prompt: list[int], a: list[int], b: list[int]) -> bool:
-    """Whether the two tokens at which the texts part are as probable."""
+    """Whether the two tokens at which the texts part are equally probable."""
     at = next(i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y)
     p = np.log(distribution(model.session().prefill(prompt + a[:at]), Sampling(temperature=1.0)))
     return at < min(len(a), len(b)) and abs(float(p[a[at]] - p[b[at]])) < TIE
 
 
 def identity_table(cells: Sequence[Cell]) -> str:
+    """A markdown table, one line per cell."""
     head = ("file", "draft", "gamma", "batch", "texts", "different", "of them ties", "tokens a cycle", "accepted")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for c in cells:
@@ -128,7 +131,7 @@ def identity_table(cells: Sequence[Cell]) -> str:
 
 
 def row_costs(model: Model, counts: Sequence[int], depth: int, repetitions: int, report: Report) -> dict[str, Any]:
-    """Seconds of runs of 1 and of `counts` rows of one session behind `depth` tokens, alternating: medians and ratios."""
+    """Milliseconds of runs of 1 and of `counts` rows of one session after `depth` tokens, alternating: medians and ratios."""
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, depth + max(counts)).tolist()
     session = model.session()
     session.prefill(tokens[:depth])
@@ -138,7 +141,7 @@ def row_costs(model: Model, counts: Sequence[int], depth: int, repetitions: int,
         for n in seconds:
             started = perf_counter()
             run_together([BatchItem(session, tokens[depth : depth + n], range(n))])
-            # The first time pages of the file are read and buffers become real.
+            # The first run reads pages of the file and touches buffers for the first time.
             if i:
                 seconds[n].append(perf_counter() - started)
             session.trim(depth)
@@ -148,7 +151,7 @@ def row_costs(model: Model, counts: Sequence[int], depth: int, repetitions: int,
 
 
 class Replay(Sampler):
-    """Draws the tokens of a given text, at no less cost than a greedy sampler."""
+    """Draws the tokens of a given text, at the cost of a greedy sampler."""
 
     def __init__(self, prompt: int, text: Sequence[int]) -> None:
         super().__init__(Sampling())
@@ -160,7 +163,7 @@ class Replay(Sampler):
 
 
 def edit_task() -> tuple[str, str]:
-    """A function of the standard library, and the same with one of its names changed."""
+    """A prompt that shows a function and asks to rename a variable, and the function after that."""
     source = inspect.getsource(textwrap.TextWrapper._wrap_chunks)
     task = f"Rename cur_line to current in this function:\n\n{source}\nThe new function:\n\n"
     return task, source.replace("cur_line", "current")
@@ -203,8 +206,8 @@ def cycles(step: DecodeStep, stream: Stream, length: int) -> Iterator[float]:
         yield perf_counter() - started
 
 
-MODE = click.option("--mode", metavar="a16|a8|a4", default="a16", show_default=True, help="The exact mode.")
-THREADS = click.option("-t", "--threads", type=click.IntRange(0), default=0, help="0: what the machine decodes fastest with.")
+MODE = click.option("--mode", type=OneOf(*MODES), default="a16", show_default=True, help="Mode of the exact runs.")
+THREADS = click.option("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as decode fastest here.")
 
 
 @click.group(cls=Commands)
@@ -215,25 +218,43 @@ def main() -> None:
 @main.command("identity")
 @click.argument("work", type=click.Path(path_type=Path))
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--draft", "drafts", metavar="NAME,NAME", default="qspec,lookup", show_default=True)
-@click.option("--gamma", "gammas", metavar="N,auto", default="1,2,3,4,5,6,7,auto", show_default=True)
-@click.option("--batch", "batches", type=Numbers(1), default="1,8", show_default=True)
-@click.option("--prompts", type=click.IntRange(1), default=200, show_default=True)
-@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
+@click.option(
+    "--draft",
+    "drafts",
+    type=Several(OneOf(*DRAFTS)),
+    metavar="NAME,NAME",
+    default="qspec,lookup",
+    show_default=True,
+    help="Sources of drafts, as in edgeq run.",
+)
+@click.option(
+    "--gamma",
+    "gammas",
+    type=Several(Gamma()),
+    metavar="N,auto",
+    default="1,2,3,4,5,6,7,auto",
+    show_default=True,
+    help="Draft lengths in tokens.",
+)
+@click.option(
+    "--batch", "batches", type=Several(Count(1)), metavar="N,N", default="1,8", show_default=True, help="Texts at once."
+)
+@click.option("--prompts", type=click.IntRange(1), default=200, show_default=True, help="Number of prompts.")
+@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens generated after each prompt.")
+@JSON
 @MODE
 @THREADS
 def identity_command(
-    work: Path, files: tuple[Path, ...], drafts: str, gammas: str, batches: tuple[int, ...], prompts: int, tokens: int,
-    as_json: bool,
+    work: Path, files: tuple[Path, ...], drafts: tuple[DraftSource, ...], gammas: tuple[int | None, ...],
+    batches: tuple[int, ...], prompts: int, tokens: int, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
     """Compare greedy texts of every setting with the plain ones; results are kept in WORK."""
     cells = [
-        Cell(file.name, draft, Gamma().convert(gamma, None, None), batch, prompts, tokens)  # type: ignore[arg-type]
+        Cell(file.name, draft, gamma, batch, prompts, tokens)
         for file in files
-        for draft in drafts.split(",")
-        for gamma in gammas.split(",")
+        for draft in drafts
+        for gamma in gammas
         for batch in batches
     ]
     with progress() as report:
@@ -242,15 +263,22 @@ def identity_command(
 
 
 @main.command("rows")
-@click.argument("model", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--counts", type=Numbers(1), default="2,3,4,5,8,16,32", show_default=True)
-@click.option("-d", "--depth", type=click.IntRange(1), default=128, show_default=True)
-@click.option("-r", "--repetitions", type=click.IntRange(1), default=20, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
+@click.argument("model", metavar="FILE", type=EdgeqFile())
+@click.option(
+    "--counts",
+    type=Several(Count(1)),
+    metavar="N,N",
+    default="2,3,4,5,8,16,32",
+    show_default=True,
+    help="Token rows of a run.",
+)
+@click.option("-d", "--depth", type=click.IntRange(1), default=128, show_default=True, help="Tokens already in the cache.")
+@click.option("-r", "--repetitions", type=click.IntRange(1), default=20, show_default=True, help="Timed runs of each count.")
+@JSON
 @MODE
 @THREADS
 def rows_command(model: Path, counts: tuple[int, ...], depth: int, repetitions: int, as_json: bool, **options: Any) -> None:
-    """Time runs of several rows against a run of one."""
+    """Time runs of several token rows against a run of one."""
     loaded = Model.load(model, max_logits=max(counts), context=depth + max(counts), **options)
     with progress() as report:
         result = row_costs(loaded, counts, depth, repetitions, report)
@@ -260,12 +288,16 @@ def rows_command(model: Path, counts: tuple[int, ...], depth: int, repetitions: 
 
 
 @main.command("edit")
-@click.argument("model", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--draft", default="lookup", show_default=True)
-@click.option("--gamma", type=click.IntRange(1, LONGEST_DRAFT), help="Tokens of a draft; by default what pays.")
-@click.option("-n", "--tokens", type=click.IntRange(2), default=256, show_default=True, help="Of the edited text.")
-@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
+@click.argument("model", metavar="FILE", type=EdgeqFile())
+@click.option("--draft", type=OneOf(*DRAFTS), default="lookup", show_default=True, help="Source of drafts, as in edgeq run.")
+@click.option(
+    "--gamma",
+    type=click.IntRange(1, LONGEST_DRAFT),
+    help="Draft length in tokens.  [default: the length with the best measured speed-up]",
+)
+@click.option("-n", "--tokens", type=click.IntRange(2), default=256, show_default=True, help="Tokens of the edited text.")
+@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Timed runs of each kind.")
+@JSON
 @MODE
 @THREADS
 def edit_command(
@@ -276,11 +308,11 @@ def edit_command(
     with progress() as report:
         result = edit(loaded, draft, gamma, tokens, repetitions, report)
     cycle = result["speculation"]["tokens_per_cycle"]
-    spoken = (
+    line = (
         f"{result['tokens']} tokens: {result['plain_tokens_per_s']:.1f} tok/s plain, {result['tokens_per_s']:.1f} with drafts, "
         f"{result['speedup']:.2f} times as fast ({cycle:.2f} tokens a cycle); {result['runs_on']}"
     )
-    click.echo(json.dumps(result, indent=1) if as_json else spoken)
+    click.echo(json.dumps(result, indent=1) if as_json else line)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How models/tiny-llama was made: `python -m edgeq.tools.lab.train_text OUT --seconds 4200`.
+"""Train the demo model; models/tiny-llama was made by `python -m edgeq.tools.lab.train_text OUT --seconds 4200`.
 
 A Llama of 5.2 M parameters (hidden 256, 6 layers, 8 heads of 32, 4 key/value heads, FFN 768, 2048-token byte-level BPE, tied
 head) trained from scratch on the text every Python carries.  4200 seconds on 2 CPU cores gave the checkpoint in the repository.
-The evaluation and calibration splits of edgeq.tools.corpus are never trained on.
+It is not trained on the text of evaluation (edgeq.tools.corpus) and calibration (edgeq.converters.calibration.dataset).
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import numpy as np
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from edgeq.tools.corpus import evaluation_code, evaluation_docs, training_texts
+from edgeq.tools.corpus import evaluation_code, evaluation_docs
 from edgeq.tools.entry import Command
+from edgeq.tools.lab.training_corpus import training_texts
 from edgeq.tools.terminal import note
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM
 
 WINDOW, BATCH, RATE = 256, 16, 3e-3
 VOCABULARY, BEGIN, END = 2048, 0, 1
@@ -29,6 +33,7 @@ EVALUATED = 32768
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
+    """Byte-level BPE with VOCABULARY tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,11 +46,16 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
     """int64 [tokens]: every text between begin and end."""
+    import torch
+
     ids = [i for encoded in tokenizer.encode_batch(list(texts)) for i in (BEGIN, *encoded.ids, END)]
     return torch.tensor(ids, dtype=torch.int64)
 
 
 def new_model() -> LlamaForCausalLM:
+    """Random weights in the shape of the demo model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -66,13 +76,15 @@ def new_model() -> LlamaForCausalLM:
 
 
 def learning_rate(step: int, share: float) -> float:
-    """A hundred steps of warm-up, level for a fifth of the time, then a cosine down to 3 %."""
+    """A hundred steps of warm-up, constant for a fifth of the time, then a cosine down to 3 %."""
     level = 1.0 if share < 0.2 else 0.5 * (1 + math.cos(math.pi * (share - 0.2) / 0.8)) * 0.97 + 0.03
     return RATE * min(1.0, (step + 1) / 100) * level
 
 
 def train(model: LlamaForCausalLM, data: torch.Tensor, seconds: float) -> None:
-    """AdamW on random windows until the time is used."""
+    """AdamW on random windows of `data`, int64 [tokens], for so many seconds of steps."""
+    import torch
+
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     gains = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
@@ -94,19 +106,25 @@ def train(model: LlamaForCausalLM, data: torch.Tensor, seconds: float) -> None:
             note(f"step {step}, {used:.0f} of {seconds:.0f} s, loss {loss.item():.3f}")
 
 
-@torch.no_grad()
 def perplexity(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
+    """Over windows of `ids`, int64 [tokens], each from an empty cache."""
+    import torch
+
     model.eval()
     rows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
-    losses = [model(part, labels=part).loss.item() * len(part) for part in rows.split(BATCH)]
+    with torch.no_grad():
+        losses = [model(part, labels=part).loss.item() * len(part) for part in rows.split(BATCH)]
     return math.exp(sum(losses) / len(rows))
 
 
 @click.command(cls=Command)
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--seconds", default=4200.0, show_default=True)
+@click.option("--seconds", default=4200.0, show_default=True, help="Seconds of training steps.")
 def main(out: Path, seconds: float) -> None:
-    """Train the demo model and save it in the folder OUT."""
+    """Train the demo model and save it in the folder OUT.  Needs torch and transformers."""
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
     torch.manual_seed(0)
     texts = training_texts()
     tokenizer = train_tokenizer(texts)

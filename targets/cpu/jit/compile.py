@@ -27,7 +27,7 @@ from numba.core.intrinsics import INTR_MATH
 from numba.core.runtime import _nrt_python
 
 from edgeq import codec, machine, quantization
-from edgeq.targets import graph
+from edgeq.targets import rows
 from edgeq.targets.cpu.jit import arm
 
 # Before the first function is made: Numba fixes its processor then.
@@ -45,7 +45,7 @@ Kernel = Callable[[int, int, int, int], None]
 @cache
 def cache_folder() -> Path:
     # Of the modules outside of this package those whose numbers become constants of the machine code.
-    outside = [Path(str(module.__file__)) for module in (codec, quantization, graph)]
+    outside = [Path(str(module.__file__)) for module in (codec, quantization, rows)]
     sources = [*sorted(Path(__file__).parents[1].rglob("*.py")), *outside]
     seen = hashlib.blake2b(digest_size=8)
     for part in (*(path.read_bytes() for path in sources), *(v.encode() for v in (numba.__version__, llvmlite.__version__))):

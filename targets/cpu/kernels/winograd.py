@@ -9,7 +9,7 @@ per activation block.  Where a processor has more units that add bytes than unit
 beyond what its dot products can do by themselves.  Two additions a product would leave those that multiply waiting, so some
 tokens of a tile (`plain`) take two products instead.
 
-Weights of 4 bits leave the room.  They are n = w + 8, in 0 ... 15, and with |x| <= 120 (`Codec.activation_limit`) a tile holds
+Weights of 4 bits leave the room.  They are n = w + 8, in 0 ... 15, and with |x| <= 120 (`activation_limit`) a tile holds
 x_e + 120 and x_o - 8 (`quantize.py`), so that x_e + 120 + n_o is an unsigned byte and x_o - 8 + n_e a signed one, as `dot8`
 takes them:
 

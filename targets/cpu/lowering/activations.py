@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgeq.codec import A4_LIMIT, CHUNK, MAX_ACTIVATION_BLOCK
+from edgeq.codec import CHUNK
+from edgeq.quantization import MAX_ACTIVATION_BLOCK, activation_block, activation_limit
 from edgeq.records import LinearSpec, Mode
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import Buffers
@@ -43,9 +44,9 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
     factors = factors or input_factors(context, layer)
     if weight.codec.kind != "int":
         return Layout(FLOAT, weight.columns, MAX_ACTIVATION_BLOCK, factors=factors, first=first)
-    codec, block = weight.codec, weight.codec.activation_block
+    codec, block = weight.codec, activation_block(weight.codec)
     kind, scaling = A16 if mode == "a16" else A8, BLOCK
-    limit = {"a16": A16_LIMIT, "a8": codec.activation_limit, "a4": A4_LIMIT}[mode]
+    limit = A16_LIMIT if mode == "a16" else activation_limit(codec, mode)
     if mode != "a16" and layer.activation:
         bits = layer.activation.high_bits if index else layer.activation.bits
         if layer.activation.symmetric:
@@ -54,7 +55,7 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
             limit, scaling = (1 << bits) - 1, TOKEN_ZERO
         # Less their zero point, 8 bits are from -255 to 255.
         kind = A16 if limit > LARGEST_BYTE else A8
-    fits = kind == A8 and codec.bits == winograd.BITS and limit <= codec.activation_limit
+    fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
     return Layout(kind, weight.columns, block, limit, scaling, factors, first, context.isa.winograd and fits and block >= CHUNK)
 
 

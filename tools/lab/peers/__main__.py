@@ -1,4 +1,4 @@
-"""The command; see docs/peers.md."""
+"""The command `python -m edgeq.tools.lab.peers`; docs/peers.md explains it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ MOST_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Bytes per second and 8-bit operations per second by number of threads, measured before every round; the load average
-    before the first round and behind the last, which tells whether something else was running.
+    """The machine during the measurement.
+
+    read_bandwidth   bytes per second by number of threads, measured before every round
+    integer_peak     8-bit operations per second, likewise
+    load_before      load average before the first round, load_after after the last: whether something else was running
     """
 
     processor: str
@@ -41,7 +44,7 @@ class Surroundings:
 
 @dataclass
 class Limits:
-    """What `threads` threads of the machine can do, measured as often as asked; nothing where the CPU target cannot run."""
+    """Limits of `threads` threads, measured at every call; nothing where the CPU target cannot run."""
 
     threads: int
     read: list[float] = field(default_factory=list)
@@ -49,7 +52,7 @@ class Limits:
 
     def measure(self) -> None:
         if targets.load("cpu").refusal() is None:
-            # Here, for where this target cannot run these cannot be imported.
+            # Imported here: where this target cannot run, these modules cannot be imported.
             from edgeq.targets.cpu import probes
             from edgeq.targets.cpu.choose_isa import choose
 
@@ -58,12 +61,14 @@ class Limits:
 
 
 def configuration(shape: str) -> ModelConfig:
+    """The configuration of the random model."""
     s = SHAPES[shape]
     rope = Rope(500000.0)
     return ModelConfig("llama", s.vocab, s.hidden, s.inner, s.layers, s.heads, s.kv_heads, s.head_dim, 1e-5, rope, 16384, True)
 
 
 def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroundings, versions: dict[str, str]) -> str:
+    """The lines above the tables: model, machine and versions."""
     cache = f", {where.last_level_cache / 1e6:.0f} MB last-level cache" if where.last_level_cache else ""
     limits = "; ".join(
         f"{n} thread{'s' * (n > 1)}: read {shown(read, 1e9)} GB/s, 8-bit integers {shown(where.integer_peak[n], 1e12)} TOPS"
@@ -80,10 +85,12 @@ def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroun
 
 
 def shown(value: Spread, unit: float) -> str:
+    """Median and range."""
     return f"{value.median / unit:.2f} [{value.low / unit:.2f}–{value.high / unit:.2f}]"
 
 
 def text(head: str, found: list[Row], left_out: dict[str, str]) -> str:
+    """Everything that is printed."""
     settings = dict.fromkeys(f"- {row.name}: {row.settings}" for row in found if row.settings)
     parts = [head, markdown(found, MAIN), "At each one's own bytes per token:", markdown(found, BY_BYTES)]
     parts += ["\n".join(["Settings:", *settings])] if settings else []
@@ -92,6 +99,7 @@ def text(head: str, found: list[Row], left_out: dict[str, str]) -> str:
 
 
 def numbers(value: str) -> list[int]:
+    """Numbers of threads.  InputError: something else."""
     parts = value.split(",")
     if not all(part.isdecimal() and 1 <= int(part) <= MOST_THREADS for part in parts):
         raise InputError(f"--threads {value!r}: expected numbers from 1 to {MOST_THREADS}, such as 1,2")
@@ -99,24 +107,41 @@ def numbers(value: str) -> list[int]:
 
 
 def chosen(only: str | None) -> list[str]:
+    """Names of variants that begin with one of the names in `only`.  InputError: there is none."""
     names = list(variants())
     if only is None:
         return names
     wanted = [name for name in names if any(name.startswith(part) for part in only.split(",") if part)]
     if not wanted:
-        raise InputError(f"--only {only!r} names nobody; there are {', '.join(names)}")
+        raise InputError(f"--only {only!r} fits no competitor; choose from {', '.join(names)}")
     return wanted
 
 
 @click.command(cls=Command)
-@click.option("--shape", type=click.Choice(["tiny", "llama-3.2-1b"]), default="llama-3.2-1b", show_default=True)
-@click.option("-t", "--threads", help="Numbers of threads, such as 1,2; by default all cores.")
-@click.option("-p", "--prompt", type=click.IntRange(1, MOST_TOKENS), default=512, show_default=True, help="Of the prompt.")
-@click.option("-n", "--tokens", type=click.IntRange(1, MOST_TOKENS), default=32, show_default=True, help="Tokens decoded.")
-@click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True)
-@click.option("--only", metavar="NAME,NAME", help="Only competitors whose names begin so, such as edgeq-a8,llama.cpp.")
-@click.option("--peer-python", default=sys.executable, metavar="PATH", help="Python that has the peers; by default this one.")
-@click.option("--work", type=click.Path(path_type=Path), help="Where models are kept; by default edgeq's cache folder.")
+@click.option(
+    "--shape",
+    type=click.Choice(["tiny", "llama-3.2-1b"]),
+    default="llama-3.2-1b",
+    show_default=True,
+    help="Shape of the model.",
+)
+@click.option("-t", "--threads", metavar="N,N", help="Numbers of threads, such as 1,2.  [default: all cores]")
+@click.option(
+    "-p", "--prompt", type=click.IntRange(1, MOST_TOKENS), default=512, show_default=True, help="Tokens of the prompt."
+)
+@click.option(
+    "-n", "--tokens", type=click.IntRange(1, MOST_TOKENS), default=32, show_default=True, help="Tokens decoded one by one."
+)
+@click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True, help="Rounds.")
+@click.option(
+    "--only", metavar="NAME,NAME", help="Only competitors whose names begin so, such as edgeq-a8,llama.cpp.  [default: all]"
+)
+@click.option(
+    "--peer-python", default=sys.executable, metavar="PATH", help="Python that has the peers installed.  [default: this one]"
+)
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Folder in which models are kept.  [default: edgeq's cache folder]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def main(
     shape: str,
@@ -129,7 +154,7 @@ def main(
     work: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure edgeq and the other runtimes found, alternating, on the same random model."""
+    """Measure edgeq and the other runtimes that are installed, alternating, on the same random model."""
     try:
         config, counts, names = configuration(shape), numbers(threads or str(machine.cpu().cores)), chosen(only)
         folder = (work or machine.cache_folder() / "peers").resolve()

@@ -1,7 +1,7 @@
-"""Who takes part, and the rounds: every competitor once, then every competitor again, each time in a fresh process.
+"""The competitors and the rounds: every competitor once, then every competitor again, each time in a fresh process.
 
 A fresh process gives each repetition its own load time and peak memory, leaves nothing of one peer running while another is
-measured, and lets a peer crash without taking anything along.
+measured, and lets a peer crash alone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Report = Callable[[float, float, str], None]
 
 
 class PeerError(Exception):
-    """A peer cannot take part, or fell out; the message is the reason that the table gives."""
+    """A peer cannot take part, or dropped out; the message is the reason that the table gives."""
 
 
 class Process:
-    """A worker in the Python at `python`, which finds edgeq behind everything of its own."""
+    """A worker run by the Python at `python`, which finds edgeq after everything that it has itself."""
 
     def __init__(self, python: str) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -54,7 +54,7 @@ class Process:
             raise PeerError(f"{python}: {error.strerror}") from None
 
     def ask(self, **request: Any) -> Any:
-        """The result.  PeerError: the worker said no, died or did not answer."""
+        """The result of a request.  PeerError: the worker refused, died or did not answer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -83,11 +83,11 @@ class Process:
         code = self._process.wait()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._errors.seek(0)
-        said = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        return shortened(f"its process ended with {how}" + (f": {said[-1]}" if said else ""))
+        printed = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        return shortened(f"its process ended with {how}" + (f": {printed[-1]}" if printed else ""))
 
     def peak_rss(self) -> int | None:
-        """Most bytes it ever had in memory, mapped files included; None without /proc."""
+        """Peak of its bytes in memory, mapped files included; None without /proc."""
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
         except OSError:
@@ -109,6 +109,7 @@ class Process:
 
 @contextmanager
 def process(python: str) -> Iterator[Process]:
+    """A worker that ends with the block."""
     worker = Process(python)
     try:
         yield worker
@@ -117,6 +118,7 @@ def process(python: str) -> Iterator[Process]:
 
 
 def shortened(text: str) -> str:
+    """`text` in one line of limited length."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 4] + " ..."
 
@@ -126,7 +128,7 @@ class Entry:
     """One competitor with one number of threads, and what was measured.
 
     load_s    opening the model, the library already imported; ready_s: from the start of the process
-    failure   why it fell out; what was measured before stays
+    failure   why it dropped out; what was measured before stays
     """
 
     variant: Variant
@@ -172,7 +174,7 @@ class Contest:
         return [variant for variant in chosen if variant.peer in self.versions]
 
     def build(self, found: Sequence[Variant]) -> dict[str, Stored]:
-        """Every model that is not there already; sizes by variant."""
+        """Build the models that are not there yet; sizes by variant."""
         sizes: dict[str, Stored] = {}
         for i, variant in enumerate(found):
             self.report(i, len(found), f"build {variant.file}")
@@ -184,7 +186,7 @@ class Contest:
         return sizes
 
     def folder(self, variant: Variant) -> Path:
-        """Another model, another version of the peer or of the code that builds it is another folder."""
+        """The folder of a model: its name depends on the model, the version of the peer and the code that builds it."""
         code = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in ("weights", PEERS[variant.peer])]
         key = hashlib.blake2b(b"\0".join([*code, self.config.to_json().encode(), self.versions[variant.peer].encode()]))
         return self.work / f"{variant.file}-{key.hexdigest()[:12]}"
@@ -203,7 +205,7 @@ class Contest:
         return Stored(**json.loads(sizes.read_text(encoding="utf-8")))
 
     def compete(self, entries: Sequence[Entry], repetitions: int, before_round: Callable[[], None]) -> None:
-        """The rounds of entries with the same number of threads."""
+        """Run the rounds of entries with the same number of threads."""
         for i in range(repetitions):
             before_round()
             for j, entry in enumerate(entries):

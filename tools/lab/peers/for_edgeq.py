@@ -1,4 +1,4 @@
-"""edgeq itself."""
+"""edgeq as a competitor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from edgeq import __version__
 from edgeq.codec import ROWS, Codec, pack_integers
 from edgeq.config import ModelConfig
 from edgeq.manifest import array_shapes, fused_shapes
-from edgeq.records import LinearSpec, Metadata, Mode, Weight
+from edgeq.metadata import Metadata
+from edgeq.records import LinearSpec, Mode, Weight
 from edgeq.tools.lab.peers.peer import Stored, Times, Variant
 from edgeq.tools.lab.peers.weights import BITS, head_slabs, head_step, matrix, step
 
@@ -56,7 +57,7 @@ def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
         for fused, parts in fused_shapes(config, layer):
             columns = next(iter(parts.values()))[1]
             if any(rows % ROWS for rows, _ in parts.values()):
-                raise ValueError(f"{fused}: rows of its parts are no multiple of {ROWS}")
+                raise ValueError(f"{fused}: output channels of its parts are no multiple of {ROWS}")
             integers = (matrix(name, rows, columns) for name, (rows, _) in parts.items())
             add(fused, codec, sum(rows for rows, _ in parts.values()), columns, integers, step(columns))
     bits = variant.head_bits
@@ -71,7 +72,7 @@ def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
 
 
 def _tokenizer() -> bytes:
-    """The smallest that loads: everything here is token ids, and no peer loads a tokenizer."""
+    """The smallest tokenizer that loads: everything here is token ids, and no peer loads a tokenizer."""
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
     empty = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     return json.dumps({"version": "1.0", "added_tokens": [], **dict.fromkeys(empty), "model": model}).encode()
@@ -82,6 +83,8 @@ def load(config: ModelConfig, variant: Variant, folder: Path, threads: int, cont
 
 
 class Edgeq:
+    """A loaded model file; see `Runner`."""
+
     def __init__(self, path: Path, mode: str, threads: int, context: int) -> None:
         model = import_module("edgeq.runtime").Model
         self._model = model.load(path, mode=mode, threads=threads, threads_prefill=threads, context=context)

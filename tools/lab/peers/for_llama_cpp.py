@@ -68,7 +68,7 @@ def _joined(rows: int, *parts: AnyArray) -> ArrayU8:
 
 
 def interleaved(q: ArrayU8, heads: int) -> ArrayU8:
-    """Rows of a head in the order that GGUF has for Llama: channel i beside channel i + head_dim / 2, which turn together."""
+    """Output channels of a head in GGUF's order for Llama: channel i next to i + head_dim / 2, which RoPE rotates together."""
     return q.reshape(heads, 2, -1, q.shape[1]).swapaxes(1, 2).reshape(q.shape)
 
 
@@ -103,7 +103,7 @@ def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
 
 
 def _tensors(config: ModelConfig) -> Iterator[tuple[str, NDArray[Any], bool]]:
-    """GGUF name, data, and whether that is Q4_0 blocks."""
+    """GGUF name, data, and whether the data is Q4_0 blocks."""
     gain = np.ones(config.hidden_size, np.float32)
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     for layer in range(config.num_hidden_layers):
@@ -123,7 +123,7 @@ def load(config: ModelConfig, variant: Variant, folder: Path, threads: int, cont
 
 
 class LlamaCpp:
-    """The C interface, without the Python class over it: fewest copies."""
+    """A model through the C interface, without the Python class over it, which copies more; see `Runner`."""
 
     def __init__(self, path: Path, vocab_size: int, threads: int, context: int) -> None:
         self._llama: Any = import_module("llama_cpp")

@@ -1,4 +1,4 @@
-"""onnxruntime-genai: the graph that its model builder makes for a CPU, written directly.
+"""onnxruntime-genai: the graph that its model builder makes for a CPU, written without it.
 
 MatMulNBits with 8-bit arithmetic (accuracy_level 4), q, k and v in one product, GroupQueryAttention with its own rotation, the
 embedding looked up in the quantized head, logits of the last position only.
@@ -39,7 +39,7 @@ def version() -> str:
 
 
 class GraphFile:
-    """Nodes and initializers; the data of the latter goes to a file beside the graph at once, and is mapped from there."""
+    """Nodes and initializers; the data of initializers goes at once to a file next to the graph and is mapped from there."""
 
     def __init__(self, data: BinaryIO) -> None:
         self.onnx = import_module("onnx")
@@ -48,18 +48,18 @@ class GraphFile:
         self.initializers: list[Any] = []
 
     def node(self, kind: str, inputs: Sequence[str], *outputs: str, domain: str = "", **attributes: Any) -> str:
-        """Name of the first output."""
+        """Add a node; the name of its first output."""
         made = self.onnx.helper.make_node(kind, inputs, outputs, name=f"node_{outputs[0]}", domain=domain, **attributes)
         self.nodes.append(made)
         return outputs[0]
 
     def constant(self, name: str, array: Any) -> str:
-        """A small one, in the graph itself."""
+        """Add a small initializer to the graph itself; its name."""
         self.initializers.append(self.onnx.numpy_helper.from_array(np.asarray(array), name))
         return name
 
     def external(self, dtype: str, chunks: Iterable[Any], shapes: Mapping[str, Sequence[int]]) -> int:
-        """Data of one or several initializers, each with a shape of its own, in one place of the file; bytes written."""
+        """Write data once for one or several initializers, each with its own shape; bytes written."""
         self._data.write(bytes(-self._data.tell() % 4096))
         start = self._data.tell()
         for chunk in chunks:
@@ -79,7 +79,7 @@ class GraphFile:
         return self.node("MatMulNBits", [x, f"{name}.q", f"{name}.scale"], out, domain=CONTRIB, **shape)
 
     def linear(self, x: str, parts: dict[str, tuple[int, int]], block: int) -> tuple[str, int]:
-        """x times the random weights of the layers `parts`, one below the other; the output and bytes stored."""
+        """x times the random weights of the layers `parts`, stacked; the output and bytes stored."""
         columns, rows = next(iter(parts.values()))[1], sum(count for count, _ in parts.values())
         name = "+".join(parts)
         packed = (pack_nibbles(matrix(part, count, columns)) for part, (count, _) in parts.items())
@@ -117,7 +117,7 @@ def _values(onnx: Any, config: ModelConfig) -> tuple[list[Any], list[Any]]:
 
 
 def _embedding(graph: GraphFile, config: ModelConfig, variant: Variant) -> int:
-    """Rows of the quantized head; the same bytes under two shapes, as the two operators want them.  Bytes of the head."""
+    """Look up rows of the quantized head: the same bytes in two shapes, as the two operators need them.  Bytes of the head."""
     rows, columns, bits, block = config.vocab_size, config.hidden_size, variant.head_bits, variant.group
     blocks = columns // block
     packed = (slab if bits == 8 else pack_nibbles(slab) for slab in head_slabs(config, bits))
@@ -131,7 +131,7 @@ def _embedding(graph: GraphFile, config: ModelConfig, variant: Variant) -> int:
 
 
 def _positions(graph: GraphFile, config: ModelConfig) -> None:
-    """Lengths for the attention from the mask, and its tables of rotations."""
+    """Add the lengths for attention, from the mask, and its tables of rotations."""
     lengths = graph.node("ReduceSum", ["attention_mask", graph.constant("axis_1", np.array([1]))], "lengths", keepdims=0)
     last = graph.node("Sub", [lengths, graph.constant("one", np.array(1))], "last_positions")
     graph.node("Cast", [last], "seqlens_k", to=graph.onnx.TensorProto.INT32)
@@ -145,7 +145,7 @@ def _positions(graph: GraphFile, config: ModelConfig) -> None:
 
 
 def _layers(graph: GraphFile, config: ModelConfig, block: int) -> int:
-    """From "x" to the normed "last"; bytes of the weights."""
+    """Add the decoder layers, from "x" to the normed output of the last; bytes of the weights."""
     gain = graph.constant("gain", np.ones(config.hidden_size, np.float32))
     epsilon = config.rms_norm_eps
     normed = graph.node("SimplifiedLayerNormalization", ["x", gain], "x.normed", epsilon=epsilon, axis=-1)
@@ -173,7 +173,7 @@ def _layers(graph: GraphFile, config: ModelConfig, block: int) -> int:
 
 
 def _head(graph: GraphFile, config: ModelConfig, variant: Variant) -> None:
-    """Logits of the last position."""
+    """Add the logits of the last position."""
     normed = f"layers.{config.num_hidden_layers - 1}.normed"
     last = graph.node("Gather", [normed, graph.constant("index_last", np.array([-1]))], "last", axis=1)
     rows, columns = config.vocab_size, config.hidden_size
@@ -207,6 +207,8 @@ def load(config: ModelConfig, variant: Variant, folder: Path, threads: int, cont
 
 
 class OnnxRuntime:
+    """A loaded model; see `Runner`."""
+
     def __init__(self, folder: Path, context: int) -> None:
         self._genai = import_module("onnxruntime_genai")
         self._model = self._genai.Model(str(folder))

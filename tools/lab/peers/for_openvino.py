@@ -1,6 +1,7 @@
 """OpenVINO GenAI: a stateful graph as optimum exports it, with 4-bit weights and an 8-bit head as NNCF compresses it.
 
-Weights are i4 with an f16 scale per group, head and embedding one u8 table with an f16 scale and a zero point per row.
+Weights are i4 with an f16 scale per group; head and embedding are one u8 table, with an f16 scale and a zero point per output
+channel.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Graph:
 
     def _linear(self, x: Any, name: str, rows: int, columns: int) -> Any:
         op, groups = self._op, columns // self._group
-        # Two's complement: the integer less 8.
+        # Two's complement: the integer minus 8.
         q = pack_nibbles((matrix(name, rows, columns) - 8) & 15)
         scale = np.full((rows, groups, 1), step(columns), np.float16)
         self.weights += q.nbytes + scale.nbytes
@@ -105,7 +106,7 @@ class Graph:
         return op.matmul(x, op.convert(weight, np.float32), False, True)
 
     def _table(self) -> Any:
-        """Head and embedding: float32 [vocab, hidden] from u8 less 128 times a scale per row."""
+        """Head and embedding: float32 [vocab, hidden], a scale per output channel times u8 minus 128."""
         op, c = self._op, self._config
         q = np.concatenate(list(head_slabs(c, 8)))
         scale = np.full((c.vocab_size, 1), head_step(8), np.float16)
@@ -142,11 +143,11 @@ class Graph:
         one, axis, end = np.array([1]), np.array([3]), np.array([np.iinfo(np.int64).max])
         first = op.slice(x, np.array([0]), np.array([half]), one, axis)
         second = op.slice(x, np.array([half]), end, one, axis)
-        turned = op.concat([op.multiply(second, np.float32(-1)), first], -1)
-        return op.add(op.multiply(x, cos), op.multiply(turned, sin))
+        halves = op.concat([op.multiply(second, np.float32(-1)), first], -1)
+        return op.add(op.multiply(x, cos), op.multiply(halves, sin))
 
     def _cached(self, name: str, x: Any, beams: Any, sinks: list[Any]) -> Any:
-        """The cache with the rows of x behind it; it is a variable of the graph."""
+        """The cache with the rows of x appended; it is a variable of the graph."""
         op, c = self._op, self._config
         batch = op.gather(op.shape_of(x), np.array([0]), np.array(0))
         shape = op.concat([batch, op.constant(np.array([c.num_key_value_heads, 0, c.head_dim]))], 0)
@@ -157,7 +158,7 @@ class Graph:
         return grown
 
     def _repeated(self, x: Any) -> Any:
-        """Key and value heads, each as often as query heads share it."""
+        """Key or value heads, each repeated for the query heads that share it."""
         op, c = self._op, self._config
         times = c.num_attention_heads // c.num_key_value_heads
         if times == 1:
@@ -169,7 +170,7 @@ class Graph:
         return op.reshape(wider, np.array([0, c.num_attention_heads, -1, c.head_dim]), True)
 
     def _visible(self, mask: Any, positions: Any) -> Any:
-        """What is added to the scores, [batch, 1, rows, total]: 0 up to the row's own position, else the smallest half."""
+        """The attention mask that is added to scores, [batch, 1, rows, total]: 0 up to the position of the row, else -65504."""
         op = self._op
         total = op.gather(op.shape_of(mask), np.array(1), np.array(0))
         columns = op.range(op.constant(np.int64(0)), total, op.constant(np.int64(1)), "i64")
@@ -182,6 +183,8 @@ def load(config: ModelConfig, variant: Variant, folder: Path, threads: int, cont
 
 
 class OpenVino:
+    """A loaded model; see `Runner`."""
+
     def __init__(self, folder: Path, backend: str, group: int, threads: int) -> None:
         self._genai, self._ov = import_module("openvino_genai"), import_module("openvino")
         properties: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1, "INFERENCE_NUM_THREADS": threads}

@@ -1,4 +1,4 @@
-"""What a peer is to the contest, and who they are."""
+"""The interface of a peer, and the list of peers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Variant:
     peer       a key of PEERS
     file       what is built; variants that differ in settings only share it
     group      weights that share a scale
-    head_bits  of the head, scales left out: only equal ones are compared
-    mode       how activations meet the weights, or another setting of the peer
+    head_bits  of the head without scales: only variants with the same number are compared
+    mode       type of activations, or another setting of the peer
     """
 
     name: str
@@ -61,30 +61,33 @@ class Runner(Protocol):
     settings: str
 
     def run(self, prompt: Sequence[int], steps: int) -> Times:
-        """Forget everything, run `prompt`, then draw 1 + `steps` tokens."""
+        """Empty the cache, run `prompt`, then draw 1 + `steps` tokens."""
         ...
 
 
 class Peer(Protocol):
-    """What a module of PEERS has.  Its functions run in the peer's own process and import the peer when they are called."""
+    """The interface of a module of PEERS.  Its functions run in the process of the peer and import the peer when called."""
 
     VARIANTS: tuple[Variant, ...]
 
     def version(self) -> str:
-        """ImportError: it is not installed."""
+        """Version of the installed package.  ImportError: it is not installed."""
         ...
 
     def build(self, config: ModelConfig, variant: Variant, folder: Path) -> Stored:
         """Write the random model into the empty `folder`."""
         ...
 
-    def load(self, config: ModelConfig, variant: Variant, folder: Path, threads: int, context: int) -> Runner: ...
+    def load(self, config: ModelConfig, variant: Variant, folder: Path, threads: int, context: int) -> Runner:
+        """Load what `build` wrote."""
+        ...
 
 
 def module(peer: str) -> Peer:
+    """The module of a key of PEERS."""
     return cast(Peer, import_module(f"edgeq.tools.lab.peers.{PEERS[peer]}"))
 
 
 def variants() -> dict[str, Variant]:
-    """All that can compete, edgeq first."""
+    """All variants by name, those of edgeq first."""
     return {variant.name: variant for name in PEERS for variant in module(name).VARIANTS}

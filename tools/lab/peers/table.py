@@ -1,4 +1,4 @@
-"""What the measurements say: rows of numbers, and the two tables."""
+"""The results of a contest as rows of numbers, and two tables of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from edgeq.tools.lab.peers.contest import Entry
 
 @dataclass(frozen=True)
 class Spread:
+    """Median, smallest and largest of several measurements."""
+
     median: float
     low: float
     high: float
@@ -25,16 +27,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One competitor with one number of threads; what it did not reach before it failed is None.
+    """One competitor with one number of threads; None stands for what it had not measured before it failed.
 
     decode, prefill      tokens per second
-    decode_ratio, prefill_ratio   edgeq's median by this one's, `against` the edgeq variant of mode a8 with as many bits of the
-                         head and, where there is one, as large groups
-    bytes_per_token      weights and head as stored; the cache is left out
+    decode_ratio, prefill_ratio   median of edgeq divided by the median of this row; `against` names the edgeq variant: mode a8,
+                         the same bits of the head and, where there is one, the same group size
+    bytes_per_token      weights and head as stored, without the cache
     weight_bits, head_bits   effective, scales included
     bytes_per_s          bytes_per_token at the median speed; bandwidth_share: of what the machine was measured to read in the
                          same run, None where the weights fit the cache of the processor (in_cache) or nothing was measured
-    same_tokens          of the tokens drawn, how many at the beginning are those of edgeq with the same head
+    same_tokens          how many of the first tokens are the same as those of edgeq with the same head
     """
 
     name: str
@@ -62,7 +64,7 @@ class Row:
 
 
 def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
-    """Bytes of the processor's largest cache; None where the kernel does not tell."""
+    """Bytes of the processor's largest cache; None where the kernel does not list it."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes: list[int] = []
     for file in cpu.glob("index*/size"):
@@ -75,7 +77,7 @@ def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> 
 def rows(
     config: ModelConfig, entries: Sequence[Entry], prompt: int, bandwidth: Mapping[int, float], cache: int | None
 ) -> list[Row]:
-    """`bandwidth` in bytes per second by number of threads."""
+    """A row for every entry.  `bandwidth` in bytes per second by number of threads, `cache` in bytes."""
     return [_row(config, entry, entries, prompt, bandwidth.get(entry.threads), cache) for entry in entries]
 
 
@@ -125,7 +127,7 @@ def _speeds(entry: Entry, prompt: int) -> tuple[Spread | None, Spread | None]:
 
 
 def _opponent(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
-    """The edgeq entry to compare with: as many threads and bits of the head, mode a8, the same group size if there is one."""
+    """The edgeq entry to compare with: same threads and bits of the head, mode a8, the same group size if there is one."""
     own, wanted = entry.variant, (entry.threads, entry.variant.head_bits)
     equal = [e for e in entries if e.variant.peer == "edgeq" and (e.threads, e.variant.head_bits) == wanted and e.times]
     return min(equal, key=lambda e: (e.variant.mode != "a8", e.variant.group != own.group), default=None)
@@ -181,7 +183,7 @@ BY_BYTES: tuple[Column, ...] = (
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A table, its columns aligned."""
+    """A markdown table with aligned columns."""
     cells = [[name for name, _ in columns]] + [[show(row).replace("|", "/") for _, show in columns] for row in rows]
     widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(columns))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]

@@ -1,8 +1,8 @@
 """The random model: integers and steps that every peer stores exactly, so that all of them compute the same network.
 
 w = step * (q - 2**(bits-1)), q never 0: the values are symmetric.  A step is a power of two, the same for a whole matrix, so
-any group size and any float type of scales holds it; nothing is faster for its being constant.  The seed of a matrix is its
-name, that of the head its slab: no one has to hold more than one, and the same bytes come out in any Python.
+any group size and any float type of scales can hold it; no runtime is faster because it is constant.  The seed of a matrix is
+its name, the seed of a part of the head its first output channel: each can be made alone, and any Python makes the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgeq.config import ModelConfig
 
 BITS = 4
 SLAB = 4096
-"""Rows of the head at a time."""
+"""Output channels of the head at a time."""
 HEAD = 1
 
 
@@ -38,12 +38,15 @@ def matrix(name: str, rows: int, columns: int) -> ArrayU8:
 
 
 def step(columns: int) -> float:
-    """Of a linear layer: what comes out is about as large as what goes in (a uniform integer of 15 values deviates by 4.3)."""
+    """Step of a linear layer: outputs are about as large as inputs (15 uniform integers have a standard deviation of 4.3)."""
     return float(2.0 ** round(math.log2(1 / (4.3 * math.sqrt(columns)))))
 
 
 def head_slabs(config: ModelConfig, bits: int) -> Iterator[ArrayU8]:
-    """The head, which is the embedding too: uint8 [SLAB or fewer, hidden] from 1 to 2**bits - 1, one network at any width."""
+    """The head, which is also the embedding, in parts: uint8 [SLAB or fewer, hidden] from 1 to 2**bits - 1.
+
+    The same random bytes are cut to any number of bits: one network at any width.
+    """
     for start in range(0, config.vocab_size, SLAB):
         rows = min(SLAB, config.vocab_size - start)
         values = np.frombuffer(_random(HEAD, start).bytes(rows * config.hidden_size), np.uint8)
@@ -51,7 +54,7 @@ def head_slabs(config: ModelConfig, bits: int) -> Iterator[ArrayU8]:
 
 
 def head_step(bits: int) -> float:
-    """Deviation 0.018, as trained embeddings have."""
+    """Step of the head: a standard deviation of 0.018, as trained embeddings have."""
     return float(2.0 ** -(4 + bits))
 
 

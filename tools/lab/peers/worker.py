@@ -1,12 +1,12 @@
-"""The process of one peer: reads requests as lines of JSON, answers each with one.
+"""The process of one peer: it reads requests as lines of JSON and answers each with one line.
 
 {"do": "version", "peer": NAME}
 {"do": "build", "variant": NAME, "config": JSON, "folder": PATH}
 {"do": "load", "variant": NAME, "config": JSON, "folder": PATH, "threads": N, "context": N}
 {"do": "run", "prompt": [TOKEN ...], "steps": N}
 
-An answer is {"result": ...} or {"error": "..."}.  Whatever the peer prints goes to standard error: its libraries may write to
-file descriptor 1 as they like.
+An answer is {"result": ...} or {"error": "..."}.  Everything that the peer prints goes to standard error, even what its
+libraries write to file descriptor 1.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from edgeq.tools.lab.peers.peer import Runner, module, variants
 
 
 class Worker:
+    """Answers requests; holds the model that was loaded last."""
+
     def __init__(self) -> None:
         self._runner: Runner | None = None
 
@@ -38,7 +40,7 @@ class Worker:
         peer, folder = module(variant.peer), Path(request["folder"])
         if do == "build":
             return asdict(peer.build(config, variant, folder))
-        # What an import costs is no part of loading a model.
+        # The time of the import is not part of loading a model.
         peer.version()
         began = perf_counter()
         self._runner = peer.load(config, variant, folder, request["threads"], request["context"])
@@ -46,12 +48,13 @@ class Worker:
 
 
 def main() -> None:
+    """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     worker = Worker()
     for line in sys.stdin:
         try:
             reply = {"result": worker.answer(json.loads(line))}
-        except Exception as error:  # whatever a peer raises is the answer
+        except Exception as error:  # whatever a peer raises becomes the answer
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""What drafts gain on text: the same greedy continuation with them and without, alternating."""
+"""What drafts gain on real text: the same greedy continuation with drafts and without, alternating."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Drafting:
     """A continuation of `tokens` tokens.
 
     tokens_per_s, plain_tokens_per_s   medians with drafts and without
-    speedup        median of the ratios of runs that followed each other;  predicted: what c, v and beta say
+    speedup        median of the ratios of neighbouring runs; predicted: the same from c, v and beta
     drafted, accepted   tokens by their position in the draft, of the last run
-    c, v, beta     see edgeq.runtime.stats.Speculation
+    c, v, beta     as in edgeq.runtime.stats.Speculation
     """
 
     draft: DraftSource
@@ -43,7 +43,10 @@ class Drafting:
 def measure(
     model: Model, draft: DraftSource, gamma: int | None, tokens: int, repetitions: int, report: Callable[[float, str], None]
 ) -> Drafting:
-    """InputError: the model's context is too short for a prompt and `tokens`; `draft` or `gamma` out of range."""
+    """Continue held-out code `repetitions` times with drafts and without.
+
+    InputError: the model's context is too short for the prompt and `tokens`; `draft` or `gamma` out of range.
+    """
     prompt = model.text.encode("".join(corpus.evaluation_code()))[:PROMPT]
     if len(prompt) + tokens > model.context:
         raise InputError(f"{len(prompt)} + {tokens} tokens; the context has {model.context}: pass a smaller -n")
@@ -53,7 +56,7 @@ def measure(
         list(generation.pieces())
         return generation.measurement
 
-    # The first of each finds everything cold.
+    # Warm-up: the first run of each finds cold caches.
     run("off", None), run(draft, gamma)
     pairs: list[tuple[Measurement, Measurement]] = []
     for i in range(repetitions):
@@ -80,7 +83,7 @@ def measure(
 
 
 def cells(lines: list[Drafting]) -> list[list[str]]:
-    """A table, its heading first."""
+    """The cells of a table, its heading first."""
 
     def shown(value: float | None) -> str:
         return "" if value is None else f"{value:.2f}"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from edgeq import machine
 from edgeq.codec import dequantize
 from edgeq.container import ModelFile
 from edgeq.runtime import Model
+from edgeq.targets.cpu import probes
 from edgeq.tools.lab import roofline
 from edgeq.tools.lab.peers import contest, for_edgeq, for_llama_cpp, peer, table, weights
 from edgeq.tools.lab.peers.__main__ import configuration, main
@@ -204,7 +204,7 @@ def test_the_last_level_cache_is_the_largest_that_the_kernel_names(tmp_path: Pat
     [
         (["--threads", "0"], "--threads '0': expected numbers from 1"),
         (["--threads", "two"], "--threads 'two': expected numbers from 1"),
-        (["--only", "tvm"], "--only 'tvm' names nobody; there are edgeq-a8-g128-h8"),
+        (["--only", "tvm"], "--only 'tvm' fits no competitor; choose from edgeq-a8-g128-h8"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
@@ -215,9 +215,9 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
 def test_roofline_prints_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert roofline.counts(1) == [1] and roofline.counts(2) == [1, 2] and roofline.counts(6) == [1, 2, 4, 6]
     asked: list[bool] = []
-    monkeypatch.setattr(machine, "read_bandwidth", lambda n, refresh: asked.append(refresh) or 12.5e9 * n)
-    monkeypatch.setattr(machine, "integer_peak", lambda n, refresh: 600e9 * n)
-    monkeypatch.setattr(machine, "decode_threads", lambda refresh: 1)
+    monkeypatch.setattr(probes, "read_bandwidth", lambda n, refresh: asked.append(refresh) or 12.5e9 * n)
+    monkeypatch.setattr(probes, "integer_peak", lambda isa, n, refresh: 600e9 * n)
+    monkeypatch.setattr(probes, "decode_threads", lambda isa, refresh: 1)
     shown = CliRunner().invoke(roofline.main, []).stdout
     assert "| 1 | 12.50 | 600 |" in shown and "decode is fastest with 1 thread\n" in shown and not any(asked)
     found = json.loads(CliRunner().invoke(roofline.main, ["--refresh", "--json"]).stdout)

@@ -11,7 +11,7 @@ from edgeq.errors import InputError
 from edgeq.tools.lab import quality
 from edgeq.tools.lab.plant_outliers import Kinds, plant
 
-TINY = Path(__file__).resolve().parents[2] / "models" / "tiny-llama"
+TINY = Path(__file__).resolve().parents[3] / "models" / "tiny-llama"
 
 
 @pytest.mark.parametrize(

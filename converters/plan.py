@@ -1,0 +1,232 @@
+"""A conversion as data: what will be read, quantized and written, in which steps, how large and with how much memory.
+
+`edgeq.converters.preflight` makes a plan after all checks; `edgeq.converters.convert` carries it out.
+
+Memory promise, beside Python and torch themselves (BASELINE): one slab of rows of at most 64 MB in float32, working arrays of
+its size, and the scales of one matrix; with calibration text also four times one decoder layer in float32 and the calibration
+activations of one layer; and what the method declares (`Method.memory_bytes`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import edgeq
+from edgeq.codec import Codec, Kind
+from edgeq.container import DATA_OFFSET
+from edgeq.converters.calibration.choose_precision import PrecisionChoice
+from edgeq.converters.calibration.dataset import Calibration
+from edgeq.converters.calibration.forward import BATCH_ROWS, token_activations
+from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS
+from edgeq.converters.items import ArrayItem, BlobItem, Contents, Item
+from edgeq.converters.linears import LinearItem, Recipe
+from edgeq.converters.method import Method
+from edgeq.converters.options import HEADS, ConvertOptions, HeadBits
+from edgeq.converters.quantizer import fitting_group_size
+from edgeq.converters.slabs import SLAB_BYTES
+from edgeq.converters.tokenizer import TextAssets
+from edgeq.manifest import FLOAT_PARTS, layer_contents
+from edgeq.metadata import Metadata
+
+BASELINE = 500 << 20
+"""Anonymous memory of Python, torch and transformers with their thread pools."""
+
+
+@dataclass(frozen=True)
+class WriteStep:
+    """Items written one after another, then recorded in the journal.  `layer`: the decoder layer they belong to, if any."""
+
+    label: str
+    items: tuple[Item, ...]
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What will be written and how; `options` are those asked for, `method.options` have the defaults filled in."""
+
+    options: ConvertOptions
+    checkpoint: Checkpoint
+    method: Method
+    text: TextAssets
+    calibration: Calibration | None
+    steps: tuple[WriteStep, ...]
+    choice: PrecisionChoice | None = None
+
+    @cached_property
+    def contents(self) -> Contents:
+        return Contents.of([item for step in self.steps for item in step.items])
+
+    def heads(self) -> dict[HeadBits, Codec | None]:
+        """The candidates for the head's codec, by bits: only one where the options give it."""
+        candidates: tuple[HeadBits, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
+        return {bits: head_codec(bits, self.method.config.hidden_size) for bits in candidates}
+
+    def with_choice(self, choice: PrecisionChoice) -> ConversionPlan:
+        """This plan with what was measured; only its last step can change."""
+        options = replace(self.options, head=choice.head)
+        method = type(self.method)(options, self.method.family, self.method.config)
+        steps = write_steps(self.checkpoint, method, self.text)
+        return replace(self, options=options, method=method, steps=steps, choice=choice)
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of the file, its metadata estimated at 512 bytes a segment."""
+        return DATA_OFFSET + self.contents.nbytes + 512 * self.contents.segments
+
+    @property
+    def memory_bytes(self) -> int:
+        """The promise: anonymous memory that the conversion will not exceed."""
+        scales = max(item.scale_bytes for step in self.steps for item in step.items if isinstance(item, LinearItem))
+        tokens = 0 if self.calibration is None else self.calibration.rows.numel()
+        streaming = BASELINE + 6 * SLAB_BYTES + scales + self.method.memory_bytes(tokens)
+        if self.calibration is None:
+            return streaming
+        c, (_, length) = self.method.config, self.calibration.rows.shape
+        layer = 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+        hidden = 3 * 4 * tokens * c.hidden_size
+        # Scores of attention, where torch keeps them whole, and what a layer computes from a batch.
+        batch = 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
+        return streaming + 4 * layer + hidden + batch
+
+    def metadata(self) -> Metadata:
+        """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
+        provenance: dict[str, object] = {
+            "source": self.checkpoint.name,
+            "source_digest": self.checkpoint.digest(),
+            "method": self.method.name,
+            "options": {key: value for key, value in self.method.options.recorded().items() if key != "method"},
+            "calibration": None
+            if self.calibration is None
+            else {
+                "source": self.calibration.source,
+                "sha256": self.calibration.sha256,
+                "tokens": self.calibration.rows.numel(),
+            },
+            "edgeq": edgeq.__version__,
+            "measured": self.choice.measured if self.choice else None,
+            "quantizer": None
+            if self.method.options.bits is None
+            else self.method.preset.title(self.method.codec(self.method.config.hidden_size)),
+            **({"details": self.method.details} if self.method.details else {}),
+        }
+        contents = self.contents
+        return Metadata(
+            config=self.method.stored_config,
+            generation=self.text.generation,
+            provenance=provenance,
+            default_mode=self.choice.mode if self.choice else self.method.mode or "a16",
+            linears=contents.linears,
+            arrays=contents.arrays,
+            blobs=contents.blobs,
+            kv=self.method.kv,
+        )
+
+    def fingerprint(self) -> dict[str, object]:
+        """Everything the bytes of the result depend on, flat, so that a difference can be named."""
+        import torch
+
+        found: dict[str, object] = {"edgeq": edgeq.__version__, "torch": torch.__version__, "source": self.checkpoint.name}
+        for path in self.checkpoint.files():
+            status = path.stat()
+            found[f"file {path.name}"] = [status.st_size, status.st_mtime_ns]
+        config = json.dumps(self.checkpoint.config, sort_keys=True)
+        found["config.json"] = hashlib.sha256(config.encode()).hexdigest()
+        found["calibration text"] = self.calibration.sha256 if self.calibration else None
+        options = self.method.options.recorded()
+        if options.get("group_size") and not self.method.group_size_given:
+            options["group_size"] = f"at most {options['group_size']}"
+        return found | {f"option {key}": value for key, value in options.items()}
+
+    def notes(self) -> list[str]:
+        """Lines for the user: the layers whose columns the group size does not divide, and what their groups are instead."""
+        size = self.method.options.group_size
+        if not size:
+            return []
+        # (columns, their group size) -> the layers' names without numbers, in order
+        layers: dict[tuple[int, int], dict[str, None]] = {}
+        for item in (item for step in self.steps if step.layer is not None for item in step.items):
+            if isinstance(item, LinearItem) and item.recipe.codec.kind == "int":
+                codec, block = item.recipe.blocks(item.columns)[0]
+                columns = block.stop - block.start
+                if columns % size:
+                    part = ".".join(x for x in item.name.split(".")[2:] if not x.isdigit())
+                    layers.setdefault((columns, codec.group_size), {})[part] = None
+        return [_groups_note(size, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items()]
+
+
+def write_steps(checkpoint: Checkpoint, method: Method, text: TextAssets) -> tuple[WriteStep, ...]:
+    """The steps in execution order: text and embedding, decoder layers, norm and head."""
+    family, config, stored_config = method.family, method.config, method.stored_config
+    shapes = family.tensor_shapes(config)
+    tied, options = config.tie_word_embeddings, method.options
+
+    def stored(*names: str) -> Kind:
+        kinds = {checkpoint.dtype(name) for name in names}
+        kind: Kind = "f32" if len(kinds) > 1 or "f32" in kinds else "f16" if "f16" in kinds else "bf16"
+        return kind
+
+    def array(name: str, part: str, tensor: str) -> ArrayItem:
+        return ArrayItem(name, tensor, shapes[tensor], method.dtype(part, stored(tensor)))
+
+    def decoder_layer(index: int) -> WriteStep:
+        names, p = family.layer_tensors(index), f"layers.{index}."
+
+        def fused(part: str, parts: tuple[str, ...]) -> LinearItem:
+            tensors, name = [names[x] for x in parts], p + part
+            biases = [names[f"{x}.bias"] for x in parts if f"{x}.bias" in names]
+            columns = shapes[tensors[0]][1]
+            kind = stored(*tensors)
+            floats = part in FLOAT_PARTS
+            recipe = Recipe(Codec(cast(Kind, method.dtype(part, kind)))) if floats else method.recipe(name, columns, kind)
+            bias_dtype = method.dtype(f"{part}.bias", stored(*biases)) if biases else "f32"
+            rows = tuple((tensor, shapes[tensor][0]) for tensor in tensors)
+            return LinearItem(name, rows, columns, recipe, tuple((b, shapes[b][0]) for b in biases), bias_dtype)
+
+        items: list[Item] = []
+        for name, content in layer_contents(config, index).items():
+            part = name.removeprefix(p)
+            if part == "o":
+                items += [ArrayItem(extra, extra, shape, dtype) for extra, (dtype, shape) in method.extras(index).items()]
+            if isinstance(content, tuple):
+                items.append(array(name, part, names[part]))
+            else:
+                items.append(fused(part, tuple(x.removeprefix(p) for x in content)))
+        return WriteStep(f"layer {index + 1} of {config.num_hidden_layers}", tuple(items), index)
+
+    first: list[Item] = [BlobItem(name, data) for name, data in text.blobs.items()]
+    if not stored_config.tie_word_embeddings:
+        first.append(array("embedding", "embedding", EMBEDDING))
+    if config.rope.kind == "learned":
+        first.append(array("positions", "positions", POSITIONS))
+    table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
+    codec = None if options.bits is None else head_codec(options.head or 8, config.hidden_size)
+    activation = method.head_activation if codec else None
+    recipe = Recipe(codec or Codec(options.dtype or stored(EMBEDDING if tied else HEAD)), activation=activation)
+    head = LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe)
+    norms = [array("norm", "norm", NORM)]
+    if config.layer_norm:
+        norms.append(array("norm_bias", "norm_bias", NORM_BIAS))
+    return (
+        WriteStep("text and embedding", tuple(first)),
+        *(decoder_layer(i) for i in range(config.num_hidden_layers)),
+        WriteStep("norm and head", (*norms, head)),
+    )
+
+
+def head_codec(bits: int, columns: int) -> Codec | None:
+    """Symmetric integers in the largest groups that divide the columns; None for 16 bits: floats as stored."""
+    return None if bits == 16 else Codec("int", bits, fitting_group_size(columns), symmetric=True)
+
+
+def _groups_note(size: int, columns: int, taken: int, layers: str) -> str:
+    """What the groups of `layers` are, where `size` does not divide their columns and `taken` is their group size."""
+    rest = columns % taken
+    ends = f", the last group of each output channel has {rest}" if rest else ""
+    return f"{layers}: group size {size} does not divide {columns} input channels: groups of {taken}{ends}"

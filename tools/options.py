@@ -1,0 +1,192 @@
+"""Options that several commands share, under the headings that their help has.
+
+The names that an option takes are written here, for importing what defines them would make `edgeq --help` slow; a test holds
+them to their definitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+
+from edgeq.tools.help_sections import decorated, section
+from edgeq.tools.params import EdgeqFile, Gamma, OneOf, Threads
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MODES = ("a16", "a8", "a4")
+TARGETS = ("cpu", "reference")
+CACHES = ("file", "f16", "int8", "int4")
+DRAFTS = ("off", "qspec", "lookup", "both", "auto")
+WHEN = ("prompt", "drift", "never")
+
+
+def requantization(command: F) -> F:
+    """The options --requantize... become `requantization`, as Model.load takes it: None if none was given."""
+
+    @wraps(command)
+    def apply(**options: Any) -> Any:
+        from edgeq.runtime.requantize import Requantization
+
+        settings = ("alpha", "damping", "per_token", "min_tokens")
+        names = {"requantize": "when"} | {f"requantize_{name}": name for name in settings}
+        given = {name: options.pop(option) for option, name in names.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        return command(requantization=Requantization(**given) if given else None, **options)
+
+    return cast(F, apply)
+
+
+prompt = section("Prompt")
+text = section("Text")
+sampling = section("Sampling (a model file may recommend other defaults)")
+execution = section("Execution")
+drafts = section("Drafts (speculative decoding)")
+requantize = section("Test-time quantization")
+
+MODEL = click.argument("model", metavar="FILE", type=EdgeqFile())
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+THREADS = execution(
+    "-t",
+    "--threads",
+    type=Threads(),
+    metavar="auto|N",
+    default="auto",
+    show_default=True,
+    help="Threads while tokens are decoded; auto: as many as were measured to decode fastest on this machine.",
+)
+TARGET_OPTIONS = decorated(
+    execution(
+        "--threads-prefill",
+        type=Threads(),
+        metavar="auto|N",
+        default="auto",
+        show_default=True,
+        help="Threads while a prompt is read; auto: one for each fast core.",
+    ),
+    execution(
+        "--mode",
+        type=OneOf(*MODES),
+        help="Precision of activations: 16, 8 or 4 bits. Fewer bits are faster and less exact.  [default: the mode that the "
+        "file records]",
+    ),
+    execution(
+        "--kv",
+        type=OneOf(*CACHES),
+        default="file",
+        show_default=True,
+        help="Type of the cached keys and values; file: the type that the file was made for.",
+    ),
+    execution(
+        "--target",
+        type=OneOf(*TARGETS),
+        help="cpu: compiled kernels; reference: numpy, slow, for comparison.  [default: cpu if it can run here]",
+    ),
+    execution(
+        "--isa",
+        metavar="NAME",
+        help="Instruction set of the cpu target, such as avx2 or portable; see edgeq devices.  [default: the fastest here]",
+    ),
+    requantize(
+        "--requantize",
+        type=OneOf(*WHEN),
+        help="For files with master weights (convert --method ttq): round the weights again after every prompt, when the "
+        "inputs have drifted, or never.  [default: prompt]",
+    ),
+    requantize(
+        "--requantize-alpha",
+        type=float,
+        metavar="0..2",
+        help="0: round all channels alike; above: round channels with large inputs more finely.  [default: 0.5]",
+    ),
+    requantize(
+        "--requantize-damping",
+        type=float,
+        metavar="X",
+        help="Added to the sum of squares of every input channel, so that silent channels keep a scale.  [default: 0.4]",
+    ),
+    requantize(
+        "--requantize-per-token",
+        is_flag=True,
+        default=None,
+        help="Use mean squares per token instead of sums, so that damping does not depend on the length of the prompt.",
+    ),
+    requantize(
+        "--requantize-min-tokens",
+        type=int,
+        metavar="N",
+        help="Decode with the weights of the file after fewer tokens than this.  [default: 16]",
+    ),
+    requantization,
+)
+DRAFT_OPTIONS = decorated(
+    drafts(
+        "--draft",
+        type=OneOf(*DRAFTS),
+        default="off",
+        show_default=True,
+        help="Draft several tokens and check them in one run. qspec: drafts by the same weights in a cheaper mode; lookup: "
+        "copies of what followed earlier in the text; both; auto: both, where measured to be faster.",
+    ),
+    drafts(
+        "--gamma",
+        type=Gamma(),
+        metavar="auto|N",
+        default="auto",
+        show_default=True,
+        help="Draft length, 1 to 7 tokens; auto chooses the length with the best measured speed-up.",
+    ),
+)
+GENERATION_OPTIONS = decorated(
+    text("-n", "--tokens", type=int, metavar="N", default=256, show_default=True, help="Generate at most N tokens."),
+    text("--stop", metavar="TEXT", multiple=True, help="Stop before this text; may be given several times."),
+    text(
+        "-c",
+        "--context",
+        type=int,
+        metavar="N",
+        help="Positions of the cache: prompt and answer together.  [default: as many as the model takes and memory holds, at "
+        "most 4096]",
+    ),
+    sampling("--temp", type=float, metavar="T", help="Temperature; 0: always the most probable token (greedy).  [default: 0]"),
+    sampling("--top-k", type=int, metavar="K", help="Draw from the K most probable tokens; 0: from all.  [default: 0]"),
+    sampling(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="Draw from the fewest tokens whose probabilities sum to P; 1: from all.  [default: 1]",
+    ),
+    sampling(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="Draw from tokens at least P times as probable as the best one; 0: from all.  [default: 0]",
+    ),
+    sampling(
+        "--repeat-penalty",
+        type=float,
+        metavar="X",
+        help="Make tokens that have occurred less probable; 1: no penalty.  [default: 1]",
+    ),
+    sampling("--seed", type=int, metavar="N", help="Start of the random numbers: same seed, same text.  [default: 0]"),
+    THREADS,
+    TARGET_OPTIONS,
+    DRAFT_OPTIONS,
+)
+
+
+def chat_options(with_chat: str) -> Callable[[F], F]:
+    """--system and --chat-template; `with_chat` ends their help."""
+    return decorated(
+        prompt("--system", metavar="TEXT", help=f"System message{with_chat}."),
+        prompt(
+            "--chat-template",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help=f"A jinja2 template to use instead of the one in the model file{with_chat}.",
+        ),
+    )
