@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import TYPE_CHECKING
 
 from edgeq.container import ModelFile
 from edgeq.targets.graph import Graph
 from edgeq.targets.host import host_room
-from edgeq.targets.target import OnProgress, Options, Room, no_progress
-
-if TYPE_CHECKING:
-    from edgeq.targets.cpu.program import CpuProgram
+from edgeq.targets.target import OnProgress, Options, Program, Room, no_progress
 
 
 class CpuTarget:
@@ -28,7 +24,7 @@ class CpuTarget:
     def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
         return host_room(graph, file, options)
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> CpuProgram:
+    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
         from edgeq.targets.cpu.program import CpuProgram
 
         return CpuProgram(graph, file, options, on_progress)

@@ -27,7 +27,7 @@ from numba.core.intrinsics import INTR_MATH
 from numba.core.runtime import _nrt_python
 
 from edgeq import codec, machine, quantization
-from edgeq.targets import graph
+from edgeq.targets import rows
 from edgeq.targets.cpu.jit import arm
 
 # Before the first function is made: Numba fixes its processor then.
@@ -45,7 +45,7 @@ Kernel = Callable[[int, int, int, int], None]
 @cache
 def cache_folder() -> Path:
     # Of the modules outside of this package those whose numbers become constants of the machine code.
-    outside = [Path(str(module.__file__)) for module in (codec, quantization, graph)]
+    outside = [Path(str(module.__file__)) for module in (codec, quantization, rows)]
     sources = [*sorted(Path(__file__).parents[1].rglob("*.py")), *outside]
     seen = hashlib.blake2b(digest_size=8)
     for part in (*(path.read_bytes() for path in sources), *(v.encode() for v in (numba.__version__, llvmlite.__version__))):
@@ -65,6 +65,11 @@ def is_kept(factory: Callable[..., Any], *literals: int) -> bool:
     return os.path.exists(_file(factory, *literals))
 
 
+def assembly(factory: Callable[..., Kernel], *literals: int) -> str:
+    """The kernel's machine code as text; compiled for it, because what is kept on disk is an object file."""
+    return str(_made(factory(*literals), SIGNATURE)._library.get_asm_str())
+
+
 def entry(function: Callable[..., Any], arguments: int) -> Callable[..., None]:
     """`function` of that many numbers as machine code, to be called from Python without the GIL."""
     path = _file(function)
@@ -77,9 +82,13 @@ def _file(function: Callable[..., Any], *literals: int) -> Path:
     return cache_folder() / ("-".join([module, function.__name__.strip("_"), *map(str, literals)]) + ".o")
 
 
+def _made(function: Callable[..., Any], signature: Any) -> Any:
+    return cfunc(signature, boundscheck=False, error_model="numpy")(function)
+
+
 def _compiled(path: Path, function: Callable[..., Any], signature: Any) -> int:
     """Address of `function`, compiled by Numba; its machine code goes to `path`."""
-    made = cfunc(signature, boundscheck=False, error_model="numpy")(function)
+    made = _made(function, signature)
     _kept.append(made)
     library = made._library
     module = library._final_module

@@ -7,6 +7,7 @@ import math
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
+    LANES,
     get_bf16,
     get_f16,
     get_f32,
@@ -18,6 +19,7 @@ from edgeq.targets.cpu.jit.simd import (
     vadd,
     vdiv,
     vexp,
+    vfirst,
     vfma,
     vload,
     vmul,
@@ -175,7 +177,11 @@ def gated(gate, up):
 
 
 class ActivationArgs(Args):
-    """`out_of_thread`: bytes from one thread's out to the next."""
+    """`out_of_thread`: bytes from one thread's out to the next.
+
+    Up begins where gate ends, so a last partial vector reads beyond gate, and beyond the row by less than a vector; the result
+    is padded to a whole one with zeros.
+    """
 
     x = pointer()
     x_stride = nbytes()
@@ -197,8 +203,12 @@ def swiglu(max_tile: int, done: int) -> Kernel:
         begin, end, first, last = share_of(part, parts, count, max_tile, width)
         for r in range(begin, end):
             x, out = args.x + r * args.x_stride, args.out + r * args.out_stride + thread * args.out_of_thread
-            for c in range(first, last, 16):
+            whole = first + (last - first) // LANES * LANES
+            for c in range(first, whole, LANES):
                 vstore(out + 4 * c, gated(vload(x + 4 * c), vload(x + 4 * (width + c))))
+            if whole < last:
+                value = gated(vload(x + 4 * whole), vload(x + 4 * (width + whole)))
+                vstore(out + 4 * whole, vfirst(value, last - whole))
             write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
 
     return kernel

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
-from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
+    LANES,
     get_f32,
     get_i32,
     get_i64,
@@ -151,6 +152,14 @@ def position_add(kind: int) -> Kernel:
     return kernel
 
 
+@inline
+def gelu_gated(gate, up):
+    """gelu(gate) * up of sixteen channels: 1/2 (1 + tanh u) is the sigmoid of 2 u."""
+    cubic = vfma(vmul(gate, vsplat(-0.07135481627260025)), vmul(gate, gate), vmul(gate, vsplat(-1.5957691216057308)))
+    sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(cubic)))
+    return vmul(vmul(gate, sigmoid), up)
+
+
 def geglu(max_tile: int) -> Kernel:
     """gelu(gate) * up, gelu by its tanh formula."""
 
@@ -160,14 +169,12 @@ def geglu(max_tile: int) -> Kernel:
         begin, end, first, last = share_of(part, parts, count, max_tile, width)
         for r in range(begin, end):
             x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
-            for c in range(first, last, 16):
-                gate = vload(x + 4 * c)
-                # 1/2 (1 + tanh u) is the sigmoid of 2 u.
-                cubic = vfma(
-                    vmul(gate, vsplat(-0.07135481627260025)), vmul(gate, gate), vmul(gate, vsplat(-1.5957691216057308))
-                )
-                sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(cubic)))
-                vstore(out + 4 * c, vmul(vmul(gate, sigmoid), vload(x + 4 * (width + c))))
+            whole = first + (last - first) // LANES * LANES
+            for c in range(first, whole, LANES):
+                vstore(out + 4 * c, gelu_gated(vload(x + 4 * c), vload(x + 4 * (width + c))))
+            if whole < last:
+                value = gelu_gated(vload(x + 4 * whole), vload(x + 4 * (width + whole)))
+                vstore(out + 4 * whole, vfirst(value, last - whole))
             write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
 
     return kernel
@@ -182,8 +189,11 @@ def relu(max_tile: int) -> Kernel:
         begin, end, first, last = share_of(part, parts, count, max_tile, width)
         for r in range(begin, end):
             x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
-            for c in range(first, last, 16):
+            whole = first + (last - first) // LANES * LANES
+            for c in range(first, whole, LANES):
                 vstore(out + 4 * c, vmax(vload(x + 4 * c), vsplat(0.0)))
+            if whole < last:
+                vstore(out + 4 * whole, vfirst(vmax(vload(x + 4 * whole), vsplat(0.0)), last - whole))
             write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
 
     return kernel

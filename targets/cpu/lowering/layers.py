@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from edgeq.codec import ROWS
-from edgeq.errors import UnsupportedError
 from edgeq.records import ArrayRef
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
@@ -81,8 +80,6 @@ def layer_norm(context: Context, o: op.LayerNorm, fusion: Fusion) -> None:
 
 
 def activation(context: Context, o: op.SwiGlu | op.GeGlu | op.Relu, fusion: Fusion) -> None:
-    if o.width % 16:
-        raise UnsupportedError(f"intermediate_size {o.width} is not a multiple of 16; run with --target reference")
     (x, stride), result = context.place(o.x), Result(context, o.out, fusion)
     args = elementwise.ActivationArgs(
         x=x, x_stride=stride, width=o.width, out=result.place.address, out_stride=result.place.stride,
