@@ -103,7 +103,7 @@ def _compiled(path: Path, function: Callable[..., Any], signature: Any) -> int:
         temporary.write_bytes(json.dumps(about).encode() + b"\n" + code)
         os.replace(temporary, path)
     assert made.address is not None
-    return made.address
+    return int(made.address)
 
 
 def _loaded(path: Path) -> int | None:
