@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo test lint docs schema clean
+.PHONY: demo test test-exhaustive lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -28,8 +28,14 @@ $(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/inst
 	@echo "== convert: AWQ, 4 bits, a scale per 128 weights"
 	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --method awq --bits 4 --group-size 128
 
+# Files are dealt out whole, so that tests of a file share what they convert and compile.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
+
+test-exhaustive: $(VENV)/installed-test
+	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m pytest tests/test_project.py tests/test_layering.py
@@ -53,6 +59,7 @@ $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 # Arm without a board: an aarch64 Python and qemu under build/arm64, from Debian and the package index; no root needed.
+# Without it the tests in the emulator are skipped and say so.
 .PHONY: setup-arm64 test-arm64
 
 setup-arm64: $(BIN)/python

@@ -18,7 +18,7 @@ from tests.arm.tiles import write_objects
 ROOT = Path(__file__).parents[2]
 BUILT = ROOT / "build" / "arm64"
 PROMPT = "def read_file(path):"
-pytestmark = pytest.mark.skipif(not (BUILT / "stamp").exists(), reason="run make setup-arm64")
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(not (BUILT / "stamp").exists(), reason="run make setup-arm64")]
 
 
 @pytest.fixture(scope="module")
