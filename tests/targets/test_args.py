@@ -91,6 +91,7 @@ def test_every_record_fits() -> None:
         kind = kinds.pop()
         seen.add(kind)
         kinds += kind.__subclasses__()
+    seen = {kind for kind in seen if kind.__module__.startswith("edgeq.targets.cpu")}
     assert len(seen) > 25
     for kind in seen:
         slots = [slot for field in kind.fields.values() for slot in range(field.slot, field.slot + field.size)]

@@ -101,33 +101,38 @@ def codec(vectors: int) -> Codec:
     """`vectors`: of sixteen positions, or columns of the values, that a tile takes; an even number."""
 
     def score(queries: int) -> Any:
+        low_tile, high_tile = (score_tile(kind, queries, vectors) for kind in (NIBBLES, BYTES))
+
         @njit(inline="always")
         def scores(head, page, state):
             query, pairs, step = state + QUERY, pair_bytes(head.dim, head.high), head.state_bytes
             ahead = page.values - page.keys
             for p in range(0, 4, vectors):
                 line, place = page.keys + 16 * p, state + VECTOR_BYTES * p
-                score_tile(NIBBLES, queries, vectors, line, ahead, query, step, pairs, place)
+                low_tile(line, ahead, query, step, pairs, place)
                 line, others = line + POSITIONS * pairs, query + 4 * (head.dim - head.high)
-                score_tile(BYTES, queries, vectors, line, ahead, others, step, head.high, place + HIGH_SCORES)
+                high_tile(line, ahead, others, step, head.high, place + HIGH_SCORES)
 
         return scores
 
     def accumulate(queries: int) -> Any:
+        low_tile, low_narrow = value_tile(NIBBLES, queries, vectors), value_tile(NIBBLES, queries, 2)
+        high_tile = value_tile(BYTES, queries, 1)
+
         @njit(inline="always")
         def results(head, page, state):
             pairs, low = pair_bytes(head.dim, head.high), low_columns(head.dim, head.high)
             row, line, step, decay = pairs + head.high, page.values, head.state_bytes, state + DECAY
-            ahead, seen, result, c = page.next_keys, page.seen, state + QUERY + 4 * head.padded, 0
+            ahead, positions, result, c = page.next_keys, (page.seen, row), state + QUERY + 4 * head.padded, 0
             while low - c >= 16 * vectors:
-                value_tile(NIBBLES, queries, vectors, line, ahead, seen, row, state, result + 4 * c, decay, step)
+                low_tile(line, ahead, positions, state, (result + 4 * c, decay), step)
                 c, line = c + 16 * vectors, line + 8 * vectors
             while c < low:
-                value_tile(NIBBLES, queries, 2, line, ahead, seen, row, state, result + 4 * c, decay, step)
+                low_narrow(line, ahead, positions, state, (result + 4 * c, decay), step)
                 c, line = c + 32, line + 16
             for high in range(0, head.high, 16):
                 line, place = page.values + pairs + high, result + 4 * (low + high)
-                value_tile(BYTES, queries, 1, line, ahead, seen, row, state + HIGH_SCORES, place, decay, step)
+                high_tile(line, ahead, positions, state + HIGH_SCORES, (place, decay), step)
 
         return results
 

@@ -65,28 +65,30 @@ def codec(code: int, vectors: int) -> Codec:
     number = 1 if code == INT8_KV else 2
 
     def score(queries: int) -> Any:
+        tile = score_tile(code, queries, vectors)
+
         @njit(inline="always")
         def scores(head, page, state):
             for p in range(0, 4, vectors):
                 line, ahead = page.keys + 16 * number * p, page.values - page.keys
-                score_tile(
-                    code, queries, vectors, line, ahead, state + QUERY, head.state_bytes, head.dim, state + VECTOR_BYTES * p
-                )
+                tile(line, ahead, state + QUERY, head.state_bytes, head.dim, state + VECTOR_BYTES * p)
 
         return scores
 
     def accumulate(queries: int) -> Any:
+        tile, narrow = value_tile(code, queries, vectors), value_tile(code, queries, 1)
+
         @njit(inline="always")
         def results(head, page, state):
             decay, result, row = state + DECAY, state + QUERY + 4 * head.padded, number * head.padded
-            ahead, c = page.next_keys, 0
+            ahead, c, positions = page.next_keys, 0, (page.seen, row)
             while head.padded - c >= 16 * vectors:
                 line = page.values + number * c
-                value_tile(code, queries, vectors, line, ahead, page.seen, row, state, result + 4 * c, decay, head.state_bytes)
+                tile(line, ahead, positions, state, (result + 4 * c, decay), head.state_bytes)
                 c += 16 * vectors
             while c < head.padded:
                 line = page.values + number * c
-                value_tile(code, queries, 1, line, ahead, page.seen, row, state, result + 4 * c, decay, head.state_bytes)
+                narrow(line, ahead, positions, state, (result + 4 * c, decay), head.state_bytes)
                 c += 16
 
         return results
