@@ -325,6 +325,11 @@ class Graph:
     kv_heads: int
     head_dim: int
 
+    @property
+    def together(self) -> int:
+        """Wanted rows of a run that make one row of the result."""
+        return next((o.together for o in self.operations if isinstance(o, Select)), 1)
+
     def page_bytes(self, kv: KvCodec) -> int:
         """Bytes of one page of the cache: keys and values of PAGE positions in all layers."""
         return self.layers * 2 * self.kv_heads * PAGE * kv.head_bytes(self.head_dim)

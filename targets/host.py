@@ -19,9 +19,9 @@ def resolved(options: Options) -> Options:
     return replace(options, max_rows=options.max_rows or max(CHUNK_ROWS, options.max_logits))
 
 
-def check_rows(rows: Rows, options: Options) -> None:
-    """ValueError: more rows, or more wanted rows, than the program was compiled for."""
-    if not 0 < len(rows) <= options.max_rows or len(rows.wanted) > options.max_logits:
+def check_rows(rows: Rows, options: Options, together: int = 1) -> None:
+    """ValueError: more rows, or more wanted rows, than the program was compiled for; `together` wanted rows give one result."""
+    if not 0 < len(rows) <= options.max_rows or len(rows.wanted) > together * options.max_logits:
         raise ValueError(
             f"{len(rows)} rows, {len(rows.wanted)} of them wanted; this program was compiled for {options.max_rows} "
             f"and {options.max_logits}"

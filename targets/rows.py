@@ -38,7 +38,8 @@ class Rows:
     vectors     float32 [V, width]   what rows bring instead of a token, or beside it
     vector_of   int32 [R]            row of `vectors`; -1: none.  None: no row brings one
     modality    uint8 [R]            TEXT or VISION; None: text
-    spans       int32 [kinds, 2, R]  per kind of visible range the first slot that the row sees, and the one after the last
+    spans       int32 [kinds, 2, R]  per kind of visible range the first slot that the row sees, and the one after the last;
+                                     a row sees at least one
     counted     bool [R]             rows whose inputs are added to sums; None: all
     """
 

@@ -23,7 +23,7 @@ from edgeq.targets.cpu.lowering.dispatch import lower, tables
 from edgeq.targets.cpu.lowering.requantize import masters_of
 from edgeq.targets.cpu.probes import decode_threads, read_bandwidth
 from edgeq.targets.cpu.requantized import CpuWeights, Requantizer, prepare
-from edgeq.targets.graph import Graph, linears
+from edgeq.targets.graph import Attention, Graph, RopeRotate, linears
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows
@@ -58,19 +58,26 @@ class CpuProgram:
         self._file = file
         self._memory = Buffers(file)
         rows, logits = options.max_rows, options.max_logits
+        axes = 1 + max((axis for o in graph.operations if isinstance(o, RopeRotate) for axis in o.axes), default=0)
+        kinds = 1 + max((o.span for o in graph.operations if isinstance(o, Attention)), default=-1)
         self._counts, counts = self._memory.array(2, np.int64)
         self._tokens, tokens = self._memory.array(rows, np.int32)
-        self._positions, positions = self._memory.array(rows, np.int32)
+        self._positions, positions = self._memory.array((axes, rows), np.int32)
         self._slots, slots = self._memory.array(rows, np.int32)
         self._page_tables, page_tables = self._memory.array(rows, np.int64)
-        self._selection, selection = self._memory.array(logits, np.int32)
+        self._spans, spans = self._memory.array((kinds, 2, rows), np.int32)
+        self._vectors, vectors = self._memory.array(rows, np.int64)
+        self._selection, selection = self._memory.array(logits * graph.together, np.int32)
         self._selected_slots, selected_slots = self._memory.array(logits, np.int32)
         self._selected_page_tables, selected_page_tables = self._memory.array(logits, np.int64)
+        self._selected_spans, selected_spans = self._memory.array((kinds, 2, logits), np.int32)
+        self._selected_vectors, selected_vectors = self._memory.array(logits, np.int64)
         self._counted, counted = self._memory.array(rows, np.int32)
         self._sums, sums = self._memory.array(1, np.int64)
         arrays = RowArrays(
             rows=counts, selected=counts + 8, tokens=tokens, positions=positions, slots=slots, page_tables=page_tables,
-            selection=selection, selected_slots=selected_slots, selected_page_tables=selected_page_tables,
+            spans=spans, vectors=vectors, selection=selection, selected_slots=selected_slots,
+            selected_page_tables=selected_page_tables, selected_spans=selected_spans, selected_vectors=selected_vectors,
             counted=counted, sums=sums,
         )  # fmt: skip
         self._context = partial(Context, graph, file, isa=isa, memory=self._memory, arrays=arrays)
@@ -153,7 +160,7 @@ class CpuProgram:
         self, rows: Rows, sums: InputSums, mode: Mode | None = None, *, times: list[StepTimes] | None = None
     ) -> NDArray[np.float32]:
         made = self._made(mode or self.options.mode, "masters")
-        check_rows(rows, self.options)
+        check_rows(rows, self.options, self.graph.together)
         self._sums[0] = sums.values.ctypes.data
         self._counted[: len(rows)] = 1 if rows.counted is None else rows.counted
         sums.tokens += int(self._counted[: len(rows)].sum())
@@ -162,18 +169,30 @@ class CpuProgram:
 
     def _run(self, rows: Rows, made: Tables, times: list[StepTimes] | None, pieces: int = 0) -> NDArray[np.float32]:
         """`pieces` into which a run is cut, between which an interrupt is taken; 0: as many as its rows are worth."""
-        check_rows(rows, self.options)
-        count, selected = len(rows), len(rows.wanted)
+        check_rows(rows, self.options, self.graph.together)
+        count, first = len(rows), rows.wanted[:: self.graph.together]
+        selected = len(first)
         pages = [np.array([page.address for page in session], np.int64) for session in rows.pages]  # type: ignore[attr-defined]
         page_tables = np.array([page.ctypes.data for page in pages], np.int64)
         self._counts[:] = count, selected
         self._tokens[:count] = rows.tokens
-        self._positions[:count] = rows.positions[0]
+        self._positions[:, :count] = rows.positions[: len(self._positions)]
         self._slots[:count] = rows.slots
         self._page_tables[:count] = page_tables[rows.sessions]
-        self._selection[:selected] = rows.wanted
-        self._selected_slots[:selected] = rows.slots[rows.wanted]
-        self._selected_page_tables[:selected] = self._page_tables[rows.wanted]
+        if len(self._spans):
+            assert rows.spans is not None
+            self._spans[:, :, :count] = rows.spans[: len(self._spans)]
+        vectors = rows.vectors if rows.vectors is None else np.ascontiguousarray(rows.vectors, np.float32)
+        if vectors is not None and rows.vector_of is not None:
+            addresses = vectors.ctypes.data + vectors.strides[0] * rows.vector_of.astype(np.int64)
+            self._vectors[:count] = np.where(rows.vector_of >= 0, addresses, 0)
+        else:
+            self._vectors[:count] = 0
+        self._selection[: len(rows.wanted)] = rows.wanted
+        self._selected_slots[:selected] = rows.slots[first]
+        self._selected_page_tables[:selected] = self._page_tables[first]
+        self._selected_spans[:, :, :selected] = self._spans[:, :, first]
+        self._selected_vectors[:selected] = self._vectors[first]
         table, threads = (made.decode, self.threads) if count == 1 else (made.prefill, self.threads_prefill)
         pieces = pieces or min(MOST_PIECES, max(1, count // ROWS_A_PIECE))
         if times is None:

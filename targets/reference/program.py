@@ -115,7 +115,7 @@ class ReferenceProgram:
         weights: ReferenceWeights | None,
         sums: InputSums | None,
     ) -> ArrayF32:
-        check_rows(rows, self.options)
+        check_rows(rows, self.options, self._graph.together)
         context = self.context
         context.mode, context.weights, context.sums = mode or self.options.mode, weights, sums
         state: State = {}

@@ -80,8 +80,9 @@ MODELS = {
 
 
 def compiled(core: Core, emit: Callable[..., None], symbol: str = "tile") -> tuple[llvm.TargetMachine, llvm.ModuleRef]:
-    """What makes text or an object file of a module, and `emit(builder, record, n, r, out, stores_result = 0)` as LLVM
-    optimizes it for `core`."""
+    """LLVM's code generator for `core` and the module that it optimized: `emit(builder, record, n, r, out, stores_result = 0)`
+    in a function named `symbol`.
+    """
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module(symbol)

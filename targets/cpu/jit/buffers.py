@@ -79,9 +79,9 @@ class Buffers:
             data[:] = values.ravel()
         return self._shared[name]
 
-    def array(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
+    def array(self, shape: int | tuple[int, ...], dtype: Any) -> tuple[NDArray[Any], int]:
         """A zeroed array and its address."""
-        data = zeros(count * np.dtype(dtype).itemsize).view(dtype)
+        data = zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
         address = int(data.ctypes.data)
         self._kept[address] = data
         self.allocated += data.nbytes

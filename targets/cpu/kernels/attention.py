@@ -40,13 +40,19 @@ from edgeq.targets.cpu.kernels.kv_layout import INT4_KV, POSITIONS, half_bytes, 
 
 
 class AttentionArgs(CacheArgs):
-    """q_offset: bytes to the queries in a row of x; window: positions that a row sees, or 0 for all; scale of the softmax;
-    scratch: ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread."""
+    """q_offset       bytes to the queries in a row of x
+    window         causal: positions that a row sees, or 0 for all
+    spans          else: int32 per row the first slot that it sees; `span_stride` bytes later, the one after the last
+    scale          of the softmax
+    scratch        ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread
+    """
 
     q_offset = nbytes()
     out = pointer()
     out_stride = nbytes()
     window = number()
+    spans = pointer(0)
+    span_stride = nbytes(0)
     scale = float32()
     scratch = pointer()
     state_bytes = nbytes()
@@ -62,11 +68,25 @@ def state_bytes(dim: int, high: int, code: int) -> int:
 
 
 @inline
-def visible_range(slot, row, window, start):
-    """The positions begin <= i < end of the page from `start` on that a query of row `row` of a unit sees; the unit's first row
-    is at `slot`."""
-    end = slot + row + 1
-    return (max(0, end - window) if window > 0 else start) - start, end - start
+def visible_range(least, end, window, start):
+    """The positions begin <= i < end of the page from `start` on that a query sees: slots least ... end - 1, at most the last
+    `window`."""
+    return (max(least, end - window) if window > 0 else max(least, start)) - start, end - start
+
+
+@inline
+def in_one_unit(args, spans, r, seen, rows):
+    """Whether row r + rows may join the rows from r on in a unit: it has the next slot, or with spans the same range.
+
+    seen   the first slot that row r sees, and the last
+    """
+    following, (begin, slot) = r + rows, seen
+    if get_i64(args.page_tables + 8 * following) != get_i64(args.page_tables + 8 * r):
+        return False
+    if spans:
+        place = args.spans + 4 * following
+        return get_i32(place) == begin and get_i32(place + args.span_stride) == slot + 1
+    return get_i32(args.slots + 4 * following) == slot + rows
 
 
 @inline
@@ -75,20 +95,9 @@ def sees(begin, end):
     return end > 0 and begin < POSITIONS
 
 
-@inline
-def rows_together(args, r, stop):
-    """How many rows from r on follow each other in one session, first to last."""
-    slot, table, rows = get_i32(args.slots + 4 * r), get_i64(args.page_tables + 8 * r), 1
-    while r + rows < stop and (
-        get_i64(args.page_tables + 8 * (r + rows)) == table and get_i32(args.slots + 4 * (r + rows)) == slot + rows
-    ):
-        rows += 1
-    return rows
-
-
-def attend(code: int, tile: int, vectors: int) -> Kernel:
+def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
     """A unit is a few rows of one session with all query heads that share one key head: a page is read and widened once for
-    them.
+    them.  `spans`: rows see the slots that they name; else those up to their own.
 
     Queries are taken `tile` at a time against `vectors` x 16 positions.  What one query computes depends on nothing else.
     """
@@ -110,7 +119,15 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
             kv_head, r = unit % kv_heads, unit // kv_heads * ROWS_PER_UNIT
             stop = min(r + ROWS_PER_UNIT, count)
             while r < stop:
-                slot, rows = get_i32(args.slots + 4 * r), rows_together(args, r, stop)
+                # Rows that follow each other in one session, first to last, or that see the same: `slot` is the last that the
+                # first row sees, each row after it sees `advance` more.
+                slot, begin_slot, advance, rows = get_i32(args.slots + 4 * r), 0, 1, 1
+                if spans:
+                    begin_slot, slot = get_i32(args.spans + 4 * r), get_i32(args.spans + args.span_stride + 4 * r) - 1
+                    advance = 0
+                while r + rows < stop and in_one_unit(args, spans, r, (begin_slot, slot), rows):
+                    rows += 1
+                last = slot + (rows - 1) * advance
                 queries = rows * shared
                 for q in range(queries):
                     source = args.x + (r + q // shared) * args.x_stride + args.q_offset
@@ -122,12 +139,12 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                     put_f32(state + LARGEST, NOTHING)
                     vstore(state + TOTALS, vsplat(0.0))
                     begin_query(head, state)
-                oldest = max(0, slot + 1 - window) if window > 0 else 0
-                for start in range(oldest // POSITIONS * POSITIONS, slot + rows, POSITIONS):
+                oldest = max(0, slot + 1 - window) if window > 0 else begin_slot
+                for start in range(oldest // POSITIONS * POSITIONS, last + 1, POSITIONS):
                     keys = keys_at(args, r, start, kv_head, code)
                     values = keys + half_bytes(head.dim, head.high, code)
-                    following = keys_at(args, r, min(start + POSITIONS, slot + rows - 1), kv_head, code)
-                    page = CachePage(keys, values, following - values, min(slot + rows - start, POSITIONS))
+                    following = keys_at(args, r, min(start + POSITIONS, last), kv_head, code)
+                    page = CachePage(keys, values, following - values, min(last + 1 - start, POSITIONS))
                     q = 0
                     while queries - q >= tile:
                         score(head, page, states + q * step)
@@ -138,7 +155,7 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                     # In two passes: a largest number takes long to find, and other queries' need not wait for it.
                     for q in range(queries):
                         state = states + q * step
-                        begin, end = visible_range(slot, q // shared, window, start)
+                        begin, end = visible_range(begin_slot, slot + q // shared * advance + 1, window, start)
                         if sees(begin, end):
                             scores_from_codes(head, page, state)
                             raise_largest(state, begin, end)
@@ -146,7 +163,7 @@ def attend(code: int, tile: int, vectors: int) -> Kernel:
                             vstore(state + DECAY, vsplat(1.0))
                     for q in range(queries):
                         state = states + q * step
-                        begin, end = visible_range(slot, q // shared, window, start)
+                        begin, end = visible_range(begin_slot, slot + q // shared * advance + 1, window, start)
                         if sees(begin, end):
                             shift = vsplat(get_f32(state + LARGEST))
                             totals = vmul(vload(state + TOTALS), vload(state + DECAY))

@@ -215,7 +215,7 @@ def swiglu(max_tile: int, done: int) -> Kernel:
 
 
 class SelectArgs(Args):
-    """`rows` are those of the result; indices i32 of the rows of x that stay."""
+    """`rows` are those of the result; indices i32 of the rows of x that stay, `together` of them side by side in one."""
 
     x = pointer()
     x_stride = nbytes()
@@ -223,6 +223,17 @@ class SelectArgs(Args):
     out = pointer()
     out_stride = nbytes()
     indices = pointer()
+    together = number(1)
+
+
+@inline
+def copy_floats(source, out, width):
+    """Nothing is written after `width` floats: another thread may write there."""
+    whole = width // 16 * 16
+    for c in range(0, whole, 16):
+        vstore(out + 4 * c, vload(source + 4 * c))
+    for c in range(whole, width):
+        put_f32(out + 4 * c, get_f32(source + 4 * c))
 
 
 def select() -> Kernel:
@@ -230,18 +241,54 @@ def select() -> Kernel:
 
     def kernel(record, part, parts, thread):
         args = SelectArgs(record)
+        width, together = args.width, args.together
         for r in range(part, get_i64(args.rows), parts):
-            x = args.x + get_i32(args.indices + 4 * r) * args.x_stride
-            for c in range(0, args.width, 16):
-                vstore(args.out + r * args.out_stride + 4 * c, vload(x + 4 * c))
+            out = args.out + r * args.out_stride
+            for i in range(together):
+                x = args.x + get_i32(args.indices + 4 * (r * together + i)) * args.x_stride
+                copy_floats(x, out + 4 * width * i, width)
+
+    return kernel
+
+
+class InjectArgs(Args):
+    """vectors: int64 per row, the address of the vector that it brings, or 0; offset: bytes from there to what is taken; add: 1
+    adds it to what is there."""
+
+    out = pointer()
+    out_stride = nbytes()
+    width = number()
+    vectors = pointer()
+    offset = nbytes()
+    add = number()
+
+
+def inject() -> Kernel:
+    """Rows that bring a vector take it."""
+
+    def kernel(record, part, parts, thread):
+        args = InjectArgs(record)
+        width, add = args.width, args.add
+        for r in range(part, get_i64(args.rows), parts):
+            vector = get_i64(args.vectors + 8 * r)
+            if vector != 0:
+                source, out = vector + args.offset, args.out + r * args.out_stride
+                if add == 0:
+                    copy_floats(source, out, width)
+                else:
+                    for c in range(width):
+                        put_f32(out + 4 * c, get_f32(out + 4 * c) + get_f32(source + 4 * c))
 
     return kernel
 
 
 class AnglesArgs(Args):
-    """positions i32; frequencies f64 [pairs]; factor: what cosines and sines are multiplied by."""
+    """positions i32 [axes, rows], axis_stride bytes from one axis to the next; axes i32 [pairs]: which of them turns a pair, 0:
+    the first turns all; frequencies f64 [pairs]; factor: what cosines and sines are multiplied by."""
 
     positions = pointer()
+    axis_stride = nbytes()
+    axes = pointer()
     frequencies = pointer()
     pairs = number()
     cosines = pointer()
@@ -257,8 +304,9 @@ def angles() -> Kernel:
         args = AnglesArgs(record)
         factor = args.factor
         for r in range(part, get_i64(args.rows), parts):
-            position = get_i32(args.positions + 4 * r)
             for i in range(args.pairs):
+                axis = get_i32(args.axes + 4 * i) if args.axes != 0 else 0
+                position = get_i32(args.positions + axis * args.axis_stride + 4 * r)
                 angle = position * get_f64(args.frequencies + 8 * i)
                 put_f32(args.cosines + r * args.stride + 4 * i, math.cos(angle) * factor)
                 put_f32(args.sines + r * args.stride + 4 * i, math.sin(angle) * factor)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from edgeq.errors import UnsupportedError
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, kernel
@@ -25,8 +24,6 @@ def head_change(context: Context, o: op.HeadNorm | op.HeadRotate) -> None:
 
 def rope_rotate(context: Context, o: op.RopeRotate) -> None:
     """Deferred but for the angles, which all layers with the same frequencies share."""
-    if o.axes:
-        raise UnsupportedError("rotary positions on several axes; run with --target reference")
     _angles(context, o)
 
 
@@ -37,16 +34,18 @@ def _angles(context: Context, o: op.RopeRotate) -> dict[str, int]:
         memory, pairs = context.memory, len(o.frequencies)
         values, stored = memory.array(pairs, np.float64)
         values[:] = o.frequencies
+        axes = memory.copied(np.array(o.axes, np.int32)) if o.axes else 0
         stride = 4 * padded(pairs)
         cosines, sines = (memory.reserve(context.options.max_rows * stride) for _ in range(2))
         args = elementwise.AnglesArgs(
-            positions=context.arrays.positions, frequencies=stored, pairs=pairs,
+            positions=context.arrays.positions, axis_stride=4 * context.options.max_rows, axes=axes,
+            frequencies=stored, pairs=pairs,
             cosines=cosines, sines=sines, stride=stride, factor=o.factor,
         )  # fmt: skip
         context.emit(kernel(elementwise.angles), args)
         return {"cosines": cosines, "sines": sines, "angles_stride": stride, "rope_pairs": pairs}
 
-    return context.once(("angles", o.frequencies, o.factor), compute)
+    return context.once(("angles", o.frequencies, o.factor, o.axes), compute)
 
 
 def cache_write(context: Context, o: op.CacheWrite, fusion: Fusion) -> None:
@@ -90,8 +89,6 @@ def _cache_args(context: Context, o: op.CacheWrite | op.Attention, heads: int) -
 
 
 def attend(context: Context, o: op.Attention) -> None:
-    if o.span != -1:
-        raise UnsupportedError("attention over given ranges of slots; run with --target reference")
     kv, (out, stride) = context.options.kv, context.place(o.out)
     code = kv_layout.KV_CODES[kv.kind]
     state_bytes = attention.state_bytes(o.head_dim, kv.high, code)
@@ -99,10 +96,11 @@ def attend(context: Context, o: op.Attention) -> None:
     states = context.memory.shared("attention", context.threads * queries * state_bytes)
     args = attention.AttentionArgs(
         **_cache_args(context, o, o.heads), q_offset=4 * o.q_offset, out=out, out_stride=stride,
-        window=o.window, scale=o.scale, scratch=states, state_bytes=state_bytes,
+        window=o.window, spans=context.spans(o.span), span_stride=context.span_stride,
+        scale=o.scale, scratch=states, state_bytes=state_bytes,
     )  # fmt: skip
     # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
     tile = 4 if context.isa.lanes == 16 and context.isa.needs else 2
-    function = kernel(attention.attend, code, tile, tile)
+    function = kernel(attention.attend, code, tile, tile, int(o.span >= 0))
     context.emit(function, args, parts=o.kv_heads, parts_a_thread=FINER * PARTS_A_THREAD)
     context.invalidate(o.out)

@@ -34,9 +34,13 @@ class RowArrays:
     positions: int
     slots: int
     page_tables: int
+    spans: int
+    vectors: int
     selection: int
     selected_slots: int
     selected_page_tables: int
+    selected_spans: int
+    selected_vectors: int
     counted: int
     sums: int
 
@@ -109,6 +113,7 @@ class Context:
         self._origin: op.Operation | None = None
         self._rows, self._max_rows = arrays.rows, options.max_rows
         self._slots, self._page_tables = arrays.slots, arrays.page_tables
+        self._spans, self._vectors = arrays.spans, arrays.vectors
         self._strides = {name: row_stride(width) for name, width in graph.buffers.items()}
         room = max(options.max_rows, options.max_logits)
         self._addresses = {name: memory.shared(("buffer", name), room * stride) for name, stride in self._strides.items()}
@@ -131,6 +136,20 @@ class Context:
     @property
     def page_tables(self) -> int:
         return self._page_tables
+
+    @property
+    def vectors(self) -> int:
+        """Address of the addresses of the vectors that the rows bring."""
+        return self._vectors
+
+    @property
+    def span_stride(self) -> int:
+        """Bytes from the begins of a kind of visible range to its ends, and from those to the next kind."""
+        return 4 * self._max_rows
+
+    def spans(self, kind: int) -> int:
+        """Address of the begins of a kind of visible range, int32 per row, with its ends after them; 0: causal."""
+        return self._spans + 2 * self.span_stride * kind if kind >= 0 else 0
 
     def place(self, buffer: str) -> Place:
         return Place(self._addresses[buffer], self._strides[buffer])
@@ -208,9 +227,10 @@ class Context:
         return known[key]
 
     def select(self, buffers: Iterable[str]) -> None:
-        """From here on the rows are those whose logits are wanted; the contents of `buffers` move to places of their own."""
+        """From here on the rows are those of the result; `buffers` have places of their own."""
         self._rows, self._max_rows = self.arrays.selected, self.options.max_logits
         self._slots, self._page_tables = self.arrays.selected_slots, self.arrays.selected_page_tables
+        self._spans, self._vectors = self.arrays.selected_spans, self.arrays.selected_vectors
         for name in buffers:
             self._addresses[name] = self.memory.shared(("selected", name), self._max_rows * self._strides[name])
             self.invalidate(name)

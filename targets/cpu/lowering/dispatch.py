@@ -84,5 +84,6 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     op.Route: experts.route,
     op.Experts: _experts,
     op.GatedAdd: experts.gated_add,
+    op.InjectVectors: layers.inject_vectors,
     op.Select: layers.select,
 }

@@ -48,8 +48,8 @@ class ExpertBuffers(Buffers):
     def copied(self, values: NDArray[Any]) -> int:
         return self.memory.copied(values)
 
-    def array(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
-        return self.memory.array(count, dtype)
+    def array(self, shape: int | tuple[int, ...], dtype: Any) -> tuple[NDArray[Any], int]:
+        return self.memory.array(shape, dtype)
 
     def stored(self, ref: ArrayRef | None) -> int:
         return self.memory.stored(ref)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from edgeq.codec import ROWS
-from edgeq.errors import UnsupportedError
 from edgeq.records import ArrayRef
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
@@ -120,13 +119,21 @@ def position_add(context: Context, o: op.PositionAdd) -> None:
 
 
 def select(context: Context, o: op.Select) -> None:
-    if o.outs or o.together > 1:
-        raise UnsupportedError("rows that are selected into other buffers or side by side; run with --target reference")
-    sources = [context.place(name) for name in o.buffers]
-    context.select(o.buffers)
-    for name, (x, stride) in zip(o.buffers, sources, strict=True):
+    sources = [(context.place(name), context.width(name)) for name in o.reads()]
+    context.select(o.writes())
+    for name, ((x, stride), width) in zip(o.writes(), sources, strict=True):
+        out, out_stride = context.place(name)
         args = elementwise.SelectArgs(
-            x=x, x_stride=stride, width=context.width(name),
-            out=context.place(name).address, out_stride=stride, indices=context.arrays.selection,
+            x=x, x_stride=stride, width=width, out=out, out_stride=out_stride,
+            indices=context.arrays.selection, together=o.together,
         )  # fmt: skip
         context.emit(kernel(elementwise.select), args)
+
+
+def inject_vectors(context: Context, o: op.InjectVectors) -> None:
+    out, stride = context.place(o.out)
+    args = elementwise.InjectArgs(
+        out=out, out_stride=stride, width=context.width(o.out), vectors=context.vectors, offset=4 * o.offset, add=int(o.add)
+    )
+    context.emit(kernel(elementwise.inject), args)
+    context.invalidate(o.out)
