@@ -10,7 +10,7 @@ from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.isa.isa import Isa
 
 LEAST_GAIN = 1.05
-"""Of products by pairs of channels over plain ones, in registers: where bytes are added in the units that multiply they
+"""The gain of Winograd's method over plain products, in registers: where bytes are added in the units that multiply they
 lose."""
 
 

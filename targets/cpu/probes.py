@@ -64,7 +64,7 @@ ROUNDS = 64
 def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) -> Any:
     """repeat x ROUNDS x CHAINS dot products of 16 lanes x 4 channels in registers; the sums go to `out`.
 
-    Literals: isa, an index; pairs, 1: twice the work, as pairs.py does it, by two dot products or one with two additions.
+    Literals: isa, an index; pairs, 1: twice the work, as winograd.py does it, by two dot products or one with two additions.
     """
     chosen, twice = all_isas()[isa.literal_value], bool(pairs.literal_value)
     sums, quad = ir.VectorType(I32, chosen.lanes), ir.VectorType(I8, 4 * chosen.lanes)
@@ -159,12 +159,12 @@ def integer_peak(isa: Isa, threads: int, refresh: bool = False) -> float:
 
 
 PROBES = 5
-"""Of each of the things compared, in turn, of which the best counts: what else runs on the machine for a moment must not decide
-for all time."""
+"""Measurements of each of the things compared, in turn; the best counts, because what else runs on the machine for a moment
+must not decide for all time."""
 
 
 def winograd_gain(on_measure: OnMeasure = lambda: None) -> float:
-    """How much faster one thread does what plain dot products do by pairs of channels (pairs.py), both from registers.
+    """How much faster one thread does what plain dot products do by Winograd's method (winograd.py), both from registers.
 
     Measured once in a moment and kept per machine.
     """

@@ -30,12 +30,13 @@ from edgeq.targets.rows import Page, Rows
 from edgeq.targets.target import OnProgress, Options, StepTimes, no_progress
 
 LEAST_BYTES = 4 << 20
-"""Of weights, for each thread.  With less its part of an operation takes no longer than meeting the others, and where another
-process holds a core, meeting can take milliseconds."""
+"""Bytes of weights for each thread.  With less its part of an operation takes no longer than meeting the others, and where
+another process holds a core, meeting can take milliseconds."""
 TILE = 12
 """Rows of the largest tile of products."""
 MOST_PIECES, ROWS_A_PIECE = 16, 4
-"""Of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does not."""
+"""Pieces of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does
+not."""
 
 
 class CpuProgram:

@@ -170,7 +170,7 @@ class Args:
 
 
 class View(types.Type):  # type: ignore[misc]
-    """Numba's type of the address of an op record that is read as a kind of `Args`, which begins `shift` slots behind it."""
+    """Numba's type of the address of an op record that is read as a kind of `Args`, which begins `shift` slots after it."""
 
     def __init__(self, kind: type[Args], shift: int = 0) -> None:
         self.kind, self.shift = kind, shift

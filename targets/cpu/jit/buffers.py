@@ -33,7 +33,7 @@ def row_stride(width: int) -> int:
 def zeros(nbytes: int) -> NDArray[np.uint8]:
     """`nbytes` zero bytes at an address that is a multiple of 64; the memory is real only where it is written.
 
-    The 64 bytes behind them may be read: a vector need not end where an array does.
+    The 64 bytes after them may be read: a vector need not end where an array does.
     """
     whole = np.zeros(nbytes + 2 * ALIGNMENT, np.uint8)
     start = -whole.ctypes.data % ALIGNMENT

@@ -44,7 +44,7 @@ Kernel = Callable[[int, int, int, int], None]
 
 @cache
 def cache_folder() -> Path:
-    # Of the modules outside of this package those whose numbers become constants of the machine code.
+    # The modules outside of this package whose numbers become constants of the machine code.
     outside = [Path(str(module.__file__)) for module in (codec, quantization, rows)]
     sources = [*sorted(Path(__file__).parents[1].rglob("*.py")), *outside]
     seen = hashlib.blake2b(digest_size=8)

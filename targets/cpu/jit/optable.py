@@ -13,7 +13,7 @@ from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.target import Step
 
 PARTS_A_THREAD = 4
-"""Enough that a thread that is held up leaves little behind, few enough that taking them costs nothing."""
+"""Enough that a thread that is held up leaves little over, few enough that taking them costs nothing."""
 LEAST_CHANNELS = 2048
 """Channels of a row that are worth a work item of their own."""
 

@@ -360,7 +360,7 @@ def get_u8s(b: Any, address: Any) -> Any:
 
 @primitive(f32x16, ADDRESS, types.int64)
 def lane_bytes(b: Any, address: Any, index: Any) -> Any:
-    """Byte `index` of each of sixteen words of 32 bits, as floats: channel `index` of a quad for all rows of a block."""
+    """Byte `index` of each of sixteen words of 32 bits, as floats: input channel `index` of a quad for a whole block."""
     bits = b.shl(b.trunc(index, I32), ir.Constant(I32, 3))
     shifted = b.lshr(load(b, address, VI32, 4), splat(b, bits, VI32))
     return b.sitofp(b.and_(shifted, constant(VI32, 255)), VF32)

@@ -1,16 +1,16 @@
 """A few threads that walk a table of operations together.
 
-A run is one wake-up.  An operation is cut into parts; every thread, the caller's included, takes the next part that nobody has
+A run is one wake-up.  An operation is cut into parts; every thread, the caller's included, takes the next part that is left
 until there are none, and goes on to the next operation when all parts of this one are done (well under a microsecond, where a
 parallel region per operation costs 1.5 to 50).  Nobody waits for a thread that has not come: one that the system has put aside,
 or a slow core, holds up the part that it is on and nothing else.  Results do not depend on who does which part.
 
 Between runs a thread spins for a moment, because the next token is near, then sleeps in the kernel: no processor time is used
-while nobody decodes.  The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library
+while nothing decodes.  The threads are Python's, running machine code without the GIL.  So nothing depends on an OpenMP library
 or on Numba's threading layer, and other users of either are left alone.  On a processor with cores of several kinds they keep
 to the fast ones.
 
-Asked to, the caller's thread notes the time before and behind every operation: all that a profiler needs.
+Asked to, the caller's thread notes the time before and after every operation: all that a profiler needs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _relax(b: Any) -> None:
 
 @intrinsic  # type: ignore[misc]
 def read(typing: Any, address: Any) -> Any:
-    """Atomic load of an int64 that orders what follows behind it, and itself behind every `add` before it.
+    """Atomic load of an int64 that orders what follows after it, and itself after every `add` before it.
 
     An Arm processor may run a load that only acquires before what `add` stores is seen, and miss a thread that goes to sleep.
     """
@@ -76,7 +76,7 @@ def read(typing: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[misc]
 def publish(typing: Any, address: Any, value: Any) -> Any:
-    """Atomic store of an int64 behind everything before it."""
+    """Atomic store of an int64 after everything before it."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
@@ -142,7 +142,7 @@ def futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[misc]
 def invoke(typing: Any, row: Any, part: Any, parts: Any, thread: Any) -> Any:
-    """Call the kernel whose address is the first word of the table row."""
+    """Call the kernel whose address is in the first slot of the op record."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64] * 4)
@@ -171,7 +171,7 @@ def note_time(typing: Any, address: Any) -> Any:
 
 
 def _walk(shared, tag, table, length, row_bytes, thread, times):
-    """Take part in run `tag`.  The last word of a table row is its number of parts.
+    """Take part in run `tag`.  The last slot of an op record is its number of parts.
 
     A thread that comes too late finds another run's number on the operation, and leaves.  `times`: 0, or where the clock goes:
     of each operation when it begins and when no part of it is left to take; then of the end.
@@ -224,7 +224,7 @@ def _work(shared, row_bytes, thread):
     """A thread's life until END: wait for a run, walk if it takes part, wait again.
 
     RUN is odd while a run is being described.  A thread may still be reading about a run when the next one comes; it believes
-    what it read only if RUN is the same behind it as before.
+    what it read only if RUN is the same after it as before.
     """
     seen, spins = 0, 0
     while read(shared + 8 * END) == 0:

@@ -1,6 +1,6 @@
 """Kernels of a layer of experts: which a row goes through, the rows of each side by side, and the sum of what they give.
 
-The products of the experts are the kernels of any linear layer.  Each expert has table rows of its own, one per stage, that say
+The products of the experts are the kernels of any linear layer.  Each expert has op records of its own, one per stage, that say
 where in the buffers of all its rows begin; `dispatch` writes that, `each` runs one stage of all experts that have rows.
 """
 
@@ -39,7 +39,7 @@ def route(normalized: int) -> Kernel:
                 total += math.exp(get_f32(x + 4 * e) - largest)
             last, before, picked = largest, -1, 0.0
             for i in range(chosen):
-                # The largest behind the one before, in the order of values and, of equals, of numbers.
+                # The largest after the one before, in the order of values and, among equals, of numbers.
                 best, index = -math.inf, 0
                 for e in range(experts):
                     value = get_f32(x + 4 * e)

@@ -86,8 +86,12 @@ def pairs(source, target, count, distance, lanes, factor):
 
 
 @inline
-def fours(source, target, count, distance, half, lanes, factor):
-    """Butterflies of vectors that lie `half` and then 2 `half` places apart, then times the factor."""
+def fours(source, target, vectors, half, lanes, factor):
+    """Butterflies of vectors that lie `half` and then 2 `half` places apart, then times the factor.
+
+    vectors   how many, and bytes from one to the next
+    """
+    count, distance = vectors
     scale, step = vsplat(factor), half * distance
     for first in range(0, count, 4 * half):
         for i in range(first, first + half):
@@ -120,7 +124,7 @@ def butterflies(source, target, count, distance, lanes, factor):
         pairs(source, target, count, distance, lanes, factor if count == 2 else 1.0)
         half, reading, lanes = 2, target, 0
     while half < count:
-        fours(reading, target, count, distance, half, lanes, factor if 4 * half == count else 1.0)
+        fours(reading, target, (count, distance), half, lanes, factor if 4 * half == count else 1.0)
         half, reading, lanes = 4 * half, target, 0
 
 

@@ -4,10 +4,10 @@ A page holds 64 positions of all layers.  For each layer and key/value head firs
 product with a query runs over positions in lanes and needs no horizontal sum; then the values, [64][head_dim].
 
     f16     numbers as they are, limited to the largest f16; head_dim is padded to 16
-    int8    numbers / scale, with an f32 scale per position behind the keys, and one behind the values; head_dim is padded to 16
+    int8    numbers / scale, with an f32 scale per position after the keys, and one after the values; head_dim is padded to 16
     int4    codes, a number is offset + scale * code: dimensions 2j and 2j + 1 of a position in the low and the high half of
             byte j, then each of the `high` last ones in a byte of its own; keys are [bytes][64] and values [64][bytes].
-            Behind either f32 [64] scales and [64] offsets, of the dimensions in 4 bits and of those in 8, where there are any.
+            After either f32 [64] scales and [64] offsets, of the dimensions in 4 bits and of those in 8, where there are any.
             Nothing is padded: what reads sixteen bytes of the last position reads on into the scales
 """
 
@@ -42,14 +42,14 @@ def half_bytes(dim, high, code):
 
 @inline
 def scales_at(half, dim, high):
-    """Address of the scales of a half of an int4 page, of its dimensions in 4 bits and of those in 8; offsets lie behind."""
+    """Address of the scales of a half of an int4 page, of its dimensions in 4 bits and of those in 8; offsets follow."""
     first = half + POSITIONS * (pair_bytes(dim, high) + high)
     return first, first + (8 * POSITIONS if high < dim else 0)
 
 
 @inline
 def keys_at(args, r, slot, head, code):
-    """Address of the keys of `head` in the page of row r that holds `slot`; the values are `half_bytes` behind."""
+    """Address of the keys of `head` in the page of row r that holds `slot`; the values are `half_bytes` after them."""
     page = get_i64(get_i64(args.page_tables + 8 * r) + 8 * (slot // POSITIONS))
     return page + args.layer_offset + head * 2 * half_bytes(args.head_dim, args.high, code)
 

@@ -1,4 +1,4 @@
-"""How a head's numbers are rounded into a page of the cache (pages.py)."""
+"""How a head's numbers are rounded into a page of the cache (kv_layout.py)."""
 
 from __future__ import annotations
 
@@ -108,9 +108,13 @@ def put_symmetric(x, dim, base, step, scale):
 
 
 @inline
-def put_codes(x, count, bits, largest_code, with_zero, base, step, scale):
-    """Codes from 0 to `largest_code` of `count` numbers over their range, a byte for each or (4 bits) two of them, to base,
-    base + step ...; the scale, and POSITIONS numbers behind it the offset."""
+def put_codes(x, count, codes, with_zero, out, scale):
+    """Codes of `count` numbers over their range, a byte for each or (4 bits) two of them, to base,
+    base + step ...; the scale, and POSITIONS numbers after it the offset.
+
+    codes   bits and the largest code;  out   base and step
+    """
+    (bits, largest_code), (base, step) = codes, out
     least, most = extremes(x, count)
     if with_zero:
         least, most = min(least, np.float32(0)), max(most, np.float32(0))
@@ -140,11 +144,15 @@ def put_codes(x, count, bits, largest_code, with_zero, base, step, scale):
 
 
 @inline
-def put_mixed(x, dim, high, largest_code, with_zero, base, step, half, lane):
-    """A head's numbers to lane `lane` of the int4 `half`, its first byte at `base`, the next `step` bytes behind."""
-    low_scale, high_scale = scales_at(half, dim, high)
+def put_mixed(x, head, largest_code, with_zero, out, half):
+    """A head's numbers to a lane of a half of an int4 page.
+
+    head   dimensions, and those in 8 bits;  out   address of the first byte, bytes to the next;  half   its address, the lane
+    """
+    (dim, high), (base, step), (address, lane) = head, out, half
+    low_scale, high_scale = scales_at(address, dim, high)
     if high < dim:
-        put_codes(x, dim - high, 4, largest_code, with_zero, base, step, low_scale + 4 * lane)
+        put_codes(x, dim - high, (4, largest_code), with_zero, out, low_scale + 4 * lane)
     if high > 0:
         first = base + step * pair_bytes(dim, high)
-        put_codes(x + 4 * (dim - high), high, 8, 255, with_zero, first, step, high_scale + 4 * lane)
+        put_codes(x + 4 * (dim - high), high, (8, 255), with_zero, (first, step), high_scale + 4 * lane)

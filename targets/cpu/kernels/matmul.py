@@ -10,6 +10,7 @@ from typing import Any
 from numba import njit
 
 from edgeq.codec import ROWS
+from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i64, put_f32, vadd, vload, vstore
 from edgeq.targets.cpu.kernels.args import ProductArgs
@@ -101,9 +102,10 @@ def integer_matvec(isa: int, bits: int, mode16: int, zero: int, group16: int) ->
     return kernel
 
 
-def integer_matmul(isa: int, bits: int, mode16: int, zero: int, group16: int, max_tile: int, blocks_per_tile: int) -> Kernel:
-    """Packed integers times any number of tokens, in tiles of `max_tile`, 4 and 1, two or three in one of 4; of the larger
-    tiles `blocks_per_tile` blocks at once."""
+def integer_matmul(isa: int, bits: int, mode16: int, zero: int, group16: int) -> Kernel:
+    """Packed integers times any number of tokens, in the instruction set's tiles, of 4 and of 1, two or three in one of 4;
+    of the larger tiles several blocks at once."""
+    max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
     weights = IntegerWeights(isa, bits, mode16, zero, group16)
     large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), LEAST_OF_SMALL)

@@ -36,7 +36,7 @@ class FloatTile:
                 offset = b.mul(b.add(column, ir.Constant(I64, odd)), ir.Constant(I64, 4 * self.tokens))
                 self._add(b, line, b.add(x, offset), sums, odd)
         with b.if_then(b.trunc(columns, ir.IntType(1))):
-            # The stored order has no second line, or only padding, behind an odd last column.
+            # The stored order has no second line, or only padding, after an odd last column.
             line = self._last(b, w, pairs)
             self._add(b, line, b.add(x, b.mul(b.shl(pairs, one), ir.Constant(I64, 4 * self.tokens))), sums, 0)
         for t in range(self.tokens):

@@ -99,7 +99,7 @@ class IntegerTile:
         if self.blocks > 1:
             results, owned = self._results(b, record, n, r), b.icmp_signed("!=", stores_result, ir.Constant(I64, 0))
             with b.if_then(owned):
-                # Stores that wait for their lines hold up all behind them.
+                # Stores that wait for their lines hold up all after them.
                 for place in results:
                     prefetch(b, place, 64 * self.blocks, write=True)
         floats = [[self._float(b, out, part, t) for t in range(self.tokens)] for part in range(self.parts)]
@@ -158,7 +158,7 @@ class IntegerTile:
         return b.inttoptr(place, self.floats.as_pointer())
 
     def _block_numbers(self, b: Any, record: Any, n: Any) -> list[Any]:
-        """Block n and those that follow in steps; what would lie behind the last is the last once more."""
+        """Block n and those that follow in steps; what would lie after the last is the last once more."""
         if self.blocks == 1:
             return [n]
         last = b.lshr(plus(b, ProductArgs.output_channels.load(b, record), -1), ir.Constant(I64, 4))

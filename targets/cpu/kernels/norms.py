@@ -1,4 +1,4 @@
-"""Kernels over whole rows that not every family has: LayerNorm, norms behind a block, scaled and learned embeddings, and the
+"""Kernels over whole rows that not every family has: LayerNorm, norms after a block, scaled and learned embeddings, and the
 activations of an MLP other than SwiGLU."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def layer_norm(max_tile: int) -> Kernel:
             center = vsplat(mean)
             even, odd = vsplat(0.0), vsplat(0.0)
             for c in range(0, width, 32):
-                # The padding behind the last channel is not at the mean.
+                # The padding after the last channel is not at the mean.
                 difference = vfirst(vsub(vload(x + 4 * c), center), width - c)
                 even = vfma(difference, difference, even)
                 if c + 16 < width:

@@ -43,7 +43,7 @@ from edgeq.targets.cpu.jit.simd import (
 from edgeq.targets.cpu.kernels.args import A8, FLOAT, NONE, QuantizedArgs
 
 LEAST = 1e-30
-"""Of a block's largest value, or a row's range: a smaller one counts as zero, for its inverse may not be a number."""
+"""A block's largest value, or a row's range, below this counts as zero, for its inverse may not be a number."""
 
 
 WINOGRAD_SHIFTS = (120, -8)
@@ -52,8 +52,8 @@ WINOGRAD_SHIFTS = (120, -8)
 
 @primitive(f32x16, f32x16)
 def vwinograd(b: Any, x: Any) -> Any:
-    """Of whole numbers in four quads, what adds up over the lanes to the sum of (x_e + 128) x_o over the channels e of the even
-    and o of the odd quads: exact while the sum of the magnitudes stays below 2^23."""
+    """What adds up over the lanes, for whole numbers in four quads, to the sum of (x_e + 128) x_o over the channels e of the
+    even and o of the odd quads: exact while the sum of the magnitudes stays below 2^23."""
     order = ir.Constant(VI32, [i ^ 4 for i in range(LANES)])
     other = b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), order)
     odd = ir.Constant(VF32, [128.0 if i & 4 else 0.0 for i in range(LANES)])
@@ -114,7 +114,7 @@ def share_of(part, parts, count, max_tile, width):
 
 @inline
 def channels(x, factors, c, columns):
-    """Sixteen channels from c on, times their factors; behind the last of `columns` there are zeros."""
+    """Sixteen channels from c on, times their factors; after the last of `columns` there are zeros."""
     value = vload(x + 4 * c)
     if factors != 0:
         value = vmul(value, vload(factors + 4 * c))

@@ -1,5 +1,5 @@
-"""Weights rounded anew from their master, for other scales of the input channels: the rule of edgeq/rounding.py, bit for bit,
-in the order of the file.
+"""Weights rounded again from their master, for other scales of the input channels: the rule of edgeq/quantization.py, bit for
+bit, in the order of the file.
 
 A vector holds one channel of the sixteen rows of a block, so a group's range, scale and zero point need nothing across lanes.
 A span of channels, at least a chunk and at least a group, waits in the scratch of a thread between the pass that finds its
@@ -129,7 +129,7 @@ def master_channel(kind, q, c):
 
 
 class RequantizeArgs(Args):
-    """Of every array its address and the bytes from one block of 16 output channels to the next.
+    """For every array its address and the bytes from one block of 16 output channels to the next.
 
     master_group, group   channels of a group
     factors               f32 [columns] that the master is multiplied by

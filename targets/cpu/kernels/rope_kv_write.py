@@ -136,11 +136,11 @@ def rope_kv_write(code: int, largest_code: int) -> Kernel:
         args = RopeKvWriteArgs(record)
         heads, kv_heads, dim, padded = args.heads, args.kv_heads, args.head_dim, args.padded_dim
         epsilon, high, count = args.epsilon, args.high, get_i64(args.rows)
-        units, together = (heads + kv_heads) * count, heads // kv_heads + 1
+        units, heads_together = (heads + kv_heads) * count, heads // kv_heads + 1
         for unit in range(units * part // parts, units * (part + 1) // parts):
-            r, group, place = unit % count, unit // count // together, unit // count % together
-            is_query = place < together - 1
-            head = group * (together - 1) + place if is_query else group
+            r, group, place = unit % count, unit // count // heads_together, unit // count % heads_together
+            is_query = place < heads_together - 1
+            head = group * (heads_together - 1) + place if is_query else group
             source = args.x + r * args.x_stride
             if is_query:
                 x, gain = source + args.q_offset + 4 * dim * head, args.q_gain
@@ -159,8 +159,8 @@ def rope_kv_write(code: int, largest_code: int) -> Kernel:
                 values = keys + half_bytes(dim, high, code)
                 if code == INT4_KV:
                     width = pair_bytes(dim, high) + high
-                    put_mixed(x, dim, high, largest_code, True, keys + lane, POSITIONS, keys, lane)
-                    put_mixed(v, dim, high, largest_code, False, values + width * lane, 1, values, lane)
+                    put_mixed(x, (dim, high), largest_code, True, (keys + lane, POSITIONS), (keys, lane))
+                    put_mixed(v, (dim, high), largest_code, False, (values + width * lane, 1), (values, lane))
                 elif code == INT8_KV:
                     scales = POSITIONS * padded + 4 * lane
                     put_symmetric(x, dim, keys + lane, POSITIONS, keys + scales)

@@ -11,6 +11,7 @@ from typing import Any
 from numba import njit
 
 from edgeq.codec import ROWS
+from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.args import following
 from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
@@ -71,8 +72,9 @@ def gated_loop(weights: IntegerWeights, tokens: int, blocks: int, least: int, ma
     return loop
 
 
-def gated_matmul(isa: int, bits: int, mode16: int, zero: int, group16: int, max_tile: int, blocks_per_tile: int) -> Kernel:
+def gated_matmul(isa: int, bits: int, mode16: int, zero: int, group16: int) -> Kernel:
     """Packed integers times any number of tokens, then SwiGLU and quantization; see `GatedProductArgs`."""
+    max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
     weights = IntegerWeights(isa, bits, mode16, zero, group16)
     large = gated_loop(weights, max_tile, blocks_per_tile, max_tile, max_tile)
     small = gated_loop(weights, SMALL_TILE, blocks_per_tile, LEAST_OF_SMALL, max_tile)

@@ -1,4 +1,4 @@
-"""The inner product by pairs of channels, with half the multiplications (S. Winograd, A New Algorithm for Inner Product, 1968).
+"""Winograd's inner product, with half the multiplications (S. Winograd, A New Algorithm for Inner Product, 1968).
 
 For two channels e and o
 
@@ -13,11 +13,12 @@ Weights of 4 bits leave the room.  They are n = w + 8, in 0 ... 15, and with |x|
 x_e + 120 and x_o - 8 (`quantize.py`), so that x_e + 120 + n_o is an unsigned byte and x_o - 8 + n_e a signed one, as `dot8`
 takes them:
 
-    by pairs   sum (x_e + 120 + n_o)(x_o - 8 + n_e)      = sum x w + A + B,    A = sum (x_e + 128) x_o,  B = sum (w_o + 128) w_e
+    winograd   sum (x_e + 120 + n_o)(x_o - 8 + n_e)      = sum x w + A + B,    A = sum (x_e + 128) x_o,  B = sum (w_o + 128) w_e
     plain      sum (x_e + 120) n_e  +  sum n_o (x_o - 8) = sum x w + C + D,    C = 8 sum x,              D = sum 120 n_e - 8 n_o
 
-All of this is exact, so results are those of tile.py, bit by bit.  Channel i of an even quad is paired with channel i of the
-odd quad behind it.  A comes with the activations, int32 [activation block][T] (quantize.py), -B and -D from `pair_constants`.
+All of this is exact, so results are those of microkernel_int.py, bit by bit.  Channel i of an even quad is paired with channel
+i of the odd quad after it.  A comes with the activations, int32 [activation block][T] (quantize.py), -B and -D from
+`weight_constants`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from edgeq.targets.cpu.kernels.swiglu_matmul import UNIT, GatedProductArgs, gate
 from edgeq.targets.cpu.kernels.tiles import at, chunks_of, plus
 
 BITS = 4
-"""Of the weights: with fewer, what takes their planes apart leaves no registers."""
+"""Bits of the weights: with fewer, what takes their planes apart leaves no registers."""
 CENTER = 1 << (BITS - 1)
 PREFETCH_CHUNKS = 8
 """Chunks of activations that are asked for before their turn: with those of the weights they exceed a first-level cache."""
@@ -59,7 +60,7 @@ CONSTANT_BYTES = 2 * LINE
 
 
 def plain(t: int) -> bool:
-    """Whether token t of a tile is multiplied without pairs: five of twelve, spread evenly, keep all units busy."""
+    """Whether token t of a tile takes plain products: five of twelve, spread evenly, keep all units busy."""
     return 5 * (t + 1) % 12 < 5
 
 
@@ -155,8 +156,8 @@ def weight_constants(isa: int) -> Any:
                     line = at(b, w, b.add(first, inner.index), BITS * LINE)
                     prefetch(b, plus(b, line, chosen.prefetch_bytes), BITS * LINE)
                     for even, odd in (operands(b, line, j) for j in range(QUADS // 2)):
-                        by_pairs = [(b.add(odd, even_shift), b.add(even, odd_shift))]
-                        for slot, factors in zip(slots, (by_pairs, [(even, even_shift), (odd, odd_shift)]), strict=True):
+                        joint = [(b.add(odd, even_shift), b.add(even, odd_shift))]
+                        for slot, factors in zip(slots, (joint, [(even, even_shift), (odd, odd_shift)]), strict=True):
                             for unsigned, signed in factors:
                                 b.store(chosen.dot8(b, b.load(slot), [unsigned], [b.bitcast(signed, ints)], BITS), slot)
                 for i, slot in enumerate(slots):
@@ -202,8 +203,9 @@ def large_tiles(isa: int, zero: int, tokens: int, blocks: int, gates: bool) -> A
     return loop
 
 
-def winograd_matmul(isa: int, zero: int, max_tile: int, blocks_per_tile: int) -> Kernel:
-    """`integer_matmul` of 4-bit weights and 8-bit activations, whose tiles of `max_tile` tokens go by Winograd's method."""
+def winograd_matmul(isa: int, zero: int) -> Kernel:
+    """`integer_matmul` of 4-bit weights and 8-bit activations, whose largest tiles go by Winograd's method."""
+    max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
     weights = IntegerWeights(isa, BITS, 0, zero, 0)
     large = large_tiles(isa, zero, max_tile, blocks_per_tile, False)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), LEAST_OF_SMALL)
@@ -224,8 +226,9 @@ def winograd_matmul(isa: int, zero: int, max_tile: int, blocks_per_tile: int) ->
     return kernel
 
 
-def gated_winograd_matmul(isa: int, zero: int, max_tile: int, blocks_per_tile: int) -> Kernel:
+def gated_winograd_matmul(isa: int, zero: int) -> Kernel:
     """`gated_matmul` in the same way."""
+    max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
     weights = IntegerWeights(isa, BITS, 0, zero, 0)
     large = large_tiles(isa, zero, max_tile, blocks_per_tile, True)
     small = gated_loop(weights, SMALL_TILE, blocks_per_tile, LEAST_OF_SMALL, max_tile)

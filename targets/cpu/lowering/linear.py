@@ -119,17 +119,17 @@ def _transform(context: Context, transform: Transform, base: int, x: Place, out:
 def _integer_product(context: Context, product: Product, x: QuantizedActivation) -> None:
     weight, codec, block = product.weight, product.weight.codec, x.layout.block
     blocks, groups, grouped = weight.q.shape[0], codec.groups(weight.columns), int(codec.group_size > 0)
-    max_tile, blocks_per_tile, zero = context.max_tile, context.isa.blocks_per_tile, int(not codec.symmetric)
+    blocks_per_tile, zero = context.isa.blocks_per_tile, int(not codec.symmetric)
     literals = (context.isa_index, codec.bits, int(x.layout.kind == A16), zero, int(block < CHUNK))
     factory = swiglu_matmul.gated_matmul if product.swiglu else matmul.integer_matmul
-    prefill, room = kernel(factory, *literals, max_tile, blocks_per_tile), 0
+    prefill, room = kernel(factory, *literals), 0
     shared = _shared_args(context, product)
     if x.winograd_sums:
         at_once = blocks_per_tile * swiglu_matmul.UNIT if product.swiglu else padded(shared["group_blocks"], blocks_per_tile)
         nbytes = at_once * winograd.CONSTANT_BYTES * x.layout.blocks
         room = context.memory.shared(WINOGRAD, context.threads * nbytes)
         by_winograd = winograd.gated_winograd_matmul if product.swiglu else winograd.winograd_matmul
-        prefill = kernel(by_winograd, context.isa_index, zero, max_tile, blocks_per_tile)
+        prefill = kernel(by_winograd, context.isa_index, zero)
     args = ProductArgs(
         **shared, **_activation_args(x),
         scales=context.memory.stored(weight.scale), scales_block=2 * ROWS * groups, scales_step=2 * ROWS * grouped,
