@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from edgeq import machine
 from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
@@ -99,4 +100,18 @@ INTEGER_CODECS = [
     Codec("int", bits, group, symmetric)
     for bits, group, symmetric in itertools.product(range(2, 9), (16, 32, 64, 128, 0), (True, False))
 ]
+
+
+def product_case(isa: str, codec: Codec):
+    """Parameters of a test of integer products; those whose kernels few other tests need are left to the exhaustive run.
+
+    A kernel depends on the instruction set, the bits, whether there are zero points and whether groups have 16 channels: 140
+    kernels for decode and as many for prefill, in two modes, each compiled in about a second.
+    """
+    best, small = isa == HERE[0], codec.group_size == 16
+    common = codec.bits == 4 or (not codec.symmetric and (best or not small)) or (best and not small)
+    marks = [] if common else [pytest.mark.exhaustive]
+    return pytest.param(isa, codec, marks=marks, id=f"{codec.name}-{isa}".replace(" ", "-"))
+
+
 FLOAT_CODECS = [Codec("f32"), Codec("f16"), Codec("bf16")]

@@ -6,7 +6,7 @@ import pytest
 from edgeq.codec import Codec
 from edgeq.quantization import activation_limit
 from edgeq.targets.target import Options
-from tests.targets.cases import FLOAT_CODECS, HERE, INTEGER_CODECS, Arrays, integers, matrix, product, run, weight
+from tests.targets.cases import FLOAT_CODECS, HERE, INTEGER_CODECS, Arrays, integers, matrix, product, product_case, run, weight
 
 
 def exact_input(rng, rows, columns, block, limit):
@@ -24,9 +24,8 @@ def shapes(codec):
     return [(33, 3 * group), (16, group if group >= 32 else 80)]
 
 
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("codec", INTEGER_CODECS, ids=lambda c: c.name.replace(" ", "-"))
-def test_integer_product_equals_the_reference(codec, isa):
+@pytest.mark.parametrize(("isa", "codec"), [product_case(isa, codec) for codec in INTEGER_CODECS for isa in HERE])
+def test_integer_product_equals_the_reference(isa, codec):
     rng = np.random.default_rng(codec.bits * 1000 + codec.group_size)
     for rows, columns in shapes(codec):
         arrays = Arrays()
@@ -44,24 +43,23 @@ def test_integer_product_equals_the_reference(codec, isa):
             assert np.array_equal(one[0], many[0]), "a row alone must give the same bits as among others"
 
 
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero"])
-def test_extreme_values_do_not_overflow(bits, symmetric, isa):
+@pytest.mark.parametrize(
+    ("isa", "codec"), [product_case(isa, codec) for codec in INTEGER_CODECS for isa in HERE if codec.group_size in (0, 16, 128)]
+)
+def test_extreme_values_do_not_overflow(isa, codec):
     """All weights and activations at their limits with equal signs: sums in 16 and 32 bits are as large as they can be."""
-    rng = np.random.default_rng(bits)
-    cases = ((128, 256, 1, "most"), (0, 1024, -1, "most"), (0, 1024, 1, "least"), (16, 48, -1, "least"))
-    for group, columns, sign, values in cases:
-        codec = Codec("int", bits, group, symmetric)
+    rng = np.random.default_rng(codec.bits)
+    cases = {128: [(256, 1, "most")], 0: [(1024, -1, "most"), (1024, 1, "least")], 16: [(48, -1, "least")]}
+    for columns, sign, values in cases[codec.group_size]:
         arrays = Arrays()
         w = weight(arrays, rng, codec, 16, columns, values)
         x = np.full((13, columns), sign, np.float32)
         x[1] *= np.where(np.arange(columns) % 2, 1, -1)
         expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64)
-        size = np.abs(x) @ np.abs(matrix(arrays, w)).T + np.abs(x).sum(1, keepdims=True) * (1 << bits)
+        size = np.abs(x) @ np.abs(matrix(arrays, w)).T + np.abs(x).sum(1, keepdims=True) * (1 << codec.bits)
         for mode in ("a16", "a8"):
             y = run("cpu", product(arrays, x, w), arrays, 13, Options(mode, 1, isa))
-            assert np.max(np.abs(y - expected) / size) < 1e-6, (mode, group)
+            assert np.max(np.abs(y - expected) / size) < 1e-6, mode
 
 
 @pytest.mark.parametrize("isa", HERE)
