@@ -246,7 +246,7 @@ def _items(what: str, count: int, cap: int, get: Callable[[int], Any], read: Cal
 
 
 def _named(what: str, count: int, cap: int, get: Callable[[int], Any], read: Callable[[Any], tuple[str, T]]) -> dict[str, T]:
-    """`read` of each entry of a vector, by name; a name that comes twice ends it, so that a shared table is read twice at most."""
+    """`read` of each entry of a vector, by name; a name that comes twice ends it: a shared table is read twice at most."""
     if count > cap:
         raise FormatError(f"metadata claims {count} {what}s; at most {cap} are possible")
     result: dict[str, T] = {}
