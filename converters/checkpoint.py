@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +98,7 @@ class Checkpoint:
         """
         folder = Path(source)
         if folder.is_dir():
+            _check_files(folder)
             return cls(folder, folder.resolve().name, read_json(folder / "config.json"))
         if folder.exists():
             raise CheckpointError(f"{source}: a file; give the folder of a Hugging Face checkpoint or a hub id")
@@ -219,23 +222,62 @@ class Checkpoint:
         return hashlib.sha256(json.dumps([self.config, headers], sort_keys=True).encode()).hexdigest()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of at most 100 MB; CheckpointError otherwise."""
+def _check_files(folder: Path) -> None:
+    """CheckpointError unless all that is there are files and folders: transformers opens more of them than edgeq does."""
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(f"{path}: not a regular file; give the folder of a Hugging Face checkpoint")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, opened for reading.  CheckpointError: anything else: a pipe would block, a device need not end.
+
+    FileNotFoundError: there is none.
+    """
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_HEADER + 1)
+        # Opening a pipe without a writer waits for one.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: not a regular file; give the folder of a Hugging Face checkpoint")
+    return open(descriptor, "rb")
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The bytes of a regular file of at most `most`; CheckpointError otherwise."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(most + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: no {path.name}; give the folder of a Hugging Face checkpoint") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from None
-    if len(data) > MAX_HEADER:
-        raise CheckpointError(f"{path}: more than {MAX_HEADER} bytes of JSON")
+    if len(data) > most:
+        raise CheckpointError(f"{path}: more than {most} bytes")
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of at most 100 MB; CheckpointError otherwise."""
+    data = read_file(path, MAX_HEADER)
     try:
-        value = json.loads(data)
+        value = json.loads(data, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")
+    return value
+
+
+def _finite(digits: str) -> float:
+    """Infinity and NaN are no JSON, and what is made of them could not be written as JSON again."""
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {digits[:40]}")
     return value
 
 
@@ -244,8 +286,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     CheckpointError: the header is too long, not of the format, or does not describe a file of this size.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
         if not 2 <= length <= min(MAX_HEADER, size - 8):
             raise CheckpointError(f"{path}: truncated or not a safetensors file ({size} bytes); download it again")

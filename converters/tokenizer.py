@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from edgeq import tokenizer
+from edgeq.converters.checkpoint import Checkpoint, read_file, read_json
+from edgeq.errors import CheckpointError, FormatError, UnsupportedError
+from edgeq.tokenizer import MAX_TOKENIZER, SAMPLE, SafeTokenizer
 
-from edgeq.converters.checkpoint import Checkpoint, read_json
-from edgeq.errors import CheckpointError, UnsupportedError
-
-SAMPLE = "Def f(x):\n    return 'naïve' + 2 * x  # 日本 🙂\n"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TEMPLATE = 1 << 20
@@ -37,13 +36,13 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
     """
     folder = checkpoint.folder
     settings = _optional_json(folder / "tokenizer_config.json")
-    tokenizer, data = _load(folder, str(settings.get("tokenizer_class", "unknown")))
-    if tokenizer.get_vocab_size() > vocab_size:
+    own, data = _load(folder, str(settings.get("tokenizer_class", "unknown")))
+    if own.tokenizer.get_vocab_size() > vocab_size:
         raise CheckpointError(
-            f"{folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens, the model {vocab_size}: "
+            f"{folder}: the tokenizer has {own.tokenizer.get_vocab_size()} tokens, the model {vocab_size}: "
             "they do not belong together; take both from the same checkpoint"
         )
-    transformers_tokenizer, add_bos = _compare(folder, tokenizer, str(settings.get("tokenizer_class", "unknown")))
+    transformers_tokenizer, add_bos = _compare(folder, own, str(settings.get("tokenizer_class", "unknown")))
     defaults = _optional_json(folder / "generation_config.json")
     generation: dict[str, object] = {
         "bos_token_id": _single_id(_first("bos_token_id", defaults, checkpoint.config)),
@@ -55,11 +54,11 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
     template = _chat_template(folder, settings)
     blobs = {"tokenizer.json": data}
     if template:
-        blobs["chat_template"] = template.encode()
+        blobs["chat_template"] = template
     return TextAssets(blobs, generation)
 
 
-def _load(folder: Path, kind: str) -> tuple[Tokenizer, bytes]:
+def _load(folder: Path, kind: str) -> tuple[SafeTokenizer, bytes]:
     """The fast tokenizer and its bytes."""
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -67,15 +66,14 @@ def _load(folder: Path, kind: str) -> tuple[Tokenizer, bytes]:
             f"{folder}: no tokenizer.json (tokenizer class {kind}); supported: tokenizers in the format of the tokenizers "
             "library.  Load it with transformers.AutoTokenizer and save_pretrained it into the folder"
         )
-    data = path.read_bytes()
+    data = read_file(path, MAX_TOKENIZER)
     try:
-        return Tokenizer.from_str(data.decode()), data
-    # The library raises a bare Exception whatever is wrong.
-    except Exception as error:
+        return tokenizer.load(data), data
+    except FormatError as error:
         raise UnsupportedError(f"{path}: the tokenizers library cannot load it (tokenizer class {kind}): {error}") from None
 
 
-def _compare(folder: Path, tokenizer: Tokenizer, kind: str) -> tuple[Any, bool]:
+def _compare(folder: Path, own: SafeTokenizer, kind: str) -> tuple[Any, bool]:
     """transformers' tokenizer of the folder, and whether it adds a beginning-of-sequence token that tokenizer.json does not."""
     from transformers import AutoTokenizer
 
@@ -86,7 +84,7 @@ def _compare(folder: Path, tokenizer: Tokenizer, kind: str) -> tuple[Any, bool]:
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(f"{folder}: transformers cannot load tokenizer class {kind}: {reason}") from None
-    ours = list(tokenizer.encode(SAMPLE).ids)
+    ours = own.encode(SAMPLE, add_special_tokens=True)
     if wanted == ours:
         return theirs, False
     if theirs.bos_token_id is not None and wanted == [theirs.bos_token_id, *ours]:
@@ -97,16 +95,30 @@ def _compare(folder: Path, tokenizer: Tokenizer, kind: str) -> tuple[Any, bool]:
     )
 
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+def _chat_template(folder: Path, settings: dict[str, Any]) -> bytes | None:
     """chat_template.jinja, or the template of tokenizer_config.json; of several the one named default."""
     path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE):
-        raise CheckpointError(f"{folder}: the chat template is not text of at most {MAX_TEMPLATE} characters")
-    return template
+    if path.exists():
+        # A link could put any text file of this user into the .edgeq.  The hub's cache links to blobs of the repository.
+        blobs = folder.parent.parent / "blobs"
+        if not any(path.resolve().is_relative_to(allowed.resolve()) for allowed in (folder, blobs)):
+            raise CheckpointError(f"{path}: a link out of the checkpoint's folder; replace it by the file that is meant")
+        # Line ends as transformers reads them.
+        data = read_file(path, 4 * MAX_TEMPLATE).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    else:
+        template = settings.get("chat_template")
+        if isinstance(template, list):
+            named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
+        if template is None:
+            return None
+        data = template.encode("utf-8", "surrogatepass") if isinstance(template, str) else b"\xff"
+    try:
+        if len(data.decode("utf-8")) <= MAX_TEMPLATE:
+            return data
+    except UnicodeDecodeError:
+        pass
+    raise CheckpointError(f"{folder}: the chat template is not text of at most {MAX_TEMPLATE} characters")
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

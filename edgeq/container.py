@@ -28,12 +28,11 @@ import numpy as np
 
 from edgeq import manifest
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.metadata import DIGEST_BYTES, Metadata, Segment, decode
+from edgeq.metadata import ALIGNMENT, DIGEST_BYTES, Metadata, Segment, decode
 from edgeq.records import DTYPES, ArrayRef
 
 MAGIC = b"edgeq\r\n\x1a"
 VERSION = 1
-ALIGNMENT = 64
 # The largest page size of a supported board (Raspberry Pi 5): data can be mapped and protected apart from the header.
 DATA_OFFSET = 16384
 MAX_METADATA = 64 << 20
@@ -134,7 +133,7 @@ class ModelFile:
         try:
             if digest(data) != header.metadata_digest:
                 raise FormatError("the metadata does not match its digest: damaged; copy or convert the file again")
-            metadata, segments = decode(data)
+            metadata, segments = decode(data, header.data_length)
             _check_segments(segments, header)
             manifest.check(metadata)
             _check_arrays(metadata, segments)

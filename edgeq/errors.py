@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+MAX_MESSAGE = 2000
+"""Characters of a message; of a longer one the middle is left out."""
+
+
+def printable(text: str) -> str:
+    """`text` in one line with nothing but printable characters: others are escaped, as in a Python string.
+
+    A file's text can hold sequences that a terminal obeys (ESC), and characters that reverse the order of what follows.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
 
 class EdgeqError(Exception):
-    """Base of all errors whose message is meant for the user: shown as one line, exit code 1."""
+    """Base of all errors whose message is meant for the user: shown as one line, exit code 1.
+
+    Messages quote what strangers wrote, so every message is made printable and cut here.
+    """
+
+    def __init__(self, message: str) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE - 505]} ... {message[-500:]}"
+        super().__init__(printable(message))
 
 
 class FormatError(EdgeqError):

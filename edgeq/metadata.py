@@ -7,6 +7,7 @@ it, and whatever the reader raises on nonsense becomes one FormatError.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,9 +23,12 @@ from edgeq.records import KV_KINDS, MODES, Activation, ArrayRef, KvCodec, Linear
 
 T = TypeVar("T")
 
+ALIGNMENT = 64
+"""Every segment starts at a multiple of it, and has at least one byte."""
 MAX_SEGMENTS = 1 << 18
 MAX_LAYERS = 1 << 16
-MAX_ARRAYS = 1 << 19
+MAX_ARRAYS = 1 << 14
+"""1024 decoder layers of at most 12 arrays each, and a few of the whole model."""
 MAX_BLOBS = 64
 MAX_KERNELS = 64
 MAX_WEIGHTS = 2
@@ -190,26 +194,45 @@ def _kernels(target: str, segment: int) -> Any:
     return record
 
 
-def decode(data: bytes) -> tuple[Metadata, list[Segment]]:
+def decode(data: bytes, data_length: int = MAX_SEGMENTS * ALIGNMENT) -> tuple[Metadata, list[Segment]]:
     """FlatBuffer bytes -> metadata and segments.  Checks the structure only; the container checks that arrays lie in the file.
 
+    data_length   bytes of the data area: it bounds the number of segments, which bounds the number of everything else
     FormatError: not a sound FlatBuffer of this schema.  UnsupportedError: a codec or part this version cannot run.
     """
     try:
-        return _decode(data)
+        return _decode(data, data_length)
     except (struct.error, IndexError, TypeError, ValueError, AttributeError, OverflowError, UnicodeError) as error:
         raise FormatError(f"metadata is damaged ({type(error).__name__}: {error}); copy or convert the file again") from None
 
 
-def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
+def _decode(data: bytes, data_length: int) -> tuple[Metadata, list[Segment]]:
     if len(data) < 8 or data[4:8] != b"EDGQ":
         raise FormatError("metadata is not an edgeq FlatBuffer; copy or convert the file again")
     model = fb.Model.GetRootAs(data, 0)
-    segments = _items("segments", model.SegmentsLength(), MAX_SEGMENTS, model.Segments, _read_segment)
-    linears = _items("linear layers", model.LinearsLength(), MAX_LAYERS, model.Linears, _read_linear)
-    arrays = _items("arrays", model.ArraysLength(), MAX_ARRAYS, model.Arrays, _read_named_array)
-    blobs = _items("blobs", model.BlobsLength(), MAX_BLOBS, model.Blobs, _read_blob)
-    kernels = _items("kernels", model.KernelsLength(), MAX_KERNELS, model.Kernels, _read_kernels)
+    counts = (
+        model.SegmentsLength(), model.LinearsLength(), model.ArraysLength(), model.BlobsLength(), model.KernelsLength()
+    )  # fmt: skip
+    segments = _items("segments", counts[0], min(MAX_SEGMENTS, data_length // ALIGNMENT), model.Segments, _read_segment)
+    # Tables can be shared in a FlatBuffer: a few bytes could stand for a million layers.  Each has a segment of its own.
+    if sum(counts[1:]) > counts[0]:
+        raise FormatError(
+            f"metadata claims {sum(counts[1:])} layers, arrays, blobs and kernels; its {counts[0]} segments cannot hold them"
+        )
+    left = counts[0]
+
+    def read_linear(x: Any) -> tuple[str, LinearSpec]:
+        nonlocal left
+        linear = _read_linear(x)
+        left -= sum(1 for _ in linear.arrays())
+        if left < 0:
+            raise FormatError(f"{linear.name}: the linear layers up to this one have more arrays than the file has segments")
+        return linear.name, linear
+
+    linears = _named("linear layer", counts[1], MAX_LAYERS, model.Linears, read_linear)
+    arrays = _named("array", counts[2], MAX_ARRAYS, model.Arrays, _read_named_array)
+    blobs = _named("blob", counts[3], MAX_BLOBS, model.Blobs, _read_blob)
+    kernels = _named("kernels for", counts[4], MAX_KERNELS, model.Kernels, _read_kernels)
     named = _text(model.DefaultMode(), "default_mode", MAX_MODE)
     mode = next((m for m in MODES if m == named), None)
     if mode is None:
@@ -219,10 +242,10 @@ def _decode(data: bytes) -> tuple[Metadata, list[Segment]]:
         generation=_load(model.Generation(), "generation"),
         provenance=_load(model.Provenance(), "provenance"),
         default_mode=mode,
-        linears=_unique([(x.name, x) for x in linears], "linear layer"),
-        arrays=_unique(arrays, "array"),
-        blobs=_unique(blobs, "blob"),
-        kernels=_unique(kernels, "kernels for"),
+        linears=linears,
+        arrays=arrays,
+        blobs=blobs,
+        kernels=kernels,
         kv=_read_kv(model.Kv()),
     )
     return metadata, segments
@@ -235,12 +258,16 @@ def _items(what: str, count: int, cap: int, get: Callable[[int], Any], read: Cal
     return [read(get(i)) for i in range(count)]
 
 
-def _unique(pairs: list[tuple[str, T]], what: str) -> dict[str, T]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise FormatError(f"metadata has {what} {twice!r} twice")
+def _named(what: str, count: int, cap: int, get: Callable[[int], Any], read: Callable[[Any], tuple[str, T]]) -> dict[str, T]:
+    """`read` of each entry of a vector, by name; a name that comes twice ends it: a shared table is read twice at most."""
+    if count > cap:
+        raise FormatError(f"metadata claims {count} {what}s; at most {cap} are possible")
+    result: dict[str, T] = {}
+    for i in range(count):
+        name, value = read(get(i))
+        if name in result:
+            raise FormatError(f"metadata has {what} {name!r} twice")
+        result[name] = value
     return result
 
 
@@ -254,7 +281,7 @@ def _text(value: bytes | None, what: str, cap: int) -> str:
 
 def _load(value: bytes | None, what: str) -> dict[str, object]:
     try:
-        loaded = json.loads(_text(value, what, MAX_JSON), parse_constant=_not_a_number)
+        loaded = json.loads(_text(value, what, MAX_JSON), parse_constant=_not_a_number, parse_float=_finite)
     except RecursionError:
         raise FormatError(f"metadata {what} is nested too deeply") from None
     if not isinstance(loaded, dict):
@@ -266,10 +293,17 @@ def _not_a_number(name: str) -> None:
     raise FormatError(f"metadata holds the number {name}, which JSON does not allow")
 
 
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise FormatError(f"metadata holds the number {digits[:40]}, which is too large")
+    return value
+
+
 def _read_segment(s: Any) -> Segment:
     if s.DigestLength() != DIGEST_BYTES:
         raise FormatError(f"a segment digest has {s.DigestLength()} bytes; expected {DIGEST_BYTES}")
-    return Segment(int(s.Offset()), int(s.Length()), bytes(s.Digest(i) for i in range(DIGEST_BYTES)))
+    return Segment(int(s.Offset()), int(s.Length()), s.DigestAsNumpy().tobytes())
 
 
 def _read_array(a: Any) -> ArrayRef | None:

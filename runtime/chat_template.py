@@ -1,6 +1,7 @@
 """Messages to tokens through the chat template of the file.
 
-A template is a program that came with a checkpoint: it runs in jinja2's sandbox with limits on what it can build.  What a user
+A template is a program that came with a checkpoint: it runs in jinja2's sandbox, in a child process with limits on memory and
+time, and there are limits on what it can build and say.  What a user
 writes is text: a control token spelled in a message is encoded as the characters it is made of.
 """
 
@@ -20,22 +21,29 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from edgeq.confinement import LimitError, Limits, confined
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime.tokenizer import REPLACEMENT, Text
 
 Message = Mapping[str, Any]
 
 OTHER_TEMPLATE = "pass another one with --chat-template FILE"
+LIMITS = Limits(memory=256 << 20, seconds=2)
+"""The templates of the hub take some milliseconds and less than 10 MiB."""
+MAX_SOURCE = 1 << 20
+"""Characters of a template, as converters have it; those of the hub have at most some 20,000."""
+MAX_TRANSLATED = 16 << 20
+"""Characters of the Python program that a template becomes, its constant expressions evaluated."""
 MAX_VALUE = 1 << 20
 """Characters, items or bits that one `*`, `**` or `%` of a template may make."""
 OUTPUT_FACTOR, OUTPUT_EXTRA = 4, 64 << 10
 MARK = "\ue000"
 """Private-use character around the index of a masked control token."""
-_MARKED = re.compile(f"{MARK}([0-9]+){MARK}")
+_MARKED = re.compile(f"{MARK}([0-9]{{1,9}}){MARK}")
 
 
 class ChatTemplate:
-    """UnsupportedError: jinja2 cannot read the template."""
+    """UnsupportedError: jinja2 cannot read the template, or takes too much memory or time for it."""
 
     def __init__(self, source: str, text: Text) -> None:
         self._text = text
@@ -43,10 +51,12 @@ class ChatTemplate:
         self._literals = list(text.added)
         self._all = _alternatives(self._literals)
         self._special = _alternatives([literal for literal, special in text.added.items() if special])
-        try:
-            self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise UnsupportedError(f"the chat template cannot be read: {error}; {OTHER_TEMPLATE}") from None
+        if len(source) > MAX_SOURCE:
+            raise UnsupportedError(f"the chat template has more than {MAX_SOURCE} characters; {OTHER_TEMPLATE}")
+        environment = _environment()
+        # jinja2 evaluates constant expressions while it translates: only the child does that.
+        code = compile(_confined(lambda: _python_source(environment, source)), "<template>", "exec")
+        self._template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
 
     def encode(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Tokens of a conversation, ready for the assistant's turn.
@@ -66,7 +76,13 @@ class ChatTemplate:
         return tokens
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The conversation as text; control tokens spelled in messages are not masked."""
+        """The conversation as text; control tokens spelled in messages are not masked.
+
+        InputError: the template refuses the messages.  UnsupportedError: it goes beyond a limit.
+        """
+        return _confined(lambda: self._rendered(messages, variables))
+
+    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         limit = OUTPUT_FACTOR * (_length(messages) + _length(variables) + self._source_length) + OUTPUT_EXTRA
         pieces, size = [], 0
         try:
@@ -80,6 +96,8 @@ class ChatTemplate:
             raise UnsupportedError(f"the chat template goes too far: {error}; {OTHER_TEMPLATE}") from None
         except jinja2.TemplateError as error:
             raise InputError(f"the chat template refuses these messages: {error}") from None
+        except (MemoryError, RecursionError):
+            raise
         # A template is a stranger's program and can raise anything.
         except Exception as error:
             raise InputError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from None
@@ -96,6 +114,28 @@ class ChatTemplate:
         if isinstance(value, (list, tuple)):
             return [self._masked(v, literals) for v in value]
         return value
+
+
+def _confined(work: Callable[[], str]) -> str:
+    try:
+        return confined(work, LIMITS)
+    except LimitError as error:
+        raise UnsupportedError(f"the chat template goes too far: {error}; {OTHER_TEMPLATE}") from None
+
+
+def _python_source(environment: _Environment, source: str) -> str:
+    """The template as Python source, which Python has compiled without an error.
+
+    UnsupportedError: not a template, one that Python refuses (SyntaxError: more than 20 nested loops), or too long.
+    """
+    try:
+        translated = environment.compile(source, raw=True)
+        if len(translated) <= MAX_TRANSLATED:
+            compile(translated, "<template>", "exec")
+            return translated
+    except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError) as error:
+        raise UnsupportedError(f"the chat template cannot be read: {error}; {OTHER_TEMPLATE}") from None
+    raise UnsupportedError(f"the chat template has constants of more than {MAX_TRANSLATED} characters; {OTHER_TEMPLATE}")
 
 
 def _check(messages: Sequence[Message]) -> None:

@@ -26,6 +26,7 @@ from edgeq.runtime.stats import LONGEST_DRAFT, Measurement, Speculation
 from edgeq.runtime.stopping import Ending
 from edgeq.runtime.tokenizer import Text
 from edgeq.targets import Choice, pick
+from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Requantizable, no_progress
 
@@ -57,6 +58,9 @@ class Model:
         self.requantization = chosen(requantization, file)
         # Its buffers do not depend on the context, only rotary frequencies do.
         graph = decoder(file.metadata)
+        if self.requantization:
+            # Refused here, so that no target compiles first.
+            shared_inputs(graph)
         room = choice.target.room(graph, file, options)
         self.context = choose_context(room, graph.page_bytes(options.kv), self.config.max_position_embeddings, context)
         self.graph = decoder(file.metadata, self.context)

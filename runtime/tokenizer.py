@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from tokenizers import Tokenizer
-
+from edgeq import tokenizer
 from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError, UnsupportedError
+from edgeq.tokenizer import SafeTokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_STOPS = 16
@@ -27,10 +25,12 @@ class Text:
     added            literals of control tokens and whether each is special
     """
 
-    def __init__(self, tokenizer_json: str, generation: dict[str, object]) -> None:
+    def __init__(self, tokenizer_json: str | bytes, generation: dict[str, object]) -> None:
         """FormatError: the tokenizer cannot be loaded, or `generation` is not what a converter writes."""
-        self._tokenizer = _load(tokenizer_json)
-        added = self._tokenizer.get_added_tokens_decoder().items()
+        data = tokenizer_json.encode("utf-8", "replace") if isinstance(tokenizer_json, str) else tokenizer_json
+        self._tokenizer = tokenizer.load(data)
+        library = self._tokenizer.tokenizer
+        added = library.get_added_tokens_decoder().items()
         # Runs of spaces are added tokens of some tokenizers; they control nothing.
         self.added: dict[str, bool] = {t.content: t.special for _, t in added if t.content.strip()}
         self.added_ids = frozenset(i for i, t in added if t.content.strip())
@@ -40,7 +40,7 @@ class Text:
         stops = generation.get("eos_token_ids", [])
         if not isinstance(stops, list):
             raise FormatError(f"generation eos_token_ids is {str(stops)[:80]}; expected a list of token ids")
-        named = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
+        named = library.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos = frozenset(t for t in [*(_token_id("eos_token_ids", s) for s in stops), named] if t is not None)
 
     @classmethod
@@ -48,42 +48,34 @@ class Text:
         blob = file.blob("tokenizer.json")
         if blob is None:
             raise UnsupportedError(f"{file.path}: no tokenizer in the file; convert the checkpoint again, with tokenizer.json")
-        try:
-            return cls(blob.decode("utf-8"), file.metadata.generation)
-        except UnicodeDecodeError:
-            raise FormatError(f"{file.path}: tokenizer.json is not UTF-8; convert the checkpoint again") from None
+        return cls(blob, file.metadata.generation)
 
     @cached_property
-    def _plain(self) -> Tokenizer:
+    def _plain(self) -> SafeTokenizer:
         """Knows no control token, so that one that is spelled out is text.  It shares the vocabulary of the other."""
-        plain = Tokenizer(self._tokenizer.model)
-        for part in ("normalizer", "pre_tokenizer", "decoder"):
-            if getattr(self._tokenizer, part) is not None:
-                setattr(plain, part, getattr(self._tokenizer, part))
-        return plain
+        return self._tokenizer.without_added_tokens()
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, beginning as the model was trained to see it; control tokens spelled in it are control tokens."""
-        ids = _encode(self._tokenizer, text, add_special_tokens=True)
+        ids = self._tokenizer.encode(text, add_special_tokens=True)
         return [self.bos, *ids] if self.add_bos and self.bos is not None else ids
 
     def encode_part(self, text: str) -> list[int]:
         """Tokens of a part of a rendered chat: nothing is put before it, control tokens spelled in it are control tokens."""
-        return _encode(self._tokenizer, text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode_plain(self, text: str) -> list[int]:
         """Tokens of text that a user wrote: never a control token, whatever it spells."""
-        ids = _encode(self._plain, text, add_special_tokens=False)
+        ids = self._plain.encode(text, add_special_tokens=False)
         if self.added_ids.isdisjoint(ids):
             return ids
         # A vocabulary that holds the literal as an ordinary word (Unigram); a single character is never one.
-        apart = [i for character in text for i in _encode(self._plain, character, add_special_tokens=False)]
-        return [i for i in apart if i not in self.added_ids]
+        apart = self._plain.encode_each(list(text), add_special_tokens=False)
+        return [i for ids in apart for i in ids if i not in self.added_ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, control tokens left out."""
-        with _sound():
-            return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(list(tokens))
 
 
 class TextStream:
@@ -157,40 +149,6 @@ class StopStrings:
         """What was held back and became no stop string."""
         held, self._held = self._held, ""
         return held
-
-
-@contextmanager
-def _sound() -> Iterator[None]:
-    """Whatever a damaged or hostile tokenizer makes the library raise is a FormatError."""
-    try:
-        yield
-    except BaseException as error:
-        # A bare Exception, or a panic of the Rust code, which is none.
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
-            raise
-        raise FormatError(f"the file's tokenizer does not work: {str(error)[:200]}; convert the checkpoint again") from None
-
-
-def _load(tokenizer_json: str) -> Tokenizer:
-    with _sound():
-        tokenizer = Tokenizer.from_str(tokenizer_json)
-    # glibc keeps what parsing took: with a vocabulary of 128,000 that is 85 MB, twice what the tokenizer needs.
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    # Settings of the training run that would silently cut or fill a prompt.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise InputError("the text is not valid UTF-8; save it as UTF-8") from None
-    with _sound():
-        # encode() would hold the interpreter lock.
-        return list(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _token_id(name: str, value: object) -> int | None:

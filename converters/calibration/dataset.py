@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
+from edgeq import tokenizer
 from edgeq.converters.calibration import builtin_text
 from edgeq.converters.tokenizer import TextAssets
 from edgeq.errors import InputError
@@ -36,12 +36,10 @@ def calibration(path: Path | None, text: TextAssets, length: int, most: int = MA
         documents = builtin_text.documents() if path is None else (path.read_text(encoding="utf-8"),)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot read it as UTF-8 calibration text: {error}") from None
-    tokenizer = Tokenizer.from_str(text.blobs["tokenizer.json"].decode())
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    encoder = tokenizer.load(text.blobs["tokenizer.json"])
     bos = text.generation["bos_token_id"]
     start = [bos] if isinstance(bos, int) else []
-    encoded = (tokenizer.encode(document, add_special_tokens=False).ids for document in documents)
+    encoded = encoder.encode_each(documents, add_special_tokens=False)
     tokens = [token for ids in encoded for token in (*start, *ids)]
     rows = torch.tensor(tokens[: len(tokens) // length * length], dtype=torch.int64).view(-1, length)
     if not len(rows):

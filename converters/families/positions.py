@@ -39,6 +39,8 @@ def qwen_windows(values: Values, layers: int) -> tuple[int, ...]:
     found, types = window(values) if values["use_sliding_window"] else 0, values["layer_types"]
     if types is None:
         first = values["max_window_layers"]
+        if type(first) is not int:
+            raise FormatError(f"max_window_layers is {first!r}; expected an integer")
         types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     return typed_windows(found, types, layers)
 

@@ -216,8 +216,8 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "segment length overflows": (setting("segments.3.length", 2**64 - 64), FormatError, "segment 3 .*leaves the file"),
     "empty segment": (setting("segments.2.length", 0), FormatError, "segment 2"),
     "last segment short": (setting("segments.0.length", lambda n: n - 64), FormatError, "segment 1 does not follow"),
-    "no segments": (lambda m: m.segments.clear(), FormatError, "do not cover the data area"),
-    "last segment missing": (lambda m: m.segments.pop(), FormatError, "do not cover"),
+    "no segments": (lambda m: m.segments.clear(), FormatError, "its 0 segments cannot hold them"),
+    "last segment missing": (lambda m: m.segments.pop(), FormatError, "do not cover|cannot hold"),
     "digest too short": (setting("segments.0.digest", [1, 2, 3]), FormatError, "digest has 3 bytes; expected 16"),
     # arrays and segments
     "two arrays share a segment": (setting("linears.0.weights.0.scale.segment", 0), FormatError, "share segment 0"),
@@ -350,7 +350,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "kernels of too many architectures": (
         setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),
         FormatError,
-        "65 kernels",
+        "80 layers, arrays, blobs and kernels; its 24 segments",
     ),
     # names
     "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.runtime.chat_template import ChatTemplate
+from edgeq.runtime import chat_template
+from edgeq.runtime.chat_template import LIMITS, MAX_SOURCE, MAX_TRANSLATED, MAX_VALUE, ChatTemplate
 from edgeq.runtime.tokenizer import Text
 
 DATA = json.loads(
@@ -191,6 +194,103 @@ def test_a_hostile_template_is_stopped(hostile: str, text: Text) -> None:
     with pytest.raises(UnsupportedError, match="--chat-template"):
         ChatTemplate(hostile, text).encode(CHAT)
     assert time.process_time() - started < 5
+
+
+def growing(step: str, start: str = "'aaaaaaaa'", times: int = 40) -> str:
+    return f"{{% set n = namespace(s={start}) %}}{{% for i in range({times}) %}}{{% set n.s = {step} %}}{{% endfor %}}x"
+
+
+MEMORY, TIME = "more than 256 MiB of memory", "more than 2 s of processor time"
+BOMBS = {
+    "sum": (growing("n.s + n.s"), MEMORY),
+    "concatenation": (growing("n.s ~ n.s"), MEMORY),
+    "sum of lists": (growing("n.s + n.s", "[1, 2, 3]"), MEMORY),
+    "joined": (growing("[n.s, n.s]|join"), MEMORY),
+    "replaced": (growing("n.s|replace('a', 'aaaa')"), MEMORY),
+    "a list in itself": (growing("[n.s, n.s]") + "{{ n.s }}", f"{MEMORY}|{TIME}"),
+    "a list in itself as JSON": (growing("[n.s, n.s]") + "{{ n.s|tojson }}", f"{MEMORY}|{TIME}"),
+    "width of a filter": ("{{ messages[0].role|center(3000000000)|length }}", MEMORY),
+    "width of a constant": ("{{ 'x'|center(3000000000)|length }}", MEMORY),
+    "width of a method": ("{{ 'x'.ljust(3000000000)|length }}", MEMORY),
+    "width of a format": ("{{ '{:>3000000000}'.format('a')|length }}", MEMORY),
+    "indentation": ("{{ [1, [2]]|tojson(indent=1500000000)|length }}", MEMORY),
+    "batch": ("{{ [1]|batch(300000000, 0)|list|length }}", MEMORY),
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TIME),
+    "macros": ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", TIME),
+    "lorem ipsum": ("{{ lipsum(n=3000000)|length }}", TIME),
+    "a regular expression": ("{{ ('<a ' * 340000)|striptags|length }}{{ ('a@' * 500000)|urlize|length }}" * 40, TIME),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_operator_filter_or_loop_takes_more_than_its_share(name: str, text: Text) -> None:
+    """Processor time of this process and of its children; memory of the children, of which the largest counts."""
+    source, reason = BOMBS[name]
+    before = os.times()
+    with pytest.raises(UnsupportedError, match=f"goes too far: .*({reason}).*--chat-template"):
+        ChatTemplate(source, text).encode(CHAT)
+    after = os.times()
+    assert sum(after[:4]) - sum(before[:4]) < 2 * LIMITS.seconds + 1
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10 < own + LIMITS.memory
+
+
+@pytest.mark.parametrize(
+    "source",
+    (
+        "".join(f"{{% for a{i} in [1] %}}" for i in range(25)) + "{% endfor %}" * 25,
+        "{% if 1 %}" * 150 + "{% endif %}" * 150,
+        "{{ " + "9" * 5000 + " }}",
+        "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+        "{{ " + "not " * 3000 + "1 }}",
+        "{{ " + "1+" * 3000 + "1 }}",
+    ),
+    ids=("loops", "ifs", "digits", "parentheses", "nots", "sum"),
+)
+def test_a_template_that_python_cannot_compile_is_refused(source: str, text: Text) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be read.*--chat-template"):
+        ChatTemplate(source, text)
+
+
+def test_the_limits_of_a_template_are_those_that_are_stated(text: Text) -> None:
+    """At each limit, and one above it."""
+    assert ChatTemplate("x" * MAX_SOURCE, text).render(CHAT) == "x" * MAX_SOURCE
+    with pytest.raises(UnsupportedError, match=f"more than {MAX_SOURCE} characters"):
+        ChatTemplate("x" * (MAX_SOURCE + 1), text)
+    assert ChatTemplate(f"{{{{ ('x' * {MAX_VALUE})|length }}}}", text).render(CHAT) == str(MAX_VALUE)
+    with pytest.raises(UnsupportedError, match=f"more than {MAX_VALUE} characters"):
+        ChatTemplate(f"{{{{ ('x' * {MAX_VALUE + 1})|length }}}}", text).render(CHAT)
+    half = f"{{{{ 'x'|center({MAX_TRANSLATED // 2}) }}}}"
+    assert ChatTemplate(half, text)
+    with pytest.raises(UnsupportedError, match=f"constants of more than {MAX_TRANSLATED}"):
+        ChatTemplate(half * 2, text)
+    source = "{% for i in range(size) %}x{% endfor %}"
+    limit = (
+        chat_template.OUTPUT_FACTOR * (len("userhi") + len("rolecontent") + 8 + 4 + len(source)) + chat_template.OUTPUT_EXTRA
+    )
+    hello = [{"role": "user", "content": "hi"}]
+    assert len(ChatTemplate(source, text).render(hello, size=limit)) == limit
+    with pytest.raises(UnsupportedError, match=f"more than {limit} characters"):
+        ChatTemplate(source, text).render(hello, size=limit + 1)
+
+
+def test_a_template_changes_no_message_and_prints_nothing(text: Text, capfd: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "user", "content": ["a"]}]
+    ChatTemplate("{{ messages[0].content }}", text).encode(chat)
+    assert chat == [{"role": "user", "content": ["a"]}] and capfd.readouterr() == ("", "")
+
+
+def test_what_a_template_says_cannot_command_a_terminal(text: Text) -> None:
+    with pytest.raises(InputError) as caught:
+        ChatTemplate("{{ raise_exception('\x1b]0;owned\x07 \u202e a\nb') }}", text).render(CHAT)
+    assert r"\x1b]0;owned\x07 \u202e a\nb" in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_a_mark_that_a_template_writes_is_no_token(text: Text) -> None:
+    digits = "9" * 5000
+    tokens = ChatTemplate(f"\ue000{digits}\ue000\ue000999\ue000x", text).encode(CHAT)
+    assert text.decode(tokens).endswith("x")
 
 
 def test_arithmetic_within_the_limits_works(text: Text) -> None:

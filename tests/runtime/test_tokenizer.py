@@ -175,6 +175,13 @@ def test_a_tokenizer_that_fails_while_encoding_is_refused() -> None:
         Text(json.dumps(data), {}).encode("not a word of it")
 
 
+def test_one_character_of_a_vocabulary_that_spells_a_control_token_in_a_child() -> None:
+    """The way of `encode_plain` for such a vocabulary, where every text is encoded in a child."""
+    data = json.loads(TOKENIZER)
+    data["normalizer"] = {"type": "Replace", "pattern": {"Regex": "q+"}, "content": "q"}
+    assert Text(json.dumps(data), {}).encode_plain("<|end|>") == Text(TOKENIZER, {}).encode_plain("<|end|>")
+
+
 def test_text_that_is_not_utf8_is_refused(text: Text) -> None:
     with pytest.raises(InputError, match="UTF-8"):
         text.encode("\ud800")

@@ -1,0 +1,126 @@
+"""Work in a child process ends at its limits, whatever it does, and leaves nothing in this process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from edgeq.confinement import LimitError, Limits, confined
+from edgeq.errors import MAX_MESSAGE, EdgeqError, FormatError, InputError
+
+MIB = 1 << 20
+LIMITS = Limits(memory=64 * MIB, seconds=1)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the size of the process is read from /proc")
+
+
+def spin(seconds: float) -> str:
+    while time.process_time() < seconds:
+        pass
+    return "done"
+
+
+def test_the_text_comes_back_as_it_is() -> None:
+    long = "naïve 日本 🙂 \0 \ud800 \x1b\n" * 100_000
+    assert confined(lambda: long, LIMITS) == long
+    assert confined(lambda: "", LIMITS) == ""
+
+
+@linux
+def test_memory_has_its_limit() -> None:
+    assert confined(lambda: str(len(bytearray(48 * MIB))), LIMITS) == str(48 * MIB)
+    with pytest.raises(LimitError, match="more than 64 MiB of memory"):
+        confined(lambda: str(len(bytearray(65 * MIB))), LIMITS)
+
+
+def test_processor_time_has_its_limit() -> None:
+    assert confined(lambda: spin(0.7), LIMITS) == "done"
+    with pytest.raises(LimitError, match="more than 1 s of processor time"):
+        confined(lambda: spin(2.1), LIMITS)
+
+
+def test_the_clock_has_its_limit() -> None:
+    class Short(Limits):
+        wall_seconds = 1  # type: ignore[assignment]
+
+    started = time.monotonic()
+    with pytest.raises(LimitError, match="more than 1 s"):
+        confined(lambda: str(time.sleep(60)), Short(64 * MIB, 10))
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    (
+        (lambda: str(os.abort()), "memory"),
+        (lambda: ctypes.string_at(1).decode(), "ends its process"),
+        (lambda: str(os.kill(os.getpid(), signal.SIGKILL)), "ends its process"),
+        (lambda: str(os._exit(0)), "ends its process"),
+        (lambda: str(1 // 0), "ZeroDivisionError: .*by zero"),
+    ),
+    ids=("abort", "segmentation fault", "kill", "exit", "exception"),
+)
+def test_a_child_that_dies_is_an_error(work: Callable[[], str], reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LimitError, match=reason):
+        confined(work, LIMITS)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_for_the_user_keeps_its_kind() -> None:
+    def refuse() -> str:
+        raise InputError("not this one")
+
+    with pytest.raises(InputError, match="^not this one$"):
+        confined(refuse, LIMITS)
+
+
+def test_a_child_writes_no_file(tmp_path: object) -> None:
+    def write() -> str:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with open(f"{tmp_path}/file", "w") as file:
+            file.write("x")
+        return "written"
+
+    with pytest.raises(LimitError, match="too large"):
+        confined(write, LIMITS)
+
+
+def test_nothing_is_left_over() -> None:
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for _ in range(20):
+        confined(lambda: "x", LIMITS)
+        with pytest.raises(LimitError):
+            confined(lambda: str(1 // 0), LIMITS)
+    assert (len(os.listdir("/proc/self/fd")) if before else 0) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_threads_can_confine_at_the_same_time() -> None:
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda i=i: found.append(confined(lambda: str(i), LIMITS))) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [str(i) for i in range(8)]
+
+
+def test_a_system_without_fork_does_the_work_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fork")
+    assert confined(lambda: str(os.getpid()), LIMITS) == str(os.getpid())
+    with pytest.raises(LimitError, match="ZeroDivisionError"):
+        confined(lambda: str(1 // 0), LIMITS)
+
+
+def test_a_message_is_one_printable_line_of_bounded_length() -> None:
+    assert str(FormatError("naïve 日本: a\x1b[2J\r\nb\u202e\x7f\ud800")) == r"naïve 日本: a\x1b[2J\r\nb\u202e\x7f\ud800"
+    assert str(EdgeqError("x" * MAX_MESSAGE)) == "x" * MAX_MESSAGE
+    cut = str(EdgeqError("a" * MAX_MESSAGE + "b"))
+    assert len(cut) == MAX_MESSAGE and cut.endswith("b") and " ... " in cut
