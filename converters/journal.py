@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgeq.errors import InputError, ResourceError
 from edgeq.metadata import Segment
-from edgeq.writer import partial_path
+from edgeq.partial import partial_path
 
 Fingerprint = dict[str, object]
 
