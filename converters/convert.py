@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +14,21 @@ from torch import nn
 from edgeq.container import ModelFile
 from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.existing import already_there
 from edgeq.converters.items import Deliver, write
 from edgeq.converters.journal import Journal
 from edgeq.converters.linears import Delivery, LinearItem
 from edgeq.converters.method import Block, Study
 from edgeq.converters.options import ConvertOptions
+from edgeq.converters.output import check_output
 from edgeq.converters.plan import ConversionPlan, WriteStep
 from edgeq.converters.preflight import check_disk, preflight
 from edgeq.converters.readback import stored_tensors
 from edgeq.converters.slabs import RowReader, Tensors
-from edgeq.errors import InputError
+from edgeq.partial import Partial
 from edgeq.writer import Writer
 
-__all__ = ["ConversionProgress", "ConvertOptions", "Warn", "convert", "preflight"]
+__all__ = ["ConversionProgress", "ConvertOptions", "Converted", "Warn", "carry_out", "convert", "preflight"]
 
 ConversionProgress = Callable[[int, int, str, int, int], None]
 """Progress callback: (step, total steps, label, bytes of the file written, total bytes).
@@ -41,28 +44,49 @@ def convert(
     """The checkpoint `source` (folder or hub id) as the model file `output`, verified.
 
     Killed at any moment and called again with the same source and options, it goes on and ends in the same bytes.  An existing
-    `output` is replaced only by the finished file.  Memory: see `edgeq.converters.plan`.
-    Errors: as `preflight`; InputError: an interrupted conversion with other source or options is in the way; ResourceError: the
-    disk is full, what is written stays for the next run.
+    .edgeq file of the same conversion is verified and returned; one of another conversion is replaced, with the option `force`,
+    only by the finished file; nothing else is ever replaced.  Memory: see `edgeq.converters.plan`.
+    Errors: as `preflight` and `carry_out`; InputError: something else is at `output`.
     """
-    plan = preflight(source, options)
-    if output.is_dir():
-        raise InputError(f"{output}: a folder; give the name of the file to write")
-    for line in plan.notes():
-        warn(line)
-    journal = Journal(output, plan.fingerprint())
-    segments = journal.resume(options.restart)
-    check_disk(plan, output, segments[-1].offset + segments[-1].length if segments else 0)
-    writer = Writer(output, segments)
+    check_output(source, output)
+    return carry_out(preflight(source, options), output, progress, warn).file
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The verified file; `found`: it was there already, nothing was converted."""
+
+    file: ModelFile
+    found: bool
+
+
+def carry_out(plan: ConversionPlan, output: Path, progress: ConversionProgress, warn: Warn = lambda line: None) -> Converted:
+    """`convert` for a plan that `preflight` made.
+
+    InputError: `output` was made by another conversion, is written by another process at this moment, or an interrupted
+    conversion of other source or options is in the way; ResourceError: the disk is full, what is written stays for the next
+    run.
+    """
+    partial = Partial(output)
     try:
-        plan = _Run(plan, writer, journal, progress, warn).finish()
-        file = writer.finish(plan.metadata())
+        file = already_there(plan, output)
+        found = file is not None
+        journal = Journal(partial, plan.fingerprint())
+        if file is None:
+            for line in plan.notes():
+                warn(line)
+            segments = journal.resume(plan.options.restart)
+            check_disk(plan, output, segments[-1].offset + segments[-1].length if segments else 0)
+            writer = Writer(output, segments, partial)
+            plan = _Run(plan, writer, journal, progress, warn).finish()
+            file = writer.finish(plan.metadata())
     finally:
-        writer.close()
+        partial.close()
     for done, size in file.verify():
         progress(len(plan.steps), len(plan.steps) + 1, "verify", done, size)
-    journal.remove()
-    return file
+    if not partial.path.exists():
+        journal.remove()
+    return Converted(file, found)
 
 
 class _Run:

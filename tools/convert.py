@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from edgeq.container import ModelFile
+from edgeq.converters.method_options import check_method_options
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.output import check_output
 from edgeq.devices import Device, device
 from edgeq.metadata import Metadata
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
@@ -23,25 +26,29 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)")
 
 
-def convert(source: str, output: Path, options: dict[str, Any]) -> None:
+def convert(source: str, output: Path, target: str | None, options: dict[str, Any]) -> None:
     """Convert `source` into `output` and print a line about the result to standard error.
 
     InputError: a GGUF file; otherwise as edgeq.converters.convert.convert.  ModuleNotFoundError: torch or transformers is not
     installed.
     """
     refuse_gguf(Path(source))
-    profile = device(options["device"]) if options["device"] else None
+    profile = device(target) if target else None
+    settings = ConvertOptions(**options)
+    check_method_options(settings)
+    check_output(source, output)
+    # torch is imported from here on, which takes seconds.
     quiet_libraries()
-    from edgeq.converters.convert import ConvertOptions
-    from edgeq.converters.convert import convert as carry_out
+    from edgeq.converters.convert import carry_out, preflight
 
     with progress() as report:
 
         def on_progress(step: int, steps: int, label: str, done: int, size: int) -> None:
             report(step + done / size, steps, label)
 
-        file = carry_out(source, output, ConvertOptions(**options), on_progress, note)
-    note(f"{output}: {summary(file)}")
+        converted = carry_out(preflight(source, settings), output, on_progress, note)
+    file = converted.file
+    note(f"{output}: {'already there, ' * converted.found}{summary(file)}")
     if profile:
         note(verdict(profile, file.metadata, file.size))
 

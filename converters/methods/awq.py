@@ -18,7 +18,6 @@ from edgeq.converters.calibration.torch_decoder import quantized_linears
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
-from edgeq.converters.methods.rtn import RoundToNearest
 from edgeq.converters.quantizer import AWQ, Preset, fake, split_groups, uniform_spans
 
 CodecOfColumns = Callable[[int], Codec]
@@ -34,7 +33,6 @@ class Awq(Method):
     """Scales and clipping; the layer so prepared is rounded to nearest."""
 
     name = "awq"
-    defaults = RoundToNearest.defaults
     calibrates = True
 
     def dtype(self, part: str, stored: str) -> str:

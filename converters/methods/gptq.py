@@ -22,7 +22,6 @@ from edgeq.converters.calibration.forward import token_activations
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import observe, scaled_dtype, search_and_apply
-from edgeq.converters.methods.rtn import RoundToNearest
 from edgeq.converters.quantizer import GPTQ, Grid, Preset, Quantized, grid
 
 BLOCK = 128
@@ -34,7 +33,6 @@ class Gptq(Method):
     """Group-wise GPTQ over the ranges of its own code."""
 
     name = "gptq"
-    defaults = {**RoundToNearest.defaults, "act_order": False}
     calibrates = True
     propagates = True
 

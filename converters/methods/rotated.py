@@ -42,16 +42,6 @@ def generator(seed: int) -> torch.Generator:
 class Rotated(Method):
     """Base of the rotated methods: weights symmetric, a scale per row and block, ranges by QuaRot's search."""
 
-    defaults = {
-        "bits": 4,
-        "activation_bits": 4,
-        "kv_bits": 4,
-        "group_size": 0,
-        "gptq": False,
-        "head": None,
-        "calibration": None,
-    }
-
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
         _refuse(self.name, config)
