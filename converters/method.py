@@ -58,6 +58,7 @@ class Block:
     read      rows of its tensors as `module` has them when they are asked for
     forward   `forward.hidden` are the inputs of this layer; `prepare` leaves those of the next there
     warn      takes a line for the user
+    on_part   takes (parts of the work done, parts), of as many parts as the method likes
     """
 
     index: int
@@ -66,6 +67,7 @@ class Block:
     read: RowReader
     forward: BlockForward
     warn: Callable[[str], None]
+    on_part: Callable[[int, int], None] = lambda done, parts: None
 
     def modules(self, item: LinearItem) -> list[nn.Linear]:
         """The modules of whose rows `item` is made, in its order."""
@@ -85,12 +87,16 @@ class Method:
     propagates   with `calibrates`: the inputs of a layer are the outputs of the layers before it as stored, not as they were; a
                  resumed run then loads finished layers from the unfinished file
     studies      has a `study`
+    passes       with `calibrates`: how often, about, the calibration text goes through a layer while it is prepared
+    effort       how many times the work of plain rounding, about, a weight takes apart from that; both are for progress only
     """
 
     name: ClassVar[str]
     calibrates: bool = False
     propagates: bool = False
     studies: bool = False
+    passes: ClassVar[int] = 2
+    effort: ClassVar[int] = 1
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         """`config` is the network of the checkpoint.  UnsupportedError: the method cannot do this one, and why."""

@@ -13,6 +13,7 @@ from edgeq.converters.options import ConvertOptions
 from edgeq.converters.output import check_output
 from edgeq.devices import Device, device
 from edgeq.metadata import Metadata
+from edgeq.partial import partial_path
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.tools.params import refuse_gguf
 from edgeq.tools.report import bits_per_weight
@@ -40,13 +41,19 @@ def convert(source: str, output: Path, target: str | None, options: dict[str, An
     # torch is imported from here on, which takes seconds.
     quiet_libraries()
     from edgeq.converters.convert import carry_out, preflight
+    from edgeq.converters.layer_report import LayerReport
 
-    with progress() as report:
+    with progress() as bar:
 
-        def on_progress(step: int, steps: int, label: str, done: int, size: int) -> None:
-            report(step + done / size, steps, label)
+        def on_layer(report: LayerReport) -> None:
+            note(f"{report}, {bar.left} left")
 
-        converted = carry_out(preflight(source, settings), output, on_progress, note)
+        try:
+            converted = carry_out(preflight(source, settings), output, bar, note, on_layer)
+        except KeyboardInterrupt:
+            if partial_path(output).exists():
+                note("interrupted; run the same command again to continue")
+            raise
     file = converted.file
     note(f"{output}: {'already there, ' * converted.found}{summary(file)}")
     if profile:

@@ -35,6 +35,7 @@ class Gptq(Method):
     name = "gptq"
     calibrates = True
     propagates = True
+    passes = 6
 
     @property
     def preset(self) -> Preset:
@@ -55,6 +56,7 @@ class AwqGptq(Gptq):
     """AWQ's scales, then GPTQ on the scaled weights; ranges are not clipped: GPTQ's error goes to other columns instead."""
 
     name = "awq+gptq"
+    passes = 30
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
@@ -83,7 +85,8 @@ def gptq_layer(block: Block, act_order: bool) -> dict[str, Delivery]:
     The modules are left with the weights as stored.  A layer whose H cannot be factored is rounded to nearest, with a warning.
     """
     deliveries: dict[str, Delivery] = {}
-    for item in block.linears:
+    for done, item in enumerate(block.linears):
+        block.on_part(done, len(block.linears))
         if item.recipe.codec.kind != "int":
             continue
         modules = block.modules(item)

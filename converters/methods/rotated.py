@@ -42,6 +42,9 @@ def generator(seed: int) -> torch.Generator:
 class Rotated(Method):
     """Base of the rotated methods: weights symmetric, a scale per row and block, ranges by QuaRot's search."""
 
+    passes = 10
+    effort = 80
+
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
         _refuse(self.name, config)

@@ -35,6 +35,7 @@ ITERATIONS = 4
 
 class Ttq(Method):
     name = "ttq"
+    effort = 4
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
