@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import cast
 
-from edgeq.config import ModelConfig
+from edgeq.config import ModelConfig, Rope
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
 from edgeq.converters.families import HEAD, Family, recognise
@@ -19,6 +20,7 @@ from edgeq.converters.plan import ConversionPlan, write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.machine import available_bytes
+from edgeq.rope import frequencies
 
 
 def preflight(source: str, options: ConvertOptions) -> ConversionPlan:
@@ -29,6 +31,9 @@ def preflight(source: str, options: ConvertOptions) -> ConversionPlan:
     """
     checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline))
     family, config = recognise(checkpoint.config)
+    for rope in {config.layer_rope(layer) for layer in range(config.num_hidden_layers)} - {None}:
+        # Refuses what could not be run.
+        frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(checkpoint, config.vocab_size)
     method = chosen(options)(options, family, config)
     rows = _calibration(method, text)

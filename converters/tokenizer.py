@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from tokenizers import Tokenizer
 
 from edgeq.converters.checkpoint import Checkpoint, read_json
-from edgeq.errors import CheckpointError, UnsupportedError
+from edgeq.errors import CheckpointError, FormatError, UnsupportedError
+from edgeq.generation import SAMPLING, check_generation
+from edgeq.template_tags import TAGS
 
 SAMPLE = "Def f(x):\n    return 'naïve' + 2 * x  # 日本 🙂\n"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TEMPLATE = 1 << 20
 
@@ -33,7 +35,7 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
     """The tokenizer, the chat template and the defaults of generation in the checkpoint.
 
     UnsupportedError: a tokenizer that `tokenizers` cannot load or that transformers runs differently; its class is named.
-    CheckpointError: more tokens than the embedding has rows, or token ids that are not integers.
+    CheckpointError: more tokens than the embedding has rows; token ids, defaults of sampling or a template that cannot be used.
     """
     folder = checkpoint.folder
     settings = _optional_json(folder / "tokenizer_config.json")
@@ -52,7 +54,12 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
         "special_tokens": {name: getattr(transformers_tokenizer, name, None) for name in SPECIAL},
     }
     generation.update({key: defaults[key] for key in SAMPLING if type(defaults.get(key)) in (int, float)})
+    try:
+        check_generation(generation)
+    except FormatError as error:
+        raise CheckpointError(f"{folder}: generation_config.json or config.json: {error}; correct it there") from None
     template = _chat_template(folder, settings)
+    _check_template(folder, template)
     blobs = {"tokenizer.json": data}
     if template:
         blobs["chat_template"] = template.encode()
@@ -107,6 +114,14 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE):
         raise CheckpointError(f"{folder}: the chat template is not text of at most {MAX_TEMPLATE} characters")
     return template
+
+
+def _check_template(folder: Path, template: str | None) -> None:
+    """CheckpointError: jinja2 cannot parse the template.  Nothing of it is run, nor compiled."""
+    try:
+        jinja2.Environment(extensions=TAGS).parse(template or "")
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: the chat template cannot be read: {error}; correct or remove it") from None
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
