@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,74 +14,110 @@ from torch import nn
 from edgeq.container import ModelFile
 from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.existing import already_there
 from edgeq.converters.items import Deliver, write
 from edgeq.converters.journal import Journal
+from edgeq.converters.layer_report import ROWS, LayerReport, WeightError, bits_per_weight, output_error
 from edgeq.converters.linears import Delivery, LinearItem
 from edgeq.converters.method import Block, Study
 from edgeq.converters.options import ConvertOptions
+from edgeq.converters.output import check_output
 from edgeq.converters.plan import ConversionPlan, WriteStep
 from edgeq.converters.preflight import check_disk, preflight
 from edgeq.converters.readback import stored_tensors
 from edgeq.converters.slabs import RowReader, Tensors
-from edgeq.errors import InputError
+from edgeq.converters.stages import MEASURE, PREPARED, STUDY, VERIFY, OnProgress, Stages
+from edgeq.partial import Partial
 from edgeq.writer import Writer
 
-__all__ = ["ConversionProgress", "ConvertOptions", "Warn", "convert", "preflight"]
+__all__ = ["ConvertOptions", "Converted", "OnLayer", "OnProgress", "Warn", "carry_out", "convert", "preflight"]
 
-ConversionProgress = Callable[[int, int, str, int, int], None]
-"""Progress callback: (step, total steps, label, bytes of the file written, total bytes).
-
-Steps count from 0; verification is the last one.  After a resume the first call has the step at which it goes on."""
 Warn = Callable[[str], None]
 """Called with a line that the user should read; the conversion goes on."""
+OnLayer = Callable[[LayerReport], None]
+"""Called when a decoder layer is safe on the disk."""
 
 
 def convert(
-    source: str, output: Path, options: ConvertOptions, progress: ConversionProgress, warn: Warn = lambda line: None
+    source: str, output: Path, options: ConvertOptions, on_progress: OnProgress, warn: Warn = lambda line: None
 ) -> ModelFile:
     """The checkpoint `source` (folder or hub id) as the model file `output`, verified.
 
     Killed at any moment and called again with the same source and options, it goes on and ends in the same bytes.  An existing
-    `output` is replaced only by the finished file.  Memory: see `edgeq.converters.plan`.
-    Errors: as `preflight`; InputError: an interrupted conversion with other source or options is in the way; ResourceError: the
-    disk is full, what is written stays for the next run.
+    .edgeq file of the same conversion is verified and returned; one of another conversion is replaced, with the option `force`,
+    only by the finished file; nothing else is ever replaced.  Memory: see `edgeq.converters.plan`.
+    Errors: as `preflight` and `carry_out`; InputError: something else is at `output`.
     """
-    plan = preflight(source, options)
-    if output.is_dir():
-        raise InputError(f"{output}: a folder; give the name of the file to write")
-    for line in plan.notes():
-        warn(line)
-    journal = Journal(output, plan.fingerprint())
-    segments = journal.resume(options.restart)
-    check_disk(plan, output, segments[-1].offset + segments[-1].length if segments else 0)
-    writer = Writer(output, segments)
+    check_output(source, output)
+    return carry_out(preflight(source, options), output, on_progress, warn).file
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The verified file; `found`: it was there already, nothing was converted."""
+
+    file: ModelFile
+    found: bool
+
+
+def carry_out(
+    plan: ConversionPlan,
+    output: Path,
+    on_progress: OnProgress,
+    warn: Warn = lambda line: None,
+    on_layer: OnLayer = lambda report: None,
+) -> Converted:
+    """`convert` for a plan that `preflight` made.
+
+    InputError: `output` was made by another conversion, is written by another process at this moment, or an interrupted
+    conversion of other source or options is in the way; ResourceError: the disk is full, what is written stays for the next
+    run.
+    """
+    partial = Partial(output)
     try:
-        plan = _Run(plan, writer, journal, progress, warn).finish()
-        file = writer.finish(plan.metadata())
+        file = already_there(plan, output)
+        journal = Journal(partial, plan.fingerprint())
+        if file is None:
+            for line in plan.notes():
+                warn(line)
+            segments = journal.resume(plan.options.restart)
+            check_disk(plan, output, segments[-1].offset + segments[-1].length if segments else 0)
+            run = _Run(plan, Writer(output, segments, partial), journal, on_progress, warn, on_layer)
+            return Converted(run.finish(), False)
     finally:
-        writer.close()
+        partial.close()
     for done, size in file.verify():
-        progress(len(plan.steps), len(plan.steps) + 1, "verify", done, size)
-    journal.remove()
-    return file
+        on_progress(done, size, VERIFY)
+    if not partial.path.exists():
+        journal.remove()
+    return Converted(file, True)
 
 
 class _Run:
     """One run of a plan: writes the steps that the journal does not have yet."""
 
     def __init__(
-        self, plan: ConversionPlan, writer: Writer, journal: Journal, progress: ConversionProgress, warn: Warn
+        self,
+        plan: ConversionPlan,
+        writer: Writer,
+        journal: Journal,
+        on_progress: OnProgress,
+        warn: Warn,
+        on_layer: OnLayer,
     ) -> None:
         self.plan, self.method, self.writer, self.journal = plan, plan.method, writer, journal
-        self.progress, self.warn = progress, warn
-        self.done = sum(segment.length for segment in writer.segments)
+        self.warn, self.on_layer = warn, on_layer
         self.skip, left = 0, len(writer.segments)
         while left > 0:
             left -= sum(len(item.nbytes) for item in plan.steps[self.skip].items)
             self.skip += 1
+        self.kept = journal.study() if self.method.studies else None
+        self.stages = Stages(plan, self.skip, self.method.studies and self.kept is None, on_progress)
+        if 0 < self.skip < len(plan.steps):
+            warn(f"continuing at {plan.steps[self.skip].label}")
 
-    def finish(self) -> ConversionPlan:
-        """Returns the plan with what was measured on the way."""
+    def finish(self) -> ModelFile:
+        """Writes what is missing; returns the finished file, verified."""
         steps, last = self.plan.steps, len(self.plan.steps) - 1
         tensors = self.method.tensors(self.plan.checkpoint, self._study())
         if self.method.calibrates:
@@ -89,23 +126,27 @@ class _Run:
             for index in range(self.skip, last):
                 self._write(index, steps[index], tensors.rows, self._deliver(tensors.rows, {}))
         if self.plan.calibration is not None:
-            self._report(last, "measure")
             self.plan = self.plan.with_choice(self._measure(tensors))
         if self.skip <= last:
             # The head is rounded as it is: a method's parts are those of decoder layers.
             self._write(last, self.plan.steps[last], tensors.rows, lambda item: Delivery(tensors.rows))
-        return self.plan
+        file = self.writer.finish(self.plan.metadata())
+        for done, size in file.verify():
+            self.stages.at(VERIFY, done / size)
+        self.journal.remove()
+        return file
 
     def _study(self) -> Study:
         """The method's statistics of the whole model: from the journal, or made now and kept there."""
         if not self.method.studies:
             return {}
-        found = self.journal.study()
+        found = self.kept
         if found is None:
+            layers = self.method.config.num_hidden_layers
             with torch.no_grad():
-                layers = self.method.config.num_hidden_layers
                 found = self.method.study(
-                    self._forward(self.plan.checkpoint), lambda i: self._report(0, f"statistics of layer {i + 1} of {layers}")
+                    self._forward(self.plan.checkpoint),
+                    lambda i: self.stages.at(STUDY, i / layers, f"statistics of layer {i + 1} of {layers}"),
                 )
             self.journal.keep(found, self.writer.sync())
         return found
@@ -123,19 +164,35 @@ class _Run:
                     self._write(index, step, tensors.rows, self._deliver(tensors.rows, {}))
                 continue
             blocks = blocks or self._forward(tensors)
-            self._report(index, step.label)
             finished = index < self.skip
+            self.stages.at(index, label=f"reading {step.label} again" if finished else None)
             layer = blocks.load(step.layer, self._stored() if finished and self.method.propagates else None)
             self.method.install(step.layer, layer)
             if finished:
                 blocks.advance(step.layer, layer)
+                blocks.unload(layer)
             else:
-                linears = tuple(item for item in step.items if isinstance(item, LinearItem))
-                read = _layer_reader(step.layer, layer, tensors.rows)
-                with torch.no_grad():
-                    deliveries = self.method.prepare(Block(step.layer, layer, linears, read, blocks, self.warn))
-                self._write(index, step, read, self._deliver(read, deliveries))
-            blocks.unload(layer)
+                self._prepared(index, step.layer, layer, blocks, tensors)
+
+    def _prepared(self, index: int, number: int, layer: nn.Module, blocks: BlockForward, tensors: Tensors) -> None:
+        """Prepare, write and report decoder layer `number`, step `index` of the plan."""
+        step = self.plan.steps[index]
+        linears = tuple(item for item in step.items if isinstance(item, LinearItem))
+        read = _layer_reader(number, layer, tensors.rows)
+        inputs = blocks.hidden[:: -(-len(blocks.hidden) // ROWS)]
+        before = blocks.run(number, layer, inputs)
+
+        def on_part(done: int, parts: int) -> None:
+            self.stages.at(index, PREPARED * done / parts)
+
+        with torch.no_grad():
+            deliveries = self.method.prepare(Block(number, layer, linears, read, blocks, self.warn, on_part))
+        self._write(index, step, read, self._deliver(read, deliveries), PREPARED)
+        blocks.unload(layer)
+        stored = blocks.load(number, self._stored())
+        self.method.install(number, stored)
+        self._report(index, output=output_error(inputs, before, blocks.run(number, stored, inputs)))
+        blocks.unload(stored)
 
     def _deliver(self, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
         return lambda item: deliveries.get(item.name) or self.method.deliver(item, read)
@@ -148,21 +205,40 @@ class _Run:
     def _measure(self, tensors: Tensors) -> PrecisionChoice:
         """The bits of the head and the mode, chosen on the layers already written."""
         assert self.plan.calibration is not None
-        rows = self.plan.calibration.rows
-        return choose(self.method, self.plan.checkpoint, tensors, rows, self._stored(), self.plan.heads())
+        self.stages.at(MEASURE)
+        return choose(
+            self.method,
+            self.plan.checkpoint,
+            tensors,
+            self.plan.calibration.rows,
+            self._stored(),
+            self.plan.heads(),
+            lambda share: self.stages.at(MEASURE, share),
+        )
 
-    def _write(self, index: int, step: WriteStep, read: RowReader, deliver: Deliver) -> None:
+    def _write(self, index: int, step: WriteStep, read: RowReader, deliver: Deliver, begun: float = 0.0) -> None:
+        """Write the items of step `index`, of whose work the share `begun` is done."""
+        done, size, error = 0, sum(sum(item.nbytes) for item in step.items), WeightError()
+
         def written(nbytes: int) -> None:
-            self.done += nbytes
-            self._report(index, step.label)
+            nonlocal done
+            done += nbytes
+            self.stages.at(index, begun + (1 - begun) * done / size)
 
-        self._report(index, step.label)
+        self.stages.at(index, begun)
         for item in step.items:
-            write(self.writer, item, read, deliver, written)
+            write(self.writer, item, read, deliver, written, error.add)
         self.journal.record(self.writer.sync())
+        if step.layer is not None and not begun:
+            self._report(index, weights=error.relative)
 
-    def _report(self, index: int, label: str) -> None:
-        self.progress(index, len(self.plan.steps) + 1, label, self.done, self.plan.contents.nbytes)
+    def _report(self, index: int, output: float | None = None, weights: float | None = None) -> None:
+        """Report the decoder layer of step `index`, which is finished."""
+        step = self.plan.steps[index]
+        assert step.layer is not None
+        self.stages.ended(index)
+        layers = self.method.config.num_hidden_layers
+        self.on_layer(LayerReport(step.layer, layers, bits_per_weight(step.items), output, weights))
 
 
 def _layer_reader(index: int, layer: nn.Module, others: RowReader) -> RowReader:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from edgeq.codec import AnyArray
 from edgeq.container import aligned
-from edgeq.converters.linears import Delivery, LinearItem, write_linear
+from edgeq.converters.linears import Delivery, LinearItem, Rounded, write_linear
 from edgeq.converters.slabs import RowReader, slabs, stored
 from edgeq.records import ArrayRef, LinearSpec
 from edgeq.writer import Writer
@@ -76,8 +76,10 @@ class Contents:
         return cls(linears, arrays, blobs, segment, nbytes)
 
 
-def write(writer: Writer, item: Item, read: RowReader, deliver: Deliver, written: Callable[[int], None]) -> None:
-    """Append the segments of `item`; `written` is called with the bytes of every chunk.
+def write(
+    writer: Writer, item: Item, read: RowReader, deliver: Deliver, written: Callable[[int], None], rounded: Rounded
+) -> None:
+    """Append the segments of `item`; `written` is called with the bytes of every chunk, `rounded` as by `write_linear`.
 
     CheckpointError: a value that the item's type cannot hold, by tensor name.
     """
@@ -96,4 +98,4 @@ def write(writer: Writer, item: Item, read: RowReader, deliver: Deliver, written
         chunks = (stored(a, item.dtype, item.tensor) for a in slabs(tensors, width, read))
         writer.stream(counted(chunks), item.dtype, item.shape)
     else:
-        write_linear(writer, item, deliver(item), counted)
+        write_linear(writer, item, deliver(item), counted, rounded)

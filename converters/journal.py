@@ -18,15 +18,18 @@ from numpy.typing import NDArray
 
 from edgeq.errors import InputError, ResourceError
 from edgeq.metadata import Segment
-from edgeq.writer import partial_path
+from edgeq.partial import Partial, no_follow
 
 Fingerprint = dict[str, object]
+ENDING = ".partial.json"
 
 
 class Journal:
-    def __init__(self, output: Path, fingerprint: Fingerprint) -> None:
-        self.partial = partial_path(output)
-        self.path = self.partial.with_name(self.partial.name + ".json")
+    """The journal of the file `partial`, which this process holds locked."""
+
+    def __init__(self, partial: Partial, fingerprint: Fingerprint) -> None:
+        self._held, self.partial = partial, partial.path
+        self.path = self.partial.with_name(self.partial.name.removesuffix(".partial") + ENDING)
         self.fingerprint = fingerprint
 
     def resume(self, restart: bool) -> list[Segment]:
@@ -34,7 +37,7 @@ class Journal:
 
         InputError: the journal is of another source, other options or another version; the message names what differs.
         """
-        if restart or not self.partial.exists():
+        if restart or self._held.empty:
             self.remove()
         if not self.path.exists():
             return []
@@ -70,7 +73,7 @@ class Journal:
     def keep(self, study: dict[str, NDArray[Any]], segments: list[Segment]) -> None:
         """Keep `study` for a run that goes on from `segments`, none as yet."""
         try:
-            with open(self._study_path, "wb") as file:
+            with open(self._study_path, "wb", opener=no_follow) as file:
                 np.savez(file, **study)  # type: ignore[arg-type]
                 file.flush()
                 os.fsync(file.fileno())
@@ -87,7 +90,7 @@ class Journal:
         state = {"fingerprint": self.fingerprint, "segments": [[s.offset, s.length, s.digest.hex()] for s in segments]}
         fresh = self.path.with_name(self.path.name + ".new")
         try:
-            with open(fresh, "w") as file:
+            with open(fresh, "w", opener=no_follow) as file:
                 json.dump(state, file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -21,6 +21,8 @@ from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Transform, 
 from edgeq.writer import Writer
 
 Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
+Rounded = Callable[[Tensor, Quantized, Codec], None]
+"""Takes rows of a weight, float32 [rows, columns], what they were rounded to, and in which codec."""
 
 
 FACTOR = Codec("f16")
@@ -148,8 +150,11 @@ def _lay(item: LinearItem, segment: int) -> tuple[LinearSpec, tuple[int, ...]]:
     return spec, tuple(out.nbytes)
 
 
-def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: Counted) -> None:
-    """Append the segments of `item`: one pass over its rows for every weight block, and one for the master."""
+def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: Counted, rounded: Rounded) -> None:
+    """Append the segments of `item`: one pass over its rows for every weight block, and one for the master.
+
+    `rounded` is called with every slab of a weight block that is rounded here.
+    """
     recipe = item.recipe
 
     def rows(codec: Codec, block: slice) -> Iterator[NDArray[np.float32]]:
@@ -161,7 +166,7 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
         if delivery.quantized:
             _write_integers(writer, codec, delivery.quantized[index].slabs(), counted)
         else:
-            _write_weight(writer, codec, rows(codec, block), recipe.preset, item.title, counted)
+            _write_weight(writer, codec, rows(codec, block), recipe.preset, item.title, counted, rounded)
     if item.biases:
         bias = np.concatenate([delivery.read(name, 0, count) for name, count in item.biases])
         writer.append(counted(iter([stored(bias, item.bias_dtype, item.biases[0][0])])))
@@ -179,12 +184,26 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
 
 
 def _write_weight(
-    writer: Writer, codec: Codec, matrix: Iterator[NDArray[np.float32]], preset: Preset, title: str, counted: Counted
+    writer: Writer,
+    codec: Codec,
+    matrix: Iterator[NDArray[np.float32]],
+    preset: Preset,
+    title: str,
+    counted: Counted,
+    rounded: Rounded | None = None,
 ) -> None:
     """Rows, slab by slab, rounded or packed as floats."""
+
+    def integers() -> Iterator[Quantized]:
+        for slab in matrix:
+            weight = torch.from_numpy(np.ascontiguousarray(slab))
+            found = quantize(weight, codec, title, preset)
+            if rounded:
+                rounded(weight, found, codec)
+            yield found
+
     if codec.kind == "int":
-        slabs_ = (torch.from_numpy(np.ascontiguousarray(a)) for a in matrix)
-        _write_integers(writer, codec, (quantize(a, codec, title, preset) for a in slabs_), counted)
+        _write_integers(writer, codec, integers(), counted)
     else:
         writer.append(counted(pack_floats(a, codec.kind) for a in matrix))
 

@@ -19,18 +19,19 @@ from the arguments: no state in the method from one layer to the next, no clock,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 from torch import nn
 
-from edgeq.codec import BITS, Codec, Kind
+from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
+from edgeq.converters.method_options import DEFAULTS
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import AWQ, Preset, fitting_group_size
 from edgeq.converters.slabs import RowReader, Tensors
@@ -57,6 +58,7 @@ class Block:
     read      rows of its tensors as `module` has them when they are asked for
     forward   `forward.hidden` are the inputs of this layer; `prepare` leaves those of the next there
     warn      takes a line for the user
+    on_part   takes (parts of the work done, parts), of as many parts as the method likes
     """
 
     index: int
@@ -65,6 +67,7 @@ class Block:
     read: RowReader
     forward: BlockForward
     warn: Callable[[str], None]
+    on_part: Callable[[int, int], None] = lambda done, parts: None
 
     def modules(self, item: LinearItem) -> list[nn.Linear]:
         """The modules of whose rows `item` is made, in its order."""
@@ -79,27 +82,25 @@ class Block:
 class Method:
     """Base of all methods; the head of this file has the order of the calls.
 
-    name         as in --method
-    defaults     every option that the method has a use for -> its value when not given; an option that is not here is refused.
-                 Keys are fields of ConvertOptions; None: `head` and `activation_bits` measured, `calibration` none or the
-                 built-in text, `kv_bits` 16
-    bits         widths of weights that the method can store
+    name         as in --method; the options that the method has a use for are in edgeq.converters.method_options
     calibrates   needs calibration text; decoder layers go through `prepare`
     propagates   with `calibrates`: the inputs of a layer are the outputs of the layers before it as stored, not as they were; a
                  resumed run then loads finished layers from the unfinished file
     studies      has a `study`
+    passes       with `calibrates`: how often, about, the calibration text goes through a layer while it is prepared
+    effort       how many times the work of plain rounding, about, a weight takes apart from that; both are for progress only
     """
 
     name: ClassVar[str]
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    bits: ClassVar[range] = BITS
     calibrates: bool = False
     propagates: bool = False
     studies: bool = False
+    passes: ClassVar[int] = 2
+    effort: ClassVar[int] = 1
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         """`config` is the network of the checkpoint.  UnsupportedError: the method cannot do this one, and why."""
-        self.options, self.family, self.config = options.completed(self.defaults), family, config
+        self.options, self.family, self.config = options.completed(DEFAULTS[self.name]), family, config
         self.group_size_given = options.group_size is not None
 
     def group_size(self, columns: int) -> int:

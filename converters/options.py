@@ -12,9 +12,9 @@ from edgeq.errors import InputError
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
-NOT_RECORDED = ("calibration", "restart", "token", "offline")
+NOT_RECORDED = ("calibration", "restart", "force", "token", "offline")
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "device", "revision", "restart", "token", "offline")
+EVERY_METHOD = ("method", "revision", "restart", "force", "token", "offline")
 """Options that do not depend on the method."""
 MAX_RANK = 256
 
@@ -61,11 +61,11 @@ class ConvertOptions:
     calibration       a UTF-8 text file; None: the built-in text where the method needs one, else nothing is measured
     calibration_rows, calibration_length
                       at most so many rows of so many tokens of it; None: 64 of 512, or as many tokens as the model takes
-    device            name of the device profile the file is meant for, recorded in its provenance
     restart           discard an interrupted conversion instead of resuming it
+    force             replace an .edgeq file that was made in another way
     token, revision, offline   for hub ids, as in huggingface_hub
 
-    InputError: a value out of range.  `edgeq.converters.methods.chosen` refuses what the method has no use for.
+    InputError: a value out of range.  `edgeq.converters.method_options` refuses what the method has no use for.
     """
 
     method: str = "rtn"
@@ -85,8 +85,8 @@ class ConvertOptions:
     calibration: Path | None = None
     calibration_rows: int | None = None
     calibration_length: int | None = None
-    device: str | None = None
     restart: bool = False
+    force: bool = False
     token: str | None = None
     revision: str | None = None
     offline: bool = False

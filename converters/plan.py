@@ -25,6 +25,7 @@ from edgeq.converters.calibration.forward import BATCH_ROWS, token_activations
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS
 from edgeq.converters.items import ArrayItem, BlobItem, Contents, Item
+from edgeq.converters.journal import ENDING
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Method
 from edgeq.converters.options import HEADS, ConvertOptions, HeadBits
@@ -134,6 +135,9 @@ class ConversionPlan:
 
         found: dict[str, object] = {"edgeq": edgeq.__version__, "torch": torch.__version__, "source": self.checkpoint.name}
         for path in self.checkpoint.files():
+            if path.name.endswith(ENDING):
+                # That of an output beside the checkpoint's own files.
+                continue
             status = path.stat()
             found[f"file {path.name}"] = [status.st_size, status.st_mtime_ns]
         config = json.dumps(self.checkpoint.config, sort_keys=True)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import cast
 
-from edgeq.config import ModelConfig
+from edgeq.config import ModelConfig, Rope
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
 from edgeq.converters.families import HEAD, Family, recognise
@@ -19,6 +20,7 @@ from edgeq.converters.plan import ConversionPlan, write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.machine import available_bytes
+from edgeq.rope import frequencies
 
 
 def preflight(source: str, options: ConvertOptions) -> ConversionPlan:
@@ -29,6 +31,9 @@ def preflight(source: str, options: ConvertOptions) -> ConversionPlan:
     """
     checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline))
     family, config = recognise(checkpoint.config)
+    for rope in {config.layer_rope(layer) for layer in range(config.num_hidden_layers)} - {None}:
+        # Refuses what could not be run.
+        frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(checkpoint, config.vocab_size)
     method = chosen(options)(options, family, config)
     rows = _calibration(method, text)
@@ -49,8 +54,6 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | None:
     """The calibration text, where the method or the options want one."""
     options, longest = method.options, method.config.max_position_embeddings
     if not (method.calibrates or method.studies or options.calibration):
-        if options.calibration_rows or options.calibration_length:
-            raise InputError(f"--method {options.method} reads no calibration text unless --calibration names one")
         return None
     if (options.calibration_length or 0) > longest:
         raise InputError(f"--calibration-length {options.calibration_length}: this model takes at most {longest} tokens")
@@ -76,8 +79,6 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) 
 def check_disk(plan: ConversionPlan, output: Path, written: int) -> None:
     """ResourceError unless the file, of which `written` bytes are there, fits where it will be written."""
     folder = output.parent
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; make it first")
     free = shutil.disk_usage(folder).free
     if plan.output_bytes > free + written:
         raise ResourceError(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -120,6 +121,16 @@ def fake(weight: Tensor, codec: Codec, preset: Preset = AWQ) -> Tensor:
     parts = split_groups(weight, codec)
     grids = [_grid(part, codec, preset) for part in parts]
     return _joined([found.weights(found.integers(part)) for found, part in zip(grids, parts, strict=True)])
+
+
+def restored(quantized: Quantized, codec: Codec) -> Tensor:
+    """What is read back of stored integers, float32 [rows, columns]."""
+    scale = quantized.scale.float()
+    zero = torch.full_like(scale, codec.center) if quantized.zero is None else quantized.zero.float()
+    parts = split_groups(quantized.q.float(), codec)
+    ends = [0, *accumulate(part.shape[1] for part in parts)]
+    grids = [Grid(scale[:, a:b], zero[:, a:b], codec.bits) for a, b in pairwise(ends)]
+    return _joined([found.weights(part) for found, part in zip(grids, parts, strict=True)])
 
 
 def fitting_group_size(columns: int, most: int = GROUP_SIZES[-1]) -> int:

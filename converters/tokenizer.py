@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from edgeq import tokenizer
 from edgeq.converters.checkpoint import Checkpoint, read_file, read_json
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
+from edgeq.generation import SAMPLING, check_generation
+from edgeq.template_tags import TAGS
 from edgeq.tokenizer import MAX_TOKENIZER, SAMPLE, SafeTokenizer
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TEMPLATE = 1 << 20
 
@@ -32,7 +35,7 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
     """The tokenizer, the chat template and the defaults of generation in the checkpoint.
 
     UnsupportedError: a tokenizer that `tokenizers` cannot load or that transformers runs differently; its class is named.
-    CheckpointError: more tokens than the embedding has rows, or token ids that are not integers.
+    CheckpointError: more tokens than the embedding has rows; token ids, defaults of sampling or a template that cannot be used.
     """
     folder = checkpoint.folder
     settings = _optional_json(folder / "tokenizer_config.json")
@@ -51,7 +54,12 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
         "special_tokens": {name: getattr(transformers_tokenizer, name, None) for name in SPECIAL},
     }
     generation.update({key: defaults[key] for key in SAMPLING if type(defaults.get(key)) in (int, float)})
+    try:
+        check_generation(generation)
+    except FormatError as error:
+        raise CheckpointError(f"{folder}: generation_config.json or config.json: {error}; correct it there") from None
     template = _chat_template(folder, settings)
+    _check_template(folder, template)
     blobs = {"tokenizer.json": data}
     if template:
         blobs["chat_template"] = template
@@ -119,6 +127,14 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> bytes | None:
     except UnicodeDecodeError:
         pass
     raise CheckpointError(f"{folder}: the chat template is not text of at most {MAX_TEMPLATE} characters")
+
+
+def _check_template(folder: Path, template: bytes | None) -> None:
+    """CheckpointError: jinja2 cannot parse the template.  Nothing of it is run, nor compiled."""
+    try:
+        jinja2.Environment(extensions=TAGS).parse((template or b"").decode("utf-8"))
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: the chat template cannot be read: {error}; correct or remove it") from None
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from edgeq.container import DATA_OFFSET, Header, ModelFile, aligned, digest
-from edgeq.errors import InputError, ResourceError
+from edgeq.errors import ResourceError
 from edgeq.metadata import DIGEST_BYTES, Metadata, Segment, encode
+from edgeq.partial import Partial, check_replaceable
 from edgeq.records import DTYPES, ArrayRef
 
 BLOCK_BYTES = 2 << 20
@@ -25,30 +26,30 @@ BLOCK_BYTES = 2 << 20
 only after the file was read from the disk again.  Decode is a few percent faster with huge pages."""
 
 
-def partial_path(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
 class Writer:
     """Appends segments to `path`.partial; `finish` writes metadata and header, syncs and renames."""
 
-    def __init__(self, path: Path, segments: list[Segment] | None = None) -> None:
+    def __init__(self, path: Path, segments: list[Segment] | None = None, partial: Partial | None = None) -> None:
         """Begin a new partial file, or continue with `segments` that of a killed run, cut after the last of them.
 
-        InputError: the file cannot be written.
+        partial: that of `path`, if it is locked already.  InputError: `path` is something that is not replaced, the file cannot
+        be written, or another process writes it.
         """
+        check_replaceable(path)
         self.path = path
-        self.partial = partial_path(path)
+        self._lock = partial or Partial(path)
+        self.partial = self._lock.path
         self.segments = list(segments or ())
         last = self.segments[-1] if self.segments else None
         self._at = aligned(last.offset + last.length) if last else DATA_OFFSET
         self._pending, self._written = bytearray(), self._at
+        self._file = self._lock.file
         try:
-            self._file = open(self.partial, "r+b" if segments else "wb")  # noqa: SIM115
+            self._file.truncate(self._at if segments else 0)
             self._file.truncate(self._at)
             self._file.seek(self._at)
         except OSError as error:
-            raise InputError(f"{self.partial}: cannot write it: {error.strerror}") from None
+            raise self._failed(error) from None
 
     def append(self, chunks: Iterable[Any]) -> int:
         """Write the bytes of `chunks` (arrays or bytes) as one segment; returns its index.
@@ -122,9 +123,11 @@ class Writer:
             self._file.seek(0)
             self._file.write(header.encode())
             self.sync()
-            self._file.close()
             ModelFile.open(self.partial)
+            check_replaceable(self.path)
             os.replace(self.partial, self.path)
+            # Only now: another conversion that got the lock before would have cut the file.
+            self._lock.close()
             directory = os.open(self.path.parent, os.O_RDONLY)
             try:
                 os.fsync(directory)
@@ -136,7 +139,7 @@ class Writer:
 
     def close(self) -> None:
         """Close the partial file and leave it as it is."""
-        self._file.close()
+        self._lock.close()
 
     def _failed(self, error: OSError) -> ResourceError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -14,16 +14,14 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgeq.confinement import LimitError, Limits, confined
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime.tokenizer import REPLACEMENT, Text
+from edgeq.template_tags import TAGS
 
 Message = Mapping[str, Any]
 
@@ -189,19 +187,9 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
     return 0
 
 
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for training; here it means its contents."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def _environment() -> _Environment:
     """What templates of the Hugging Face hub are written for."""
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=TAGS)
     environment.filters["tojson"] = _tojson
     functions: dict[str, Callable[[str], str]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.globals.update(functions)

@@ -61,6 +61,7 @@ hub = section("Hugging Face hub")
 @click.argument("source", metavar="SRC")
 @output("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The file to write.")
 @output("--restart", is_flag=True, help="Start over instead of going on with an interrupted conversion.")
+@output("--force", is_flag=True, help="Replace an .edgeq file that was made in another way.")
 @output(
     "--for",
     "device",
@@ -143,14 +144,14 @@ hub = section("Hugging Face hub")
 @hub("--token", metavar="TOKEN", help="Access token.  [default: that of `hf auth login` or HF_TOKEN]")
 @hub("--revision", metavar="NAME", help="Branch, tag or commit.  [default: main]")
 @hub("--offline", is_flag=True, help="Use only what was downloaded before.")
-def convert(source: str, output: Path, bits: dict[str, int] | None, **options: Any) -> None:
+def convert(source: str, output: Path, device: str | None, bits: dict[str, int] | None, **options: Any) -> None:
     """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
 
     If it was interrupted, the same command goes on where it stopped.
     """
     from edgeq.tools.convert import convert as command
 
-    command(source, output, options | (bits or {}))
+    command(source, output, device, options | (bits or {}))
 
 
 @main.command(

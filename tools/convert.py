@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from edgeq.container import ModelFile
+from edgeq.converters.method_options import check_method_options
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.output import check_output
 from edgeq.devices import Device, device
 from edgeq.metadata import Metadata
+from edgeq.partial import partial_path
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.tools.params import refuse_gguf
 from edgeq.tools.report import bits_per_weight
@@ -23,25 +27,35 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)")
 
 
-def convert(source: str, output: Path, options: dict[str, Any]) -> None:
+def convert(source: str, output: Path, target: str | None, options: dict[str, Any]) -> None:
     """Convert `source` into `output` and print a line about the result to standard error.
 
     InputError: a GGUF file; otherwise as edgeq.converters.convert.convert.  ModuleNotFoundError: torch or transformers is not
     installed.
     """
     refuse_gguf(Path(source))
-    profile = device(options["device"]) if options["device"] else None
+    profile = device(target) if target else None
+    settings = ConvertOptions(**options)
+    check_method_options(settings)
+    check_output(source, output)
+    # torch is imported from here on, which takes seconds.
     quiet_libraries()
-    from edgeq.converters.convert import ConvertOptions
-    from edgeq.converters.convert import convert as carry_out
+    from edgeq.converters.convert import carry_out, preflight
+    from edgeq.converters.layer_report import LayerReport
 
-    with progress() as report:
+    with progress() as bar:
 
-        def on_progress(step: int, steps: int, label: str, done: int, size: int) -> None:
-            report(step + done / size, steps, label)
+        def on_layer(report: LayerReport) -> None:
+            note(f"{report}, {bar.left} left")
 
-        file = carry_out(source, output, ConvertOptions(**options), on_progress, note)
-    note(f"{output}: {summary(file)}")
+        try:
+            converted = carry_out(preflight(source, settings), output, bar, note, on_layer)
+        except KeyboardInterrupt:
+            if partial_path(output).exists():
+                note("interrupted; run the same command again to continue")
+            raise
+    file = converted.file
+    note(f"{output}: {'already there, ' * converted.found}{summary(file)}")
     if profile:
         note(verdict(profile, file.metadata, file.size))
 

@@ -5,10 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from time import perf_counter
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from edgeq.tools.eta import Eta
 
 Report = Callable[[float, float, str], None]
 """Progress callback: (steps done, total steps, label).  A total of 0 means unknown."""
@@ -28,21 +41,57 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+class Bar:
+    """A progress callback that draws a bar with the time left, on a terminal; it opens at the first report."""
+
+    def __init__(self) -> None:
+        self._eta = Eta()
+        self._console = Console(stderr=True)
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def __call__(self, done: float, total: float, label: str) -> None:
+        self._eta.report(done, total, label)
+        if not self._console.is_terminal:
+            return
+        if self._progress is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), _Left(self))
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._task = self._progress.add_task("", total=None)
+            self._progress.start()
+        self._progress.update(self._task, completed=done, total=total or None, description=label)
+
+    @property
+    def left(self) -> str:
+        """The time left, as in 0:12:40, or -:--:-- where it is not known yet."""
+        seconds = self._eta.left()
+        return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+    def close(self) -> None:
+        """Remove the bar from the terminal."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class _Left(ProgressColumn):
+    max_refresh = 0.5
+
+    def __init__(self, bar: Bar) -> None:
+        super().__init__()
+        self._bar = bar
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{self._bar.left} left", style="progress.remaining")
+
+
 @contextmanager
-def progress() -> Iterator[Report]:
-    """A bar with ETA on standard error when that is a terminal; otherwise nothing."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total, label: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def report(done: float, total: float, label: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=label)
-
-        yield report
+def progress() -> Iterator[Bar]:
+    """A bar with the time left on standard error when that is a terminal; otherwise nothing is drawn."""
+    bar = Bar()
+    try:
+        yield bar
+    finally:
+        bar.close()
 
 
 @contextmanager

@@ -94,16 +94,20 @@ def choose(
     tokens: Tensor,
     stored: WholeReader,
     heads: Mapping[HeadBits, Codec | None],
+    on_share: Callable[[float], None] = lambda share: None,
 ) -> PrecisionChoice:
-    """Measure on a few rows of `tokens` [rows, length].
+    """Measure on a few rows of `tokens` [rows, length]; `on_share` is called with the share of the layers' work that is done.
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
     heads    candidates, smallest first: bits -> codec, None for an unrounded head
     """
     tokens = tokens[:: -(-len(tokens) // ROWS)]
     config = method.stored_config
-    exact = _hidden(method, checkpoint, tensors, tokens, stored, None)
-    rounded = exact if method.mode else _hidden(method, checkpoint, tensors, tokens, stored, method.codec)
+    runs = 1 if method.mode else 2
+    exact = _hidden(method, checkpoint, tensors, tokens, stored, None, lambda share: on_share(share / runs))
+    rounded = exact
+    if not method.mode:
+        rounded = _hidden(method, checkpoint, tensors, tokens, stored, method.codec, lambda share: on_share((1 + share) / 2))
     norm = Norm(config, config.hidden_size, config.layer_norm)
     names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
     norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
@@ -126,10 +130,13 @@ def _hidden(
     tokens: Tensor,
     stored: WholeReader,
     rounded: Callable[[int], Codec] | None,
+    on_share: Callable[[float], None],
 ) -> Tensor:
     """Outputs of the last layer as stored, [rows, length, hidden]; `rounded`: inputs rounded as targets do for these codecs."""
     forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
-    for index in range(method.config.num_hidden_layers):
+    layers = method.config.num_hidden_layers
+    for index in range(layers):
+        on_share(index / layers)
         layer = forward.load(index, stored)
         method.install(index, layer)
         if rounded:

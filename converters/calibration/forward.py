@@ -124,6 +124,12 @@ class BlockForward:
         for hook in hooks:
             hook.remove()
 
+    @torch.no_grad()
+    def run(self, index: int, layer: nn.Module, inputs: Tensor) -> Tensor:
+        """The outputs of the layer for `inputs` [rows, tokens, hidden]; nothing is advanced."""
+        arguments = self.attention_arguments(index)
+        return torch.cat([_first(layer(batch, **arguments)) for batch in _batches(inputs)])
+
     def unload(self, layer: nn.Module) -> None:
         layer.to("meta")
 

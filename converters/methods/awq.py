@@ -18,7 +18,6 @@ from edgeq.converters.calibration.torch_decoder import quantized_linears
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
-from edgeq.converters.methods.rtn import RoundToNearest
 from edgeq.converters.quantizer import AWQ, Preset, fake, split_groups, uniform_spans
 
 CodecOfColumns = Callable[[int], Codec]
@@ -34,8 +33,8 @@ class Awq(Method):
     """Scales and clipping; the layer so prepared is rounded to nearest."""
 
     name = "awq"
-    defaults = RoundToNearest.defaults
     calibrates = True
+    passes = 25
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
@@ -46,7 +45,7 @@ class Awq(Method):
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         mappings = self.family.awq_mappings(self.config)
-        awq(block.module, mappings, observe(block, mappings), self.codec)
+        awq(block.module, mappings, observe(block, mappings), self.codec, block.on_part)
         return {}
 
 
@@ -57,14 +56,24 @@ def scaled_dtype(mappings: list[ScaleMapping], part: str, stored: str) -> str:
 
 
 @torch.no_grad()
-def awq(layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, codec: CodecOfColumns) -> None:
+def awq(
+    layer: nn.Module,
+    mappings: list[ScaleMapping],
+    observed: Observed,
+    codec: CodecOfColumns,
+    on_part: Callable[[int, int], None] = lambda done, parts: None,
+) -> None:
     """Change `layer` in place so that rounding its weights loses less of its output; `codec`: columns of a weight -> its codec.
 
-    `observed` comes from the unchanged layer.  All scales are searched on that layer, then applied, then ranges clipped.
+    `observed` comes from the unchanged layer.  All scales are searched on that layer, then applied, then ranges clipped;
+    `on_part` is called as that of a Block.
     """
-    scales = search_and_apply(layer, mappings, observed, codec, AWQ)
+    linears = quantized_linears(layer)
+    parts = len(mappings) + len(linears)
+    scales = search_and_apply(layer, mappings, observed, codec, AWQ, lambda done: on_part(done, parts))
     divisors = {linear_module(part): scale for mapping, scale in scales.items() for part in mapping.consumers}
-    for path, linear in quantized_linears(layer).items():
+    for done, (path, linear) in enumerate(linears.items(), len(mappings)):
+        on_part(done, parts)
         if not path.endswith(UNCLIPPED) and _observed_at(path) in observed.inputs:
             x = _strided(observed.inputs[_observed_at(path)])
             clip(linear, x / divisors[path] if path in divisors else x, codec(linear.in_features))
@@ -72,11 +81,17 @@ def awq(layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, code
 
 @torch.no_grad()
 def search_and_apply(
-    layer: nn.Module, mappings: list[ScaleMapping], observed: Observed, codec: CodecOfColumns, preset: Preset
+    layer: nn.Module,
+    mappings: list[ScaleMapping],
+    observed: Observed,
+    codec: CodecOfColumns,
+    preset: Preset,
+    on_mapping: Callable[[int], None] = lambda done: None,
 ) -> dict[ScaleMapping, Tensor]:
     """Only the scales: searched on the layer as it is, then applied; the layer's function stays the same."""
     scales = {}
-    for mapping in mappings:
+    for done, mapping in enumerate(mappings):
+        on_mapping(done)
         columns = _linear(layer, mapping.consumers[0]).in_features
         scales[mapping] = search_scale(layer, mapping, observed, codec(columns), preset)
     for mapping, scale in scales.items():

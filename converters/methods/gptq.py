@@ -22,7 +22,6 @@ from edgeq.converters.calibration.forward import token_activations
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import observe, scaled_dtype, search_and_apply
-from edgeq.converters.methods.rtn import RoundToNearest
 from edgeq.converters.quantizer import GPTQ, Grid, Preset, Quantized, grid
 
 BLOCK = 128
@@ -34,9 +33,9 @@ class Gptq(Method):
     """Group-wise GPTQ over the ranges of its own code."""
 
     name = "gptq"
-    defaults = {**RoundToNearest.defaults, "act_order": False}
     calibrates = True
     propagates = True
+    passes = 6
 
     @property
     def preset(self) -> Preset:
@@ -57,6 +56,7 @@ class AwqGptq(Gptq):
     """AWQ's scales, then GPTQ on the scaled weights; ranges are not clipped: GPTQ's error goes to other columns instead."""
 
     name = "awq+gptq"
+    passes = 30
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
@@ -85,7 +85,8 @@ def gptq_layer(block: Block, act_order: bool) -> dict[str, Delivery]:
     The modules are left with the weights as stored.  A layer whose H cannot be factored is rounded to nearest, with a warning.
     """
     deliveries: dict[str, Delivery] = {}
-    for item in block.linears:
+    for done, item in enumerate(block.linears):
+        block.on_part(done, len(block.linears))
         if item.recipe.codec.kind != "int":
             continue
         modules = block.modules(item)

@@ -11,7 +11,6 @@ class Unquantized(Method):
     """Every weight in the one float type of the options, or as stored."""
 
     name = "none"
-    defaults = {"dtype": None, "kv_bits": None}
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
         return Recipe(Codec(self.options.dtype or stored))

@@ -49,7 +49,6 @@ class ResQ(Rotated):
     """W, A and KV in 4 bits by default, 1/8 of the channels in 8, weights rounded or by GPTQ."""
 
     name = "resq"
-    defaults = {**Rotated.defaults, "high_fraction": 0.125}
     studies = True
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:

@@ -42,15 +42,8 @@ def generator(seed: int) -> torch.Generator:
 class Rotated(Method):
     """Base of the rotated methods: weights symmetric, a scale per row and block, ranges by QuaRot's search."""
 
-    defaults = {
-        "bits": 4,
-        "activation_bits": 4,
-        "kv_bits": 4,
-        "group_size": 0,
-        "gptq": False,
-        "head": None,
-        "calibration": None,
-    }
+    passes = 10
+    effort = 80
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)

@@ -16,19 +16,16 @@ from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import apply_scale, scaled_dtype
 from edgeq.converters.methods.gptq import Gptq
-from edgeq.converters.methods.rtn import RoundToNearest
 from edgeq.converters.quantizer import SMOOTHQUANT, Preset
 from edgeq.records import Activation
 
 SMALLEST = 1e-5
-DEFAULTS = {**RoundToNearest.defaults, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
 
 
 class SmoothQuant(Method):
     """W8A8 by default: weights per row, activations per token, both symmetric."""
 
     name = "smoothquant"
-    defaults = DEFAULTS
     calibrates = True
 
     @property
@@ -55,7 +52,6 @@ class SmoothQuantGptq(Gptq):
     """The smoothed weights by GPTQ instead of rounding."""
 
     name = "smoothquant+gptq"
-    defaults = {**DEFAULTS, "act_order": False}
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
         return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))

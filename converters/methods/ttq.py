@@ -23,7 +23,6 @@ from edgeq.config import ModelConfig
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.method import Method
-from edgeq.converters.methods.rtn import RoundToNearest
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import fitting_group_size
 from edgeq.converters.slabs import RowReader, slabs
@@ -36,8 +35,7 @@ ITERATIONS = 4
 
 class Ttq(Method):
     name = "ttq"
-    defaults = {**RoundToNearest.defaults, "group_size": 32, "rank": 16, "master": "i8"}
-    bits = range(2, 6)
+    effort = 4
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)

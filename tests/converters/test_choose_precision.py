@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_activations_are_rounded_as_a_target_rounds_them(size: int, bits: int, l
 
 
 def made(folder: Path, output: Path, options: ConvertOptions) -> tuple[ModelFile, dict[str, Any]]:
-    file = convert(str(folder), output, options, silent)
+    file = convert(str(folder), output, replace(options, force=True), silent)
     measured = file.metadata.provenance["measured"]
     return file, measured if isinstance(measured, dict) else {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +17,10 @@ from edgeq.codec import Codec, dequantize
 from edgeq.container import ModelFile
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import ConvertOptions, convert, preflight
+from edgeq.converters.families import recognise
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Block
+from edgeq.converters.method_options import CALIBRATED, DEFAULTS
 from edgeq.converters.methods import METHODS, chosen
 from edgeq.converters.methods.smoothquant import smooth, smoothing
 from edgeq.converters.methods.ttq import factors, shared_rank
@@ -223,9 +226,16 @@ def test_an_option_that_the_method_has_no_use_for_is_refused_with_the_reason(opt
         chosen(ConvertOptions(**options))
 
 
+def test_the_tables_of_options_are_those_of_the_methods(checkpoint: Callable[..., Path]) -> None:
+    assert tuple(METHODS) == tuple(DEFAULTS)
+    family, config = recognise(json.loads((checkpoint("llama_gqa") / "config.json").read_text()))
+    made = {name: kind(ConvertOptions(method=name), family, config) for name, kind in METHODS.items()}
+    assert tuple(name for name, method in made.items() if method.calibrates or method.studies) == CALIBRATED
+
+
 def test_an_option_that_is_not_given_has_the_methods_default() -> None:
     def completed(method: str) -> ConvertOptions:
-        return ConvertOptions(method=method).completed(METHODS[method].defaults)
+        return ConvertOptions(method=method).completed(DEFAULTS[method])
 
     ttq, smooth, rtn = completed("ttq"), completed("smoothquant"), completed("rtn").recorded()
     assert (ttq.bits, ttq.group_size, ttq.rank, ttq.master) == (4, 32, 16, "i8")

@@ -20,7 +20,9 @@ from edgeq.converters.checkpoint import MAX_HEADER, read_header
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import recognise
 from edgeq.converters.methods import chosen
-from edgeq.errors import CheckpointError, EdgeqError, InputError, ResourceError, UnsupportedError
+from edgeq.errors import CheckpointError, EdgeqError, FormatError, InputError, ResourceError, UnsupportedError
+from edgeq.generation import SAMPLING, check_generation
+from edgeq.runtime.sampling import Sampling
 
 RTN = ConvertOptions(group_size=32)
 
@@ -143,6 +145,66 @@ def test_text_settings_come_from_the_checkpoint(llama: Path) -> None:
     }
     (llama / "chat_template.jinja").write_text("{{ b }}")
     assert preflight(str(llama), RTN).text.blobs["chat_template"] == b"{{ b }}"
+
+
+# file, key, a value that no run could use, the nearest values that are taken
+UNUSABLE = [
+    ("generation_config.json", "temperature", float("nan"), [0, 0.0, 1e-6, 100]),
+    ("generation_config.json", "temperature", float("inf"), []),
+    ("generation_config.json", "temperature", 100.1, []),
+    ("generation_config.json", "temperature", -1, []),
+    ("generation_config.json", "temperature", 9e-7, []),
+    ("generation_config.json", "top_k", 50.0, [0, 50]),
+    ("generation_config.json", "top_k", -1, []),
+    ("generation_config.json", "top_p", 0, [1, 1.0, 1e-9]),
+    ("generation_config.json", "top_p", 1.01, []),
+    ("generation_config.json", "min_p", -0.1, [0, 1]),
+    ("generation_config.json", "repetition_penalty", 10.1, [0.1, 10]),
+    ("generation_config.json", "eos_token_id", -1, [0, [0, 7]]),
+    ("generation_config.json", "eos_token_id", [1, -1], []),
+    ("generation_config.json", "bos_token_id", -1, [0]),
+    ("tokenizer_config.json", "chat_template", "{% for m in messages %}", ["{% for m in messages %}{% endfor %}"]),
+    ("tokenizer_config.json", "chat_template", "{{ 'a' }", ["{% generation %}{{ a }}{% endgeneration %}"]),
+]
+
+
+@pytest.mark.parametrize(("file", "key", "refused", "taken"), UNUSABLE, ids=lambda x: str(x)[:24])
+def test_settings_that_could_not_be_run_are_refused_and_those_at_the_limit_are_not(
+    llama: Path, file: str, key: str, refused: Any, taken: list[Any]
+) -> None:
+    for value in taken:
+        edit(llama / file, **{key: value})
+        preflight(str(llama), RTN)
+    edit(llama / file, **{key: refused})
+    with pytest.raises(CheckpointError, match=key.replace("chat_template", "chat template") + "|not JSON"):
+        preflight(str(llama), RTN)
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+def test_a_file_recommends_what_the_runtime_takes(key: str) -> None:
+    generation: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": []}
+    least, most, _ = SAMPLING[key]
+    field = "repeat_penalty" if key == "repetition_penalty" else key
+    for value in (least, most, 0, 1, 0.5, 2, -1, 200, most + 0.5, least * 0.9, float("nan"), float("inf")):
+        outcomes = []
+        for use in (lambda: check_generation({**generation, key: value}), lambda: Sampling(**{field: value})):  # noqa: B023
+            try:
+                use()
+            except (FormatError, InputError):
+                outcomes.append("refused")
+            else:
+                outcomes.append("taken")
+        assert outcomes[0] == outcomes[1], (key, value)
+
+
+def test_rope_bounds_in_the_wrong_order_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint("llama3_rope"), tmp_path / "model")
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    edit(folder / "config.json", rope_parameters={**rope, "low_freq_factor": 3.999})
+    preflight(str(folder), RTN)
+    edit(folder / "config.json", rope_parameters={**rope, "low_freq_factor": 4.0})
+    with pytest.raises(FormatError, match="low_freq_factor"):
+        preflight(str(folder), RTN)
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:

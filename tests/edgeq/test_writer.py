@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ from sample_file import write_body
 from edgeq import writer as writer_module
 from edgeq.container import DATA_OFFSET, ModelFile
 from edgeq.errors import FormatError, InputError, ResourceError
-from edgeq.writer import Writer, partial_path
+from edgeq.partial import Partial, partial_path
+from edgeq.writer import Writer
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path, sample: bytes) -> None:
@@ -169,3 +172,86 @@ def test_compiled_kernels_travel_with_a_file_and_are_left_alone(tmp_path: Path) 
     assert file.metadata.kernels == kernels and file.segment(kernels["sm_87"]).tobytes() == b"sm_87"
     assert file.owner(kernels["sm_80"]) == "kernels for sm_80"
     assert list(file.verify())
+
+
+FOREIGN = ("a text", "a folder", "a link", "a link to nothing", "a device", "a pipe")
+
+
+def put(kind: str, path: Path, victim: Path) -> None:
+    """Something at `path` that is not an .edgeq file."""
+    victim.write_bytes(b"dear to somebody")
+    if kind == "a text":
+        path.write_bytes(b"dear to somebody")
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a link":
+        path.symlink_to(victim)
+    elif kind == "a link to nothing":
+        path.symlink_to(path.parent / "nothing")
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_only_a_model_file_is_replaced(tmp_path: Path, kind: str, sample: bytes) -> None:
+    path, victim = tmp_path / "a.edgeq", tmp_path / "victim"
+    put(kind, path, victim)
+    with pytest.raises(InputError, match="not replaced|a folder|a symbolic link"):
+        Writer(path)
+    assert (
+        not partial_path(path).exists() and victim.read_bytes() == b"dear to somebody" and not (tmp_path / "nothing").exists()
+    )
+    # What comes there while the file is written stays as well.
+    other = Writer(tmp_path / "b.edgeq")
+    put(kind, tmp_path / "b.edgeq", victim)
+    with pytest.raises(InputError, match="not replaced|a folder|a symbolic link"):
+        other.finish(write_body(other))
+    assert victim.read_bytes() == b"dear to somebody" and partial_path(tmp_path / "b.edgeq").read_bytes() == sample
+    other.close()
+
+
+@pytest.mark.parametrize("kind", [*FOREIGN, "a second name"])
+def test_a_partial_file_that_is_something_else_is_not_written(tmp_path: Path, kind: str) -> None:
+    partial, victim = partial_path(tmp_path / "a.edgeq"), tmp_path / "victim"
+    if kind == "a second name":
+        victim.write_bytes(bytes(64))
+        partial.hardlink_to(victim)
+    else:
+        put(kind, partial, victim)
+    before = victim.read_bytes()
+    with pytest.raises(InputError, match="a.edgeq.partial: (a symbolic link|not the rest|cannot write it: Is a directory)"):
+        Writer(tmp_path / "a.edgeq")
+    assert victim.read_bytes() == before and not (tmp_path / "nothing").exists()
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, sample: bytes) -> None:
+    path = tmp_path / "a.edgeq"
+    first = Writer(path)
+    metadata = write_body(first)
+    with pytest.raises(InputError, match="another conversion is writing this file"):
+        Writer(path)
+    first.finish(metadata)
+    assert path.read_bytes() == sample
+    # The lock went with the file: the next writer gets one of its own.
+    second = Writer(path)
+    second.finish(write_body(second))
+    assert path.read_bytes() == sample
+
+
+def test_a_lock_taken_on_a_file_that_was_just_finished_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, lock, calls = tmp_path / "a.edgeq", fcntl.flock, 0
+
+    def finished_meanwhile(file: int, how: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            os.replace(partial_path(path), path)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", finished_meanwhile)
+    partial = Partial(path)
+    assert calls == 2 and partial.path.samefile(partial_path(path)) and not partial.path.samefile(path)
+    partial.close()
+    assert path.exists() and not partial_path(path).exists()

@@ -1,0 +1,71 @@
+"""Which options each method has a use for, and what they are when not given.
+
+Apart from the methods, which need torch: a command line is refused before that is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgeq.codec import BITS
+from edgeq.converters.options import ConvertOptions, spelled
+from edgeq.errors import InputError
+
+_ROUNDED: dict[str, Any] = {
+    "bits": 4,
+    "activation_bits": None,
+    "kv_bits": None,
+    "group_size": 128,
+    "symmetric": False,
+    "head": None,
+    "calibration": None,
+}
+_SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
+_ROTATED: dict[str, Any] = {
+    "bits": 4,
+    "activation_bits": 4,
+    "kv_bits": 4,
+    "group_size": 0,
+    "gptq": False,
+    "head": None,
+    "calibration": None,
+}
+DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "none": {"dtype": None, "kv_bits": None},
+    "rtn": _ROUNDED,
+    "awq": _ROUNDED,
+    "gptq": {**_ROUNDED, "act_order": False},
+    "awq+gptq": {**_ROUNDED, "act_order": False},
+    "smoothquant": _SMOOTHED,
+    "smoothquant+gptq": {**_SMOOTHED, "act_order": False},
+    "ttq": {**_ROUNDED, "group_size": 32, "rank": 16, "master": "i8"},
+    "quarot": _ROTATED,
+    "resq": {**_ROTATED, "high_fraction": 0.125},
+}
+"""Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
+
+Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured, `calibration` none or the built-in text,
+`kv_bits` 16.
+"""
+WIDTHS = {"ttq": range(2, 6)}
+"""Bits of weights that a method can store, where it is not all of them."""
+CALIBRATED = ("awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "resq")
+"""Methods that read calibration text whatever the options are."""
+
+
+def check_method_options(options: ConvertOptions) -> None:
+    """InputError: there is no such method, it cannot store so many bits, or it has no use for an option that was given."""
+    if options.method not in DEFAULTS:
+        raise InputError(f"method {options.method!r} is not known; supported: {', '.join(DEFAULTS)}")
+    for name in options.of_method():
+        needed = "calibration" if name.startswith("calibration") else name
+        if needed not in DEFAULTS[options.method]:
+            users = ", ".join(method for method, values in DEFAULTS.items() if needed in values)
+            raise InputError(f"{spelled(name)} goes with --method {users}; --method {options.method} has no use for it")
+    widths = WIDTHS.get(options.method, BITS)
+    if options.bits is not None and options.bits not in widths:
+        raise InputError(f"{options.bits} bits are not supported by {options.method}; choose {widths[0]} to {widths[-1]}")
+    reads = options.calibration or options.method in CALIBRATED or options.gptq
+    if not reads and (options.calibration_rows or options.calibration_length):
+        raise InputError(f"--method {options.method} reads no calibration text unless --calibration names one")
