@@ -174,8 +174,11 @@ def convert(source: str, output: Path, bits: dict[str, int] | None, **options: A
 @chat_options(with_chat="; needs --chat")
 @GENERATION_OPTIONS
 @JSON
+@click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object for every token, then that of --json.")
 def run(**options: Any) -> None:
     """Continue a prompt from -p, -f or standard input; the speed follows on standard error."""
+    if options["as_json"] and options["as_lines"]:
+        raise click.UsageError("--json and --jsonl exclude each other")
     from edgeq.tools.run import run as command
 
     command(**options)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -16,13 +19,14 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import Result
 
-from edgeq import records, targets
+from edgeq import __version__, machine, records, targets
 from edgeq.converters.methods import METHODS
 from edgeq.converters.options import CHOICES
 from edgeq.devices import DEVICES
+from edgeq.runtime import Model
 from edgeq.runtime.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
-from edgeq.tools import cli, options
+from edgeq.tools import chat, cli, options
 from edgeq.tools.cli import main
 
 Run = Callable[..., Result]
@@ -145,8 +149,10 @@ def test_run_streams_text_and_ends_with_the_speed(edgeq: Run, demo: Path, target
     result = edgeq("run", demo, "-p", PROMPT, "-n", 12, "--target", target)
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout) > 10 and "tok/s" not in result.stdout
-    for word in ("model    tiny-llama, i4 g128 zero", "runs on", "TTFT", "prefill", "decode", "GB/s", "% of the"):
+    for word in ("sampling greedy", "model    tiny-llama, i4 g128 zero", "runs on", "TTFT", "prefill", "decode", "GB/s"):
         assert word in result.stderr, word
+    # The reference is not measured against anything.
+    assert ("% of the" in result.stderr) == (target == "cpu")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -155,7 +161,76 @@ def test_run_json_is_only_json(edgeq: Run, demo: Path, target: str) -> None:
     facts = objects(result)
     assert "TTFT" not in result.stderr
     assert facts["finish_reason"] == "length" and len(facts["tokens"]) == 8 and facts["text"]
-    assert facts["measurement"]["prompt_tokens"] > 1 and facts["read_bandwidth"] > 0
+    assert facts["measurement"]["prompt_tokens"] > 1 and (facts["read_bandwidth"] is None) == (target == "reference")
+    expected = {"prompt": PROMPT, "model": "tiny-llama", "codec": "i4 g128 zero", "head_codec": "i8 g128", "target": target}
+    assert {key: facts[key] for key in expected} == expected
+    assert facts["sampling"]["temperature"] == 0 and facts["version"] == __version__ and facts["processor"]
+    assert datetime.fromisoformat(facts["date"]).tzinfo and facts["load_s"] > 0 and facts["measurement"]["ttft_s"] > 0
+
+
+def test_run_jsonl_has_every_token_as_it_comes_and_then_everything(edgeq: Run, demo: Path) -> None:
+    options = ("-p", PROMPT, "-n", 8, *REFERENCE)
+    *lines, last = map(json.loads, edgeq("run", demo, *options, "--jsonl").stdout.splitlines())
+    assert [line["token"] for line in lines] == last["tokens"] and "".join(line["text"] for line in lines) == last["text"]
+    assert last["text"] == objects(edgeq("run", demo, *options, "--json"))["text"]
+
+
+def test_run_says_how_it_samples_and_a_random_seed_can_be_given_again(edgeq: Run, demo: Path) -> None:
+    options = ("-p", PROMPT, "-n", 12, "--temp", 1.2, "--top-p", 0.9, *REFERENCE)
+    first = edgeq("run", demo, *options, "--seed", "random")
+    found = re.search(r"^sampling 1.2, top-p 0.9, seed (\d+)$", first.stderr, re.M)
+    assert found and first.stdout == edgeq("run", demo, *options, "--seed", found[1]).stdout
+    again = objects(edgeq("run", demo, *options, "--seed", "random", "--presence-penalty", 0.5, "--json"))["sampling"]
+    assert again["seed"] != int(found[1]) and again["presence_penalty"] == 0.5
+
+
+def test_the_sampling_of_the_file_is_named_as_such(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "warm"
+    shutil.copytree(tiny_llama, source)
+    settings = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(
+        json.dumps(settings | {"temperature": 0.9, "top_p": 0.95, "do_sample": True})
+    )
+    model = tmp_path / "warm.edgeq"
+    assert edgeq("convert", source, "-o", model).exit_code == 0
+    for given, line in (
+        ((), "sampling 0.9, top-p 0.95, seed 0 (the file's)"),
+        (("--seed", 7), "sampling 0.9, top-p 0.95, seed 7 (the file's)"),
+        (("--top-p", 0.5), "sampling 0.9, top-p 0.5, seed 0"),
+        (("--temp", 0), "sampling greedy"),
+    ):
+        result = edgeq("run", model, "-p", PROMPT, "-n", 12, *given, *REFERENCE)
+        assert line in result.stderr.splitlines(), result.stderr
+    assert Model.load(model, target="reference").generate(PROMPT, max_tokens=12).text() == edgeq(
+        "run", model, "-p", PROMPT, "-n", 12, *REFERENCE
+    ).stdout.removesuffix("\n")
+
+
+def test_more_threads_than_cores_are_noted(edgeq: Run, demo: Path) -> None:
+    cores = machine.cpu().cores
+    result = edgeq("run", demo, "-p", PROMPT, "-n", 2, "-t", cores + 1, *REFERENCE)
+    assert f"{cores + 1} threads on {cores} core" in result.stderr and "-t auto is faster" in result.stderr
+    assert "threads on" not in edgeq("run", demo, "-p", PROMPT, "-n", 2, "-t", cores, *REFERENCE).stderr
+
+
+def test_run_makes_the_context_long_enough_for_its_prompt(
+    edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch, template: Path
+) -> None:
+    for name in ("edgeq.runtime.context_size.DEFAULT_CONTEXT", "edgeq.tools.run.DEFAULT_CONTEXT"):
+        monkeypatch.setattr(name, 64)
+    monkeypatch.setattr("edgeq.tools.run.SHORT_PROMPT", 8)
+    prompt = "import os\n" * 40
+
+    def facts(*options: object) -> dict:  # type: ignore[type-arg]
+        return objects(edgeq("run", demo, "-n", 6, "--json", *options, *REFERENCE))
+
+    long = facts("-p", prompt)
+    assert long["context"] == long["measurement"]["prompt_tokens"] + 6 > 64
+    assert facts("-p", "import os")["context"] == 64
+    chat = facts("-p", prompt, "--chat", "--chat-template", template)
+    assert chat["context"] == chat["measurement"]["prompt_tokens"] + 6 > long["context"]
+    refused = edgeq("run", demo, "-p", prompt, "-c", 64, *REFERENCE)
+    assert refused.exit_code == 1 and "pass a larger -c" in refused.stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -255,7 +330,7 @@ def test_chat_answers_every_line_and_keeps_the_conversation(edgeq: Run, demo: Pa
     assert result.stdout.count("\n") >= 2
 
 
-@pytest.mark.parametrize(("wish", "word"), [(["-n", "0"], "max_tokens"), (["--stop", ""], "stop")])
+@pytest.mark.parametrize(("wish", "word"), [(["-n", "0"], "-n is 0"), (["--stop", ""], "stop")])
 def test_chat_refuses_before_the_first_question(edgeq: Run, demo: Path, template: Path, wish: list[str], word: str) -> None:
     result = edgeq("chat", demo, "--chat-template", template, *wish, *REFERENCE, input="hello\n")
     assert result.exit_code == 1 and word in result.stderr and len(result.stderr.splitlines()) == 1
@@ -273,6 +348,56 @@ def test_chat_goes_on_after_a_message_that_is_too_long(edgeq: Run, demo: Path, t
     talk = "word " * 200 + "\nshort\n"
     result = edgeq("chat", demo, "--chat-template", template, "-n", 4, "-c", 64, *REFERENCE, input=talk)
     assert result.exit_code == 0 and "shorten it or start with a larger -c" in result.stderr and result.stdout
+
+
+def test_chat_commands_regenerate_save_load_and_join_lines(
+    edgeq: Run, demo: Path, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk = (
+        "/stats\n/regenerate\nimport \\\nos\n/stats\n/regenerate\n/system Be brief.\n/save talk.json\n/save talk.json\n/clear\n"
+    )
+    talk += "/load talk.json\n/save again.json\n/load none.json\n/load bad.json\n/help\n"
+    (tmp_path / "bad.json").write_text('[{"role": "root", "content": "x"}]')
+    result = edgeq("chat", demo, "--chat-template", template, "-n", 6, "--temp", 1, *REFERENCE, input=talk)
+    assert result.exit_code == 0, result.stderr
+    for words in ("there is no answer yet", "there is no question yet", "prefill ", "decode ", "tok/s]", "2 messages"):
+        assert words in result.stderr, words
+    for words in ("talk.json: cannot write it: File exists", "none.json: cannot read it", "bad.json: not a conversation"):
+        assert words in result.stderr, words
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert [m["role"] for m in saved] == ["system", "user", "assistant"]
+    assert saved[0]["content"] == "Be brief." and saved[1]["content"] == "import \nos"
+    assert json.loads((tmp_path / "again.json").read_text()) == saved
+    assert result.stdout.endswith(saved[2]["content"] + "\n") and result.stdout.count("\n") >= 2
+
+
+def test_chat_draws_a_seed_and_shows_it(edgeq: Run, demo: Path, template: Path) -> None:
+    options = (demo, "--chat-template", template, "-n", 8, "--temp", 1.2, *REFERENCE)
+    first = edgeq("chat", *options, input="import os\n")
+    found = re.search(r"sampling 1.2, seed (\d+)", first.stderr)
+    assert found and first.stdout == edgeq("chat", *options, "--seed", found[1], input="import os\n").stdout
+    assert found[0] not in edgeq("chat", *options, input="import os\n").stderr
+
+
+def test_an_interrupt_at_the_prompt_drops_the_line_and_a_second_one_ends_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["first\\", KeyboardInterrupt, "second", KeyboardInterrupt, "third", KeyboardInterrupt, KeyboardInterrupt])
+
+    def read(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        for line in chat.lines():
+            found.append(line)
+    assert found == ["second", "third"] and capsys.readouterr().err.count("Ctrl-C again") == 3
 
 
 def test_warm_compiles_for_both_modes(edgeq: Run, demo: Path) -> None:
