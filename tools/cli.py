@@ -287,9 +287,12 @@ def bench(ctx: click.Context, /, output: str, as_json: bool, **options: Any) -> 
 @main.command(short_help="Show what is in a file.")
 @MODEL
 @click.option("--verify", is_flag=True, help="Check every byte against its digest.")
+@click.option("--show", "shown", metavar="NAME", help="Print one text of the file: chat_template or tokenizer.json.")
 @JSON
 def inspect(**options: Any) -> None:
     """Show what is in a file: layers, codecs, effective bits per weight, sizes and origin."""
+    if options["as_json"] and options["shown"]:
+        raise click.UsageError("--json and --show exclude each other")
     from edgeq.tools.inspect import inspect as command
 
     command(**options)

@@ -131,7 +131,7 @@ def test_convert_without_quantizing(edgeq: Run, tiny_llama: Path, tmp_path: Path
 def test_inspect_shows_parts_codecs_bits_and_provenance(edgeq: Run, demo: Path) -> None:
     result = edgeq("inspect", demo, "--verify")
     assert result.exit_code == 0
-    for fact in ("every byte verified", "i4 g128 zero", "gate_up", "4.188", "decoder 4.188, head 8.125", '"method": "rtn"'):
+    for fact in ("every byte verified", "i4 g128 zero", "gate_up", "4.188", "decoder 4.188, head 8.125", '  method: "rtn"'):
         assert fact in result.stdout, fact
 
 
@@ -142,6 +142,34 @@ def test_inspect_json_adds_up(edgeq: Run, demo: Path) -> None:
     sizes = facts["bytes_per_token"]
     assert sizes["weights"] + sizes["head"] == layers + facts["arrays"]["bytes"]
     assert facts["bits_per_weight"]["decoder"] == pytest.approx(4 + 24 / 128)
+
+
+def test_inspect_lists_every_part_and_a_total_that_is_the_file(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    seen = {}
+    short = ("--calibration-rows", 5, "--calibration-length", 64, "--head", 8)
+    for name, given in (("ttq", ("--bits", 3)), ("resq", ("--bits", "4/4/4", *short))):
+        out = tmp_path / f"{name}.edgeq"
+        assert edgeq("convert", tiny_llama, "-o", out, "--method", name, *given).exit_code == 0
+        facts = objects(edgeq("inspect", out, "--json"))
+        blobs = sum(facts["blobs"].values())
+        parts = sum(group["bytes"] for group in facts["layers"])
+        assert parts + facts["arrays"]["bytes"] + blobs + facts["other_bytes"] == facts["bytes"] == out.stat().st_size
+        assert 16384 < facts["other_bytes"] < 60_000
+        lines = edgeq("inspect", out).stdout.splitlines()
+        assert any(line.split() == ["total", f"{out.stat().st_size / 1e6:.2f}"] for line in lines)
+        seen[name] = {(group["component"], group["codec"]) for group in facts["layers"]}
+    assert {("weights", "i3 g32 zero"), ("low rank", "f16"), ("master", "i8 g128")} <= seen["ttq"]
+    assert {("weights", "i4 row"), ("second block", "i8 row"), ("transform", "f32"), ("input order", "i32")} <= seen["resq"]
+
+
+def test_inspect_shows_a_text_of_the_file_and_keeps_names_whole(
+    edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads(edgeq("inspect", demo, "--show", "tokenizer.json").stdout)["model"]
+    missing = edgeq("inspect", demo, "--show", "chat_template")
+    assert missing.exit_code == 1 and "no chat_template in the file; it has tokenizer.json" in missing.stderr
+    monkeypatch.setenv("COLUMNS", "40")
+    assert "metadata, padding" in edgeq("inspect", demo).stdout
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -273,12 +301,18 @@ def test_bench_prints_rows_as_llama_bench_names_them(edgeq: Run, demo: Path) -> 
         assert len(row["samples_s"]) == 2 and row["ms_per_token"] <= row["ms_per_token_p95"]
         assert len(row["step_s"]) == (8 if row["kind"] == "tg" else 0)
     assert rows[3]["bytes_per_s"] > 0 and rows[0]["bytes_per_s"] is None
+    assert min(rows[0]["samples_s"]) <= rows[0]["ttft_s"] <= max(rows[0]["samples_s"])
+    assert rows[0]["version"] == __version__ and rows[0]["processor"] and rows[0]["load_s"] > 0 and rows[2]["ttft_s"] is None
+    assert rows[0]["codec"] == "i4 g128 zero" and rows[0]["threads"] == 1 and "facts" not in rows[0]
 
 
 def test_bench_tables_have_one_line_per_row(edgeq: Run, demo: Path) -> None:
     options = ("-p", 0, "-n", "2,3", "-t", 1, "-r", 1, *REFERENCE)
     lines = edgeq("bench", demo, *options).stdout.strip().splitlines()
-    assert len(lines) == 4 and len({len(line) for line in lines}) == 1 and "tg3" in lines[3]
+    about, table = lines[:2], lines[3:]
+    assert len(table) == 4 and len({len(line) for line in table}) == 1 and "tg3" in table[3] and len(table[0]) <= 100
+    assert about[0].startswith("tiny-llama, i4 g128 zero, head i8 g128, 3.2 MB; reference, a16; cache f16, ")
+    assert about[1].startswith(f"edgeq {__version__}, {machine.cpu().name}, 20")
     table = list(csv.DictReader(io.StringIO(edgeq("bench", demo, *options, "-o", "csv").stdout)))
     assert [row["test"] for row in table] == ["tg2", "tg3"]
 
@@ -304,6 +338,7 @@ def test_compare_orders_files_by_their_bits(edgeq: Run, demo: Path, tiny_llama: 
     (pair,) = facts["pairs"]
     assert pair["perplexity_ratio"]["low"] > 1
     table = edgeq("compare", demo, "--against", tiny_llama, "--window", 128, "--limit", 512)
+    assert re.search(r"^tiny.edgeq +4.58 +3.2 +a16 ", table.stdout, re.M) and four_bits["bits_per_weight"] < 5
     assert table.exit_code == 0 and "against source" in table.stdout and "4 windows of 128 tokens of code" in table.stdout
 
 
@@ -413,6 +448,9 @@ def test_devices_say_what_will_be_used(edgeq: Run) -> None:
     assert "raspberry-pi-5" in {profile["name"] for profile in facts["profiles"]}
     text = edgeq("devices").stdout
     assert f"will be used: {TARGETS[0]}" in text and "jetson-orin-nano-8gb" in text
+    assert re.search(r"^raspberry-pi-5 +neon-dotprod +4 +8 ", text, re.M) and " GiB available" in text
+    assert sum("does not have" in line for line in text.splitlines()) == 0
+    assert [isa["name"] for isa in facts["isas"] if isa["missing"]] == [isa["name"] for isa in facts["isas"] if isa["refused"]]
 
 
 def test_an_interrupt_is_no_error_worth_a_traceback(edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
