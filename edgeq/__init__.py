@@ -2,8 +2,28 @@
 
 import os.path
 
+# typing's own constant of this name, without the time that importing typing takes.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from edgeq.runtime import Answer, Batch, Generation, Measurement, Model, Requantization, Sampling, Session
+
 __version__ = "0.1.0"
+__all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Requantization", "Sampling", "Session"]
 
 # In a checkout runtime/, converters/, targets/ and tools/ lie beside edgeq/, not in it.
 if not os.path.isdir(os.path.join(__path__[0], "runtime")):
     __path__.append(os.path.dirname(__path__[0]))
+
+
+def __getattr__(name: str) -> object:
+    """What `__all__` names, imported when it is first used: `import edgeq` alone takes no time."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from edgeq import runtime
+
+    globals()[name] = found = getattr(runtime, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

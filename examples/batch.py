@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from edgeq.runtime import Batch, Model
-
-SIZE = 4
+from edgeq import Batch, Model
 
 
 def main(path: str) -> None:
-    model = Model.load(path, context=512, max_logits=SIZE)
     prompts = [line.rstrip("\n") for line in sys.stdin]
-    batch = Batch(model, SIZE, max_tokens=24)
-    for answer in batch.run([model.text.encode(prompt) for prompt in prompts]):
-        print(f"{answer.index}: {prompts[answer.index]!r} -> {answer.text!r} ({answer.finish_reason})")
+    with Model.load(path, context=512) as model:
+        batch = Batch(model, 4, max_tokens=24)
+        for answer in batch.run(prompts):
+            print(f"{answer.index}: {prompts[answer.index]!r} -> {answer.text!r} ({answer.finish_reason})")
     print(f"[{batch.measurement.decode_rate:.1f} tok/s in all]", file=sys.stderr)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from edgeq.runtime import Model
+from edgeq import Model
 
 
 def main(path: str, template: str | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from edgeq.runtime import Model, Sampling
+from edgeq import Model, Sampling
 
 
 def main(path: str, prompt: str) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 
-from edgeq.runtime import Model, Requantization
+from edgeq import Model, Requantization
 
 
 def main(path: str, prompt: str) -> None:
     for when in ("never", "prompt"):
         model = Model.load(path, context=512, requantization=Requantization(when=when, min_tokens=4))
         generation = model.generate(prompt, max_tokens=32)
-        print(f"--- {when}: {''.join(generation)!r}")
+        print(f"--- {when}: {generation.text()!r}")
         cost = generation.measurement
         print(f"[{cost.requantized_tokens} tokens read, {1000 * cost.requantize_s:.0f} ms]", file=sys.stderr)
 

@@ -1,13 +1,13 @@
 """A model file and a target become tokens.
 
-    from edgeq.runtime import Model, Sampling
+    from edgeq import Model, Sampling
 
     model = Model.load("tiny-llama.edgeq")
     for text in model.generate("def main():", max_tokens=64, sampling=Sampling(temperature=0.7, seed=1)):
         print(text, end="", flush=True)
 
-A `Generation` is an iterator over text, with `.tokens`, `.finish_reason` and `.measurement`.  `model.chat(messages)` goes
-through the chat template of the file, and `session=model.session()` keeps what two calls have in common in the cache.
+A `Generation` is an iterator over text, with `.text()`, `.tokens`, `.finish_reason` and `.measurement`.  `model.chat(messages)`
+goes through the chat template of the file, and `session=model.session()` keeps what two calls have in common in the cache.
 """
 
 if __name__ != "edgeq.runtime":
@@ -17,8 +17,19 @@ from edgeq.runtime.batch import Answer, Batch
 from edgeq.runtime.generation import Generation, Piece
 from edgeq.runtime.model import Model
 from edgeq.runtime.requantize import Requantization
-from edgeq.runtime.sampling import Sampling
+from edgeq.runtime.sampling import Logprobs, Sampling
 from edgeq.runtime.session import Session
 from edgeq.runtime.stats import Measurement
 
-__all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Piece", "Requantization", "Sampling", "Session"]
+__all__ = [
+    "Answer",
+    "Batch",
+    "Generation",
+    "Logprobs",
+    "Measurement",
+    "Model",
+    "Piece",
+    "Requantization",
+    "Sampling",
+    "Session",
+]

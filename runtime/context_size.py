@@ -19,12 +19,14 @@ def choose_context(room: Room, page_bytes: int, limit: int, context: int | None)
     InputError: out of the model's range.  ResourceError: it does not fit; the message names the largest that does.
     """
     if context is not None and not 1 <= context <= limit:
-        raise InputError(f"context {context} is out of range; this model takes 1 to {limit} positions: pass -c {limit} or less")
+        raise InputError(
+            f"context {context} is out of range; this model takes 1 to {limit} positions: pass `context={limit}` or less"
+        )
     fits = max(0, room.available - room.needed) // page_bytes * PAGE
     wanted = min(limit, DEFAULT_CONTEXT, fits) if context is None else context
     if wanted == 0 or wanted > fits:
         need = room.needed + -(-max(wanted, 1) // PAGE) * page_bytes
-        cure = f"the largest context that fits is {min(fits, limit)}: pass -c {min(fits, limit)}"
+        cure = f"the largest context that fits is {min(fits, limit)}: pass `context={min(fits, limit)}`"
         if not fits:
             cure = "no context fits: free some memory or take a file with fewer bits"
         raise ResourceError(

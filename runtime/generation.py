@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
 from edgeq import machine
 from edgeq.errors import InputError
 from edgeq.runtime.decode import DecodeStep, Stream
+from edgeq.runtime.sampling import Logprobs
 from edgeq.runtime.session import OnPrompt
 from edgeq.runtime.stats import Measurement
 from edgeq.runtime.stopping import Ending, FinishReason
@@ -21,10 +23,17 @@ class Piece(NamedTuple):
     token: int
 
 
+class _Closed(Exception):
+    """Ends a prompt between two of its chunks."""
+
+
 class Generation(Iterator[str]):
     """Text as it is generated; runs when it is iterated.
 
+    `close`, which another thread may call too, or the end of a `with` block, ends it after the present run.
+
     tokens          tokens drawn so far, a stop token included
+    logprobs        theirs, one for each, where they were asked for; else empty
     measurement     what it cost so far
     """
 
@@ -37,9 +46,16 @@ class Generation(Iterator[str]):
         positions_read: Callable[[int], float],
         started: float,
         on_progress: OnPrompt | None,
+        own_session: bool,
     ) -> None:
-        """The tokens of `stream` are the prompt.  `started`: when the caller began to wait (perf_counter)."""
+        """The tokens of `stream` are the prompt.  `started`: when the caller began to wait (perf_counter).
+
+        own_session   nobody else uses the session: it ends with this text
+        """
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self._given: list[str] = []
+        self._closed, self._own_session = False, own_session
         self.measurement = measurement
         self._stream, self._ending, self._step = stream, ending, step
         self._positions_read = positions_read
@@ -54,6 +70,30 @@ class Generation(Iterator[str]):
         """Every token with its text, for callers that want both; the same run as iterating over the text."""
         return self._pieces
 
+    def text(self) -> str:
+        """Run to the end; the whole text, with what was iterated over before."""
+        for _ in self._pieces:
+            pass
+        return "".join(self._given)
+
+    def close(self) -> None:
+        """End the text where it is: nothing more comes.  What was run stays in a session that was passed."""
+        self._closed = True
+        with suppress(ValueError):
+            # A generator that another thread runs cannot be closed; it ends by itself.
+            self._pieces.close()
+            self._end()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("closed" if self._closed else "not finished")
+        return f"<Generation: {len(self.tokens)} tokens, {state}: {''.join(self._given)[-40:]!r}>"
+
     def __iter__(self) -> Generation:
         return self
 
@@ -61,33 +101,53 @@ class Generation(Iterator[str]):
         """The next text that is not empty."""
         return next(piece.text for piece in self._pieces if piece.text)
 
-    def _run(self, started: float, on_progress: OnPrompt | None) -> Iterator[Piece]:
+    def _run(self, started: float, on_progress: OnPrompt | None) -> Generator[Piece, None, None]:
         """Run the prompt, draw a token, then take decode steps until something ends the text."""
         stream, m = self._stream, self.measurement
         session, prompt = stream.session, len(stream.tokens)
         ticket = session.owner = object()
         m.cached_tokens = session.keep_prefix(stream.tokens)
+
+        def prefilled(done: int, total: int) -> None:
+            if on_progress is not None:
+                on_progress(done, total)
+            if self._closed:
+                raise _Closed
+
         before = perf_counter()
-        logits = session.prefill(stream.tokens[m.cached_tokens :], on_progress)
+        try:
+            logits = session.prefill(stream.tokens[m.cached_tokens :], prefilled)
+        except _Closed:
+            return self._end()
         m.prefill_s = perf_counter() - before
-        tokens = [stream.sampler.draw(logits, stream.tokens)]
-        stream.tokens += tokens
+        stream.draw(logits)
+        tokens = stream.tokens[-1:]
         m.ttft_s = perf_counter() - started
         while True:
+            drawn = stream.logprobs[-len(tokens) :]
             for i, token in enumerate(tokens):
                 self.tokens.append(token)
+                self.logprobs += drawn[i : i + 1]
                 m.generated_tokens += 1
                 text = self._ending.push(token, full=i + 1 == len(tokens) and not session.left)
+                self._given.append(text)
                 if self._ending.reason:
                     # What was accepted after the end is not part of the text.
                     session.trim(prompt + len(self.tokens) - 1)
+                    self._end()
                 yield Piece(text, token)
                 if self._ending.reason:
                     return
+                if self._closed:
+                    return self._end()
             if session.owner is not ticket or len(session.tokens) + 1 != len(stream.tokens):
                 raise InputError("its session has run another text in the meantime; give each text a session of its own")
             self._requantize()
             tokens = self._decode()
+
+    def _end(self) -> None:
+        if self._own_session:
+            self._stream.session.close()
 
     def _requantize(self) -> None:
         """After the first token, which the prompt's own run gives: it does not wait for this."""

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
+from edgeq.runtime.arguments import callback, instance, integer, token_ids, wrong
 from edgeq.runtime.chat_template import OTHER_TEMPLATE, ChatTemplate, Message
 from edgeq.runtime.context_size import choose_context
 from edgeq.runtime.decode import Stream, decode_step
 from edgeq.runtime.decoder import decoder
 from edgeq.runtime.generation import Generation
 from edgeq.runtime.requantize import Requantization, Requantizer, chosen
-from edgeq.runtime.sampling import Sampler, Sampling
+from edgeq.runtime.request import Request
+from edgeq.runtime.sampling import Processor, Sampling
 from edgeq.runtime.session import OnPrompt, PrefillRate, Session, check_length
+from edgeq.runtime.session_file import Origin
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES, DraftSource, Speculator
 from edgeq.runtime.stats import LONGEST_DRAFT, Measurement, Speculation
-from edgeq.runtime.stopping import Ending
 from edgeq.runtime.tokenizer import Text
 from edgeq.targets import Choice, pick
+from edgeq.targets.graph import RopeRotate
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
-from edgeq.targets.target import OnProgress, Options, Requantizable, no_progress
+from edgeq.targets.target import OnProgress, Options, Program, Requantizable, no_progress
+
+MOST_LOGITS = 32
+"""Texts that one run decodes, or 4 with drafts of 7 tokens; each takes 4 bytes of memory for every token of the vocabulary."""
 
 
 class Model:
     """A model file, compiled for a target.
 
+    `close`, or the end of a `with` block, closes its sessions, ends its threads and drops its memory.
+
+    target        the name of the target
     context       positions a session holds
     description   what runs where, and why other targets do not
     load_s        seconds that opening and compiling took
@@ -54,6 +65,7 @@ class Model:
         started = perf_counter()
         self.file = file
         self.config = file.metadata.config
+        self.target = choice.target.name
         self._chat_template = chat_template
         self.requantization = chosen(requantization, file)
         # Its buffers do not depend on the context, only rotary frequencies do.
@@ -64,14 +76,50 @@ class Model:
         room = choice.target.room(graph, file, options)
         self.context = choose_context(room, graph.page_bytes(options.kv), self.config.max_position_embeddings, context)
         self.graph = decoder(file.metadata, self.context)
-        self.program = choice.target.compile(self.graph, file, options, on_progress)
+        self._program: Program | None = choice.target.compile(self.graph, file, options, on_progress)
         if self.requantization and not isinstance(self.program, Requantizable):
-            raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with --requantize never")
+            raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")
         refused = "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
         self.description = self.program.description + refused
         self._lock = Lock()
         self._prefill_rate = PrefillRate(self.program.tile)
+        # Which rotary frequencies a long context has is chosen when it is loaded.
+        ropes = sorted({repr(o.frequencies) for o in self.graph.operations if isinstance(o, RopeRotate)})
+        rope = f"rotary frequencies {hashlib.blake2b(''.join(ropes).encode(), digest_size=4).hexdigest()}"
+        self._origin = Origin(file.identity, (choice.target.name, options.mode, options.kv.name, rope))
+        self._sessions: WeakSet[Session] = WeakSet()
         self.load_s = perf_counter() - started
+
+    @property
+    def program(self) -> Program:
+        """The compiled graph.  InputError: the model is closed."""
+        if self._program is None:
+            raise InputError("the model is closed; load it again")
+        return self._program
+
+    @program.setter
+    def program(self, program: Program) -> None:
+        self._program = program
+
+    def close(self) -> None:
+        """Close all sessions, end the threads and drop the memory; a run of another thread is waited for.
+
+        Nothing can be generated any more.
+        """
+        for session in list(self._sessions):
+            session.close()
+        with self._lock:
+            self._program = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = self.description if self._program else "closed"
+        return f"<Model {self.file.path.name}: {state}; context {self.context}>"
 
     @cached_property
     def text(self) -> Text:
@@ -105,7 +153,7 @@ class Model:
         threads_prefill: int = 0,
         kv: KvKind | Literal["file"] | None = None,
         context: int | None = None,
-        max_logits: int = LONGEST_DRAFT + 1,
+        max_logits: int = MOST_LOGITS,
         max_rows: int = 0,
         chat_template: str | None = None,
         requantization: Requantization | None = None,
@@ -119,25 +167,31 @@ class Model:
         threads      for decode, threads_prefill for prompts; 0: the target chooses
         kv           "f16", "int8" or "int4": how keys and values are cached; None or "file": what the file was made for
         context      positions of a session; None: min(what the model was trained with, 4096, what fits in memory)
-        max_logits   rows whose logits one run can give (Session.all_logits)
+        max_logits   rows whose logits one run can give (Session.all_logits), hence texts that a Batch decodes together
         max_rows     rows of one run: the prefill chunk; 0: the target chooses
         chat_template   jinja2 text instead of the file's
         requantization  when and how weights are requantized from the file's masters; None: after every prompt if it has any
         on_progress  called as kernels are compiled, which takes seconds the first time on a machine
 
-        InputError: no such file, or an argument out of range.  FormatError: damaged.  UnsupportedError: something that the file
-        needs or you ask for is not there.  ResourceError: the context does not fit in memory.
+        InputError: no such file, or an argument of the wrong type or out of range.  FormatError: damaged.  UnsupportedError:
+        something that the file needs or you ask for is not there.  ResourceError: the context does not fit in memory.
         """
         started = perf_counter()
+        instance("path", path, (str, os.PathLike), "a path")
         if mode not in (None, *MODES):
             raise InputError(f"mode {mode!r} is not known; supported: {', '.join(MODES)}")
         if kv not in (None, "file", *KV_KINDS):
             raise InputError(f"kv {kv!r} is not known; supported: file, {', '.join(KV_KINDS)}")
-        counts = {"threads": threads, "threads_prefill": threads_prefill, "max_logits": max_logits, "max_rows": max_rows}
-        for name, value in counts.items():
-            least, most = (0, 1024) if name.startswith("threads") else (int(name == "max_logits"), 65536)
-            if not least <= value <= most:
-                raise InputError(f"{name} is {value}; expected {least} to {most}")
+        for name, text in {"target": target, "isa": isa, "chat_template": chat_template}.items():
+            instance(name, text, (str, type(None)), "a string, or None")
+        for name, threads_of in {"threads": threads, "threads_prefill": threads_prefill}.items():
+            integer(name, threads_of, 0, 1024, "0 (the target chooses) to 1024")
+        integer("max_logits", max_logits, 1, 65536)
+        integer("max_rows", max_rows, 0, 65536, "0 (the target chooses) to 65536")
+        if context is not None:
+            integer("context", context, -(1 << 62), 1 << 62, "a number of positions, or None")
+        instance("requantization", requantization, (Requantization, type(None)), "a Requantization, or None")
+        callback("on_progress", on_progress)
         file = ModelFile.open(Path(path))
         choice = pick(target, file)
         options = Options(
@@ -177,14 +231,16 @@ class Model:
         """A speculator that drafts from `draft`; None for "off".  InputError: an unknown source, or a gamma out of range."""
         if draft not in DRAFT_SOURCES:
             raise InputError(f"draft {draft!r} is not known; supported: {', '.join(DRAFT_SOURCES)}")
-        if gamma is not None and not 1 <= gamma <= LONGEST_DRAFT:
-            raise InputError(f"gamma is {gamma}; expected 1 to {LONGEST_DRAFT}")
+        if gamma is not None:
+            integer("gamma", gamma, 1, LONGEST_DRAFT, f"1 to {LONGEST_DRAFT}, or None")
         if draft == "off":
             return None
         exact = self.program.options.mode
         cheaper = MODES[MODES.index(exact) + 1 :]
         if draft == "qspec" and not cheaper:
-            raise InputError(f"mode {exact} has no cheaper one to draft in; pass --mode a16 or a8, or --draft lookup")
+            raise InputError(
+                f"mode {exact} has no cheaper one to draft in; load it with `mode=a16` or a8, or pass `draft=lookup`"
+            )
         # Where activations of 4 bits are what the file was made for, they are the better draft.
         made_for = self.file.metadata.default_mode
         mode = made_for if made_for in cheaper else cheaper[0] if cheaper else exact
@@ -195,18 +251,29 @@ class Model:
                 self.program.prepare(mode)
         return Speculator(source, gamma, mode)
 
-    def check_prompt(self, prompt: Sequence[int]) -> None:
-        """InputError: a prompt that is empty, or longer than the context."""
-        if not prompt:
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """The tokens of a prompt, which is text or tokens.
+
+        InputError: it is neither, empty, or longer than the context, or a token is not in the vocabulary.
+        """
+        if isinstance(prompt, (bytes, bytearray)):
+            raise wrong("prompt", prompt, "a string or a list of token ids; decode it first")
+        tokens = self.text.encode(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, self.config.vocab_size)
+        self._check_prompt(tokens)
+        return tokens
+
+    def _check_prompt(self, tokens: Sequence[int]) -> None:
+        if not tokens:
             raise InputError("the prompt is empty; give at least one character")
-        check_length(len(prompt), self.context)
+        check_length(len(tokens), self.context)
 
     def session(self) -> Session:
         """An empty session; its cache grows as it is filled."""
         requantizer = None
         if self.requantization:
             requantizer = Requantizer(cast(Requantizable, self.program), self.requantization, self._lock)
-        return Session(self.program, self.config.vocab_size, self.context, self._lock, self._prefill_rate, requantizer)
+        shared = self.context, self._lock, self._prefill_rate, self._origin
+        return Session(self.program, self.config.vocab_size, *shared, requantizer, self._sessions)
 
     def generate(
         self,
@@ -215,27 +282,40 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        processors: Sequence[Processor] = (),
         session: Session | None = None,
         on_progress: OnPrompt | None = None,
         draft: DraftSource = "off",
         gamma: int | None = None,
     ) -> Generation:
-        """Continue `prompt`, text or tokens.  Iterate over the result.
+        """Continue `prompt`, text or tokens.  Iterate over the result, or take all of it with `Generation.text`.
 
-        sampling   None: greedy
-        stop       at most 16 strings that end the text and are not part of it
-        session    one to continue: the beginning that it shares with `prompt` is kept and not run again
+        sampling    how tokens are drawn; None: as the file recommends, else greedy (Sampling.recommended)
+        stop        at most 16 strings that end the text and are not part of it
+        stop_tokens  at most 64 token ids that end the text beside those of the file
+        min_tokens  so many tokens come before one that ends the text, and before stop strings are looked for
+        ignore_eos  the stop tokens of the file are drawn like others and do not end the text
+        logprobs    record in Generation.logprobs the log-probability of every token, and those of the so many most probable
+                    ones, at most 20; None: record nothing
+        processors  functions (tokens so far, logits float32 [vocab]) -> logits, applied after penalties and biases and before
+                    temperature; -inf bans a token.  What one gives must depend on its arguments alone
+        session     one to continue: the beginning that it shares with `prompt` is kept and not run again
         on_progress  called after each chunk of the prompt with (tokens done, total tokens)
-        draft      where drafts of the next tokens come from: "qspec" (the same weights in a cheaper mode), "lookup" (the text
-                   so far), "both" or "auto" (both).  Greedy text is the same as without drafts; sampled text has the same
-                   distribution
-        gamma      draft length, 1 to 7; None: the length with the best measured speed-up, 0 included
+        draft       where drafts of the next tokens come from: "qspec" (the same weights in a cheaper mode), "lookup" (the text
+                    so far), "both" or "auto" (both).  Greedy text is the same as without drafts; sampled text has the same
+                    distribution
+        gamma       draft length, 1 to 7; None: the length with the best measured speed-up, 0 included
 
-        InputError: the prompt is empty or longer than the context, or an argument is out of range.
+        InputError, at the call: the prompt is empty or longer than the context, or an argument is of the wrong type or out of
+        range.
         """
         started = perf_counter()
-        tokens = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self._start(tokens, started, session, on_progress, max_tokens, sampling, stop, draft, gamma)
+        request = Request(sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma)
+        return self._start(self.encode_prompt(prompt), request, session, on_progress, started)
 
     def chat(
         self,
@@ -244,6 +324,11 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        processors: Sequence[Processor] = (),
         session: Session | None = None,
         on_progress: OnPrompt | None = None,
         draft: DraftSource = "off",
@@ -256,25 +341,22 @@ class Model:
         """
         started = perf_counter()
         if self.template is None:
-            raise UnsupportedError(f"{self.file.path}: the file has no chat template; pass one with --chat-template FILE")
+            raise UnsupportedError(f"{self.file.path}: the file has no chat template; pass one as `chat_template=FILE`")
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
+            raise wrong("messages", messages, 'a list of dicts such as {"role": "user", "content": "..."}')
+        request = Request(sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma)
         tokens = self.template.encode(messages, **variables)
-        return self._start(tokens, started, session, on_progress, max_tokens, sampling, stop, draft, gamma)
+        self._check_prompt(tokens)
+        return self._start(tokens, request, session, on_progress, started)
 
     def _start(
-        self,
-        prompt: list[int],
-        started: float,
-        session: Session | None,
-        on_progress: OnPrompt | None,
-        max_tokens: int,
-        sampling: Sampling | None,
-        stop: Sequence[str],
-        draft: DraftSource,
-        gamma: int | None,
+        self, prompt: list[int], request: Request, session: Session | None, on_progress: OnPrompt | None, started: float
     ) -> Generation:
         """Check what can be checked before anything runs."""
-        self.check_prompt(prompt)
-        speculator = self.speculator(draft, gamma)
+        request.check(self.config.vocab_size)
+        instance("session", session, (Session, type(None)), "a Session, or None")
+        callback("on_progress", on_progress)
+        speculator = self.speculator(request.draft, request.gamma)
         measurement = Measurement(
             self.load_s,
             self.weight_bytes,
@@ -282,7 +364,8 @@ class Model:
             len(prompt),
             speculation=speculator.statistics if speculator else Speculation(),
         )
-        stream = Stream(session or self.session(), Sampler(sampling or Sampling()), prompt)
-        ending = Ending(self.text, max_tokens, stop)
+        sampler = request.sampler(request.sampling or Sampling.recommended(self), self.text, len(prompt))
+        stream = Stream(session or self.session(), sampler, prompt, top=request.logprobs)
         step = speculator.step if speculator else decode_step
-        return Generation(stream, ending, step, measurement, self.config.positions_read, started, on_progress)
+        ending = request.ending(self.text)
+        return Generation(stream, ending, step, measurement, self.config.positions_read, started, on_progress, session is None)

@@ -66,7 +66,7 @@ class Requantization:
 
     def __post_init__(self) -> None:
         if self.when not in WHEN:
-            raise InputError(f"requantize {self.when!r} is not known; supported: {', '.join(WHEN)}")
+            raise InputError(f"`requantization` {self.when!r} is not known; supported: {', '.join(WHEN)}")
         ranges = {"alpha": (0, 2), "damping": (0, 1e6), "min_tokens": (1, 1 << 20), "cosine": (-1, 1), "drifted": (0, 1)}
         for name, (least, most) in (ranges | {"growth": (0, 1e6)}).items():
             value = getattr(self, name)
@@ -82,7 +82,7 @@ def chosen(asked: Requantization | None, file: ModelFile) -> Requantization | No
     masters = any(layer.master for layer in file.metadata.linears.values())
     if asked is not None and asked.when != "never" and not masters:
         raise UnsupportedError(
-            f"{file.path}: no layer has a master to requantize from; convert with --master i8, or leave --requantize out"
+            f"{file.path}: no layer has a master to requantize from; convert with --master i8, or leave `requantization` out"
         )
     settings = asked or Requantization()
     return settings if masters and settings.when != "never" else None
@@ -121,7 +121,16 @@ class Requantizer:
         self.tokens = 0
         self._program, self._settings, self._lock = program, settings, lock
         self._scales: list[ArrayF32] = []
+        self._shared = False  # another session may decode with `weights`
         self._judged = 0  # tokens read when `update` last decided: it is asked before every step
+
+    def fork(self) -> Requantizer:
+        """The same statistics for another session; the weights are shared until one of the two requantizes."""
+        forked = Requantizer(self._program, self._settings, self._lock)
+        forked.sums.values[:], forked.sums.tokens = self.sums.values, self.sums.tokens
+        forked.weights, forked.tokens, forked._scales, forked._judged = self.weights, self.tokens, self._scales, self._judged
+        self._shared = forked._shared = True
+        return forked
 
     def run(self, rows: Rows, mode: Mode | None, summing: bool) -> ArrayF32:
         """A run of the session: with the masters while inputs are summed, else with its requantized weights if it has some."""
@@ -156,8 +165,8 @@ class Requantizer:
         new = scales(self.sums, self._settings)
         if self._is_time(new):
             with self._lock:
-                if self.weights is None:
-                    self.weights = self._program.new_weights()
+                if self.weights is None or self._shared:
+                    self.weights, self._shared = self._program.new_weights(), False
                 # If interrupted, half of the weights are old: they are requantized again, whatever was read since.
                 self.tokens = 0
                 self._program.requantize(self.weights, new)

@@ -1,33 +1,63 @@
-"""From logits to the next token: repetition penalty, temperature, top-k, top-p, min-p, draw; in this order."""
+"""From logits to the next token.
+
+In this order: repetition penalty, presence and frequency penalty, logit bias, stop tokens that must not come yet, processors,
+temperature, top-k, top-p, min-p, draw.  With temperature 0 the most probable token after the processors is taken.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError
+from edgeq.runtime.arguments import instance, integer, real, wrong
 
 ArrayF64 = NDArray[np.float64]
 RUN = 64
 """Scores of which only the largest is looked at first."""
+MOST_BIASES = 1024
+"""Tokens with a bias of their own; as many as OpenAI's interface takes in practice."""
 Candidates = tuple[NDArray[np.int64], ArrayF64]
 """Tokens and their probabilities, which sum to 1."""
+Processor = Callable[[Sequence[int], NDArray[np.float32]], Any]
+"""(tokens so far, logits float32 [vocab]) -> logits [vocab]; -inf bans a token.  It must depend on its arguments alone: with
+drafts it is also called for texts that are not kept."""
+RECOMMENDED = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "seed": "seed",
+}
+"""Field of Sampling: key in the file, as Hugging Face's generation_config.json has it."""
 
 
-@dataclass(frozen=True)
+class HasFile(Protocol):
+    """What has a model file: a Model."""
+
+    file: ModelFile
+
+
+@dataclass(frozen=True, repr=False)
 class Sampling:
-    """How tokens are drawn.  InputError if a value is out of range.
+    """How tokens are drawn.  InputError if a value is of the wrong type or out of range.
 
-    temperature      0: always the most probable token (greedy)
-    top_k            keep the k most probable tokens; 0: all
-    top_p            keep the smallest set of most probable tokens with this mass (Holtzman et al. 2019, arXiv 1904.09751)
-    min_p            keep tokens at least this share as probable as the most probable one (Nguyen et al. 2024, arXiv 2407.01082)
-    repeat_penalty   of tokens in the history (CTRL, Keskar et al. 2019, arXiv 1909.05858); 1: none
-    seed             same seed, same tokens; None: a new one each time
+    temperature        0: always the most probable token (greedy); to 100
+    top_k              keep the k most probable tokens; 0: all
+    top_p              keep the smallest set of most probable tokens with this mass (Holtzman et al. 2019, arXiv 1904.09751)
+    min_p              keep tokens at least this share as probable as the best one (Nguyen et al. 2024, arXiv 2407.01082)
+    repeat_penalty     of tokens in prompt and text (CTRL, Keskar et al. 2019, arXiv 1909.05858); 0.1 to 10, 1: none
+    presence_penalty   taken from the logit of every token that the text has, the prompt not counted; -2 to 2, as OpenAI's
+    frequency_penalty  the same, times how often the text has the token; -2 to 2
+    logit_bias         added to the logits of these tokens, by token id; -100 to 100, at most 1024
+    seed               same seed, same tokens; None: a new one each time
     """
 
     temperature: float = 0.0
@@ -35,51 +65,127 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = 0
 
     def __post_init__(self) -> None:
-        t = self.temperature
-        checks = (
-            ("temperature", t, t == 0 or 1e-6 <= t <= 100, "0 (greedy) or 1e-6 to 100"),
-            ("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= 0, "0 (all) or a positive integer"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1"),
-            ("repeat_penalty", self.repeat_penalty, 0.1 <= self.repeat_penalty <= 10, "0.1 to 10 (1: none)"),
-            ("seed", self.seed, self.seed is None or 0 <= self.seed < 1 << 64, "0 to 2**64 - 1"),
+        expected = "0 (greedy) or 1e-6 to 100"
+        if real("temperature", self.temperature, 0, 100, expected) != 0:
+            real("temperature", self.temperature, 1e-6, 100, expected)
+        integer("top_k", self.top_k, 0, 1 << 31, "0 (all) or a positive integer")
+        real("top_p", self.top_p, math.ulp(0), 1, "a number above 0 and at most 1")
+        real("min_p", self.min_p, 0, 1)
+        real("repeat_penalty", self.repeat_penalty, 0.1, 10, "0.1 to 10 (1: none)")
+        real("presence_penalty", self.presence_penalty, -2, 2)
+        real("frequency_penalty", self.frequency_penalty, -2, 2)
+        instance("logit_bias", self.logit_bias, Mapping, "a dict of biases by token id")
+        if len(self.logit_bias) > MOST_BIASES:
+            raise wrong("logit_bias", f"{len(self.logit_bias)} tokens", f"at most {MOST_BIASES}")
+        for token, bias in self.logit_bias.items():
+            integer("logit_bias", token, 0, (1 << 31) - 1, "token ids as keys")
+            real("logit_bias", bias, -100, 100)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.seed is not None:
+            integer("seed", self.seed, 0, (1 << 64) - 1, "an integer from 0 to 2**64 - 1, or None")
+
+    def __repr__(self) -> str:
+        """The values that are not the defaults."""
+        given = (
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != getattr(_GREEDY, f.name)
         )
-        for name, value, good, expected in checks:
-            if not good:
-                raise InputError(f"{name} is {value}; expected {expected}")
+        return f"Sampling({', '.join(given)})"
+
+    @classmethod
+    def recommended(cls, model: HasFile, **values: Any) -> Sampling:
+        """What the file of `model` recommends, but for `values`; greedy with seed 0 where it recommends nothing.
+
+        The Python interface uses it where no sampling is given, and the command line for the options that are not.
+
+        InputError: a value that cannot be used.  FormatError: a recommendation that cannot be used.
+        """
+        stored = model.file.metadata.generation
+        found: dict[str, Any] = {
+            name: stored[key] for name, key in RECOMMENDED.items() if name not in values and stored.get(key) is not None
+        }
+        try:
+            cls(**found)
+        except InputError as error:
+            raise FormatError(f"{model.file.path}: its sampling defaults cannot be used: {error}") from None
+        return cls(**found, **values)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the most probable token can be another one than that of the logits."""
+        return bool(self.repeat_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
-def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequence[int]) -> Candidates:
+_GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for the logits of one text beside its Sampling.
+
+    start       tokens of the prompt, which presence and frequency do not count
+    late        tokens that must not come among the first `min_tokens` of the text: those that would end it
+    processors  applied one after another
+    """
+
+    start: int = 0
+    min_tokens: int = 0
+    late: frozenset[int] = frozenset()
+    processors: tuple[Processor, ...] = ()
+
+
+NO_RULES = Rules()
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of the probabilities that the model itself gives: log-softmax of its logits, before anything of
+    Sampling changes them, as OpenAI's interface has them.
+
+    top   the most probable tokens, best first, and theirs
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequence[int], rules: Rules = NO_RULES) -> Candidates:
     """Tokens that may be drawn.
 
     After top_k or top_p the most probable comes first, equals in order of their ids; else all are in order of their ids.
 
-    FormatError: logits that are not finite, which sound weights do not give.
+    FormatError: logits that are not finite, which sound weights do not give.  InputError: a processor's result cannot be used.
     """
     # Not a number passes through both.
     if not (math.isfinite(logits.max()) and math.isfinite(logits.min())):
         raise FormatError("the model gives logits that are not finite; check its file with: edgeq inspect --verify")
-    if sampling.temperature == 0 and sampling.repeat_penalty == 1.0:
+    early = len(history) - rules.start < rules.min_tokens
+    if sampling.temperature == 0 and not (early or rules.processors or sampling.changes_logits):
         return np.array([np.argmax(logits)], np.int64), np.ones(1)
     scores = logits.astype(np.float64)
-    if sampling.repeat_penalty != 1.0 and len(history):
-        seen, penalty = np.unique(np.asarray(history, np.int64)), sampling.repeat_penalty
-        # Dividing a negative score would make its token more probable.
-        scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+    if sampling.changes_logits:
+        _penalize(scores, sampling, history, rules.start)
+    if early and rules.late:
+        scores[[token for token in rules.late if token < len(scores)]] = -np.inf
+    for processor in rules.processors:
+        scores = _processed(scores, processor, history)
     if sampling.temperature == 0:
         return np.array([np.argmax(scores)], np.int64), np.ones(1)
     # The maximum is taken away first, so that a tiny temperature does not overflow.  In place, here and below: with 128,000
     # tokens the system takes longer to give a new array than the sums take.
     scores -= scores.max()
     scores /= sampling.temperature
-    if 0 < sampling.top_k < len(scores):
-        tokens = np.flatnonzero(scores >= _largest(scores, sampling.top_k))
+    tokens = np.flatnonzero(scores > -np.inf) if early or rules.processors else np.arange(len(scores))
+    if len(tokens) < len(scores):
         scores = scores[tokens]
-    else:
-        tokens = np.arange(len(scores))
+    if 0 < sampling.top_k < len(scores):
+        likely = np.flatnonzero(scores >= _largest(scores, sampling.top_k))
+        tokens, scores = tokens[likely], scores[likely]
     probabilities = _softmax(scores)
     if sampling.top_p < 1:
         # Tokens below (1 - top_p) / n weigh less than 1 - top_p together, so the set lies among the others: sort only those.
@@ -101,9 +207,14 @@ def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequenc
     return tokens, probabilities
 
 
-def distribution(logits: NDArray[np.float32], sampling: Sampling, history: Sequence[int] = ()) -> ArrayF64:
+def distribution(
+    logits: NDArray[np.float32],
+    sampling: Sampling,
+    history: Sequence[int] = (),
+    rules: Rules = NO_RULES,
+) -> ArrayF64:
     """Probability of each next token, float64 [vocab]; greedy gives all to one.  `history`: prompt and generated tokens."""
-    tokens, probabilities = candidates(logits, sampling, history)
+    tokens, probabilities = candidates(logits, sampling, history, rules)
     result = np.zeros(len(logits))
     result[tokens] = probabilities
     return result
@@ -115,14 +226,19 @@ def certain(token: int) -> Candidates:
 
 
 class Sampler:
-    """Draws one token after another from one seeded generator (PCG64)."""
+    """Draws one token after another from one seeded generator (PCG64).
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+    sample   which of several texts of one prompt; all but the first have generators of their own, derived from the seed
+    """
+
+    def __init__(self, sampling: Sampling, rules: Rules = NO_RULES, sample: int = 0) -> None:
+        self.sampling, self.rules = sampling, rules
+        derived = sample and sampling.seed is not None
+        seed = np.random.SeedSequence(sampling.seed, spawn_key=(sample,)) if derived else sampling.seed
+        self._random = np.random.Generator(np.random.PCG64(seed))
 
     def candidates(self, logits: NDArray[np.float32], history: Sequence[int]) -> Candidates:
-        return candidates(logits, self.sampling, history)
+        return candidates(logits, self.sampling, history, self.rules)
 
     def uniform(self) -> float:
         """From 0 to, and without, 1."""
@@ -137,6 +253,40 @@ class Sampler:
     def draw(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         """The next token, from logits float32 [vocab] and all tokens before it."""
         return self.pick(self.candidates(logits, history))
+
+
+def logprobs(logits: NDArray[np.float32], token: int, top: int) -> Logprobs:
+    """The log-probability of `token` and those of the `top` most probable tokens; of equals the smaller id comes first."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    scores -= math.log(float(np.exp(scores).sum()))
+    likely = np.flatnonzero(scores >= _largest(scores, min(top, len(scores)))) if top else np.zeros(0, np.int64)
+    best = likely[np.argsort(-scores[likely], kind="stable")[:top]]
+    return Logprobs(token, float(scores[token]), tuple((int(t), float(scores[t])) for t in best))
+
+
+def _penalize(scores: ArrayF64, sampling: Sampling, history: Sequence[int], start: int) -> None:
+    """Penalties and biases, in place of `scores`."""
+    if sampling.repeat_penalty != 1.0 and len(history):
+        seen, penalty = np.unique(np.asarray(history, np.int64)), sampling.repeat_penalty
+        # Dividing a negative score would make its token more probable.
+        scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and len(history) > start:
+        seen, counts = np.unique(np.asarray(history[start:], np.int64), return_counts=True)
+        scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+
+
+def _processed(scores: ArrayF64, processor: Processor, history: Sequence[int]) -> ArrayF64:
+    """InputError: the result has another shape, a number that is no logit, or no token that may come."""
+    result = np.asarray(processor(tuple(history), scores.astype(np.float32)))
+    if result.shape != scores.shape or result.dtype.kind != "f":
+        raise InputError(f"a processor gave {result.dtype} {list(result.shape)}; expected floats [{len(scores)}]")
+    highest = float(result.max())
+    if not math.isfinite(highest):
+        raise InputError("a processor left no token that may come, or gave a number that is no logit; only -inf bans a token")
+    return result.astype(np.float64)
 
 
 def _largest(scores: ArrayF64, k: int) -> float:

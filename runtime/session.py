@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.errors import InputError
+from edgeq.errors import InputError, UnsupportedError
 from edgeq.records import Mode
+from edgeq.runtime import session_file
+from edgeq.runtime.arguments import token_ids
 from edgeq.runtime.cache import KVCache
 from edgeq.runtime.requantize import Requantizer
+from edgeq.runtime.session_file import Origin
 from edgeq.targets.requantization import Weights
 from edgeq.targets.rows import Rows
 from edgeq.targets.target import Program
@@ -55,6 +61,8 @@ class Session:
 
     Sessions of one model may be used from several threads: they share `lock`, so that one runs at a time.  With a `requantizer`
     prompts run with the master weights, and decoding with the weights that are requantized from them.
+
+    `close`, or the end of a `with` block, drops its cache; so does the end of its last reference.
     """
 
     def __init__(
@@ -64,19 +72,93 @@ class Session:
         context: int,
         lock: Lock,
         prefill_rate: PrefillRate,
-        requantizer: Requantizer | None = None,
+        origin: Origin,
+        requantizer: Requantizer | None,
+        registry: WeakSet[Session],
     ) -> None:
+        """`registry`: the open sessions of the model, in which forks are entered too."""
         self.context = context
         self.tokens: list[int] = []
         self.logits: Logits | None = None
         # The generation that runs in it: the text of another one cannot continue after this one's.
         self.owner: object = None
-        self._program = program
+        self._running: Program | None = program
         self._vocab_size = vocab_size
-        self._cache = KVCache(program)
+        self._cache = KVCache()
         self._lock = lock
         self._prefill_rate = prefill_rate
+        self._origin = origin
         self._requantizer = requantizer
+        self._registry = registry
+        registry.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Session: {len(self.tokens)} of {self.context} positions{'' if self._running else ', closed'}>"
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the cache; pages that a fork shares stay with it.  The session cannot be used any more."""
+        with self._lock:
+            self._running, self._requantizer, self.logits = None, None, None
+            self._cache = KVCache()
+            self.tokens = []
+
+    @property
+    def _program(self) -> Program:
+        if self._running is None:
+            raise InputError("the session is closed; make another one with Model.session")
+        return self._running
+
+    def fork(self) -> Session:
+        """A session that goes on from here by itself, with the same tokens.
+
+        The two share the pages of the cache; a page is copied when one of them first writes to it.
+        """
+        program = self._program
+        requantizer = self._requantizer.fork() if self._requantizer else None
+        rest = self._lock, self._prefill_rate, self._origin
+        forked = Session(program, self._vocab_size, self.context, *rest, requantizer, self._registry)
+        forked.tokens = list(self.tokens)
+        forked.logits = None if self.logits is None else self.logits.copy()
+        forked._cache = self._cache.fork(len(self.tokens))
+        return forked
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write tokens, keys and values to a file for `load`.
+
+        ResourceError: it cannot be written.  UnsupportedError: the session sums what it reads for requantization.
+        """
+        program = self._program
+        self._refuse_requantized()
+        page_bytes = len(program.save_page(program.new_page()))
+        contents = self._cache.contents(program, len(self.tokens))
+        session_file.write(Path(path), self._origin, self.tokens, page_bytes, contents)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what `save` wrote, in place of what is here.  The last token has to run again to give logits.
+
+        Only the model whose session was saved takes it, with the same target, mode, cache codec and rotary frequencies.
+
+        InputError: another model's or other settings', longer than the context, or no such file.  FormatError: damaged.
+        """
+        program = self._program
+        self._refuse_requantized()
+        page_bytes = len(program.save_page(program.new_page()))
+        found = session_file.read(Path(path), self._origin, self._vocab_size, self.context, page_bytes, program.load_page)
+        self.owner = None
+        self._cache = KVCache()
+        (self.tokens, self._cache.pages), self.logits = found, None
+
+    def _refuse_requantized(self) -> None:
+        if self._requantizer:
+            raise UnsupportedError(
+                "a session with requantized weights cannot be saved or loaded; load the model with `requantization=never`"
+            )
 
     @property
     def left(self) -> int:
@@ -96,7 +178,7 @@ class Session:
         after each and may raise.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
-        self._check(tokens)
+        tokens = self._check(tokens)
         summing = self._requantizer is not None
         done, seconds = 0, SUMMED_SECONDS if summing else CHUNK_SECONDS
         while done < len(tokens):
@@ -114,8 +196,7 @@ class Session:
 
     def decode(self, token: int) -> Logits:
         """Run one token; the logits after it."""
-        self._check([token])
-        self.logits = self._run([token], [0])[0]
+        self.logits = self._run(self._check([token]), [0])[0]
         return self.logits
 
     def requantize(self) -> float:
@@ -134,7 +215,7 @@ class Session:
 
     def all_logits(self, tokens: Sequence[int]) -> Iterator[Logits]:
         """Run `tokens` and give the logits after each of them, in pieces [n, vocab] of at most `most_logits` rows."""
-        self._check(tokens)
+        tokens = self._check(tokens)
         for start in range(0, len(tokens), self.most_logits):
             chunk = tokens[start : start + self.most_logits]
             logits = self._run(chunk, range(len(chunk)))
@@ -167,13 +248,12 @@ class Session:
         self.trim(common)
         return common
 
-    def _check(self, tokens: Sequence[int]) -> None:
-        if not tokens:
+    def _check(self, tokens: Sequence[int]) -> list[int]:
+        found = token_ids("tokens", tokens, self._vocab_size)
+        if not found:
             raise InputError("there is nothing to run: the prompt is empty")
-        check_length(len(tokens), self.context, len(self.tokens))
-        wrong = next((t for t in tokens if not 0 <= t < self._vocab_size), None)
-        if wrong is not None:
-            raise InputError(f"token {wrong} is not in the vocabulary of {self._vocab_size} tokens")
+        check_length(len(found), self.context, len(self.tokens))
+        return found
 
     def _run(self, tokens: Sequence[int], wanted: Sequence[int]) -> Logits:
         return run_together([BatchItem(self, tokens, wanted)])[0]
@@ -185,7 +265,7 @@ def check_length(tokens: int, context: int, held: int = 0) -> None:
         after = f" after the {held} already there" if held else ""
         raise InputError(
             f"the prompt has {tokens} tokens{after}, the context {context} positions; "
-            "shorten the prompt or pass a larger context with -c"
+            "shorten the prompt or pass a larger `context`"
         )
 
 
@@ -209,13 +289,15 @@ def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summin
             item.session.requantize()
     if len({id(item.session.weights) for item in items}) > 1:
         return [run_together([item], mode, summing=summing)[0] for item in items]
-    for item in items:
-        item.session._cache.reserve(len(item.session.tokens) + len(item.tokens))
-    rows, session = rows_of(items), items[0].session
+    session = items[0].session
     with session._lock:
-        # The next run, perhaps another session's, overwrites the program's own array.
-        requantizer = session._requantizer
+        # Within the lock: another thread may close a session.
+        for item in items:
+            held = len(item.session.tokens)
+            item.session._cache.reserve(item.session._program, held, held + len(item.tokens))
+        rows, requantizer = rows_of(items), session._requantizer
         run = requantizer.run(rows, mode, summing) if requantizer else session._program.run(rows, mode)
+        # The next run, perhaps another session's, overwrites the program's own array.
         logits = run.copy()
         for session, tokens, _ in items:
             session.tokens += [int(t) for t in tokens]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
-from edgeq.errors import InputError
 from edgeq.runtime.tokenizer import StopStrings, Text, TextStream
 
 FinishReason = Literal["stop", "length", "context"]
@@ -17,13 +16,14 @@ class Ending:
     reason   None while it goes on; "stop": a stop token or string came; "length": `max_tokens`; "context": it is full
     """
 
-    def __init__(self, text: Text, max_tokens: int, stop: Sequence[str]) -> None:
-        """InputError: no tokens are asked for, or stop strings that cannot be used."""
-        if max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}; expected at least 1")
+    def __init__(
+        self, text: Text, max_tokens: int, stop: Sequence[str], *, stop_tokens: Collection[int], min_tokens: int = 0
+    ) -> None:
+        """`stop_tokens` are all that end it; among the first `min_tokens` stop strings are not looked for."""
         self.reason: FinishReason | None = None
         self.count = 0
-        self._eos, self._stream, self._stops, self._most = text.eos, TextStream(text), StopStrings(stop), max_tokens
+        self._ends, self._most, self._least = stop_tokens, max_tokens, min_tokens
+        self._stream, self._stops = TextStream(text), StopStrings(stop)
 
     @property
     def room(self) -> int:
@@ -33,8 +33,10 @@ class Ending:
     def push(self, token: int, full: bool) -> str:
         """The text that `token` makes complete, often none.  `full`: the context has no room after it."""
         self.count += 1
-        stopped = token in self._eos
-        text = "" if stopped else self._stops.push(self._stream.push(token))
+        stopped = token in self._ends
+        text = "" if stopped else self._stream.push(token)
+        if self.count > self._least:
+            text = self._stops.push(text)
         if stopped or self._stops.found:
             self.reason = "stop"
         elif self.room <= 0:

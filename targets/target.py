@@ -94,6 +94,18 @@ class Program(Protocol):
         """A cache page of `Graph.page_bytes(kv)` bytes."""
         ...
 
+    def copy_page(self, page: Page) -> Page:
+        """A page of its own with the same contents."""
+        ...
+
+    def save_page(self, page: Page) -> bytes:
+        """The contents of a page, always as many bytes, for `load_page` of the same target, model and cache codec."""
+        ...
+
+    def load_page(self, data: bytes) -> Page:
+        """A page with contents that `save_page` gave.  ValueError: another number of bytes."""
+        ...
+
     def read_bandwidth(self, refresh: bool = False) -> float | None:
         """Bytes per second that this program's threads read from memory, measured unless known; None: not measured here."""
         ...

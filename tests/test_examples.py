@@ -52,6 +52,14 @@ def test_batch(model: Path) -> None:
     assert sorted(lines) == [(str(i), repr(prompt)) for i, prompt in enumerate(prompts)]
 
 
+def test_samples(model: Path) -> None:
+    lines = run("samples.py", str(model), "def read_file(path):", "3").stdout.splitlines()
+    found = [re.fullmatch(r"([0-2]): (-?[0-9.]+) '.*'|([0-2]): (-?[0-9.]+) \".*\"", line) for line in lines]
+    assert len(found) == 3 and all(found)
+    means = [float(match[2] or match[4]) for match in found if match]
+    assert means == sorted(means, reverse=True)
+
+
 def test_requantize(model: Path) -> None:
     result = run("requantize.py", str(model), "def read_file(path):\n    return open(path).read()\n")
     assert re.findall(r"^--- (\w+): ", result.stdout, re.MULTILINE) == ["never", "prompt"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from edgeq.runtime.session import BatchItem, run_together
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT
 from edgeq.tools import breakdown, drafting
-from edgeq.tools.report import codec_label, model_name, read_bandwidth, step_bytes
+from edgeq.tools.report import identification, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
 from edgeq.tools.terminal import Report, compilation, progress, write
 
@@ -54,11 +53,12 @@ class Test:
 class Row:
     """One line of the table: a test and its results.
 
-    kv             codec of the cache; kv_bytes_per_position: of all layers
+    facts          what all tests of a model have in common (report.identification)
     samples_s      seconds of each repetition
     step_s         tg: seconds of every token of all repetitions
     batch          texts decoded at once
     tokens_per_s   median, smallest and largest over the repetitions; of all texts together
+    ttft_s         pp: seconds from the call to the logits of the first token, median
     ms_per_token   median and 95th percentile: over the tokens of a text for tg, over the repetitions for pp
     bytes_per_s    tg: weights, head and cache read, at the median speed; bandwidth_share: of what the machine was measured to
                    read from memory, above 1 where the model fits a cache of the processor
@@ -67,15 +67,7 @@ class Row:
     peak_rss       bytes of memory of the process at its peak so far, the mapped file included
     """
 
-    model: str
-    codec: str
-    file_bytes: int
-    identity: str
-    runs_on: str
-    mode: str
-    kv: str
-    kv_bytes_per_position: int
-    threads: int
+    facts: dict[str, Any]
     test: str
     kind: str
     tokens: int
@@ -84,6 +76,7 @@ class Row:
     tokens_per_s: float
     tokens_per_s_min: float
     tokens_per_s_max: float
+    ttft_s: float | None
     ms_per_token: float
     ms_per_token_p95: float
     bytes_per_s: float | None
@@ -200,7 +193,6 @@ def run(model: Model, test: Test, count: int) -> Iterator[float]:
 
 def row(model: Model, test: Test, samples: list[float], steps: list[float], bandwidth: float | None) -> Row:
     """The line of the table for a test, from its timings in seconds."""
-    metadata = model.file.metadata
     each = steps if test.kind == "tg" else [sample / test.count for sample in samples]
     rates = [test.batch * test.count / sample for sample in samples]
     rate = statistics.median(rates)
@@ -208,15 +200,7 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float], band
     step = step_bytes(model, test.depth + (test.count + 1) // 2, test.batch)
     read = step * rate / test.batch if test.kind == "tg" else None
     return Row(
-        model=model_name(metadata),
-        codec=codec_label(metadata),
-        file_bytes=model.file.size,
-        identity=model.file.identity,
-        runs_on=model.description,
-        mode=model.program.options.mode,
-        kv=model.program.options.kv.name,
-        kv_bytes_per_position=model.position_bytes,
-        threads=model.program.threads,
+        facts=identification(model),
         test=test.name,
         kind=test.kind,
         tokens=test.count,
@@ -225,6 +209,7 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float], band
         tokens_per_s=rate,
         tokens_per_s_min=min(rates),
         tokens_per_s_max=max(rates),
+        ttft_s=statistics.median(samples) if test.kind == "pp" else None,
         ms_per_token=1000 * percentile(each, 50),
         ms_per_token_p95=1000 * percentile(each, 95),
         bytes_per_s=read,
@@ -237,30 +222,37 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float], band
 
 
 COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("model", lambda r: r.model),
-    ("codec", lambda r: r.codec),
-    ("size", lambda r: f"{r.file_bytes / 1e6:,.1f} MB"),
-    ("runs on", lambda r: re.sub(r" \(.*?\)|;.*", "", r.runs_on)),
-    ("cache", lambda r: f"{r.kv}, {r.kv_bytes_per_position:,} B"),
-    ("t", lambda r: str(r.threads)),
+    ("t", lambda r: str(r.facts["threads"])),
     ("test", lambda r: r.test),
     ("tok/s", lambda r: f"{r.tokens_per_s:,.2f}"),
     ("min – max", lambda r: f"{r.tokens_per_s_min:,.1f} – {r.tokens_per_s_max:,.1f}"),
     ("ms/token", lambda r: f"{r.ms_per_token:.2f}"),
     ("p95", lambda r: f"{r.ms_per_token_p95:.2f}"),
     ("GB/s", lambda r: f"{r.bytes_per_s / 1e9:.2f}" if r.bytes_per_s else ""),
-    ("% of read", lambda r: f"{100 * r.bandwidth_share:.0f} %" if r.bandwidth_share else ""),
+    ("of read", lambda r: f"{100 * r.bandwidth_share:.0f} %" if r.bandwidth_share else ""),
     ("peak RSS", lambda r: f"{r.peak_rss / 1e6:,.0f} MB" if r.peak_rss else ""),
 )
 
 
+def heading(rows: list[Row]) -> str:
+    """What all rows have in common, in two lines."""
+    f = rows[0].facts
+    where = ", ".join(filter(None, (f["target"], f["isa"], f["mode"])))
+    return (
+        f"{f['model']}, {f['codec']}, head {f['head_codec']}, {f['file_bytes'] / 1e6:,.1f} MB; {where}; "
+        f"cache {f['kv']}, {f['kv_bytes_per_position']:,} bytes per position\n"
+        f"edgeq {f['version']}, {f['processor']}, {f['date']}, loaded in {f['load_s']:.2f} s"
+    )
+
+
 def markdown(rows: list[Row]) -> str:
-    """A table of all tests, then one for each test whose operations were timed, then one for drafts."""
-    parts = [aligned([[name for name, _ in COLUMNS]] + [[show(row) for _, show in COLUMNS] for row in rows])]
+    """The heading and a table of all tests, then one for each test whose operations were timed, then one for drafts."""
+    table = aligned([[name for name, _ in COLUMNS]] + [[show(row) for _, show in COLUMNS] for row in rows])
+    parts = [f"{heading(rows)}\n\n{table}"]
     for row in rows:
         if row.operations is not None:
-            spent = 1000 * sum(line.seconds for line in row.operations)
-            named = f"{row.test}, {row.threads} thread{'s' * (row.threads > 1)}: {spent:.3f} ms per token"
+            spent, threads = 1000 * sum(line.seconds for line in row.operations), row.facts["threads"]
+            named = f"{row.test}, {threads} thread{'s' * (threads > 1)}: {spent:.3f} ms per token"
             parts.append(f"{named}\n\n{aligned(breakdown.cells(row.operations, row.kind == 'tg'))}")
     if drafts := [row.drafts for row in rows if row.drafts]:
         parts.append(aligned(drafting.cells(drafts)))
@@ -275,15 +267,21 @@ def aligned(cells: list[list[str]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
+def fields(row: Row) -> dict[str, Any]:
+    """All fields of a row, those in common first."""
+    return {**row.facts, **{name: value for name, value in asdict(row).items() if name != "facts"}}
+
+
 def as_json(rows: list[Row]) -> str:
     """All fields of every row."""
-    return json.dumps([asdict(row) for row in rows], indent=1)
+    return json.dumps([fields(row) for row in rows], indent=1)
 
 
 def as_csv(rows: list[Row]) -> str:
     """The fields that are one number or one text."""
     out = io.StringIO()
-    lines = [{k: v for k, v in asdict(row).items() if k not in ("samples_s", "step_s", "operations", "drafts")} for row in rows]
+    lists = ("samples_s", "step_s", "operations", "drafts")
+    lines = [{name: value for name, value in fields(row).items() if name not in lists} for row in rows]
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)

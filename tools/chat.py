@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.runtime import Generation, Model
+from edgeq.runtime import Generation, Measurement, Model
+from edgeq.runtime.request import Request
 from edgeq.runtime.speculative.speculator import DraftSource
-from edgeq.runtime.stopping import Ending
+from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe
-from edgeq.tools.run import load, sampling_of
-from edgeq.tools.terminal import note, write
+from edgeq.tools.run import argument, load, read_bytes, read_template, sampling_of, utf8
+from edgeq.tools.terminal import note, progress, write
 
-HELP = "/clear forgets the conversation, /exit ends it, /help shows this; Ctrl-C stops an answer"
+HELP = """/clear forgets the conversation, /exit ends it, /help shows this; Ctrl-C stops an answer
+/regenerate answers the last question again, /system TEXT sets the system message, /stats shows the cost of the last answer
+/save FILE and /load FILE keep the conversation as JSON; a line that ends with \\ goes on in the next one"""
+HINT = "(/exit, Ctrl-D or Ctrl-C again ends the conversation)"
+LARGEST_CONVERSATION = 16 << 20
+"""Bytes of a file that /load reads."""
+ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
 
 
@@ -35,31 +44,85 @@ def chat(
 
     UnsupportedError: the model has no chat template and none is passed.
     """
-    loaded = load(model, chat_template, options)
+    loaded = load(model, read_template(chat_template), options)
     if loaded.template is None:
         raise UnsupportedError(f"{model}: no chat template in the file; pass one with --chat-template FILE, or use edgeq run")
+    if options["seed"] is None:
+        # The same question twice should not give the same answer.
+        options["seed"] = RANDOM
+    sampling, label = sampling_of(loaded, options)
+    stops = [argument(each, "--stop") for each in stop]
     # Wrong values are refused before the first question.
     loaded.speculator(draft, gamma)
-    Ending(loaded.text, tokens, stop)
-    settings = {"max_tokens": tokens, "sampling": sampling_of(loaded, options), "stop": stop, "draft": draft, "gamma": gamma}
+    Request(sampling, tokens, stops).check(loaded.config.vocab_size)
+    system = None if system is None else argument(system, "--system")
+    settings = {"max_tokens": tokens, "sampling": sampling, "stop": stops, "draft": draft, "gamma": gamma}
     conversation = Conversation(loaded, system, tokens, settings)
-    note(f"{describe(loaded.file)}; {loaded.description}; cache {cache_label(loaded)}; context {loaded.context}")
+    note(f"{describe(loaded.file)}; {loaded.description}; cache {cache_label(loaded)}; context {loaded.context}; {label}")
     note(HELP)
     for line in lines():
         if line == "/exit":
             return
-        if line == "/help":
-            note(HELP)
-        elif line == "/clear":
-            conversation.clear()
-        elif line.startswith("/"):
-            note(f"unknown command {line.split()[0]}; {HELP}")
+        if line.startswith("/"):
+            command(conversation, *line.partition(" ")[::2])
         elif line:
             answer(conversation, line)
 
 
+def command(conversation: Conversation, name: str, value: str) -> None:
+    """A line that begins with a slash; what it cannot do is noted, and the conversation stays as it is."""
+    try:
+        if name == "/help":
+            note(HELP)
+        elif name == "/clear":
+            conversation.clear()
+        elif name == "/regenerate":
+            answer(conversation, conversation.last_question())
+        elif name == "/system":
+            conversation.set_system(value)
+        elif name == "/stats":
+            for line in costs(conversation.last):
+                note(line)
+        elif name == "/save":
+            conversation.save(Path(value.strip()))
+        elif name == "/load":
+            conversation.load(Path(value.strip()))
+            note(f"{len(conversation.turns)} messages")
+        else:
+            note(f"unknown command {name}; {HELP}")
+    except InputError as error:
+        note(f"{error}")
+
+
+def costs(m: Measurement | None) -> list[str]:
+    """Lines about the last answer."""
+    if m is None:
+        return ["there is no answer yet"]
+    prompt = f"{m.prompt_tokens} tokens, {m.cached_tokens} of them from the cache"
+    return [
+        f"prefill  {m.prefill_rate:,.1f} tok/s ({prompt}), TTFT {1000 * m.ttft_s:,.0f} ms",
+        f"decode   {m.decode_rate:,.1f} tok/s ({m.generated_tokens} tokens), {m.decode_bytes_per_s / 1e9:.2f} GB/s",
+    ]
+
+
 def lines() -> Iterator[str]:
-    """Lines that the user types, stripped, until the input ends."""
+    """Messages that the user types, stripped, until the input ends; lines that end with a backslash are joined.
+
+    On a terminal an interrupt drops the line, and a second one after it raises KeyboardInterrupt.
+    """
+    pending: list[str] = []
+    for line in typed(pending):
+        if line.endswith("\\"):
+            pending.append(line[:-1])
+            continue
+        yield "\n".join([*pending, line]).strip()
+        pending.clear()
+    if pending:
+        yield "\n".join(pending).strip()
+
+
+def typed(pending: list[str]) -> Iterator[str]:
+    """Single lines.  `pending`: those of a message that is not finished, which an interrupt drops."""
     if sys.stdin is None:
         return
     if not sys.stdin.isatty():
@@ -68,31 +131,47 @@ def lines() -> Iterator[str]:
     # With this module, where it exists, input() has line editing.
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
+    interrupted = False
     while True:
         try:
-            yield input("> ").strip()
+            line = input("... " if pending else "> ")
         except EOFError:
             note("")
             return
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            pending.clear()
+            note(f"\n{HINT}")
+            continue
+        interrupted = False
+        yield line.strip()
 
 
 def answer(conversation: Conversation, question: str) -> None:
     """Stream one answer.  Ctrl-C ends it; what was generated stays in the conversation."""
+    pieces, generation = list[str](), None
     try:
-        generation = conversation.ask(question)
-    except InputError as error:
-        note(f"{error}")
-        return
-    pieces: list[str] = []
-    try:
+        with progress() as report:
+            generation = conversation.ask(question, lambda done, total: report(done, total, "prompt"))
+            # The bar has to be gone before text is written.
+            pieces.append(next(generation, ""))
+        write(pieces[0])
         for piece in generation:
             pieces.append(piece)
             write(piece)
+    except InputError as error:
+        note(f"{error}")
+        return
     except KeyboardInterrupt:
         note(" (stopped)")
     write("\n")
     conversation.answered("".join(pieces))
-    if generation.finish_reason == "context":
+    m = conversation.last
+    if m is not None and m.decode_tokens:
+        note(f"[{m.decode_rate:,.1f} tok/s]")
+    if generation is not None and generation.finish_reason == "context":
         note("the context is full: the answer ends here; the oldest turns are dropped before the next one")
 
 
@@ -102,33 +181,79 @@ class Conversation:
     system    system message, which always stays
     tokens    of an answer at most
     settings  further arguments of Model.chat
+    last      what the last answer cost
     """
 
     def __init__(self, model: Model, system: str | None, tokens: int, settings: dict[str, Any]) -> None:
         self._model = model
-        self._system = [{"role": "system", "content": system}] if system is not None else []
         self._tokens = tokens
         self._settings = settings
+        self.last: Measurement | None = None
+        self.set_system(system or "")
         self.clear()
+
+    def set_system(self, text: str) -> None:
+        """From the next question on; empty: none."""
+        self._system = [{"role": "system", "content": text}] if text else []
 
     def clear(self) -> None:
         """Forget all turns."""
         self.turns: list[Message] = []
         self._session = self._model.session()
 
-    def ask(self, question: str) -> Generation:
+    def ask(self, question: str, on_progress: Any = None) -> Generation:
         """The answer as a stream.
 
         InputError: the question alone is too long for the context; the conversation is unchanged.
         """
         turns = self._fitting([*self.turns, {"role": "user", "content": question}])
-        generation = self._model.chat([*self._system, *turns], session=self._session, **self._settings)
-        self.turns = turns
+        messages = [*self._system, *turns]
+        generation = self._model.chat(messages, session=self._session, on_progress=on_progress, **self._settings)
+        self.turns, self.last = turns, generation.measurement
         return generation
 
     def answered(self, text: str) -> None:
         """Append the answer to the turns."""
         self.turns.append({"role": "assistant", "content": text})
+
+    def last_question(self) -> str:
+        """The last question, which is taken back with its answer.  The next answer has a seed of its own.
+
+        InputError: there is none.
+        """
+        asked = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
+        if not asked:
+            raise InputError("there is no question yet")
+        question = self.turns[asked[-1]]["content"]
+        self.turns = self.turns[: asked[-1]]
+        sampling = self._settings["sampling"]
+        self._settings["sampling"] = replace(sampling, seed=((sampling.seed or 0) + 1) % (1 << 64))
+        return question
+
+    def save(self, path: Path) -> None:
+        """Write the messages.  InputError: the file is there already, or cannot be written."""
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                json.dump([*self._system, *self.turns], file, ensure_ascii=False, indent=1)
+        except OSError as error:
+            raise InputError(f"{path}: cannot write it: {error.strerror}") from None
+
+    def load(self, path: Path) -> None:
+        """Take over the messages that `save` wrote.  InputError: a file that cannot be read, or is something else."""
+        data = read_bytes(path)
+        if len(data) > LARGEST_CONVERSATION:
+            raise InputError(f"{path}: {len(data)} bytes; at most {LARGEST_CONVERSATION} are read")
+        try:
+            messages = json.loads(utf8(data, str(path)))
+        except (ValueError, RecursionError):
+            messages = None
+        roles = [m.get("role") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+        sound = isinstance(messages, list) and len(roles) == len(messages) and set(roles) <= set(ROLES)
+        if not sound or not all(isinstance(m.get("content"), str) for m in messages) or "system" in roles[1:]:
+            raise InputError(f"{path}: not a conversation that /save wrote")
+        self.clear()
+        self.set_system(messages[0]["content"] if roles[:1] == ["system"] else "")
+        self.turns = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "system"]
 
     def _fitting(self, turns: list[Message]) -> list[Message]:
         """`turns` without the oldest questions and answers, so that room for `tokens` or a quarter of the context, the

@@ -175,8 +175,11 @@ def convert(source: str, output: Path, device: str | None, bits: dict[str, int] 
 @chat_options(with_chat="; needs --chat")
 @GENERATION_OPTIONS
 @JSON
+@click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object for every token, then that of --json.")
 def run(**options: Any) -> None:
     """Continue a prompt from -p, -f or standard input; the speed follows on standard error."""
+    if options["as_json"] and options["as_lines"]:
+        raise click.UsageError("--json and --jsonl exclude each other")
     from edgeq.tools.run import run as command
 
     command(**options)
@@ -285,9 +288,12 @@ def bench(ctx: click.Context, /, output: str, as_json: bool, **options: Any) -> 
 @main.command(short_help="Show what is in a file.")
 @MODEL
 @click.option("--verify", is_flag=True, help="Check every byte against its digest.")
+@click.option("--show", "shown", metavar="NAME", help="Print one text of the file: chat_template or tokenizer.json.")
 @JSON
 def inspect(**options: Any) -> None:
     """Show what is in a file: layers, codecs, effective bits per weight, sizes and origin."""
+    if options["as_json"] and options["shown"]:
+        raise click.UsageError("--json and --show exclude each other")
     from edgeq.tools.inspect import inspect as command
 
     command(**options)

@@ -20,6 +20,7 @@ from edgeq.errors import InputError
 from edgeq.runtime import Model
 from edgeq.tools import corpus
 from edgeq.tools.convert import quiet_libraries
+from edgeq.tools.report import bits_per_weight
 from edgeq.tools.statistics import Array, kl_divergence, log_softmax, paired_difference, percentile
 from edgeq.tools.terminal import progress
 
@@ -40,12 +41,19 @@ class Scorer(Protocol):
         ...
 
 
+def facts_of(model: Model) -> dict[str, Any]:
+    """What a result is to be weighed against: effective bits per weight, head included, bytes of the file, mode, cache."""
+    bits = bits_per_weight(model.file.metadata, lambda name: True)
+    options = model.program.options
+    return {"bits_per_weight": bits, "bytes": model.file.size, "mode": options.mode, "kv": options.kv.name}
+
+
 class FileScorer:
     """An .edgeq file."""
 
     def __init__(self, path: Path, window: int | None, options: dict[str, Any]) -> None:
         self.model = Model.load(path, context=window, max_logits=ROWS, **options)
-        self.name = path.name
+        self.name, self.facts = path.name, facts_of(self.model)
         self.vocab_size = self.model.config.vocab_size
         self.longest = self.model.context
         self._session = self.model.session()
@@ -100,6 +108,7 @@ class Scores:
     """The results of one model.
 
     weights  which weights it ran with
+    facts    of the file: bits per weight, bytes, mode, codec of the cache
     nll      negative log-likelihood of every window in nats, a sum over its predicted tokens
     kl       KL divergence from the source in nats: float64 [n], one per predicted token
     agree    predictions whose most probable token is that of the source
@@ -107,6 +116,7 @@ class Scores:
 
     name: str
     weights: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
     nll: list[float] = field(default_factory=list)
     kl: list[Array] = field(default_factory=list)
     agree: int = 0
@@ -181,7 +191,7 @@ def read_documents(text: str) -> list[str]:
 
 def score(source: Scorer, files: Sequence[FileScorer], windows: Sequence[Sequence[int]]) -> tuple[Scores, list[Scores]]:
     """Run all models over all windows; the results of the source, then those of the files."""
-    reference, scores = Scores(source.name), [Scores(scorer.name, scorer.weights) for scorer in files]
+    reference, scores = Scores(source.name), [Scores(scorer.name, scorer.weights, scorer.facts) for scorer in files]
     with progress() as report:
         for i, window in enumerate(windows):
             report(i, len(windows), "windows")
@@ -230,6 +240,7 @@ def summarize(reference: Scores, scores: Sequence[Scores], windows: Sequence[Seq
             {
                 "file": s.name,
                 "weights": s.weights,
+                **s.facts,
                 "perplexity": float(np.exp(s.mean_nll(tokens))),
                 "kl_mean": float(kl.mean()),
                 "kl_p99": percentile(kl.tolist(), 99),
@@ -259,17 +270,21 @@ def percent(ratio: dict[str, float]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Text with one line per model."""
+    """Text with one line per model, and one for each file against the one before it; --json has all pairs."""
     source = result["source"]
-    head = ("model", "perplexity", "against source", "KL mean", "KL p99", "top-1")
-    rows = [head, (source["name"], f"{source['perplexity']:.3f}", "", "", "", "")]
+    head = ("model", "bits", "MB", "mode", "perplexity", "against source", "KL mean", "KL p99", "top-1")
+    rows = [head, (source["name"], "", "", "", f"{source['perplexity']:.3f}", "", "", "", "")]
     for f in result["files"]:
         ratio = percent(f["perplexity_ratio"])
         agreement = f"{100 * f['top1_agreement']:.1f} %"
-        rows.append((f["file"], f"{f['perplexity']:.3f}", ratio, f"{f['kl_mean']:.4f}", f"{f['kl_p99']:.3f}", agreement))
+        size = f"{f['bits_per_weight']:.2f}", f"{f['bytes'] / 1e6:,.1f}", f["mode"]
+        found = f"{f['perplexity']:.3f}", ratio, f"{f['kl_mean']:.4f}", f"{f['kl_p99']:.3f}", agreement
+        rows.append((f["file"], *size, *found))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for pair in result["pairs"]:
+    names = [f["file"] for f in result["files"]]
+    neighbours = set(zip(names[1:], names, strict=False))
+    for pair in (pair for pair in result["pairs"] if (pair["file"], pair["against"]) in neighbours):
         lines.append(f"{pair['file']} against {pair['against']}: perplexity {percent(pair['perplexity_ratio'])}")
     lines += [f"{f['file']}: weights {f['weights']}" for f in result["files"] if f["weights"] != "the file's"]
     lines.append(

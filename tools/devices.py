@@ -12,9 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from edgeq import machine
-from edgeq.devices import DEVICES
+from edgeq.devices import DEVICES, GIB
 from edgeq.errors import EdgeqError
 from edgeq.targets import TARGETS, load
+from edgeq.tools.terminal import progress
 
 
 def devices(as_json: bool) -> None:
@@ -32,7 +33,9 @@ def collect() -> dict[str, Any]:
     refusals = {name: load(name).refusal() for name in TARGETS}
     chosen = next(name for name in TARGETS if refusals[name] is None)
     isas, isa, reason = instruction_sets() if refusals["cpu"] is None else ([], None, None)
-    bandwidth = read_bandwidth(sorted({1, cpu.cores})) if refusals["cpu"] is None else {}
+    with progress() as report:
+        report(0, 0, "measuring how fast memory is read")
+        bandwidth = read_bandwidth(sorted({1, cpu.cores})) if refusals["cpu"] is None else {}
     return {
         "machine": {"cpu": cpu.name, "arch": cpu.arch, "cores": cpu.cores, "features": sorted(cpu.features)},
         "memory": {"total": memory.total, "available": memory.available},
@@ -51,19 +54,20 @@ def read_bandwidth(threads: list[int]) -> dict[str, float]:
     return {str(n): probes.read_bandwidth(n) for n in threads}
 
 
-def instruction_sets() -> tuple[list[dict[str, str | None]], str, str]:
-    """Every instruction set with the reason why it cannot be used (or None), then the one that will be used, and why."""
+def instruction_sets() -> tuple[list[dict[str, Any]], str, str]:
+    """Every instruction set, what the processor lacks for it and the refusal (or None); then the one that is used, and why."""
     from edgeq.targets.cpu.choose_isa import choose
     from edgeq.targets.cpu.isa import all_isas
 
-    found: list[dict[str, str | None]] = []
+    features = machine.cpu().features
+    found: list[dict[str, Any]] = []
     for isa in all_isas():
         refused = None
         try:
             choose(isa.name)
         except EdgeqError as error:
             refused = str(error)
-        found.append({"name": isa.name, "refused": refused})
+        found.append({"name": isa.name, "missing": sorted(isa.needs - features), "refused": refused})
     chosen, reason = choose()
     return found, chosen.name, reason
 
@@ -73,20 +77,22 @@ def show(facts: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     cpu, memory, used = facts["machine"], facts["memory"], facts["used"]
     console.print(f"{escape(cpu['cpu'])}, {cpu['arch']}, {cpu['cores']} cores")
-    console.print(f"memory {memory['total'] / 1e9:.1f} GB, {memory['available'] / 1e9:.1f} GB available")
+    console.print(f"memory {memory['total'] / GIB:.1f} GiB, {memory['available'] / GIB:.1f} GiB available")
     for threads, bandwidth in facts["read_bandwidth"].items():
         console.print(f"reads {bandwidth / 1e9:.1f} GB/s with {threads} thread{'s' if threads != '1' else ''} (measured)")
-    for kind in ("targets", "isas"):
-        for item in facts[kind]:
-            state = "can be used" if item["refused"] is None else item["refused"]
-            console.print(f"{'target' if kind == 'targets' else 'isa'} {item['name']}: {escape(state)}")
+    for item in facts["targets"]:
+        console.print(f"target {item['name']}: {escape(item['refused'] or 'can be used')}")
+    if facts["isas"]:
+        usable = [isa["name"] for isa in facts["isas"] if isa["refused"] is None]
+        others = [f"{isa['name']} (needs {', '.join(isa['missing'])})" for isa in facts["isas"] if isa["refused"] is not None]
+        console.print(f"instruction sets: {', '.join(usable)}; not here: {', '.join(others) or 'none'}")
     isa = f" with {used['isa']}: {used['reason']}" if used["isa"] else ""
     console.print(f"will be used: {used['target']}{escape(isa)}")
     console.print()
     table = Table(box=None, pad_edge=False)
-    for name in ("--for", "isa", "cores", "memory GB", "GB/s", "read GB/s"):
+    for name in ("--for", "isa", "cores", "GiB", "GB/s", "read GB/s"):
         table.add_column(name, justify="left" if name in ("--for", "isa") else "right")
     for d in facts["profiles"]:
         read = f"{d['read_bandwidth'] / 1e9:.1f}" if d["read_bandwidth"] else ""
-        table.add_row(d["name"], d["isa"], str(d["cores"]), f"{d['memory'] / 1e9:.1f}", f"{d['bandwidth'] / 1e9:.1f}", read)
+        table.add_row(d["name"], d["isa"], str(d["cores"]), f"{d['memory'] / GIB:.0f}", f"{d['bandwidth'] / 1e9:.1f}", read)
     console.print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,6 +20,21 @@ from edgeq.tools.help_sections import Examples, SectionedCommand
 
 LONGEST_MESSAGE = 1000
 CONVERT_EXTRA = {"torch", "transformers", "safetensors", "huggingface_hub"}
+OPTIONS = {
+    "prompt": "-p",
+    "max_tokens": "-n",
+    "context": "-c",
+    "threads": "-t",
+    "temperature": "--temp",
+    "requantization": "--requantize",
+} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
+        *("chat_template", "threads_prefill", "mode", "kv", "target", "isa", "draft", "gamma"),
+    )
+}
+"""Parameter of the Python interface: the option that a user of the command line knows it by."""
 # Since click 8.2 a group without arguments prints its help by this error.
 _HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
@@ -44,6 +60,16 @@ def usage_failure(error: click.UsageError) -> UsageFailure:
     message = error.format_message().rstrip(".")
     more = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
     return UsageFailure(f"{message[:1].lower()}{message[1:]}{more}")
+
+
+def in_options(message: str) -> str:
+    """A message of the library with options in place of its parameters: "pass `context=64`" becomes "pass -c 64"."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        return f"{OPTIONS[name]}{f' {value}' if value else ''}" if name in OPTIONS else found[0]
+
+    return re.sub(r"`(\w+)(?:=([^`]*))?`", option, message)
 
 
 @contextmanager
@@ -84,7 +110,7 @@ def one_line() -> Iterator[None]:
         with repeated_interrupts():
             yield
     except EdgeqError as error:
-        raise Failure(str(error)) from None
+        raise Failure(in_options(str(error))) from None
     except _HELP:
         raise
     except click.UsageError as error:

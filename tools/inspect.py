@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -14,21 +16,26 @@ from rich.table import Table
 
 from edgeq import machine, measurements
 from edgeq.container import VERSION, ModelFile
+from edgeq.errors import InputError
 from edgeq.records import LinearSpec
 from edgeq.tools.report import bits_per_weight
-from edgeq.tools.terminal import progress
+from edgeq.tools.terminal import progress, write
 
 
-def inspect(*, model: Path, verify: bool, as_json: bool) -> None:
-    """Tables, or one JSON object, to standard output.
+def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> None:
+    """Tables, or one JSON object, or the text of one of the file's blobs, to standard output.
 
-    InputError, FormatError, UnsupportedError: as ModelFile.open; FormatError from `verify` names the damaged layer.
+    InputError, FormatError, UnsupportedError: as ModelFile.open; FormatError from `verify` names the damaged layer; InputError:
+    the file has no such blob.
     """
     file = ModelFile.open(model)
     if verify:
         with progress() as report:
             for done, total in file.verify():
                 report(done, total, "verify")
+    if shown is not None:
+        write(blob_text(file, shown, for_terminal=sys.stdout is not None and sys.stdout.isatty()))
+        return
     facts = collect(file, verify)
     if as_json:
         click.echo(json.dumps(facts, indent=1))
@@ -36,9 +43,26 @@ def inspect(*, model: Path, verify: bool, as_json: bool) -> None:
         show(facts)
 
 
+def blob_text(file: ModelFile, name: str, for_terminal: bool) -> str:
+    """The text of a blob; on a terminal without the control characters that a stranger's file may have.
+
+    InputError: there is no such blob.
+    """
+    blob = file.blob(name)
+    if blob is None:
+        has = ", ".join(sorted(file.metadata.blobs)) or "none"
+        raise InputError(f"{file.path}: no {name} in the file; it has {has}")
+    text = blob.decode("utf-8", "replace")
+    if for_terminal:
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return text if text.endswith("\n") else f"{text}\n"
+
+
 def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
     """Everything that is shown, as plain values: sizes in bytes, bandwidth in bytes per second."""
     metadata = file.metadata
+    groups, blobs = layers(list(metadata.linears.values())), blob_sizes(file)
+    arrays = sum(a.nbytes for a in metadata.arrays.values())
     sizes = metadata.bytes_per_token()
     per_token = sizes["weights"] + sizes["head"]
     bandwidth = measurements.known("read_bandwidth", machine.cpu().cores)
@@ -53,9 +77,10 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
         "default_mode": metadata.default_mode,
         "generation": metadata.generation,
         "provenance": metadata.provenance,
-        "layers": layers(list(metadata.linears.values())),
-        "arrays": {"count": len(metadata.arrays), "bytes": sum(a.nbytes for a in metadata.arrays.values())},
-        "blobs": {name: file.segments[index].length for name, index in metadata.blobs.items()},
+        "layers": groups,
+        "arrays": {"count": len(metadata.arrays), "bytes": arrays},
+        "blobs": blobs,
+        "other_bytes": file.size - sum(g["bytes"] for g in groups) - arrays - sum(blobs.values()),
         "bits_per_weight": {
             "all": bits_per_weight(metadata, lambda name: True),
             "decoder": bits_per_weight(metadata, lambda name: name != "head"),
@@ -68,30 +93,67 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
     }
 
 
+def blob_sizes(file: ModelFile) -> dict[str, int]:
+    return {name: file.segments[index].length for name, index in file.metadata.blobs.items()}
+
+
+class Stored(NamedTuple):
+    """One part of a layer: what it is, its codec, the shape that it stands for and its bytes."""
+
+    component: str
+    codec: str
+    rows: int
+    columns: int
+    nbytes: int
+
+
+def parts(linear: LinearSpec) -> Iterator[Stored]:
+    """Everything that is stored for a layer."""
+    for i, weight in enumerate(linear.weights):
+        yield Stored("second block" if i else "weights", weight.codec.name, weight.rows, weight.columns, weight.nbytes)
+    if linear.low_rank:
+        a, b = linear.low_rank.a, linear.low_rank.b
+        yield Stored("low rank", b.codec.name, b.rows, b.columns, a.nbytes + b.nbytes)
+    if linear.master:
+        master = linear.master
+        yield Stored("master", master.codec.name, master.rows, master.columns, master.nbytes)
+    if linear.transform:
+        base, size = linear.transform.base, linear.transform.size
+        yield Stored("transform", base.dtype if base else "", size, size, base.nbytes if base else 0)
+    for name, array in (("input order", linear.input_order), ("input scale", linear.input_scale), ("bias", linear.bias)):
+        if array:
+            yield Stored(name, array.dtype, 1, array.shape[0], array.nbytes)
+
+
 def layers(linears: list[LinearSpec]) -> list[dict[str, Any]]:
-    """Layers of the same part and codec together, in the order of their first layer."""
-    groups: dict[tuple[str, str], list[LinearSpec]] = {}
+    """Parts with the same name and codec of the layers with the same name together, in the order of their first layer."""
+    groups: dict[tuple[str, str, str], list[Stored]] = {}
     for linear in linears:
-        part = linear.name.split(".")[-1]
-        groups.setdefault((part, linear.weights[0].codec.name), []).append(linear)
+        for part in parts(linear):
+            groups.setdefault((linear.name.split(".")[-1], part.component, part.codec), []).append(part)
+    weighed = ("weights", "second block", "master")
     return [
         {
-            "part": part,
+            "part": name,
+            "component": component,
             "codec": codec,
             "count": len(group),
             "rows": group[0].rows,
             "columns": group[0].columns,
-            "bias": group[0].bias is not None,
-            "bytes": sum(x.nbytes for x in group),
-            "bits_per_weight": 8 * sum(x.nbytes for x in group) / sum(x.rows * x.columns for x in group),
+            "bytes": sum(part.nbytes for part in group),
+            "bits_per_weight": 8 * sum(part.nbytes for part in group) / sum(part.rows * part.columns for part in group)
+            if component in weighed
+            else None,
         }
-        for (part, codec), group in groups.items()
+        for (name, component, codec), group in groups.items()
     ]
 
 
 def show(facts: dict[str, Any]) -> None:
     """Print the tables.  Text of a stranger's file is shown as JSON, which has no control characters."""
-    console, config, bits = Console(highlight=False, soft_wrap=True), facts["config"], facts["bits_per_weight"]
+    # A narrow terminal would break names apart: lines that are too long go on in the next one instead.
+    console = Console(highlight=False, soft_wrap=True, width=max(80, Console().width))
+    config, bits = facts["config"], facts["bits_per_weight"]
     size = f"{facts['bytes'] / 1e6:,.1f} MB, format {facts['version']}, {facts['segments']} segments"
     console.print(f"{escape(facts['file'])}  {size}")
     console.print(f"identity {facts['identity']}" + ("  every byte verified" if facts["verified"] else ""))
@@ -106,16 +168,18 @@ def show(facts: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if name in ("part", "codec") else "right")
     for group in facts["layers"]:
         table.add_row(
-            group["part"] + (" + bias" if group["bias"] else ""),
+            group["part"] + ("" if group["component"] == "weights" else f", {group['component']}"),
             group["codec"],
             str(group["count"]),
             f"{group['rows']} x {group['columns']}",
             f"{group['bytes'] / 1e6:,.2f}",
-            f"{group['bits_per_weight']:.3f}",
+            f"{group['bits_per_weight']:.3f}" if group["bits_per_weight"] else "",
         )
     table.add_row("norms, embedding", "", str(facts["arrays"]["count"]), "", f"{facts['arrays']['bytes'] / 1e6:,.2f}", "")
     for name, size in facts["blobs"].items():
         table.add_row(escape(json.dumps(name)), "", "", "", f"{size / 1e6:,.2f}", "")
+    table.add_row("metadata, padding", "", "", "", f"{facts['other_bytes'] / 1e6:,.2f}", "")
+    table.add_row("total", "", "", "", f"{facts['bytes'] / 1e6:,.2f}", "")
     console.print(table)
     console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}, head {bits['head']:.3f}")
     sizes = facts["bytes_per_token"]
@@ -127,4 +191,16 @@ def show(facts: dict[str, Any]) -> None:
         bandwidth = f"the {facts['read_bandwidth'] / 1e9:.1f} GB/s that this machine reads from memory"
         console.print(f"at most {facts['ceiling_tokens_per_s']:,.0f} tok/s at {bandwidth}")
     for title in ("provenance", "generation"):
-        console.print(f"{title}: {escape(json.dumps(facts[title], sort_keys=True))}")
+        console.print(f"{title}:")
+        for key, value in flat(facts[title]):
+            console.print(f"  {escape(key)}: {escape(json.dumps(value))}")
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested dictionaries, sorted.  A name from a stranger's file is shown as JSON."""
+    for key in sorted(values):
+        name = prefix + (key if key.isidentifier() else json.dumps(key))
+        if isinstance(values[key], dict) and values[key]:
+            yield from flat(values[key], f"{name}.")
+        else:
+            yield name, values[key]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from edgeq.tools.help_sections import decorated, section
-from edgeq.tools.params import EdgeqFile, Gamma, OneOf, Threads
+from edgeq.tools.params import EdgeqFile, Gamma, OneOf, Seed, Threads
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -172,7 +172,24 @@ GENERATION_OPTIONS = decorated(
         metavar="X",
         help="Make tokens that have occurred less probable; 1: no penalty.  [default: 1]",
     ),
-    sampling("--seed", type=int, metavar="N", help="Start of the random numbers: same seed, same text.  [default: 0]"),
+    sampling(
+        "--presence-penalty",
+        type=float,
+        metavar="X",
+        help="Taken from the score of every token that the answer has; -2 to 2.  [default: 0]",
+    ),
+    sampling(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="The same, times how often the answer has the token; -2 to 2.  [default: 0]",
+    ),
+    sampling(
+        "--seed",
+        type=Seed(),
+        metavar="N|random",
+        help="Start of the random numbers: same seed, same text.  [default: 0; chat: random]",
+    ),
     THREADS,
     TARGET_OPTIONS,
     DRAFT_OPTIONS,

@@ -15,6 +15,7 @@ from edgeq.errors import InputError
 
 LARGEST = 1 << 24
 GGUF_MAGIC = b"GGUF"
+RANDOM = "random"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -66,6 +67,20 @@ class Threads(click.ParamType):  # type: ignore[type-arg]
         if threads := number(str(value), 1024):
             return threads
         self.fail(f"{value!r}: expected auto or a number from 1 to 1024", param, ctx)
+
+
+class Seed(click.ParamType):  # type: ignore[type-arg]
+    """`random` (RANDOM: drawn when the command runs) or a number."""
+
+    name = "seed"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        text = str(value)
+        if text.casefold() == RANDOM:
+            return RANDOM
+        if text.isdecimal() and len(text) <= 20 and int(text) < 1 << 64:
+            return int(text)
+        self.fail(f"{value!r}: expected random or a number from 0 to 2**64 - 1", param, ctx)
 
 
 class Gamma(click.ParamType):  # type: ignore[type-arg]

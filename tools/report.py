@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
 
+from edgeq import __version__, machine
 from edgeq.container import ModelFile
 from edgeq.metadata import Metadata
 from edgeq.runtime import Model
@@ -15,15 +18,23 @@ def model_name(metadata: Metadata) -> str:
     return name if isinstance(name, str) and name.isprintable() and len(name) <= 200 else repr(name)[:200]
 
 
-def codec_label(metadata: Metadata) -> str:
-    """The codec of most decoder weights and that of the head: "i4 g128 zero, head i8 g128"."""
+def decoder_codec(metadata: Metadata) -> str:
+    """The codec of most decoder weights."""
     sizes: dict[str, int] = {}
     for name, linear in metadata.linears.items():
         if name != "head":
             codec = linear.weights[0].codec.name
             sizes[codec] = sizes.get(codec, 0) + linear.nbytes
-    head = metadata.linears["head"].weights[0].codec.name
-    return f"{max(sizes, key=sizes.__getitem__)}, head {head}"
+    return max(sizes, key=sizes.__getitem__)
+
+
+def head_codec(metadata: Metadata) -> str:
+    return metadata.linears["head"].weights[0].codec.name
+
+
+def codec_label(metadata: Metadata) -> str:
+    """The codec of most decoder weights and that of the head: "i4 g128 zero, head i8 g128"."""
+    return f"{decoder_codec(metadata)}, head {head_codec(metadata)}"
 
 
 def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:
@@ -35,6 +46,30 @@ def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:
 def describe(file: ModelFile) -> str:
     """Name, codec and size in one line."""
     return f"{model_name(file.metadata)}, {codec_label(file.metadata)}, {file.size / 1e6:,.1f} MB"
+
+
+def identification(model: Model) -> dict[str, Any]:
+    """What a result depends on, as fields of JSON: program, machine, file and settings; bytes and seconds."""
+    metadata, program, cpu = model.file.metadata, model.program, machine.cpu()
+    return {
+        "version": __version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "processor": cpu.name,
+        "arch": cpu.arch,
+        "model": model_name(metadata),
+        "codec": decoder_codec(metadata),
+        "head_codec": head_codec(metadata),
+        "file_bytes": model.file.size,
+        "identity": model.file.identity,
+        "target": model.target,
+        "isa": getattr(program, "isa", None),
+        "mode": program.options.mode,
+        "kv": program.options.kv.name,
+        "kv_bytes_per_position": model.position_bytes,
+        "threads": program.threads,
+        "threads_prefill": program.options.threads_prefill,
+        "load_s": model.load_s,
+    }
 
 
 def cache_label(model: Model) -> str:

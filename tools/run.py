@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from edgeq.errors import FormatError, InputError
+from edgeq import machine
+from edgeq.container import ModelFile
+from edgeq.errors import InputError
 from edgeq.runtime import Generation, Model, Sampling
+from edgeq.runtime.chat_template import ChatTemplate
+from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Measurement, Speculation
-from edgeq.tools.report import cache_label, describe, read_bandwidth
+from edgeq.runtime.tokenizer import Text
+from edgeq.tools.params import RANDOM
+from edgeq.tools.report import cache_label, describe, identification, read_bandwidth
 from edgeq.tools.terminal import compilation, note, progress, write
 
 LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context", "requantization")
-# Field of Sampling: (option of the command line, key in the file, as Hugging Face's generation_config.json has it).
-SAMPLING = {
-    "temperature": ("temp", "temperature"),
-    "top_k": ("top_k", "top_k"),
-    "top_p": ("top_p", "top_p"),
-    "min_p": ("min_p", "min_p"),
-    "repeat_penalty": ("repeat_penalty", "repetition_penalty"),
-    "seed": ("seed", "seed"),
+SAMPLING = {"temperature": "temp"} | {
+    name: name for name in ("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "seed")
 }
+"""Field of Sampling: the option of the command line."""
+NO_EFFECT = {"top_k": 0, "top_p": 1, "min_p": 0, "repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+"""Field of Sampling: the value with which it does nothing."""
+SHORT_PROMPT = 1024
+"""Tokens that a template may add to a prompt before anybody counts them: a prompt with fewer bytes than the usual context has
+places, less these, fits whatever its tokens are."""
 
 
 def run(
@@ -37,6 +46,7 @@ def run(
     system: str | None,
     chat_template: Path | None,
     as_json: bool,
+    as_lines: bool,
     tokens: int,
     stop: tuple[str, ...],
     draft: DraftSource,
@@ -45,16 +55,24 @@ def run(
 ) -> None:
     """Text goes to standard output as it is generated, then a summary to standard error; or one JSON object and nothing else.
 
+    as_lines   a JSON object for every token, as it comes, then the object of `as_json`
+
     InputError: no prompt, a file that cannot be read, an option out of range.
     """
     if not chat and (system is not None or chat_template is not None):
         raise InputError("--system and --chat-template go with --chat")
     text = prompt_text(prompt, file)
-    loaded = load(model, chat_template, options)
+    messages = [{"role": "system", "content": argument(system, "--system")}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    template = read_template(chat_template)
+    if options["context"] is None:
+        options["context"] = context_for(model, text, messages if chat else None, template, tokens)
+    loaded = load(model, template, options)
+    sampling, label = sampling_of(loaded, options)
     settings: dict[str, Any] = {
         "max_tokens": tokens,
-        "sampling": sampling_of(loaded, options),
-        "stop": stop,
+        "sampling": sampling,
+        "stop": [argument(each, "--stop") for each in stop],
         "draft": draft,
         "gamma": gamma,
     }
@@ -64,22 +82,47 @@ def run(
             report(done, total, "prompt")
 
         if chat:
-            messages = [{"role": "system", "content": system}] if system is not None else []
-            messages.append({"role": "user", "content": text})
             generation = loaded.chat(messages, on_progress=prefilled, **settings)
         else:
             generation = loaded.generate(text, on_progress=prefilled, **settings)
+        pieces = generation.pieces()
         # The bar has to be gone before text is written.
-        first = next(generation, "")
-    if as_json:
-        click.echo(json.dumps(as_object(loaded, generation, first + "".join(generation))))
+        first = next(pieces)
+    if not (as_json or as_lines):
+        note(label)
+        write(first.text)
+        for piece in pieces:
+            write(piece.text)
+        write("\n")
+        for line in summary(loaded, generation):
+            note(line)
         return
-    write(first)
-    for piece in generation:
-        write(piece)
-    write("\n")
-    for line in summary(loaded, generation):
-        note(line)
+    if as_lines:
+        click.echo(json.dumps(first._asdict()))
+        for piece in pieces:
+            click.echo(json.dumps(piece._asdict()))
+    click.echo(json.dumps(as_object(loaded, generation, text, sampling)))
+
+
+def context_for(model: Path, text: str, messages: list[dict[str, str]] | None, template: str | None, tokens: int) -> int | None:
+    """Positions for a prompt and `tokens` more, where that is above what a session has by itself; None: that is enough.
+
+    No prompt has more tokens than bytes, so most need not be counted.
+    """
+    given = text if messages is None else "".join(message["content"] for message in messages)
+    if len(given.encode("utf-8", "replace")) + max(0, tokens) + SHORT_PROMPT <= DEFAULT_CONTEXT:
+        return None
+    file = ModelFile.open(model)
+    reader, blob = Text.from_file(file), file.blob("chat_template")
+    if messages is None:
+        count = len(reader.encode(text))
+    elif template is None and blob is None:
+        return None
+    else:
+        rendered = template if template is not None else (blob or b"").decode("utf-8", "replace")
+        count = len(ChatTemplate(rendered, reader).encode(messages))
+    wanted = min(count + max(0, tokens), file.metadata.config.max_position_embeddings)
+    return wanted if wanted > DEFAULT_CONTEXT else None
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -87,7 +130,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise InputError("both -p and -f are given; pass one of them")
     if prompt is not None:
-        return prompt
+        return argument(prompt, "-p")
     if file is None or str(file) == "-":
         # On a terminal `-f -` waits for the text, as other programs do; without -f the user more likely forgot the prompt.
         if sys.stdin is None or (file is None and sys.stdin.isatty()):
@@ -96,6 +139,15 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     else:
         data, name = read_bytes(file), str(file)
     return utf8(data, name).removesuffix("\n").removesuffix("\r")
+
+
+def argument(text: str, option: str) -> str:
+    """The text of an option as it was typed: in a locale without UTF-8 Python has its bytes in an encoding of its own."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return utf8(os.fsencode(text), option)
+    return text
 
 
 def read_bytes(path: Path) -> bytes:
@@ -112,43 +164,56 @@ def utf8(data: bytes, name: str) -> str:
         raise InputError(f"{name}: not UTF-8 text; convert it to UTF-8") from None
 
 
-def load(model: Path, chat_template: Path | None, options: dict[str, Any]) -> Model:
-    template = None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
+def read_template(chat_template: Path | None) -> str | None:
+    return None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
+
+
+def load(model: Path, chat_template: str | None, options: dict[str, Any]) -> Model:
+    """The model, loaded with those of `options` that Model.load takes."""
+    cores = machine.cpu().cores
+    most = max(options["threads"], options["threads_prefill"])
+    if most > cores:
+        note(f"{most} threads on {cores} core{'s' * (cores > 1)}: they wait for each other; -t auto is faster")
     with compilation() as report:
-        return Model.load(model, chat_template=template, on_progress=report, **{name: options[name] for name in LOAD})
+        return Model.load(model, chat_template=chat_template, on_progress=report, **{name: options[name] for name in LOAD})
 
 
-def sampling_of(model: Model, options: dict[str, Any]) -> Sampling:
-    """The options that were given; for the others what the file recommends, else greedy with seed 0.
+def sampling_of(model: Model, options: dict[str, Any]) -> tuple[Sampling, str]:
+    """The options that were given, for the others what the file recommends (Sampling.recommended); and a line about it.
 
-    FormatError: recommendations that are not numbers.
+    The seed of `--seed random` is drawn here, so that it can be shown and given again.
     """
-    recommended = model.file.metadata.generation
-    chosen: dict[str, Any] = {}
-    for name, (option, key) in SAMPLING.items():
-        value = options[option] if options[option] is not None else recommended.get(key)
-        if value is not None:
-            chosen[name] = value
-    try:
-        return Sampling(**chosen)
-    except TypeError:
-        raise FormatError(f"{model.file.path}: its sampling defaults are not numbers; pass --temp, --top-k and so on") from None
+    given = {name: options[option] for name, option in SAMPLING.items() if options[option] is not None}
+    if given.get("seed") == RANDOM:
+        given["seed"] = secrets.randbits(32)
+    sampling, others = Sampling.recommended(model, **given), set(SAMPLING) - set(given)
+    recommended = Sampling.recommended(model)
+    of_file = any(getattr(recommended, name) != getattr(Sampling(), name) for name in others)
+    return sampling, sampling_label(sampling) + (" (the file's)" if of_file and not set(given) - {"seed"} else "")
 
 
-def as_object(model: Model, generation: Generation, text: str) -> dict[str, Any]:
+def sampling_label(sampling: Sampling) -> str:
+    """`sampling 0.9, top-p 0.95, seed 0`, or `sampling greedy`."""
+    parts = [f"{sampling.temperature:g}" if sampling.temperature else "greedy"]
+    for name, nothing in NO_EFFECT.items():
+        value = getattr(sampling, name)
+        if value != nothing and (sampling.temperature or name.endswith("penalty")):
+            parts.append(f"{name.replace('_', '-')} {value:g}")
+    if sampling.temperature:
+        parts.append(f"seed {sampling.seed}")
+    return f"sampling {', '.join(parts)}"
+
+
+def as_object(model: Model, generation: Generation, prompt: str, sampling: Sampling) -> dict[str, Any]:
     """What --json prints; rates in tokens or bytes per second."""
     bandwidth, measurement = read_bandwidth(model), generation.measurement
     return {
-        "text": text,
+        "prompt": prompt,
+        "text": generation.text(),
         "tokens": generation.tokens,
         "finish_reason": generation.finish_reason,
-        "model": describe(model.file),
-        "identity": model.file.identity,
-        "runs_on": model.description,
-        "threads": model.program.threads,
-        "mode": model.program.options.mode,
-        "kv": model.program.options.kv.name,
-        "kv_bytes_per_position": model.position_bytes,
+        "sampling": asdict(sampling),
+        **identification(model),
         "context": model.context,
         "measurement": measurement.as_dict(),
         "read_bandwidth": bandwidth,

@@ -125,10 +125,10 @@ def accept(stream: Stream, draft: Draft, logits: NDArray[np.float32]) -> list[in
         p = sampler.candidates(row, stream.tokens)
         # q(d) is above 0: d was drawn from q.
         if sampler.uniform() * _probability(q, token) >= _probability(p, token):
-            stream.tokens.append(sampler.pick(residual(p, q)))
+            stream.take(sampler.pick(residual(p, q)), row)
             return stream.tokens[start:]
-        stream.tokens.append(token)
-    stream.tokens.append(sampler.draw(logits[len(draft.tokens)], stream.tokens))
+        stream.take(token, row)
+    stream.draw(logits[len(draft.tokens)])
     return stream.tokens[start:]
 
 

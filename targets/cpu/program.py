@@ -134,6 +134,21 @@ class CpuProgram:
     def new_page(self) -> Page:
         return CpuPage(self._page_bytes)
 
+    def copy_page(self, page: Page) -> Page:
+        assert isinstance(page, CpuPage)
+        copied = CpuPage(self._page_bytes)
+        copied.data[:] = page.data
+        return copied
+
+    def save_page(self, page: Page) -> bytes:
+        assert isinstance(page, CpuPage)
+        return page.data.tobytes()
+
+    def load_page(self, data: bytes) -> Page:
+        page = CpuPage(self._page_bytes)
+        page.data[:] = np.frombuffer(data, np.uint8, count=self._page_bytes)
+        return page
+
     def new_sums(self) -> InputSums:
         return InputSums(self._inputs)
 

@@ -78,6 +78,21 @@ class ReferenceProgram:
     def new_page(self) -> Page:
         return ReferencePage(self._graph)
 
+    def copy_page(self, page: Page) -> Page:
+        assert isinstance(page, ReferencePage)
+        copied = ReferencePage(self._graph)
+        copied.data[:] = page.data
+        return copied
+
+    def save_page(self, page: Page) -> bytes:
+        assert isinstance(page, ReferencePage)
+        return page.data.astype("<f4").tobytes()
+
+    def load_page(self, data: bytes) -> Page:
+        page = ReferencePage(self._graph)
+        page.data[:] = np.frombuffer(data, "<f4").reshape(page.data.shape)
+        return page
+
     def read_bandwidth(self, refresh: bool = False) -> float | None:
         """None: the speed of the oracle is not measured against anything."""
         return None

@@ -340,10 +340,9 @@ def test_a_name_from_a_file_cannot_control_the_terminal(edgeq: Run, tmp_path: Pa
         (["-p", ""], ["prompt is empty"]),
         (["-p", "x", "-f", "y"], ["both -p and -f"]),
         (["-f", "/nonexistent/prompt"], ["/nonexistent/prompt"]),
-        (["-p", "x", "-n", 0], ["max_tokens is 0"]),
-        (["-p", "x", "--temp", -1], ["temperature is -1"]),
-        (["-p", "x", "--top-p", 2], ["top_p is 2"]),
-        (["-p", "x", "--seed", -5], ["seed is -5"]),
+        (["-p", "x", "-n", 0], ["-n is 0"]),
+        (["-p", "x", "--temp", -1], ["--temp is -1"]),
+        (["-p", "x", "--top-p", 2], ["--top-p is 2"]),
         (["-p", "x", "--stop", ""], ["stop"]),
         (["-p", "x", "--target", "cpu", "--isa", "mmx"], ["'mmx'", "portable"]),
         (["-p", "x", "--chat"], ["no chat template", "--chat-template"]),
@@ -363,6 +362,9 @@ def test_options_of_run(edgeq: Run, demo: Path, options: list[object], words: li
         (["--mode", "a3"], ["'a3'", "a16, a8", "--mode"]),
         (["--kv", "f32"], ["'f32'", "f16, int8, int4", "--kv"]),
         (["--draft", "dice"], ["'dice'", "qspec, lookup", "--draft"]),
+        (["--seed", "-5"], ["'-5'", "random", "--seed"]),
+        (["--seed", 1 << 64], ["random or a number", "--seed"]),
+        (["--json", "--jsonl"], ["--json and --jsonl"]),
         (["-t", "0"], ["'0'", "auto", "--threads"]),
         (["-t", "all"], ["'all'", "auto"]),
         (["-t", "100000"], ["'100000'", "1 to 1024"]),
@@ -394,9 +396,9 @@ def test_a_prompt_that_is_not_text(edgeq: Run, demo: Path, tmp_path: Path) -> No
 def test_a_context_that_does_not_fit_in_memory_says_the_largest_that_does(
     edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgeq.runtime import context_size
+    from edgeq.targets import host
 
-    monkeypatch.setattr(context_size, "available_bytes", lambda: 11 << 20)
+    monkeypatch.setattr(host, "available_bytes", lambda: 11 << 20)
     refused(edgeq("run", demo, "-p", "x", "-c", 1024, *REFERENCE), "context", "MiB", "pass -c")
 
 
@@ -420,3 +422,25 @@ def test_compare_with_another_model_or_without_enough_text(edgeq: Run, demo: Pat
     text.write_bytes(b"\xff\xfe\x00")
     refused(edgeq("compare", demo, "--against", demo, "--text", text, *REFERENCE), "not UTF-8 text")
     refused(edgeq("compare", demo, "--against", tmp_path / "nowhere", *REFERENCE), "nowhere")
+
+
+def test_messages_of_the_library_show_options_on_the_command_line() -> None:
+    from edgeq.tools.cli import main
+    from edgeq.tools.entry import OPTIONS, in_options
+
+    assert (
+        in_options("`top_p` is 2; pass `context=64` or less, not `other=5`")
+        == "--top-p is 2; pass -c 64 or less, not `other=5`"
+    )
+    known = {name for command in ("run", "chat") for param in main.commands[command].params for name in param.opts}
+    assert set(OPTIONS.values()) <= known
+
+
+def test_a_prompt_in_a_locale_without_utf8_is_the_text_that_was_typed(demo: Path) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    line = [sys.executable, "-m", "edgeq", "run", str(demo), "-n", "2", "--json", *REFERENCE, "-p"]
+    result = subprocess.run([*line, "# d\u00e9j\u00e0 vu".encode()], capture_output=True, env=environment, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["prompt"] == "# d\u00e9j\u00e0 vu"
+    result = subprocess.run([*line, b"# \xff\xfe"], capture_output=True, env=environment, timeout=600)
+    assert result.returncode == 1 and b"error: -p: not UTF-8" in result.stderr

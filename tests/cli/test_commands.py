@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -16,13 +19,14 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import Result
 
-from edgeq import records, targets
+from edgeq import __version__, machine, records, targets
 from edgeq.converters.methods import METHODS
 from edgeq.converters.options import CHOICES
 from edgeq.devices import DEVICES
+from edgeq.runtime import Model
 from edgeq.runtime.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
-from edgeq.tools import cli, options
+from edgeq.tools import chat, cli, options
 from edgeq.tools.cli import main
 
 Run = Callable[..., Result]
@@ -127,7 +131,7 @@ def test_convert_without_quantizing(edgeq: Run, tiny_llama: Path, tmp_path: Path
 def test_inspect_shows_parts_codecs_bits_and_provenance(edgeq: Run, demo: Path) -> None:
     result = edgeq("inspect", demo, "--verify")
     assert result.exit_code == 0
-    for fact in ("every byte verified", "i4 g128 zero", "gate_up", "4.188", "decoder 4.188, head 8.125", '"method": "rtn"'):
+    for fact in ("every byte verified", "i4 g128 zero", "gate_up", "4.188", "decoder 4.188, head 8.125", '  method: "rtn"'):
         assert fact in result.stdout, fact
 
 
@@ -140,13 +144,43 @@ def test_inspect_json_adds_up(edgeq: Run, demo: Path) -> None:
     assert facts["bits_per_weight"]["decoder"] == pytest.approx(4 + 24 / 128)
 
 
+def test_inspect_lists_every_part_and_a_total_that_is_the_file(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    seen = {}
+    short = ("--calibration-rows", 5, "--calibration-length", 64, "--head", 8)
+    for name, given in (("ttq", ("--bits", 3)), ("resq", ("--bits", "4/4/4", *short))):
+        out = tmp_path / f"{name}.edgeq"
+        assert edgeq("convert", tiny_llama, "-o", out, "--method", name, *given).exit_code == 0
+        facts = objects(edgeq("inspect", out, "--json"))
+        blobs = sum(facts["blobs"].values())
+        parts = sum(group["bytes"] for group in facts["layers"])
+        assert parts + facts["arrays"]["bytes"] + blobs + facts["other_bytes"] == facts["bytes"] == out.stat().st_size
+        assert 16384 < facts["other_bytes"] < 60_000
+        lines = edgeq("inspect", out).stdout.splitlines()
+        assert any(line.split() == ["total", f"{out.stat().st_size / 1e6:.2f}"] for line in lines)
+        seen[name] = {(group["component"], group["codec"]) for group in facts["layers"]}
+    assert {("weights", "i3 g32 zero"), ("low rank", "f16"), ("master", "i8 g128")} <= seen["ttq"]
+    assert {("weights", "i4 row"), ("second block", "i8 row"), ("transform", "f32"), ("input order", "i32")} <= seen["resq"]
+
+
+def test_inspect_shows_a_text_of_the_file_and_keeps_names_whole(
+    edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads(edgeq("inspect", demo, "--show", "tokenizer.json").stdout)["model"]
+    missing = edgeq("inspect", demo, "--show", "chat_template")
+    assert missing.exit_code == 1 and "no chat_template in the file; it has tokenizer.json" in missing.stderr
+    monkeypatch.setenv("COLUMNS", "40")
+    assert "metadata, padding" in edgeq("inspect", demo).stdout
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_run_streams_text_and_ends_with_the_speed(edgeq: Run, demo: Path, target: str) -> None:
     result = edgeq("run", demo, "-p", PROMPT, "-n", 12, "--target", target)
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout) > 10 and "tok/s" not in result.stdout
-    for word in ("model    tiny-llama, i4 g128 zero", "runs on", "TTFT", "prefill", "decode", "GB/s", "% of the"):
+    for word in ("sampling greedy", "model    tiny-llama, i4 g128 zero", "runs on", "TTFT", "prefill", "decode", "GB/s"):
         assert word in result.stderr, word
+    # The reference is not measured against anything.
+    assert ("% of the" in result.stderr) == (target == "cpu")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -155,7 +189,76 @@ def test_run_json_is_only_json(edgeq: Run, demo: Path, target: str) -> None:
     facts = objects(result)
     assert "TTFT" not in result.stderr
     assert facts["finish_reason"] == "length" and len(facts["tokens"]) == 8 and facts["text"]
-    assert facts["measurement"]["prompt_tokens"] > 1 and facts["read_bandwidth"] > 0
+    assert facts["measurement"]["prompt_tokens"] > 1 and (facts["read_bandwidth"] is None) == (target == "reference")
+    expected = {"prompt": PROMPT, "model": "tiny-llama", "codec": "i4 g128 zero", "head_codec": "i8 g128", "target": target}
+    assert {key: facts[key] for key in expected} == expected
+    assert facts["sampling"]["temperature"] == 0 and facts["version"] == __version__ and facts["processor"]
+    assert datetime.fromisoformat(facts["date"]).tzinfo and facts["load_s"] > 0 and facts["measurement"]["ttft_s"] > 0
+
+
+def test_run_jsonl_has_every_token_as_it_comes_and_then_everything(edgeq: Run, demo: Path) -> None:
+    options = ("-p", PROMPT, "-n", 8, *REFERENCE)
+    *lines, last = map(json.loads, edgeq("run", demo, *options, "--jsonl").stdout.splitlines())
+    assert [line["token"] for line in lines] == last["tokens"] and "".join(line["text"] for line in lines) == last["text"]
+    assert last["text"] == objects(edgeq("run", demo, *options, "--json"))["text"]
+
+
+def test_run_says_how_it_samples_and_a_random_seed_can_be_given_again(edgeq: Run, demo: Path) -> None:
+    options = ("-p", PROMPT, "-n", 12, "--temp", 1.2, "--top-p", 0.9, *REFERENCE)
+    first = edgeq("run", demo, *options, "--seed", "random")
+    found = re.search(r"^sampling 1.2, top-p 0.9, seed (\d+)$", first.stderr, re.M)
+    assert found and first.stdout == edgeq("run", demo, *options, "--seed", found[1]).stdout
+    again = objects(edgeq("run", demo, *options, "--seed", "random", "--presence-penalty", 0.5, "--json"))["sampling"]
+    assert again["seed"] != int(found[1]) and again["presence_penalty"] == 0.5
+
+
+def test_the_sampling_of_the_file_is_named_as_such(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "warm"
+    shutil.copytree(tiny_llama, source)
+    settings = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(
+        json.dumps(settings | {"temperature": 0.9, "top_p": 0.95, "do_sample": True})
+    )
+    model = tmp_path / "warm.edgeq"
+    assert edgeq("convert", source, "-o", model).exit_code == 0
+    for given, line in (
+        ((), "sampling 0.9, top-p 0.95, seed 0 (the file's)"),
+        (("--seed", 7), "sampling 0.9, top-p 0.95, seed 7 (the file's)"),
+        (("--top-p", 0.5), "sampling 0.9, top-p 0.5, seed 0"),
+        (("--temp", 0), "sampling greedy"),
+    ):
+        result = edgeq("run", model, "-p", PROMPT, "-n", 12, *given, *REFERENCE)
+        assert line in result.stderr.splitlines(), result.stderr
+    assert Model.load(model, target="reference").generate(PROMPT, max_tokens=12).text() == edgeq(
+        "run", model, "-p", PROMPT, "-n", 12, *REFERENCE
+    ).stdout.removesuffix("\n")
+
+
+def test_more_threads_than_cores_are_noted(edgeq: Run, demo: Path) -> None:
+    cores = machine.cpu().cores
+    result = edgeq("run", demo, "-p", PROMPT, "-n", 2, "-t", cores + 1, *REFERENCE)
+    assert f"{cores + 1} threads on {cores} core" in result.stderr and "-t auto is faster" in result.stderr
+    assert "threads on" not in edgeq("run", demo, "-p", PROMPT, "-n", 2, "-t", cores, *REFERENCE).stderr
+
+
+def test_run_makes_the_context_long_enough_for_its_prompt(
+    edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch, template: Path
+) -> None:
+    for name in ("edgeq.runtime.context_size.DEFAULT_CONTEXT", "edgeq.tools.run.DEFAULT_CONTEXT"):
+        monkeypatch.setattr(name, 64)
+    monkeypatch.setattr("edgeq.tools.run.SHORT_PROMPT", 8)
+    prompt = "import os\n" * 40
+
+    def facts(*options: object) -> dict:  # type: ignore[type-arg]
+        return objects(edgeq("run", demo, "-n", 6, "--json", *options, *REFERENCE))
+
+    long = facts("-p", prompt)
+    assert long["context"] == long["measurement"]["prompt_tokens"] + 6 > 64
+    assert facts("-p", "import os")["context"] == 64
+    chat = facts("-p", prompt, "--chat", "--chat-template", template)
+    assert chat["context"] == chat["measurement"]["prompt_tokens"] + 6 > long["context"]
+    refused = edgeq("run", demo, "-p", prompt, "-c", 64, *REFERENCE)
+    assert refused.exit_code == 1 and "pass a larger -c" in refused.stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -198,12 +301,18 @@ def test_bench_prints_rows_as_llama_bench_names_them(edgeq: Run, demo: Path) -> 
         assert len(row["samples_s"]) == 2 and row["ms_per_token"] <= row["ms_per_token_p95"]
         assert len(row["step_s"]) == (8 if row["kind"] == "tg" else 0)
     assert rows[3]["bytes_per_s"] > 0 and rows[0]["bytes_per_s"] is None
+    assert min(rows[0]["samples_s"]) <= rows[0]["ttft_s"] <= max(rows[0]["samples_s"])
+    assert rows[0]["version"] == __version__ and rows[0]["processor"] and rows[0]["load_s"] > 0 and rows[2]["ttft_s"] is None
+    assert rows[0]["codec"] == "i4 g128 zero" and rows[0]["threads"] == 1 and "facts" not in rows[0]
 
 
 def test_bench_tables_have_one_line_per_row(edgeq: Run, demo: Path) -> None:
     options = ("-p", 0, "-n", "2,3", "-t", 1, "-r", 1, *REFERENCE)
     lines = edgeq("bench", demo, *options).stdout.strip().splitlines()
-    assert len(lines) == 4 and len({len(line) for line in lines}) == 1 and "tg3" in lines[3]
+    about, table = lines[:2], lines[3:]
+    assert len(table) == 4 and len({len(line) for line in table}) == 1 and "tg3" in table[3] and len(table[0]) <= 100
+    assert about[0].startswith("tiny-llama, i4 g128 zero, head i8 g128, 3.2 MB; reference, a16; cache f16, ")
+    assert about[1].startswith(f"edgeq {__version__}, {machine.cpu().name}, 20")
     table = list(csv.DictReader(io.StringIO(edgeq("bench", demo, *options, "-o", "csv").stdout)))
     assert [row["test"] for row in table] == ["tg2", "tg3"]
 
@@ -229,6 +338,7 @@ def test_compare_orders_files_by_their_bits(edgeq: Run, demo: Path, tiny_llama: 
     (pair,) = facts["pairs"]
     assert pair["perplexity_ratio"]["low"] > 1
     table = edgeq("compare", demo, "--against", tiny_llama, "--window", 128, "--limit", 512)
+    assert re.search(r"^tiny.edgeq +4.58 +3.2 +a16 ", table.stdout, re.M) and four_bits["bits_per_weight"] < 5
     assert table.exit_code == 0 and "against source" in table.stdout and "4 windows of 128 tokens of code" in table.stdout
 
 
@@ -255,7 +365,7 @@ def test_chat_answers_every_line_and_keeps_the_conversation(edgeq: Run, demo: Pa
     assert result.stdout.count("\n") >= 2
 
 
-@pytest.mark.parametrize(("wish", "word"), [(["-n", "0"], "max_tokens"), (["--stop", ""], "stop")])
+@pytest.mark.parametrize(("wish", "word"), [(["-n", "0"], "-n is 0"), (["--stop", ""], "stop")])
 def test_chat_refuses_before_the_first_question(edgeq: Run, demo: Path, template: Path, wish: list[str], word: str) -> None:
     result = edgeq("chat", demo, "--chat-template", template, *wish, *REFERENCE, input="hello\n")
     assert result.exit_code == 1 and word in result.stderr and len(result.stderr.splitlines()) == 1
@@ -275,6 +385,56 @@ def test_chat_goes_on_after_a_message_that_is_too_long(edgeq: Run, demo: Path, t
     assert result.exit_code == 0 and "shorten it or start with a larger -c" in result.stderr and result.stdout
 
 
+def test_chat_commands_regenerate_save_load_and_join_lines(
+    edgeq: Run, demo: Path, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk = (
+        "/stats\n/regenerate\nimport \\\nos\n/stats\n/regenerate\n/system Be brief.\n/save talk.json\n/save talk.json\n/clear\n"
+    )
+    talk += "/load talk.json\n/save again.json\n/load none.json\n/load bad.json\n/help\n"
+    (tmp_path / "bad.json").write_text('[{"role": "root", "content": "x"}]')
+    result = edgeq("chat", demo, "--chat-template", template, "-n", 6, "--temp", 1, *REFERENCE, input=talk)
+    assert result.exit_code == 0, result.stderr
+    for words in ("there is no answer yet", "there is no question yet", "prefill ", "decode ", "tok/s]", "2 messages"):
+        assert words in result.stderr, words
+    for words in ("talk.json: cannot write it: File exists", "none.json: cannot read it", "bad.json: not a conversation"):
+        assert words in result.stderr, words
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert [m["role"] for m in saved] == ["system", "user", "assistant"]
+    assert saved[0]["content"] == "Be brief." and saved[1]["content"] == "import \nos"
+    assert json.loads((tmp_path / "again.json").read_text()) == saved
+    assert result.stdout.endswith(saved[2]["content"] + "\n") and result.stdout.count("\n") >= 2
+
+
+def test_chat_draws_a_seed_and_shows_it(edgeq: Run, demo: Path, template: Path) -> None:
+    options = (demo, "--chat-template", template, "-n", 8, "--temp", 1.2, *REFERENCE)
+    first = edgeq("chat", *options, input="import os\n")
+    found = re.search(r"sampling 1.2, seed (\d+)", first.stderr)
+    assert found and first.stdout == edgeq("chat", *options, "--seed", found[1], input="import os\n").stdout
+    assert found[0] not in edgeq("chat", *options, input="import os\n").stderr
+
+
+def test_an_interrupt_at_the_prompt_drops_the_line_and_a_second_one_ends_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["first\\", KeyboardInterrupt, "second", KeyboardInterrupt, "third", KeyboardInterrupt, KeyboardInterrupt])
+
+    def read(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        for line in chat.lines():
+            found.append(line)
+    assert found == ["second", "third"] and capsys.readouterr().err.count("Ctrl-C again") == 3
+
+
 def test_warm_compiles_for_both_modes(edgeq: Run, demo: Path) -> None:
     result = edgeq("warm", demo, *REFERENCE)
     assert result.exit_code == 0 and result.stdout == ""
@@ -288,6 +448,9 @@ def test_devices_say_what_will_be_used(edgeq: Run) -> None:
     assert "raspberry-pi-5" in {profile["name"] for profile in facts["profiles"]}
     text = edgeq("devices").stdout
     assert f"will be used: {TARGETS[0]}" in text and "jetson-orin-nano-8gb" in text
+    assert re.search(r"^raspberry-pi-5 +neon-dotprod +4 +8 ", text, re.M) and " GiB available" in text
+    assert sum("does not have" in line for line in text.splitlines()) == 0
+    assert [isa["name"] for isa in facts["isas"] if isa["missing"]] == [isa["name"] for isa in facts["isas"] if isa["refused"]]
 
 
 def test_an_interrupt_is_no_error_worth_a_traceback(edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

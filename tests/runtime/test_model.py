@@ -95,7 +95,7 @@ def test_a_prompt_as_long_as_the_context_gives_one_token(tiny_path: Path) -> Non
 
 
 def test_a_longer_prompt_is_refused_before_it_runs(model: Model) -> None:
-    with pytest.raises(InputError, match="300 tokens.*256 positions.*-c"):
+    with pytest.raises(InputError, match="300 tokens.*256 positions.*`context`"):
         model.generate([3] * 300)
 
 
@@ -140,7 +140,7 @@ def test_rates_of_nothing_are_zero() -> None:
 
 
 def test_a_file_without_chat_template_says_what_to_pass(tiny_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="--chat-template FILE"):
+    with pytest.raises(UnsupportedError, match="chat_template=FILE"):
         Model.load(tiny_path, target="reference").chat([{"role": "user", "content": "x"}])
 
 

@@ -65,8 +65,8 @@ def test_bench_shows_where_the_time_goes(model_path: Callable[..., Path]) -> Non
     shown = CliRunner().invoke(main, arguments)
     assert shown.exit_code == 0, shown.stderr
     tables = shown.stdout.split("\n\n")
-    assert len(tables) == 5 and "pp32, 1 thread:" in tables[1] and "GOPS" in tables[2] and "GB/s" in tables[4]
-    assert all(breakdown.OUTSIDE in tables[i] and "gate_up" in tables[i] for i in (2, 4))
+    assert len(tables) == 6 and "pp32, 1 thread:" in tables[2] and "GOPS" in tables[3] and "GB/s" in tables[5]
+    assert all(breakdown.OUTSIDE in tables[i] and "gate_up" in tables[i] for i in (3, 5))
     result = json.loads(CliRunner().invoke(main, [*arguments, "-o", "json"]).stdout)
     assert [row["test"] for row in result] == ["pp32", "tg4"]
     for row in result:

@@ -7,7 +7,7 @@ import pytest
 
 from edgeq.errors import FormatError, InputError
 from edgeq.runtime import Sampling
-from edgeq.runtime.sampling import Sampler, candidates, distribution
+from edgeq.runtime.sampling import Rules, Sampler, candidates, distribution, logprobs
 
 # Probabilities 0.4, 0.3, 0.2, 0.06, 0.04 at ids 2, 0, 4, 1, 3.
 PROBABILITIES = np.array([0.3, 0.06, 0.4, 0.04, 0.2])
@@ -150,3 +150,99 @@ def test_the_k_largest_of_a_large_vocabulary_are_found_with_all_their_equals() -
             order = np.argsort(-scores.astype(np.float64), kind="stable")[:k]
             tokens, _ = candidates(scores, Sampling(temperature=1.0, top_k=k), ())
             assert np.array_equal(tokens, order)
+
+
+def softmax(scores: list[float]) -> np.ndarray:
+    values = np.exp(np.array(scores))
+    return np.asarray(values / values.sum())
+
+
+def test_presence_and_frequency_count_the_text_and_not_the_prompt() -> None:
+    logits, history = np.array([1, 1, 1, 1], np.float32), [0, 0, 1, 1, 1, 2]
+    for sampling, wanted in (
+        (Sampling(temperature=1.0, presence_penalty=0.5), [1, 0.5, 0.5, 1]),
+        (Sampling(temperature=1.0, frequency_penalty=0.5), [1, -0.5, 0.5, 1]),
+        (Sampling(temperature=1.0, presence_penalty=-1.0, frequency_penalty=0.25), [1, 1.25, 1.75, 1]),
+    ):
+        assert np.allclose(distribution(logits, sampling, history, Rules(start=2)), softmax(wanted))
+        assert np.allclose(distribution(logits, sampling, history[:2], Rules(start=2)), 0.25)
+
+
+def test_a_bias_is_added_to_the_logit_and_acts_on_greedy_too() -> None:
+    logits = np.array([1, 2, 3], np.float32)
+    biased = Sampling(temperature=1.0, logit_bias={0: 1.5, 2: -100})
+    assert np.allclose(distribution(logits, biased), softmax([2.5, 2, -97]))
+    assert distribution(logits, Sampling(logit_bias={0: 2.5})).tolist() == [1, 0, 0]
+    assert distribution(logits, Sampling(presence_penalty=2), [2, 2]).tolist() == [0, 1, 0]
+
+
+def test_the_order_is_repetition_penalties_bias_processors_temperature() -> None:
+    """Penalties after the bias, or the repetition penalty after anything, would give another result."""
+    seen: list[np.ndarray] = []
+
+    def halved(tokens: object, logits: np.ndarray) -> np.ndarray:
+        seen.append(logits.copy())
+        return logits / 2
+
+    sampling = Sampling(temperature=0.5, repeat_penalty=2, presence_penalty=0.5, logit_bias={0: -3})
+    got = distribution(np.array([4, 1, -1], np.float32), sampling, [0, 2], Rules(processors=(halved,)))
+    assert seen[0].tolist() == [4 / 2 - 0.5 - 3, 1, -1 * 2 - 0.5]
+    assert np.allclose(got, softmax([-1.5, 1, -2.5]))
+
+
+def test_tokens_that_would_end_the_text_do_not_come_too_early() -> None:
+    rules = Rules(start=1, min_tokens=2, late=frozenset([2, 99]))
+    logits = np.array([1, 2, 9], np.float32)
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=1.0, top_k=3),
+        Sampling(temperature=5.0, top_p=0.999),
+        Sampling(temperature=2.0),
+    ):
+        assert [distribution(logits, sampling, [0] * n, rules)[2] > 0 for n in (1, 2, 3)] == [False, False, True]
+
+
+def test_processors_run_one_after_another_and_ban_with_minus_infinity() -> None:
+    def only(*allowed: int) -> object:
+        def processor(tokens: tuple[int, ...], logits: np.ndarray) -> np.ndarray:
+            assert tokens == (7, 8) and logits.dtype == np.float32
+            return np.where(np.isin(np.arange(len(logits)), allowed), logits, -np.inf)
+
+        return processor
+
+    for sampling in (Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=4), Sampling(temperature=1.0, top_p=0.99)):
+        p = distribution(LOGITS, sampling, [7, 8], Rules(processors=(only(0, 1, 3), only(0, 3, 4))))  # type: ignore[arg-type]
+        assert np.allclose(p, np.array([0.3, 0, 0, 0.04, 0]) / 0.34)
+    assert distribution(LOGITS, Sampling(), [7, 8], Rules(processors=(only(1, 3),))).tolist() == [0, 1, 0, 0, 0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [np.full(5, -np.inf), np.full(5, np.nan), np.array([0, 0, np.inf, 0, 0]), np.zeros(4), np.zeros(5, np.int64), None, 3.0],
+    ids=["none left", "nan", "inf", "shape", "integers", "None", "scalar"],
+)
+def test_what_a_processor_may_not_give(result: object) -> None:
+    with pytest.raises(InputError, match="a processor"):
+        distribution(LOGITS, Sampling(), [], Rules(processors=(lambda tokens, logits: result,)))
+
+
+def test_logprobs_are_those_of_the_model_before_sampling_changes_anything() -> None:
+    found = logprobs(LOGITS, 1, 3)
+    assert found.token == 1 and found.logprob == pytest.approx(np.log(0.06), abs=1e-6)
+    assert [token for token, _ in found.top] == [2, 0, 4]
+    assert [value for _, value in found.top] == pytest.approx(np.log([0.4, 0.3, 0.2]), abs=1e-6)
+    assert logprobs(LOGITS, 1, 0).top == () and len(logprobs(LOGITS, 1, 20).top) == 5
+    equal = logprobs(np.zeros(300, np.float32), 7, 20)
+    assert [token for token, _ in equal.top] == list(range(20)) and equal.logprob == pytest.approx(-np.log(300))
+
+
+def test_texts_of_one_prompt_have_seeds_of_their_own_that_follow_from_the_seed() -> None:
+    def draws(sample: int, seed: int | None = 5) -> list[int]:
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed), sample=sample)
+        return [sampler.draw(LOGITS, []) for _ in range(64)]
+
+    assert draws(0) == [
+        t for s in [Sampler(Sampling(temperature=1.0, seed=5))] for t in (s.draw(LOGITS, []) for _ in range(64))
+    ]
+    assert draws(1) == draws(1) and len({tuple(draws(i)) for i in range(5)}) == 5
+    assert draws(1, seed=6) != draws(1) and draws(1, seed=None) != draws(1, seed=None)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from edgeq.errors import InputError
+from edgeq.errors import EdgeqError, FormatError, InputError, ResourceError, UnsupportedError
 from edgeq.runtime import Model, Sampling
 
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(2, 2048, 150)]
@@ -78,7 +81,7 @@ def test_a_full_context_refuses_another_token(model: Model) -> None:
     session = model.session()
     session.prefill([3] * 200)
     assert session.left == 0
-    with pytest.raises(InputError, match="200 already there.*context 200.*-c"):
+    with pytest.raises(InputError, match="200 already there.*context 200.*`context`"):
         session.decode(3)
 
 
@@ -120,3 +123,147 @@ def test_a_prefix_is_kept_with_a_sliding_window_too(model_path: Callable[..., Pa
     other = [*TOKENS[:40], 8, 9]
     session.keep_prefix(other)
     assert np.array_equal(session.prefill(other[40:]), model.session().prefill(other))
+
+
+def targets() -> list[str]:
+    from edgeq.targets import TARGETS, load
+
+    return [name for name in TARGETS if load(name).refusal() is None]
+
+
+@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("kv", ["f16", "int8", "int4"])
+def test_a_fork_and_its_origin_do_not_disturb_each_other(tiny_path: Path, target: str, kv: Any) -> None:
+    model = Model.load(tiny_path, target=target, context=200, kv=kv, threads=1)
+
+    def fresh(tokens: list[int]) -> np.ndarray:
+        # In the same pieces: an int8 cache is the same either way, and so are the logits.
+        return model.session().prefill(tokens)
+
+    first = model.session()
+    first.prefill(TOKENS[:100])
+    second = first.fork()
+    third = second.fork()
+    assert second.logits is not None and np.array_equal(second.logits, first.logits)  # type: ignore[arg-type]
+    assert all(page is other for page, other in zip(first._cache.pages, third._cache.pages, strict=True))
+    # Writes into the half full page, then after going back into one that was full.
+    assert np.array_equal(first.prefill([7, 8, 9]), fresh([*TOKENS[:100], 7, 8, 9]))
+    second.trim(40)
+    assert np.array_equal(second.prefill(TOKENS[120:150]), fresh([*TOKENS[:40], *TOKENS[120:150]]))
+    assert np.array_equal(third.prefill(TOKENS[100:110]), fresh(TOKENS[:110]))
+    assert np.array_equal(first.decode(5), fresh([*TOKENS[:100], 7, 8, 9, 5]))
+    assert first._cache.pages[0] is third._cache.pages[0] is not second._cache.pages[0]
+
+
+def test_a_fork_costs_no_page_until_it_is_written_to(model: Model) -> None:
+    session = model.session()
+    session.prefill(TOKENS[:128])
+    forks = [session.fork() for _ in range(5)]
+    for fork in forks:
+        fork.decode(3)
+    pages = {id(page) for fork in forks for page in fork._cache.pages}
+    assert len(pages) == 2 + 5, "the full pages are shared"
+
+
+@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("kv", ["f16", "int8", "int4"])
+def test_a_saved_session_goes_on_as_if_it_had_never_ended(tiny_path: Path, tmp_path: Path, target: str, kv: Any) -> None:
+    path = tmp_path / "talk.session"
+    first = Model.load(tiny_path, target=target, context=200, kv=kv, threads=1)
+    session = first.session()
+    session.prefill(TOKENS[:100])
+    session.save(path)
+    wanted = session.prefill(TOKENS[100:])
+    again = Model.load(tiny_path, target=target, context=160, kv=kv, threads=1).session()
+    again.load(path)
+    assert again.tokens == TOKENS[:100] and again.logits is None
+    assert np.array_equal(again.prefill(TOKENS[100:]), wanted)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_empty_session_and_a_full_page_are_saved(model: Model, tmp_path: Path) -> None:
+    for count in (0, 64, 65):
+        session = model.session()
+        if count:
+            session.prefill(TOKENS[:count])
+        session.save(tmp_path / "a")
+        again = model.session()
+        again.prefill([9, 9])
+        again.load(tmp_path / "a")
+        assert again.tokens == TOKENS[:count] and len(again._cache.pages) == -(-count // 64)
+
+
+def test_another_model_or_other_settings_are_refused(tiny_path: Path, tmp_path: Path, model_path: Callable[..., Path]) -> None:
+    path = tmp_path / "a"
+    model = Model.load(tiny_path, target="reference", context=128)
+    session = model.session()
+    session.prefill(TOKENS[:100])
+    session.save(path)
+    other = Model.load(model_path("tiny-llama", bits=4, group_size=32), target="reference")
+    for stranger, words in (
+        (other, "another model"),
+        (
+            Model.load(tiny_path, target="reference", kv="int8"),
+            "other settings of this model; here they are reference, a16, int8",
+        ),
+        (Model.load(tiny_path, target="reference", mode="a8"), "other settings"),
+        (Model.load(tiny_path, target="reference", context=99), "100 tokens, the context 99 positions"),
+    ):
+        with pytest.raises(InputError, match=words):
+            stranger.session().load(path)
+    Model.load(tiny_path, target="reference", context=100).session().load(path)
+    with pytest.raises(InputError, match="no such file"):
+        session.load(tmp_path / "none")
+    with pytest.raises(ResourceError, match="cannot write it"):
+        session.save(tmp_path / "no" / "folder")
+
+
+def test_long_and_short_rotary_frequencies_are_other_settings(model_path: Callable[..., Path], tmp_path: Path) -> None:
+    path = model_path("phi3_longrope", method="none", dtype="f32")
+    short, long = (Model.load(path, target="reference", context=context) for context in (64, 128))
+    session = short.session()
+    session.prefill(TOKENS[:10])
+    session.save(tmp_path / "a")
+    with pytest.raises(InputError, match="other settings"):
+        long.session().load(tmp_path / "a")
+
+
+def test_damaged_and_hostile_sessions_are_refused_and_change_nothing(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    session = model.session()
+    session.prefill(TOKENS[:70])
+    session.save(path)
+    sound = path.read_bytes()
+    held = model.session()
+    held.prefill([5, 6])
+
+    def refused(data: bytes, words: str, error: type[Exception] = FormatError) -> None:
+        path.write_bytes(data)
+        with pytest.raises(error, match=words):
+            held.load(path)
+        assert held.tokens == [5, 6]
+
+    for at in (0, 9, 13, 17, 25, 41, 60, 80, 82, 400, len(sound) // 2, len(sound) - 1):
+        refused(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :], ".", EdgeqError)
+    for length in (0, 7, 79, 80, 100, 5000, len(sound) - 1):
+        refused(sound[:length], "not a saved session|header|implies")
+    refused(sound + b"\0", "implies")
+    refused(sound[:8] + struct.pack("<I", 2) + sound[12:], "upgrade edgeq", UnsupportedError)
+    for count in (71, 201, 1 << 40, (1 << 64) - 1):
+        refused(sound[:16] + struct.pack("<Q", count) + sound[24:], ".", EdgeqError)
+
+    def signed(data: bytes) -> bytes:
+        return data + hashlib.blake2b(data, digest_size=16).digest()
+
+    assert signed(sound[:-16]) == sound
+    refused(signed(sound[:80] + struct.pack("<I", 2048) + sound[84:-16]), "outside the vocabulary")
+    refused(signed(sound[:60] + b"x" + sound[61:-16]), "damaged header")
+    path.write_bytes(sound)
+    held.load(path)
+    assert held.tokens == TOKENS[:70]
+
+
+def test_a_session_with_requantized_weights_is_not_saved(model_path: Callable[..., Path], tmp_path: Path) -> None:
+    path = model_path("tiny-llama", method="ttq", bits=4, rank=0, group_size=32)
+    with pytest.raises(UnsupportedError, match="requantization=never"):
+        Model.load(path, target="reference").session().save(tmp_path / "a")

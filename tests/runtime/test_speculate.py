@@ -12,7 +12,7 @@ import pytest
 from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model, Sampling
 from edgeq.runtime.decode import Stream
-from edgeq.runtime.sampling import Sampler, distribution
+from edgeq.runtime.sampling import Rules, Sampler, distribution
 from edgeq.runtime.session import run_together
 from edgeq.runtime.speculative import drafts
 from edgeq.runtime.speculative.drafts import Draft
@@ -59,6 +59,62 @@ def test_penalties_count_drafts_position_by_position(model: Model) -> None:
     sampling = Sampling(repeat_penalty=1.3)
     for prompt in prompts(model):
         assert tokens_of(model, prompt, draft="both", gamma=4, sampling=sampling) == tokens_of(model, prompt, sampling=sampling)
+
+
+def no_letter_e(model: Model) -> Any:
+    """A processor that bans every token with this letter, and looks at the tokens so far."""
+    banned = [t for t in range(model.config.vocab_size) if "e" in model.text.decode([t])]
+
+    def processor(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        logits[banned] = -np.inf
+        logits[tokens[-1]] -= 2
+        return logits
+
+    return processor
+
+
+@pytest.mark.parametrize("draft", ["qspec", "lookup", "both"])
+def test_greedy_text_with_everything_that_changes_logits_is_the_one_without_drafts(model: Model, draft: Any) -> None:
+    sampling = Sampling(presence_penalty=0.4, frequency_penalty=0.3, repeat_penalty=1.1, logit_bias={5: 2.0, 300: -5.0})
+    options: dict[str, Any] = {"sampling": sampling, "processors": [no_letter_e(model)], "min_tokens": 20, "logprobs": 3}
+    for prompt in prompts(model):
+        plain = model.generate(prompt, max_tokens=48, **options)
+        drafted = model.generate(prompt, max_tokens=48, draft=draft, gamma=4, **options)
+        assert plain.text() == drafted.text() and "e" not in plain.text()
+        assert plain.tokens == drafted.tokens and plain.logprobs == drafted.logprobs
+        assert [found.token for found in plain.logprobs] == plain.tokens and len(plain.logprobs[0].top) == 3
+
+
+def test_stop_tokens_and_those_of_the_file(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompts(model)[0]
+    plain = tokens_of(model, prompt)
+    end = plain[6]
+    at = plain.index(end)
+    for draft in ("off", "lookup"):
+        ended = model.generate(prompt, max_tokens=48, stop_tokens=[end], draft=draft)  # type: ignore[arg-type]
+        assert (
+            ended.text() == model.text.decode(plain[:at]) and ended.finish_reason == "stop" and ended.tokens == plain[: at + 1]
+        )
+        late = tokens_of(model, prompt, stop_tokens=[end], min_tokens=at + 4, draft=draft)
+        assert end not in late[: at + 4] and late[:at] == plain[:at]
+    monkeypatch.setattr(model.text, "eos", frozenset([end]))
+    assert tokens_of(model, prompt) == plain[: at + 1]
+    assert tokens_of(model, prompt, ignore_eos=True) == plain
+    stop = model.text.decode(plain[:2])[-2:]
+    assert tokens_of(model, prompt, ignore_eos=True, stop=[stop], min_tokens=2)[:2] == plain[:2]
+
+
+def test_logprobs_are_of_the_logits_that_the_session_gave(model: Model) -> None:
+    prompt = prompts(model)[1]
+    for options in ({}, {"draft": "lookup", "gamma": 3}, {"sampling": Sampling(temperature=0.8, seed=2)}):
+        generation = model.generate(prompt, max_tokens=12, logprobs=2, **options)  # type: ignore[arg-type]
+        generation.text()
+        session, logits = model.session(), model.session().prefill(prompt)
+        logits = session.prefill(prompt)
+        for token, found in zip(generation.tokens, generation.logprobs, strict=True):
+            law = np.log(distribution(logits, Sampling(temperature=1.0)))
+            assert found.logprob == pytest.approx(law[token], abs=1e-9) and found.top[0][0] == int(logits.argmax())
+            logits = session.decode(token)
 
 
 @pytest.mark.parametrize("draft", ["qspec", "lookup"])
@@ -138,6 +194,40 @@ def test_drawn_tokens_have_the_law_of_the_exact_logits() -> None:
         expected = p[p > 0] * seen.sum()
         chi = ((seen[p > 0] - expected) ** 2 / expected).sum()
         assert chi < 18.5  # the 99.9 % point of chi-square with 4 degrees of freedom
+
+
+def test_drawn_tokens_have_the_law_that_penalties_bias_and_processors_make() -> None:
+    """As above, where p itself depends on the tokens before: the second token follows p given the first."""
+    random = np.random.default_rng(5)
+    exact = random.normal(0, 1.0, (3, 5)).astype(np.float32)
+    cheap = (exact[:2] + random.normal(0, 0.7, (2, 5))).astype(np.float32)
+    sampling = Sampling(temperature=0.9, presence_penalty=0.8, frequency_penalty=0.4, logit_bias={1: 1.0, 4: -1.0}, seed=13)
+
+    def odd_after_even(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        logits[tokens[-1]] = -np.inf
+        return logits
+
+    rules = Rules(start=1, min_tokens=2, late=frozenset([3]), processors=(odd_after_even,))
+    stream = Stream(FixedLogits(), Sampler(sampling, rules), [0])  # type: ignore[arg-type]
+    seen = np.zeros((5, 5))
+    for _ in range(60_000):
+        stream.tokens[:] = [0]
+        draft = Draft()
+        for row in cheap:
+            draft.candidates.append(stream.sampler.candidates(row, stream.tokens + draft.tokens))
+            draft.tokens.append(stream.sampler.pick(draft.candidates[-1]))
+        tokens = accept(stream, draft, exact)
+        if len(tokens) == 1:
+            # A further token is drawn plainly, as the next cycle would.
+            stream.draw(exact[1])
+            tokens = stream.tokens[1:]
+        seen[tokens[0], tokens[1]] += 1
+    first = distribution(exact[0], sampling, [0], rules)
+    expected = 60_000 * np.array([first[t] * distribution(exact[1], sampling, [0, t], rules) for t in range(5)])
+    assert seen[expected == 0].sum() == 0 and first[0] == first[3] == 0
+    keep = expected > 0
+    chi, freedom = ((seen[keep] - expected[keep]) ** 2 / expected[keep]).sum(), keep.sum() - 1
+    assert expected[keep].min() > 5 and chi < freedom + 4 * np.sqrt(2 * freedom)
 
 
 def test_first_tokens_of_a_real_prompt_have_the_law_of_the_plain_sampler(model: Model) -> None:
@@ -267,7 +357,7 @@ def test_drafting_that_pays_is_found_with_the_gamma_that_pays_most() -> None:
 
 
 def test_wrong_drafts_are_refused(model: Model) -> None:
-    with pytest.raises(InputError, match="gamma is 8; expected 1 to 7"):
+    with pytest.raises(InputError, match="`gamma` is 8; expected 1 to 7"):
         model.generate([5], draft="lookup", gamma=8)
     with pytest.raises(InputError, match="draft 'medusa' is not known; supported: off, qspec"):
         model.generate([5], draft="medusa")  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""What is asked of one text, checked at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgeq.runtime.arguments import flag, instance, integer, texts, token_ids, wrong
+from edgeq.runtime.sampling import Processor, Rules, Sampler, Sampling
+from edgeq.runtime.speculative.speculator import DraftSource
+from edgeq.runtime.stopping import Ending
+from edgeq.runtime.tokenizer import MAX_STOP_LENGTH, MAX_STOPS, Text
+
+MOST_TOKENS = 1 << 31
+MOST_STOP_TOKENS = 64
+MOST_LOGPROBS = 20
+"""Tokens whose probabilities are given beside that of the drawn one; as many as OpenAI's interface gives."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of Model.generate that say what text is wanted, as they are explained there.
+
+    `check` raises InputError for one of the wrong type or out of range; draft and gamma are checked by Model.speculator.
+    """
+
+    sampling: Sampling | None = None
+    max_tokens: int = 256
+    stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    processors: Sequence[Processor] = ()
+    draft: DraftSource = "off"
+    gamma: int | None = None
+
+    def check(self, vocab_size: int) -> None:
+        check_sampling(self.sampling, vocab_size)
+        integer("max_tokens", self.max_tokens, 1, MOST_TOKENS, "an integer of at least 1")
+        texts("stop", self.stop, MAX_STOPS, MAX_STOP_LENGTH)
+        if len(token_ids("stop_tokens", self.stop_tokens, vocab_size)) > MOST_STOP_TOKENS:
+            raise wrong("stop_tokens", f"{len(self.stop_tokens)} tokens", f"at most {MOST_STOP_TOKENS}")
+        integer("min_tokens", self.min_tokens, 0, self.max_tokens, f"an integer from 0 to `max_tokens`, {self.max_tokens}")
+        flag("ignore_eos", self.ignore_eos)
+        if self.logprobs is not None:
+            integer("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}, or None")
+        instance("processors", self.processors, (list, tuple), "a list of functions")
+        for processor in self.processors:
+            if not callable(processor):
+                raise wrong("processors", processor, "a list of functions (tokens, logits) -> logits")
+
+    def stops(self, text: Text) -> frozenset[int]:
+        """All tokens that end the text."""
+        return frozenset(self.stop_tokens) | (frozenset() if self.ignore_eos else text.eos)
+
+    def ending(self, text: Text) -> Ending:
+        return Ending(text, self.max_tokens, self.stop, stop_tokens=self.stops(text), min_tokens=self.min_tokens)
+
+    def sampler(self, sampling: Sampling, text: Text, prompt: int, sample: int = 0) -> Sampler:
+        """A sampler for a text after `prompt` tokens; `sample`: which of several texts of that prompt."""
+        return Sampler(sampling, Rules(prompt, self.min_tokens, self.stops(text), tuple(self.processors)), sample)
+
+
+def check_sampling(sampling: Any, vocab_size: int) -> None:
+    """InputError: no Sampling, or one with a bias of a token that the vocabulary does not have."""
+    instance("sampling", sampling, (Sampling, type(None)), "a Sampling, or None for what the file recommends")
+    if sampling is not None:
+        token_ids("logit_bias", list(sampling.logit_bias), vocab_size)

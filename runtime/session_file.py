@@ -1,0 +1,123 @@
+"""A session as a file: its tokens, and the pages with their keys and values.
+
+    0     header, 80 bytes, little endian:
+            magic 8 | version u32 | bytes of a page u32 | tokens u64 | identity of the model 16 | BLAKE2b-128 of the origin 16
+            | zeros 24
+    80    tokens, u32 each
+    ...   pages of 64 positions, as the target holds them
+    ...   BLAKE2b-128 of everything before
+
+The origin is what keys and values depend on beside the model: target, mode, cache codec, rotary frequencies.  A file is read
+only by the model and the origin that wrote it, only at exactly the size that its header implies, and only up to the context of
+the session, so a hostile one cannot make the reader take memory; its pages are numbers, never addresses or sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from edgeq.errors import FormatError, InputError, ResourceError, UnsupportedError
+from edgeq.targets.rows import PAGE, Page
+
+MAGIC = b"edgeqs\r\n"
+VERSION = 1
+DIGEST_BYTES = 16
+_HEADER = struct.Struct("<8sIIQ16s16s24s")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a session's keys and values depend on.
+
+    identity   of the model, in hexadecimal
+    details    target, mode, codec of the cache, rotary frequencies: in words, compared by their digest
+    """
+
+    identity: str
+    details: tuple[str, ...]
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.blake2b("\n".join(self.details).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def write(path: Path, origin: Origin, tokens: Sequence[int], page_bytes: int, pages: Iterable[bytes]) -> None:
+    """Write under another name and rename: the file is whole or not there.  ResourceError: it cannot be written."""
+    identity = bytes.fromhex(origin.identity)
+    header = _HEADER.pack(MAGIC, VERSION, page_bytes, len(tokens), identity, origin.digest, bytes(24))
+    parts = chain([header, np.asarray(tokens, "<u4").tobytes()], pages)
+    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            for part in parts:
+                total.update(part)
+                file.write(part)
+            file.write(total.digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise ResourceError(f"{path}: cannot write it: {error.strerror}") from None
+
+
+def read(
+    path: Path, origin: Origin, vocab_size: int, context: int, page_bytes: int, load_page: Callable[[bytes], Page]
+) -> tuple[list[int], list[Page]]:
+    """Tokens, and what `load_page` makes of the bytes of each page.
+
+    InputError: no such file, more tokens than the context, or another model's or target's.  FormatError: damaged.
+    UnsupportedError: a newer version.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEADER.size)
+            count = _check_header(path, head, os.fstat(file.fileno()).st_size, origin, context, page_bytes)
+            ids = file.read(4 * count)
+            total = hashlib.blake2b(head + ids, digest_size=DIGEST_BYTES)
+            tokens = np.frombuffer(ids[: len(ids) // 4 * 4], "<u4")
+            if len(tokens) != count or (count and int(tokens.max()) >= vocab_size):
+                raise FormatError(f"{path}: a token outside the vocabulary of {vocab_size}: damaged or hostile")
+            pages = []
+            for _ in range(-(-count // PAGE)):
+                data = file.read(page_bytes)
+                total.update(data)
+                if len(data) == page_bytes:
+                    pages.append(load_page(data))
+            if file.read(DIGEST_BYTES + 1) != total.digest():
+                raise FormatError(f"{path}: does not match its digest: damaged; save the session again")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot read it: {error.strerror}") from None
+    return tokens.tolist(), pages
+
+
+def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: int, page_bytes: int) -> int:
+    """The number of tokens of a file of `found` bytes, of which nothing but `head` was read."""
+    if len(head) < _HEADER.size or head[:8] != MAGIC:
+        raise FormatError(f"{path}: not a saved session")
+    _, version, stored_page, count, identity, digest, zeros = _HEADER.unpack(head)
+    if version > VERSION:
+        raise UnsupportedError(f"{path}: a session of version {version}; this edgeq reads {VERSION}: upgrade edgeq")
+    if identity.hex() != origin.identity:
+        raise InputError(f"{path}: a session of another model: {identity.hex()}, this is {origin.identity}")
+    if digest != origin.digest:
+        raise InputError(f"{path}: saved with other settings of this model; here they are {', '.join(origin.details)}")
+    if count > context:
+        raise InputError(f"{path}: the session has {count} tokens, the context {context} positions; pass a larger `context`")
+    size = _HEADER.size + 4 * count + -(-count // PAGE) * page_bytes + DIGEST_BYTES
+    if (version, stored_page, found) != (VERSION, page_bytes, size) or any(zeros):
+        raise FormatError(f"{path}: {found} bytes where its header implies {size}, or a damaged header; save the session again")
+    return int(count)
