@@ -14,7 +14,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.codec import from_bf16
+from edgeq.converters.download import HubAccess, download, silent
 from edgeq.errors import CheckpointError
 
 MAX_HEADER = 100 << 20
@@ -68,15 +69,6 @@ class TensorSource:
     added: float = 0.0
 
 
-@dataclass(frozen=True)
-class HubAccess:
-    """How to reach the hub, as huggingface_hub has it: access token, branch or commit, cached files only."""
-
-    token: str | None = None
-    revision: str | None = None
-    offline: bool = False
-
-
 @dataclass
 class Checkpoint:
     """An opened checkpoint.  `name` is the hub id, or the folder's own name: no path of this machine goes into a file.
@@ -106,7 +98,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{source}: no such folder; give the folder of a Hugging Face checkpoint or a hub id (owner/name)"
             )
-        folder = _download(source, access, TEXT_FILES)
+        folder = download(source, replace(access, on_download=silent), TEXT_FILES)
         return cls(folder, source, read_json(folder / "config.json"), access)
 
     def open_weights(self) -> None:
@@ -115,13 +107,20 @@ class Checkpoint:
         CheckpointError: no safetensors, a shard missing, truncated or with a header that does not describe it.
         """
         if self.hub is not None:
-            self.folder = _download(self.name, self.hub, (*TEXT_FILES, *WEIGHT_FILES))
+            self.folder = download(self.name, self.hub, (*TEXT_FILES, *WEIGHT_FILES), self._weight_bytes())
         for shard, names in self._shards().items():
             found = read_header(self.folder / shard)
             missing = sorted(set(names or found) - set(found))
             if missing:
                 raise CheckpointError(f"{self.folder / shard}: lacks {missing[0]}, which {INDEX} promises; download it again")
             self.tensors.update({name: found[name] for name in names or found})
+
+    def _weight_bytes(self) -> int:
+        """What the index says of all shards together; 0: there is no index, or it does not say."""
+        index = self.folder / INDEX
+        metadata = read_json(index).get("metadata") if index.exists() else None
+        size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        return size if type(size) is int and 0 < size < 1 << 50 else 0
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """CheckpointError: there is none of this name, or it has another shape."""
@@ -330,30 +329,3 @@ def _tensor(path: Path, name: str, entry: Any) -> tuple[int, int, tuple[str, tup
     if end - begin != math.prod(shape) * SIZES[dtype]:
         raise CheckpointError(f"{where} has {end - begin} bytes; {dtype} {shape} needs {math.prod(shape) * SIZES[dtype]}")
     return begin, end, (dtype, tuple(shape))
-
-
-def _download(repository: str, access: HubAccess, patterns: tuple[str, ...]) -> Path:
-    """The local snapshot of a hub repository, restricted to `patterns`; what huggingface_hub raises becomes one clear error."""
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        folder = snapshot_download(
-            repository,
-            revision=access.revision,
-            token=access.token,
-            local_files_only=access.offline,
-            allow_patterns=list(patterns),
-        )
-    except errors.GatedRepoError:
-        problem = "access is restricted: accept its licence on huggingface.co, then pass --token"
-    except errors.RevisionNotFoundError:
-        problem = f"it has no revision {access.revision!r}"
-    except errors.RepositoryNotFoundError:
-        problem = "no such folder here and no such repository on the hub; if it is private, pass --token"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        problem = "no such folder here and not in the local hub cache; run once with a network, or give a folder"
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        problem = f"the download failed: {str(error).splitlines()[0]}"
-    else:
-        return Path(folder)
-    raise CheckpointError(f"{repository}: {problem}")

@@ -58,7 +58,8 @@ class ConvertOptions:
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
     head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
-    calibration       a UTF-8 text file; None: the built-in text where the method needs one, else nothing is measured
+    calibration       a UTF-8 text file; "built-in": the built-in text; None: that where the method needs one, else nothing is
+                      measured
     calibration_rows, calibration_length
                       at most so many rows of so many tokens of it; None: 64 of 512, or as many tokens as the model takes
     restart           discard an interrupted conversion instead of resuming it
@@ -82,7 +83,7 @@ class ConvertOptions:
     high_fraction: float | None = None
     dtype: Literal["f32", "f16", "bf16"] | None = None
     head: HeadBits | None = None
-    calibration: Path | None = None
+    calibration: Path | Literal["built-in"] | None = None
     calibration_rows: int | None = None
     calibration_length: int | None = None
     restart: bool = False

@@ -11,7 +11,8 @@ from typing import cast
 
 from edgeq.config import ModelConfig, Rope
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
-from edgeq.converters.checkpoint import Checkpoint, HubAccess
+from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.download import HubAccess, OnDownload
 from edgeq.converters.families import HEAD, Family, recognise
 from edgeq.converters.method import Method
 from edgeq.converters.methods import chosen
@@ -23,13 +24,15 @@ from edgeq.machine import available_bytes
 from edgeq.rope import frequencies
 
 
-def preflight(source: str, options: ConvertOptions) -> ConversionPlan:
-    """Everything that can be refused before a weight is read.
+def preflight(
+    source: str, options: ConvertOptions, on_download: OnDownload = lambda done, total, label: None
+) -> ConversionPlan:
+    """Everything that can be refused before a weight is read; `on_download`: as in HubAccess, where the source is a hub id.
 
     UnsupportedError: the model has something this version does not run, by key.  CheckpointError: files missing or damaged.
     ResourceError: too little memory.  InputError: the calibration text.
     """
-    checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline))
+    checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline, on_download))
     family, config = recognise(checkpoint.config)
     for rope in {config.layer_rope(layer) for layer in range(config.num_hidden_layers)} - {None}:
         # Refuses what could not be run.
@@ -58,7 +61,8 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | None:
     if (options.calibration_length or 0) > longest:
         raise InputError(f"--calibration-length {options.calibration_length}: this model takes at most {longest} tokens")
     length = options.calibration_length or min(ROW_TOKENS, longest)
-    return calibration(options.calibration, text, length, options.calibration_rows or MAX_ROWS)
+    path = None if options.calibration == "built-in" else options.calibration
+    return calibration(path, text, length, options.calibration_rows or MAX_ROWS)
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:

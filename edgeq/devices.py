@@ -36,6 +36,11 @@ class Device:
         return self.read_bandwidth or self.bandwidth
 
     @property
+    def supported(self) -> bool:
+        """Whether this version has a runtime for it: those for GPUs, whose architecture is given, are still to come."""
+        return not self.isa.startswith("sm_")
+
+    @property
     def usable_memory(self) -> int:
         """Memory less what the system takes: an eighth, at least half a GiB."""
         return self.memory - max(self.memory // 8, GIB // 2)

@@ -22,7 +22,7 @@ from edgeq.tools.options import (
     execution,
     prompt,
 )
-from edgeq.tools.params import Bits, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
+from edgeq.tools.params import Bits, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
 
 METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
 TYPES = ("f32", "f16", "bf16")
@@ -59,7 +59,9 @@ hub = section("Hugging Face hub")
     """,
 )
 @click.argument("source", metavar="SRC")
-@output("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@output("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="The file to write.")
+@output("--dry-run", is_flag=True, help="Only print size, memory and speed of what would be made; a hub id is downloaded.")
+@output("--json", "as_json", is_flag=True, help="Print one JSON object about the result to standard output.")
 @output("--restart", is_flag=True, help="Start over instead of going on with an interrupted conversion.")
 @output("--force", is_flag=True, help="Replace an .edgeq file that was made in another way.")
 @output(
@@ -67,7 +69,8 @@ hub = section("Hugging Face hub")
     "device",
     metavar="DEVICE",
     type=OneOf(*DEVICES),
-    help="Report whether the file fits this device and the speed that its memory allows; edgeq devices lists the names.",
+    help="Stop before the conversion if the file would not fit this device, and report the speed that its memory allows; edgeq "
+    "devices lists the names.  The file is the same for every device.",
 )
 @quantization(
     "--method",
@@ -128,11 +131,12 @@ hub = section("Hugging Face hub")
 @single("--high-fraction", type=float, metavar="0..0.5", help="resq: share of the channels kept in 8 bits.  [default: 0.125]")
 @calibration(
     "--calibration",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
+    metavar="FILE|built-in",
+    type=CalibrationText(),
     help="UTF-8 text like what the model will read: to calibrate with, and to measure how few bits of the head and of "
-    "activations are enough.  [default: awq, gptq, smoothquant, resq, and quarot with --gptq read Python's own source code; "
-    "other methods read nothing, the head has 8 bits and activations 16]",
+    "activations are enough; built-in: Python's own source code.  [default: built-in for awq, gptq, smoothquant, resq, and "
+    "quarot with --gptq; others read nothing, for measuring takes several times as long as rounding: the head has 8 bits and "
+    "activations 16]",
 )
 @calibration("--calibration-rows", type=int, metavar="N", help="Use at most N sequences of the text.  [default: 64]")
 @calibration(
@@ -141,17 +145,32 @@ hub = section("Hugging Face hub")
     metavar="N",
     help="Tokens of a sequence.  [default: 512, or as many as the model takes]",
 )
-@hub("--token", metavar="TOKEN", help="Access token.  [default: that of `hf auth login` or HF_TOKEN]")
+@hub(
+    "--token",
+    metavar="TOKEN",
+    help="Deprecated: others can read it in the list of processes.  Run `hf auth login`, or set HF_TOKEN.",
+)
 @hub("--revision", metavar="NAME", help="Branch, tag or commit.  [default: main]")
 @hub("--offline", is_flag=True, help="Use only what was downloaded before.")
-def convert(source: str, output: Path, device: str | None, bits: dict[str, int] | None, **options: Any) -> None:
+def convert(
+    source: str,
+    output: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    device: str | None,
+    bits: dict[str, int] | None,
+    **options: Any,
+) -> None:
     """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
 
-    If it was interrupted, the same command goes on where it stopped.
+    If it was interrupted, the same command continues where it stopped.  Private models of the hub are read with the token of
+    `hf auth login` or HF_TOKEN.
     """
+    if output is None and not dry_run:
+        raise click.UsageError("missing option '-o' / '--output'", click.get_current_context())
     from edgeq.tools.convert import convert as command
 
-    command(source, output, device, options | (bits or {}))
+    command(source, None if dry_run else output, device, as_json, options | (bits or {}))
 
 
 @main.command(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgeq.container import ModelFile
 from edgeq.converters.method_options import check_method_options
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.output import check_output
 from edgeq.devices import Device, device
-from edgeq.metadata import Metadata
-from edgeq.partial import partial_path
+from edgeq.errors import ResourceError
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.tools.params import refuse_gguf
 from edgeq.tools.report import bits_per_weight
-from edgeq.tools.terminal import note, progress
+from edgeq.tools.terminal import note, progress, write
+
+if TYPE_CHECKING:
+    from edgeq.converters.convert import Converted
+    from edgeq.converters.plan import ConversionPlan
 
 
 def quiet_libraries() -> None:
@@ -27,53 +31,110 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)")
 
 
-def convert(source: str, output: Path, target: str | None, options: dict[str, Any]) -> None:
-    """Convert `source` into `output` and print a line about the result to standard error.
+def convert(source: str, output: Path | None, target: str | None, as_json: bool, options: dict[str, Any]) -> None:
+    """Convert `source` into `output`; None: only say what would be made, on standard output.
 
-    InputError: a GGUF file; otherwise as edgeq.converters.convert.convert.  ModuleNotFoundError: torch or transformers is not
-    installed.
+    What it will take, progress and the result go to standard error; as_json: the result to standard output, as one object.
+    InputError: a GGUF file; otherwise as edgeq.converters.convert.convert.  ResourceError: it will not fit the device `target`.
+    ModuleNotFoundError: torch or transformers is not installed.
     """
     refuse_gguf(Path(source))
     profile = device(target) if target else None
     settings = ConvertOptions(**options)
     check_method_options(settings)
-    check_output(source, output)
+    if output is not None:
+        check_output(source, output)
+    if settings.token:
+        note("--token is deprecated: others can read it in the list of processes; run `hf auth login`, or set HF_TOKEN")
     # torch is imported from here on, which takes seconds.
     quiet_libraries()
-    from edgeq.converters.convert import carry_out, preflight
-    from edgeq.converters.layer_report import LayerReport
+    from edgeq.converters.convert import preflight
 
+    try:
+        with progress() as bar:
+            plan = preflight(source, settings, bar.in_bytes)
+        facts = prospect(plan, profile)
+        if output is None:
+            for line in [json.dumps(facts, indent=1)] if as_json else lines(facts):
+                write(f"{line}\n")
+            return
+        found = carried_out(plan, output, facts)
+    except KeyboardInterrupt:
+        note("interrupted; run the same command again to continue")
+        raise
+    note(f"{output}: {'already there, ' * found.found}{summary(found.file)}")
+    if as_json:
+        made = {"output": str(output), "already_there": found.found, "identity": found.file.identity}
+        write(json.dumps(facts | made | {"file_bytes": found.file.size}, indent=1) + "\n")
+
+
+def carried_out(plan: ConversionPlan, output: Path, facts: dict[str, Any]) -> Converted:
+    """Say what it will take, and do it.  ResourceError: the result will not fit the device."""
+    from edgeq.converters.convert import carry_out
+    from edgeq.converters.existing import already_there
+
+    if already_there(plan, output) is None:
+        if facts["device"] and not facts["device"]["fits"]:
+            raise ResourceError(f"{verdict(facts)}; choose fewer bits, or leave out --for to convert it nevertheless")
+        for line in lines(facts):
+            note(line)
     with progress() as bar:
+        return carry_out(plan, output, bar, note, lambda report: note(f"{report}, {bar.left} left"))
 
-        def on_layer(report: LayerReport) -> None:
-            note(f"{report}, {bar.left} left")
 
-        try:
-            converted = carry_out(preflight(source, settings), output, bar, note, on_layer)
-        except KeyboardInterrupt:
-            if partial_path(output).exists():
-                note("interrupted; run the same command again to continue")
-            raise
-    file = converted.file
-    note(f"{output}: {'already there, ' * converted.found}{summary(file)}")
-    if profile:
-        note(verdict(profile, file.metadata, file.size))
+def prospect(plan: ConversionPlan, profile: Device | None) -> dict[str, Any]:
+    """What a plan will make and take, before it is carried out.  Sizes are in bytes, and the most that is possible.
+
+    device   None, or how the file fits: `needs` with the cache of `context` positions, and the bound of its speed; None where
+             this version does not run
+    """
+    metadata = plan.metadata()
+    sizes = metadata.bytes_per_token()
+    context = min(DEFAULT_CONTEXT, metadata.config.max_position_embeddings)
+    needs = plan.output_bytes + context * sizes["kv_per_position"]
+    return {
+        "source": plan.checkpoint.name,
+        "method": plan.method.name,
+        "file_bytes": plan.output_bytes,
+        "bits_per_weight": bits_per_weight(metadata, lambda name: True),
+        "bytes_per_token": sizes,
+        "memory_bytes": plan.memory_bytes,
+        "device": profile
+        and {
+            "name": profile.name,
+            "context": context,
+            "needs": needs,
+            "has": profile.usable_memory,
+            "fits": needs <= profile.usable_memory,
+            "bandwidth": profile.usable_bandwidth,
+            "tokens_per_second": profile.ceiling(sizes["weights"] + sizes["head"]) if profile.supported else None,
+        },
+    }
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The same in words."""
+    read = facts["bytes_per_token"]["weights"] + facts["bytes_per_token"]["head"]
+    size = (
+        f"{facts['method']}: a file of at most {facts['file_bytes'] / 1e6:,.1f} MB, {facts['bits_per_weight']:.2f} bits per "
+        f"weight, {read / 1e6:,.1f} MB read per token; converting needs up to {facts['memory_bytes'] / 1e9:.1f} GB of memory"
+    )
+    return [size, verdict(facts)] if facts["device"] else [size]
+
+
+def verdict(facts: dict[str, Any]) -> str:
+    """One line: whether the file with the default context fits the device, and the decode speed that its bandwidth allows."""
+    found = facts["device"]
+    fits = (
+        f"{found['name']}: {found['needs'] / 1e9:.2f} GB with a context of {found['context']} "
+        f"{'fits' if found['fits'] else 'does not fit'} in {found['has'] / 1e9:.1f} GB"
+    )
+    if found["tokens_per_second"] is None:
+        return f"{fits}; this version runs on CPUs only, so no speed is promised there"
+    return f"{fits}; at {found['bandwidth'] / 1e9:.1f} GB/s at most {found['tokens_per_second']:,.0f} tokens per second"
 
 
 def summary(file: ModelFile) -> str:
     """Size, effective bits per weight and identity in one line."""
     bits = bits_per_weight(file.metadata, lambda name: True)
     return f"{file.size / 1e6:,.1f} MB, {bits:.2f} bits per weight, identity {file.identity[:16]}"
-
-
-def verdict(profile: Device, metadata: Metadata, size: int) -> str:
-    """One line: whether the file with the default context fits a device, and the decode speed that its bandwidth allows."""
-    sizes = metadata.bytes_per_token()
-    context = min(DEFAULT_CONTEXT, metadata.config.max_position_embeddings)
-    need, room = size + context * sizes["kv_per_position"], profile.usable_memory
-    fits = "fits" if need <= room else "does not fit"
-    ceiling = profile.ceiling(sizes["weights"] + sizes["head"])
-    return (
-        f"{profile.name}: {need / 1e9:.2f} GB with a context of {context} {fits} in {room / 1e9:.1f} GB; "
-        f"at {profile.usable_bandwidth / 1e9:.1f} GB/s at most {ceiling:,.0f} tokens per second"
-    )

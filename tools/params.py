@@ -121,6 +121,16 @@ class Bits(click.ParamType):  # type: ignore[type-arg]
         self.fail(f"{value!r}: expected bits of weights, activations and cache, such as 4, 4/8 or 4/4/4", param, ctx)
 
 
+class CalibrationText(click.Path):
+    """The path of a text, or `built-in`."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return "built-in" if str(value).casefold() == "built-in" else super().convert(value, param, ctx)
+
+
 class Several(click.ParamType):  # type: ignore[type-arg]
     """A list of values of another type with commas between them."""
 

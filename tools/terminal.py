@@ -49,17 +49,30 @@ class Bar:
         self._console = Console(stderr=True)
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._noted = ("", -1)
 
     def __call__(self, done: float, total: float, label: str) -> None:
         self._eta.report(done, total, label)
         if not self._console.is_terminal:
             return
         if self._progress is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), _Left(self))
+            text, size = TextColumn("{task.description}"), TextColumn("{task.fields[size]}")
+            columns = (text, BarColumn(), TaskProgressColumn(), size, TimeElapsedColumn(), _Left(self))
             self._progress = Progress(*columns, console=self._console, transient=True)
-            self._task = self._progress.add_task("", total=None)
+            self._task = self._progress.add_task(label, total=total or None, completed=round(done), size="")
             self._progress.start()
-        self._progress.update(self._task, completed=done, total=total or None, description=label)
+        self._progress.update(self._task, completed=done, total=total or None, description=label, size="")
+
+    def in_bytes(self, done: float, total: float, label: str) -> None:
+        """The same of bytes, which are shown; without a terminal: a line for every tenth of them."""
+        if not self._console.is_terminal:
+            tenth = int(10 * done / total) if total else 0
+            if (label, tenth) != self._noted:
+                self._noted = (label, tenth)
+                note(f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+        self(done, total, label)
+        if self._progress is not None:
+            self._progress.update(self._task, size=f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
     @property
     def left(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -9,7 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from click.testing import Result
+
+from edgeq.devices import DEVICES, GIB, Device
 
 Run = Callable[..., Result]
 COMMAND = [sys.executable, "-c", "from edgeq.tools.cli import main; main()", "convert"]
@@ -59,3 +63,55 @@ def test_an_interrupt_says_how_to_continue_and_the_next_run_where(tiny_llama: Pa
     again = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
     assert again.returncode == 0 and f"continuing at layer {done + 1} of 6\n" in again.stderr
     assert [line[6] for line in lines(again.stderr)] == [str(n) for n in range(done + 1, 7)]
+
+
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.edgeq"
+    words = edgeq("convert", tiny_llama, "-o", out, "--dry-run", "--for", "raspberry-pi-5")
+    assert words.exit_code == 0 and not words.stderr and not list(tmp_path.iterdir())
+    size, device = words.stdout.splitlines()
+    assert re.search(
+        r"at most [\d.]+ MB, 4.58 bits per weight, [\d.]+ MB read per token; converting needs up to [\d.]+ GB", size
+    )
+    assert "fits in" in device and "tokens per second" in device
+    facts = json.loads(edgeq("convert", tiny_llama, "--dry-run", "--json", "--for", "raspberry-pi-5").stdout)
+    made = json.loads(edgeq("convert", tiny_llama, "-o", out, "--json", "--for", "raspberry-pi-5").stdout)
+    assert facts["device"]["fits"] and facts["device"]["tokens_per_second"] > 0 and facts["memory_bytes"] > 0
+    assert out.stat().st_size == made["file_bytes"] <= facts["file_bytes"] < 1.02 * out.stat().st_size
+    stored = json.loads(edgeq("inspect", out, "--json").stdout)
+    assert stored["bytes_per_token"] == facts["bytes_per_token"] and stored["identity"] == made["identity"]
+    again = json.loads(edgeq("convert", tiny_llama, "-o", out, "--json").stdout)
+    assert again["already_there"] and not made["already_there"] and again["identity"] == made["identity"]
+
+
+def test_a_device_without_a_runtime_is_promised_no_speed(edgeq: Run, tiny_llama: Path) -> None:
+    for name, device in DEVICES.items():
+        found = edgeq("convert", tiny_llama, "--dry-run", "--for", name).stdout
+        assert ("tokens per second" in found) is not device.isa.startswith("sm_"), found
+        assert ("runs on CPUs only" in found) is device.isa.startswith("sm_"), found
+
+
+def test_what_does_not_fit_the_device_is_not_begun(
+    edgeq: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An eighth, or half a GiB, is the system's: 5 MB are left.
+    tight = Device("raspberry-pi-4", "neon", 4, GIB // 2 + 5_000_000, 1e9)
+    monkeypatch.setitem(DEVICES, "raspberry-pi-4", tight)
+    found = edgeq("convert", tiny_llama, "-o", tmp_path / "a.edgeq", "--for", "raspberry-pi-4")
+    assert found.exit_code == 1 and found.stderr.count("\n") == 1 and "does not fit in" in found.stderr
+    assert "--for" in found.stderr and not list(tmp_path.iterdir())
+    assert "does not fit" in edgeq("convert", tiny_llama, "--dry-run", "--for", "raspberry-pi-4").stdout
+    monkeypatch.setitem(DEVICES, "raspberry-pi-4", Device("raspberry-pi-4", "neon", 4, GIB // 2 + 7_000_000, 1e9))
+    assert edgeq("convert", tiny_llama, "-o", tmp_path / "a.edgeq", "--for", "raspberry-pi-4").exit_code == 0
+
+
+def test_the_built_in_text_can_be_asked_for_where_no_method_needs_it(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    small = ("--calibration-rows", 4, "--calibration-length", 128)
+    found = edgeq("convert", tiny_llama, "-o", tmp_path / "a.edgeq", "--calibration", "built-in", *small)
+    assert found.exit_code == 0, found.stderr
+    provenance = json.loads(edgeq("inspect", tmp_path / "a.edgeq", "--json").stdout)["provenance"]
+    assert provenance["calibration"]["tokens"] == 512 and set(provenance["measured"]["head_kl"]) == {"4", "6", "8"}
+    # Without it rounding stays quick: nothing is read.
+    plain = edgeq("convert", tiny_llama, "-o", tmp_path / "b.edgeq")
+    facts = json.loads(edgeq("inspect", tmp_path / "b.edgeq", "--json").stdout)
+    assert plain.exit_code == 0 and facts["provenance"]["calibration"] is None
