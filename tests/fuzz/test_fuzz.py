@@ -13,7 +13,7 @@ COUNTS = {"bytes": 1500, "metadata": 500, "template": 60, "tokenizer": 60, "conf
 
 @pytest.mark.parametrize("kind", COUNTS)
 def test_nothing_but_a_result_or_one_clear_error(kind: str) -> None:
-    """At most 6 seconds of each kind, always of the same trials."""
-    command = [sys.executable, str(Path(__file__).parent / "run.py"), kind, "--seed", "1", "--seconds", "6"]
+    """At most 5 seconds of each kind, always of the same trials."""
+    command = [sys.executable, str(Path(__file__).parent / "run.py"), kind, "--seed", "1", "--seconds", "5"]
     done = subprocess.run([*command, "--count", str(COUNTS[kind])], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and " tried: " in done.stdout, done.stdout + done.stderr
