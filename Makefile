@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo test test-exhaustive lint docs schema clean
+.PHONY: demo test test-exhaustive fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -36,6 +36,12 @@ test: $(VENV)/installed-test
 
 test-exhaustive: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
+
+# Hostile files by the thousand, each kind for FUZZ_SECONDS; another SEED tries others.
+FUZZ_SECONDS ?= 300
+SEED ?= 0
+fuzz: $(VENV)/installed-test
+	nice -n 19 $(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $(SEED)
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m pytest tests/test_project.py tests/test_layering.py

@@ -43,6 +43,11 @@ def digest(data: Any) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Opening a pipe without a writer would wait for one; of a regular file the flag changes nothing."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
@@ -114,7 +119,7 @@ class ModelFile:
         """
         path = Path(path)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=_open_at_once) as file:
                 size = os.fstat(file.fileno()).st_size
                 header = Header.decode(file.read(_HEADER.size), size)
                 if any(file.read(DATA_OFFSET - _HEADER.size)):

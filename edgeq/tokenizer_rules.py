@@ -54,10 +54,10 @@ _NORMALIZERS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "Str
 _NORMALIZERS |= {"BertNormalizer": 6, "ByteLevel": 2}
 """Type -> how many times longer it can make a text (Unicode Standard Annex 15, table of expansion factors)."""
 _CHILD_NORMALIZERS = ("Precompiled",)
-_PRE_TOKENIZERS = (
-    "ByteLevel", "Whitespace", "WhitespaceSplit", "Metaspace", "Punctuation", "Digits", "BertPreTokenizer", "UnicodeScripts",
-    "CharDelimiterSplit", "FixedLength",
-)  # fmt: skip
+_PRE_TOKENIZERS = frozenset(
+    ("ByteLevel", "Whitespace", "WhitespaceSplit", "Metaspace", "Punctuation", "Digits", "BertPreTokenizer")
+    + ("UnicodeScripts", "CharDelimiterSplit", "FixedLength")
+)
 _DECODERS = ("ByteLevel", "WordPiece", "ByteFallback", "Fuse", "Strip", "Metaspace", "BPEDecoder", "CTC")
 _PROCESSORS = ("ByteLevel", "BertProcessing", "RobertaProcessing")
 _LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"}

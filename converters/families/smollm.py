@@ -35,7 +35,7 @@ def smollm3_windows(values: Values, layers: int) -> tuple[int, ...]:
     found, types = window(values) if values["use_sliding_window"] else 0, values["layer_types"]
     if types is None:
         types = ["full_attention" if flag else "sliding_attention" for flag in rotated_layers(values, layers)]
-    elif not found and "sliding_attention" in types:
+    elif not found and isinstance(types, list) and "sliding_attention" in types:
         # transformers' implementations of attention differ here: some take the window, some do not.
         raise UnsupportedError("layer_types has sliding_attention; supported: with use_sliding_window and a sliding_window")
     return typed_windows(found, types, layers)

@@ -122,3 +122,10 @@ def test_a_number_of_layers_that_is_none_is_refused(checkpoint: Callable[..., Pa
     config |= {"sliding_window": 16, "layer_types": None, "use_sliding_window": True, "max_window_layers": first}
     with pytest.raises(CheckpointError, match="max_window_layers is .*; expected an integer"):
         recognise(config)
+
+
+@pytest.mark.parametrize("types", (7, "sliding_attention", {"sliding_attention": 1}))
+def test_layer_types_that_are_no_list_are_refused(checkpoint: Callable[..., Path], types: Any) -> None:
+    config = json.loads((checkpoint("smollm3") / "config.json").read_text()) | {"layer_types": types}
+    with pytest.raises(CheckpointError, match="layer_types is not a list"):
+        recognise({**config, "use_sliding_window": False})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -86,6 +87,11 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 def test_a_folder(tmp_path: Path) -> None:
     refused(tmp_path, InputError, "cannot read it")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.edgeq")
+    refused(tmp_path / "pipe.edgeq", FormatError, "not an .edgeq file")
 
 
 @pytest.mark.parametrize(
