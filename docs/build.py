@@ -11,14 +11,21 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = {name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")} | {"README.md": "overview.md"}
-"""Page of the repository's root -> its name on the site, where README would be the first page."""
+PAGES = {
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "SECURITY.md": "reporting.md",
+    "README.md": "overview.md",
+}
+"""Page of the repository's root -> its name on the site.  README would be the first page, and where the case of a name does not
+count SECURITY would be docs/security."""
 FOLDERS = ("runtime", "converters", "targets", "tools")
 SOURCE = ROOT / "build" / "site-source" / "edgeq"
 """Where mkdocstrings reads the package: a copy as it is installed, since the folders of a checkout lie beside edgeq/."""
 
 
-def on_config(config: Any) -> None:
+def on_startup(**_: Any) -> None:
+    """Before mkdocstrings looks which of its paths exist."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "edgeq", SOURCE, ignore=shutil.ignore_patterns("__pycache__"))
     for folder in FOLDERS:

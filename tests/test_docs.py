@@ -29,7 +29,7 @@ def test_every_page_is_in_the_site_and_linked_from_the_readme(site: Path) -> Non
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / page.with_suffix(".html").name).exists(), page
         assert f"docs/{page.name}" in readme, page
-    for page in ("overview", "CONTRIBUTING", "SECURITY", "CHANGELOG"):
+    for page in ("overview", "CONTRIBUTING", "reporting", "CHANGELOG"):
         assert (site / f"{page}.html").exists()
 
 

@@ -30,6 +30,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=False)
 def test_all_commands_are_found() -> None:
     expected = {
         "arm_roofline",
+        "assembly",
         "make_checkpoint",
         "peers",
         "plant_outliers",
