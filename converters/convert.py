@@ -66,8 +66,9 @@ def carry_out(
     on_progress: OnProgress,
     warn: Warn = lambda line: None,
     on_layer: OnLayer = lambda report: None,
+    on_begin: Callable[[], None] = lambda: None,
 ) -> Converted:
-    """`convert` for a plan that `preflight` made.
+    """`convert` for a plan that `preflight` made; `on_begin` is called when nothing is in the way, before anything is written.
 
     InputError: `output` was made by another conversion, is written by another process at this moment, or an interrupted
     conversion of other source or options is in the way; ResourceError: the disk is full, what is written stays for the next
@@ -78,10 +79,11 @@ def carry_out(
         file = already_there(plan, output)
         journal = Journal(partial, plan.fingerprint())
         if file is None:
-            for line in plan.notes():
-                warn(line)
             segments = journal.resume(plan.options.restart)
             check_disk(plan, output, segments[-1].offset + segments[-1].length if segments else 0)
+            on_begin()
+            for line in plan.notes():
+                warn(line)
             run = _Run(plan, Writer(output, segments, partial), journal, on_progress, warn, on_layer)
             return Converted(run.finish(), False)
     finally:

@@ -71,15 +71,15 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
 def carried_out(plan: ConversionPlan, output: Path, facts: dict[str, Any]) -> Converted:
     """Say what it will take, and do it.  ResourceError: the result will not fit the device."""
     from edgeq.converters.convert import carry_out
-    from edgeq.converters.existing import already_there
 
-    if already_there(plan, output) is None:
+    def begin() -> None:
         if facts["device"] and not facts["device"]["fits"]:
             raise ResourceError(f"{verdict(facts)}; choose fewer bits, or leave out --for to convert it nevertheless")
         for line in lines(facts):
             note(line)
+
     with progress() as bar:
-        return carry_out(plan, output, bar, note, lambda report: note(f"{report}, {bar.left} left"))
+        return carry_out(plan, output, bar, note, lambda report: note(f"{report}, {bar.left} left"), begin)
 
 
 def prospect(plan: ConversionPlan, profile: Device | None) -> dict[str, Any]:

@@ -58,4 +58,5 @@ class Eta:
         rate = sum(seconds for _, seconds in last) / sum(work for work, _ in last)
         ahead = self._total - self._began
         # A stage that takes longer than those before it adds nothing until it ends: then it counts itself.
-        return max(rate * ahead - (now - self._started), rate * (ahead - last[-1][0]), 0.0)
+        least = rate * min(ahead - last[-1][0], self._total - self._done)
+        return max(rate * ahead - (now - self._started), least, 0.0)

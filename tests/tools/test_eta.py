@@ -101,3 +101,15 @@ def test_work_of_one_stage_is_judged_by_all_of_it() -> None:
     clock.now = 20
     eta.report(600, 1000, "reading")
     assert eta.left() == pytest.approx(20)
+
+
+def test_a_longer_stage_that_overruns_falls_with_what_it_reports() -> None:
+    clock = Clock()
+    eta = Eta(clock)
+    for layer in range(4):
+        eta.report(100 * layer, 900, f"layer {layer + 1}")
+        clock.now += 10
+    eta.report(400, 900, "measure")
+    clock.now += 100
+    eta.report(850, 900, "measure")
+    assert eta.left() == pytest.approx(5)
