@@ -12,7 +12,6 @@ batched.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -23,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
-from edgeq.errors import InputError, UnsupportedError
+from edgeq.errors import UnsupportedError
 from edgeq.records import Mode
+from edgeq.runtime.arguments import flag, integer, real, wrong
 from edgeq.targets.requantization import InputSums, Weights
 from edgeq.targets.rows import Rows
 from edgeq.targets.target import Requantizable
@@ -52,7 +52,7 @@ class Requantization:
     drifted      "drift" acts when more than this share of the inputs has drifted
     growth       "drift" also acts when the tokens read since are more than this many times those read before
 
-    InputError: a value out of range.
+    InputError: a value of the wrong type or out of range.
     """
 
     when: When = "prompt"
@@ -66,12 +66,14 @@ class Requantization:
 
     def __post_init__(self) -> None:
         if self.when not in WHEN:
-            raise InputError(f"`requantization` {self.when!r} is not known; supported: {', '.join(WHEN)}")
-        ranges = {"alpha": (0, 2), "damping": (0, 1e6), "min_tokens": (1, 1 << 20), "cosine": (-1, 1), "drifted": (0, 1)}
-        for name, (least, most) in (ranges | {"growth": (0, 1e6)}).items():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and least <= value <= most):
-                raise InputError(f"requantize {name.replace('_', ' ')} is {value}; expected {least:g} to {most:g}")
+            raise wrong("when", self.when, f"one of {', '.join(WHEN)}")
+        real("alpha", self.alpha, 0, 2)
+        real("damping", self.damping, 0, 1e6)
+        flag("per_token", self.per_token)
+        integer("min_tokens", self.min_tokens, 1, 1 << 20)
+        real("cosine", self.cosine, -1, 1)
+        real("drifted", self.drifted, 0, 1)
+        real("growth", self.growth, 0, 1e6)
 
 
 def chosen(asked: Requantization | None, file: ModelFile) -> Requantization | None:

@@ -14,6 +14,7 @@ from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime import Generation, Measurement, Model
 from edgeq.runtime.request import Request
 from edgeq.runtime.speculative.speculator import DraftSource
+from edgeq.tools.entry import in_options
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe
 from edgeq.tools.run import argument, load, read_bytes, read_template, sampling_of, utf8
@@ -91,7 +92,7 @@ def command(conversation: Conversation, name: str, value: str) -> None:
         else:
             note(f"unknown command {name}; {HELP}")
     except InputError as error:
-        note(f"{error}")
+        note(in_options(str(error)))
 
 
 def costs(m: Measurement | None) -> list[str]:
@@ -162,7 +163,7 @@ def answer(conversation: Conversation, question: str) -> None:
             pieces.append(piece)
             write(piece)
     except InputError as error:
-        note(f"{error}")
+        note(in_options(str(error)))
         return
     except KeyboardInterrupt:
         note(" (stopped)")
@@ -189,6 +190,7 @@ class Conversation:
         self._tokens = tokens
         self._settings = settings
         self.last: Measurement | None = None
+        self._asked = 0
         self.set_system(system or "")
         self.clear()
 
@@ -207,8 +209,11 @@ class Conversation:
         InputError: the question alone is too long for the context; the conversation is unchanged.
         """
         turns = self._fitting([*self.turns, {"role": "user", "content": question}])
-        messages = [*self._system, *turns]
-        generation = self._model.chat(messages, session=self._session, on_progress=on_progress, **self._settings)
+        messages, sampling = [*self._system, *turns], self._settings["sampling"]
+        # A question that is asked again gets another answer, and a conversation with the same seed the same ones.
+        each = self._settings | {"sampling": replace(sampling, seed=(sampling.seed + self._asked) % (1 << 64))}
+        generation = self._model.chat(messages, session=self._session, on_progress=on_progress, **each)
+        self._asked += 1
         self.turns, self.last = turns, generation.measurement
         return generation
 
@@ -217,17 +222,12 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": text})
 
     def last_question(self) -> str:
-        """The last question, which is taken back with its answer.  The next answer has a seed of its own.
-
-        InputError: there is none.
-        """
+        """The last question, which is taken back with its answer.  InputError: there is none."""
         asked = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
         if not asked:
             raise InputError("there is no question yet")
         question = self.turns[asked[-1]]["content"]
         self.turns = self.turns[: asked[-1]]
-        sampling = self._settings["sampling"]
-        self._settings["sampling"] = replace(sampling, seed=((sampling.seed or 0) + 1) % (1 << 64))
         return question
 
     def save(self, path: Path) -> None:

@@ -27,6 +27,10 @@ OPTIONS = {
     "threads": "-t",
     "temperature": "--temp",
     "requantization": "--requantize",
+    "when": "--requantize",
+    "alpha": "--requantize-alpha",
+    "damping": "--requantize-damping",
+    "min_tokens": "--requantize-min-tokens",
 } | {
     name: f"--{name.replace('_', '-')}"
     for name in (

@@ -414,6 +414,8 @@ def test_chat_draws_a_seed_and_shows_it(edgeq: Run, demo: Path, template: Path) 
     found = re.search(r"sampling 1.2, seed (\d+)", first.stderr)
     assert found and first.stdout == edgeq("chat", *options, "--seed", found[1], input="import os\n").stdout
     assert found[0] not in edgeq("chat", *options, input="import os\n").stderr
+    answers = edgeq("chat", *options, "--seed", 3, input="import os\n/clear\nimport os\n").stdout
+    assert answers != edgeq("chat", *options, "--seed", 3, input="import os\n").stdout * 2
 
 
 def test_an_interrupt_at_the_prompt_drops_the_line_and_a_second_one_ends_the_chat(

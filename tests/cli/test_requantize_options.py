@@ -46,9 +46,9 @@ def test_the_knobs_reach_the_model(edgeq: Run, with_master: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--requantize-alpha", "-1"), "alpha is -1"),
-        (("--requantize-damping", "nan"), "damping is nan"),
-        (("--requantize-min-tokens", "0"), "min tokens is 0"),
+        (("--requantize-alpha", "-1"), "--requantize-alpha is -1"),
+        (("--requantize-damping", "nan"), "--requantize-damping is nan"),
+        (("--requantize-min-tokens", "0"), "--requantize-min-tokens is 0"),
     ],
 )
 def test_wrong_values_are_one_line(edgeq: Run, with_master: Path, options: tuple[str, str], message: str) -> None:

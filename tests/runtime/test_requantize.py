@@ -104,10 +104,22 @@ def test_drift_counts_the_inputs_whose_scales_turned() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"when": "always"}, {"alpha": -1}, {"alpha": float("nan")}, {"damping": -0.1}, {"min_tokens": 0}, {"drifted": 2}]
+    "wrong",
+    [
+        {"when": "always"},
+        {"when": 5},
+        {"alpha": "big"},
+        {"per_token": 1},
+        {"min_tokens": 1.5},
+        {"alpha": -1},
+        {"alpha": float("nan")},
+        {"damping": -0.1},
+        {"min_tokens": 0},
+        {"drifted": 2},
+    ],
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(InputError, match="requantize"):
+    with pytest.raises(InputError, match=f"`{next(iter(wrong))}` is "):
         Requantization(**wrong)  # type: ignore[arg-type]
 
 
@@ -306,7 +318,7 @@ def test_sessions_have_copies_of_their_own(model: Model) -> None:
 
 
 def test_without_masters_it_is_refused_only_when_asked_for(tiny_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="no layer has a master.*--requantize"):
+    with pytest.raises(UnsupportedError, match="no layer has a master.*`requantization`"):
         Model.load(tiny_path, requantization=Requantization())
     assert Model.load(tiny_path, requantization=Requantization("never")).requantization is None
     assert Model.load(tiny_path).requantization is None
