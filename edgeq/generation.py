@@ -10,8 +10,8 @@ from edgeq.errors import FormatError
 SAMPLING: dict[str, tuple[float, float, str]] = {
     "temperature": (1e-6, 100, "0 (greedy) or 1e-6 to 100"),
     "top_k": (0, 1 << 31, "0 (all) or a positive integer"),
-    "top_p": (5e-324, 1, "above 0 and at most 1"),
-    "min_p": (0, 1, "0 to 1"),
+    "top_p": (5e-324, 1, "a number above 0 and at most 1"),
+    "min_p": (0, 1, "a number from 0 to 1"),
     "repetition_penalty": (0.1, 10, "0.1 to 10 (1: none)"),
 }
 """Key of generation_config.json -> smallest and largest value, and how to say so.  A temperature can also be 0."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError
+from edgeq.generation import SAMPLING
 from edgeq.runtime.arguments import instance, integer, real, wrong
 
 ArrayF64 = NDArray[np.float64]
@@ -71,13 +72,13 @@ class Sampling:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
-        expected = "0 (greedy) or 1e-6 to 100"
-        if real("temperature", self.temperature, 0, 100, expected) != 0:
-            real("temperature", self.temperature, 1e-6, 100, expected)
-        integer("top_k", self.top_k, 0, 1 << 31, "0 (all) or a positive integer")
-        real("top_p", self.top_p, math.ulp(0), 1, "a number above 0 and at most 1")
-        real("min_p", self.min_p, 0, 1)
-        real("repeat_penalty", self.repeat_penalty, 0.1, 10, "0.1 to 10 (1: none)")
+        for key, (least, most, expected) in SAMPLING.items():
+            name = next(name for name, stored in RECOMMENDED.items() if stored == key)
+            value = getattr(self, name)
+            if key == "top_k":
+                integer(name, value, int(least), int(most), expected)
+            elif key != "temperature" or real(name, value, 0, most, expected) != 0:
+                real(name, value, least, most, expected)
         real("presence_penalty", self.presence_penalty, -2, 2)
         real("frequency_penalty", self.frequency_penalty, -2, 2)
         instance("logit_bias", self.logit_bias, Mapping, "a dict of biases by token id")
