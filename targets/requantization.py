@@ -48,7 +48,7 @@ def shared_inputs(graph: Graph) -> tuple[SharedInput, ...]:
             if layer.input_order or layer.transform or layer.input_scale or layer.activation:
                 raise UnsupportedError(
                     f"{layer.name}: a master beside input_order, transform, input_scale or activation is not supported; "
-                    "run with --requantize never"
+                    "run with `requantization=never`"
                 )
             if operation.x not in open_buffers:
                 open_buffers[operation.x] = []
@@ -134,7 +134,7 @@ def requantized_arrays(inputs: Iterable[SharedInput]) -> dict[ArrayRef, tuple[st
         weight = layer.weights[0]
         if weight.codec.kind != "int":
             raise UnsupportedError(
-                f"{layer.name}: weights in {weight.codec.name} cannot be requantized; run with --requantize never"
+                f"{layer.name}: weights in {weight.codec.name} cannot be requantized; run with `requantization=never`"
             )
         for name, part in weight.codec.parts(weight.rows, weight.columns).items():
             found[dict(weight.arrays())[name]] = part.dtype, part.shape
