@@ -33,7 +33,7 @@ def path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("target", ("cpu", "reference"))
 def test_it_is_refused_at_load(path: Path, target: str) -> None:
-    with pytest.raises(UnsupportedError, match="layers.0.o: a master beside .*input_scale.* run with --requantize never"):
+    with pytest.raises(UnsupportedError, match="layers.0.o: a master beside .*input_scale.* run with `requantization=never`"):
         Model.load(path, target=target, context=64)
 
 

@@ -92,6 +92,6 @@ def test_threads_that_the_system_does_not_give_are_an_error_and_those_it_gave_en
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    with pytest.raises(ResourceError, match="gives only 4 of 9 threads; pass fewer with -t"):
+    with pytest.raises(ResourceError, match="gives only 4 of 9 threads; pass fewer `threads`"):
         Pool(9, 4, 9)
     assert len(given) == 3 and not any(thread.is_alive() for thread in given)

@@ -325,7 +325,8 @@ class Pool:
                 workers.append(worker)
         except RuntimeError:
             self.close()
-            raise ResourceError(f"the system gives only {len(workers) + 1} of {threads} threads; pass fewer `threads`") from None
+            given = f"the system gives only {len(workers) + 1} of {threads} threads"
+            raise ResourceError(f"{given}; pass fewer `threads`") from None
 
     def run(self, table: Table, threads: int, pieces: int = 1) -> None:
         """Walk the rows of `table` with the first `threads` threads; returns when every operation is done.
