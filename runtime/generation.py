@@ -50,7 +50,7 @@ class Generation(Iterator[str]):
     ) -> None:
         """The tokens of `stream` are the prompt.  `started`: when the caller began to wait (perf_counter).
 
-        own_session   nobody else uses the session: it ends with this text
+        own_session   the session was made for this text and ends with it
         """
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []

@@ -2,7 +2,7 @@
 
 A run is one wake-up.  An operation is cut into parts; every thread, the caller's included, takes the next part that is left
 until there are none, and goes on to the next operation when all parts of this one are done (well under a microsecond, where a
-parallel region per operation costs 1.5 to 50).  Nobody waits for a thread that has not come: one that the system has put aside,
+parallel region per operation costs 1.5 to 50).  No thread waits for one that has not come: one that the system has put aside,
 or a slow core, holds up the part that it is on and nothing else.  Results do not depend on who does which part.
 
 Between runs a thread spins for a moment, because the next token is near, then sleeps in the kernel: no processor time is used

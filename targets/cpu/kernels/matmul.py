@@ -1,4 +1,4 @@
-"""y = W x over the rows of a run.
+"""y = W x over the rows of a run: the GEMV of decode and the GEMM of prefill, over the tiles of the microkernels.
 
 A work item is some of the output blocks; within it a group of blocks stays in the cache while the tokens pass by.
 """
@@ -89,7 +89,7 @@ def tile_loop(tile: Tile, least: int) -> Any:
 
 
 def integer_matvec(isa: int, bits: int, mode16: int, zero: int, group16: int) -> Kernel:
-    """Packed integers times one token."""
+    """GEMV of decode: packed integers times one token."""
     single = tile_loop(IntegerTile(IntegerWeights(isa, bits, mode16, zero, group16), 1), 1)
 
     def kernel(record, part, parts, thread):
@@ -103,7 +103,7 @@ def integer_matvec(isa: int, bits: int, mode16: int, zero: int, group16: int) ->
 
 
 def integer_matmul(isa: int, bits: int, mode16: int, zero: int, group16: int) -> Kernel:
-    """Packed integers times any number of tokens, in the instruction set's tiles, of 4 and of 1, two or three in one of 4;
+    """GEMM of prefill: packed integers times any number of tokens, in the instruction set's tiles, of 4 and of 1, two or three in one of 4;
     of the larger tiles several blocks at once."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
     weights = IntegerWeights(isa, bits, mode16, zero, group16)
