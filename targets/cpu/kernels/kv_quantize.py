@@ -134,7 +134,7 @@ def put_codes(x, count, codes, with_zero, out, scale, mark):
     least, most = extremes(x, count)
     if with_zero:
         least, most = min(least, np.float32(0)), max(most, np.float32(0))
-    least, most = np.float32(max(least, -F16_MAX)), np.float32(min(most, F16_MAX))
+    least, most = np.float32(min(max(least, -F16_MAX), F16_MAX)), np.float32(min(max(most, -F16_MAX), F16_MAX))
     levels = np.float32(largest_code)
     unit = (most - least) / levels
     put_f32(scale, unit + mark)
