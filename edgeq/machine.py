@@ -159,6 +159,17 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
+    """Bytes of the processor's largest cache; None where the kernel does not list it."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes: list[int] = []
+    for file in cpu.glob("index*/size"):
+        text = file.read_text(encoding="ascii").strip()
+        if text[:-1].isdecimal() and text[-1] in units:
+            sizes.append(int(text[:-1]) * units[text[-1]])
+    return max(sizes, default=None)
+
+
 def cache_folder() -> Path:
     """The folder for what edgeq can produce again: compiled kernels and measurements.
 

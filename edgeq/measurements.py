@@ -21,15 +21,27 @@ def known(what: str, threads: int) -> float | None:
 
 
 def measured(
-    what: str, threads: int, measure: Callable[[], float], refresh: bool = False, on_measure: OnMeasure = lambda: None
+    what: str,
+    threads: int,
+    measure: Callable[[], tuple[float, bool]],
+    refresh: bool = False,
+    on_measure: OnMeasure = lambda: None,
+    largest: bool = False,
 ) -> float:
-    """The number kept for `what`; with `refresh`, or where there is none, `measure` is called and its result kept."""
+    """The number kept for `what`; with `refresh`, or where there is none, the one that `measure` gives.
+
+    measure   gives a number, and whether its threads were alone on their cores; a number that was disturbed is good for now
+              and is not kept
+    largest   of the number kept and the new one the larger is kept: for rates, which a busy machine only lowers
+    """
     value = known(what, threads)
-    if value is None or refresh:
-        on_measure()
-        value = measure()
-        keep(what, threads, value)
-    return value
+    if value is not None and not refresh:
+        return value
+    on_measure()
+    found, alone = measure()
+    if alone:
+        keep(what, threads, max(found, value or 0.0) if largest else found)
+    return found
 
 
 def keep(what: str, threads: int, value: float) -> None:

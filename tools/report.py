@@ -82,9 +82,18 @@ def step_bytes(model: Model, length: int, texts: int = 1) -> float:
     return model.weight_bytes + texts * model.position_bytes * model.config.positions_read(length)
 
 
-def read_bandwidth(model: Model, refresh: bool = False) -> float | None:
+IMPLAUSIBLE = 1.05
+"""More than this share of the read bandwidth is not what a model larger than the processor's cache can read: the bandwidth was
+measured while something else ran."""
+
+
+def read_bandwidth(model: Model, refresh: bool = False, reached: float = 0.0) -> float | None:
     """Bytes per second that the model's target reads with its threads; measured in about a second if not known yet.
 
-    None where the target does not measure it.
+    None where the target does not measure it.  `reached`: bytes per second that were read meanwhile; where they exceed the
+    bandwidth, and no cache explains it, the bandwidth is measured again and the larger number counts.
     """
-    return model.program.read_bandwidth(refresh)
+    bandwidth, cache = model.program.read_bandwidth(refresh), machine.last_level_cache()
+    if bandwidth and reached > IMPLAUSIBLE * bandwidth and cache is not None and model.weight_bytes > cache:
+        return max(bandwidth, model.program.read_bandwidth(refresh=True) or 0.0)
+    return bandwidth

@@ -206,7 +206,8 @@ def sampling_label(sampling: Sampling) -> str:
 
 def as_object(model: Model, generation: Generation, prompt: str, sampling: Sampling) -> dict[str, Any]:
     """What --json prints; rates in tokens or bytes per second."""
-    bandwidth, measurement = read_bandwidth(model), generation.measurement
+    measurement = generation.measurement
+    bandwidth = read_bandwidth(model, reached=measurement.decode_bytes_per_s)
     return {
         "prompt": prompt,
         "text": generation.text(),
@@ -233,7 +234,7 @@ def summary(model: Model, generation: Generation) -> list[str]:
     ]
     if m.decode_steps:
         decode = f"decode   {m.decode_rate:,.1f} tok/s ({m.generated_tokens} tokens, ended by {generation.finish_reason})"
-        share, bandwidth = "", read_bandwidth(model)
+        share, bandwidth = "", read_bandwidth(model, reached=m.decode_bytes_per_s)
         if bandwidth:
             percent = 100 * m.decode_bytes_per_s / bandwidth
             share = f", {percent:.0f} % of the {bandwidth / 1e9:.1f} GB/s that this machine reads"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.machine import cpu
-from edgeq.measurements import OnMeasure, keep, known, measured
+from edgeq.measurements import OnMeasure, measured
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.args import PARTS, Args, pointer
@@ -111,13 +111,9 @@ def multiply(isa: int, pairs: int) -> Kernel:
     return kernel
 
 
-def _rates(table: Table, threads: int, work: float, seconds: float) -> list[float]:
-    """`work` per second of each pass, for at least three passes and `seconds`."""
-    return _rates_and_share(table, threads, work, seconds)[0]
-
-
 def _rates_and_share(table: Table, threads: int, work: float, seconds: float) -> tuple[list[float], float]:
-    """Those, and which share of the time the threads had a core each; they do not sleep between the passes."""
+    """`work` per second of each pass, for at least three passes and `seconds`, and which share of the time the threads had a
+    core each; they do not sleep between the passes."""
     pool = Pool(threads, 1, table.shape[1])
     pool.run(table, threads)
     passes, start, used = list[float](), time.perf_counter(), time.process_time()
@@ -131,31 +127,43 @@ def _rates_and_share(table: Table, threads: int, work: float, seconds: float) ->
     return passes, share
 
 
+ALONE = 0.9
+"""Share of the time that the threads of a probe have their cores where nothing else runs.  What was measured with a smaller one
+is not kept."""
+
+
 def read_bandwidth(threads: int, refresh: bool = False) -> float:
-    """Bytes per second that `threads` threads read from memory, measured once in about a second and kept per machine."""
-    return measured("read_bandwidth", threads, lambda: _read_bandwidth(threads), refresh)
+    """Bytes per second that `threads` threads read from memory, measured in about a second; the largest is kept per machine.
+
+    Threads beyond the number of cores read no more than the cores do, and count as those.
+    """
+    threads = min(threads, cpu().cores)
+    return measured("read_bandwidth", threads, lambda: _read_bandwidth(threads), refresh, largest=True)
 
 
-def _read_bandwidth(threads: int) -> float:
-    """The median of as many passes over 256 MiB as fit in a second."""
+def _read_bandwidth(threads: int) -> tuple[float, bool]:
+    """The median of as many passes over 256 MiB as fit in a second; whether the threads were alone."""
     data = np.ones(BYTES // 4, np.float32)
     parts = 4 * threads
     results, count = np.zeros(16 * parts, np.float32), np.array([BYTES // 256], np.int64)
     args = ReadArgs(rows=count.ctypes.data, x=data.ctypes.data, results=results.ctypes.data)
     table = np.array([args.record(address(read_lines), parts)], np.int64)
-    return statistics.median(_rates(table, threads, BYTES, 1.0))
+    passes, share = _rates_and_share(table, threads, BYTES, 1.0)
+    return statistics.median(passes), share >= ALONE
 
 
 def integer_peak(isa: Isa, threads: int, refresh: bool = False) -> float:
-    """8-bit operations per second of `threads` threads from registers, measured once in half a second and kept per machine.
+    """8-bit operations per second of `threads` threads from registers, measured in half a second; the largest is kept per
+    machine.
 
     A multiplication and an addition are two operations.
     """
 
-    def measure() -> float:
-        return statistics.median(_product_rates(isa, False, threads, 20_000, 0.5))
+    def measure() -> tuple[float, bool]:
+        passes, share = _product_rates(isa, False, threads, 20_000, 0.5)
+        return statistics.median(passes), share >= ALONE
 
-    return measured(f"integer_peak {isa.name}", threads, measure, refresh)
+    return measured(f"integer_peak {isa.name}", threads, measure, refresh, largest=True)
 
 
 PROBES = 5
@@ -166,48 +174,37 @@ must not decide for all time."""
 def winograd_gain(on_measure: OnMeasure = lambda: None) -> float:
     """How much faster one thread does what plain dot products do by Winograd's method (winograd.py), both from registers.
 
-    Measured once in a moment and kept per machine.
+    Measured in a moment and kept per machine.
     """
     return measured("winograd_gain", 1, _winograd_gain, on_measure=on_measure)
 
 
-def _winograd_gain() -> float:
+def _winograd_gain() -> tuple[float, bool]:
     isa = next(i for i in all_isas() if i.winograd)
-    pairs, plain = list[float](), list[float]()
+    rates, shares = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     for _ in range(PROBES):
-        pairs += _product_rates(isa, True, 1, 500, 0.01)
-        plain += _product_rates(isa, False, 1, 500, 0.01)
+        for pairs in (True, False):
+            passes, share = _product_rates(isa, pairs, 1, 500, 0.01)
+            rates[pairs], shares[pairs] = max(rates[pairs], *passes), max(shares[pairs], share)
     # A product by pairs does twice the work.
-    return 2 * max(pairs) / max(plain)
+    return 2 * rates[True] / rates[False], min(shares.values()) >= ALONE
 
 
-def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: float) -> list[float]:
+def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: float) -> tuple[list[float], float]:
     index = isa_index(isa)
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
     args = MultiplyArgs(rows=count.ctypes.data, results=results.ctypes.data)
     table = np.array([args.record(address(multiply, index, int(pairs)), threads)], np.int64)
     work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads
-    return _rates(table, threads, work, seconds)
-
-
-ALONE = 0.9
-"""Share of the time that the threads of a probe have their cores where nothing else runs."""
+    return _rates_and_share(table, threads, work, seconds)
 
 
 def decode_threads(isa: Isa, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
-    """How many threads decode fastest, probed once in about half a second and kept per machine.
-
-    Where something else kept the cores busy meanwhile the answer is good for now, and is not kept.
-    """
-    most, what = cpu().big_cores, f"decode_threads {isa.name}"
-    value = known(what, most)
-    if most == 1 or value is not None and not refresh:
-        return int(value or 1)
-    on_measure()
-    threads, alone = best_decode_threads(isa, most)
-    if alone:
-        keep(what, most, threads)
-    return threads
+    """How many threads decode fastest, probed once in about half a second and kept per machine."""
+    most = cpu().big_cores
+    if most == 1:
+        return 1
+    return int(measured(f"decode_threads {isa.name}", most, lambda: best_decode_threads(isa, most), refresh, on_measure))
 
 
 def best_decode_threads(isa: Isa, most: int) -> tuple[int, bool]:

@@ -46,8 +46,9 @@ def cached(x: ArrayF32, kv: KvCodec, keys: bool) -> ArrayF32:
     """x [rows, kv_heads, head_dim] as the cache gives it back.
 
     f16; int8 with one scale max|x| / 127 per row and head; int4 over the range of a row and head, with the last `high`
-    dimensions in 8 bits over a range of their own.
+    dimensions in 8 bits over a range of their own.  An infinity counts as NaN: limited to the range it would go unnoticed.
     """
+    x = np.where(np.isinf(x), np.float32(np.nan), x)
     if kv.kind == "f16":
         return x.clip(-F16_MAX, F16_MAX).astype(np.float16).astype(np.float32)
     if kv.kind == "int4":

@@ -11,13 +11,30 @@ def test_measurements_within_measurements_are_kept_and_on_measure_is_called_for_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     begun = []
 
-    def outer() -> float:
-        return measurements.measured("inner", 1, lambda: 2.0, on_measure=lambda: begun.append("inner")) + 1
+    def outer() -> tuple[float, bool]:
+        return measurements.measured("inner", 1, lambda: (2.0, True), on_measure=lambda: begun.append("inner")) + 1, True
 
     for _ in range(2):
         assert measurements.measured("outer", 1, outer, on_measure=lambda: begun.append("outer")) == 3
     assert begun == ["outer", "inner"]
     assert list(json.loads((tmp_path / "edgeq" / "machine.json").read_text()).values()) == [2, 3]
+
+
+def test_a_number_taken_on_a_busy_machine_is_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    answers = iter([(2.0, False), (3.0, True), (9.0, False), (4.0, True)])
+    seen = [measurements.measured("x", 1, lambda: next(answers)) for _ in range(3)]
+    assert seen == [2, 3, 3] and measurements.known("x", 1) == 3
+    seen = [measurements.measured("x", 1, lambda: next(answers), refresh=True) for _ in range(2)]
+    assert seen == [9, 4] and measurements.known("x", 1) == 4
+
+
+def test_of_rates_the_largest_seen_is_kept_and_the_last_one_given(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for found, kept in ((5.0, 5), (3.0, 5), (7.0, 7)):
+        assert measurements.measured("rate", 1, lambda: (found, True), refresh=True, largest=True) == found  # noqa: B023
+        assert measurements.known("rate", 1) == kept
+    assert measurements.measured("rate", 1, lambda: (1.0, True), largest=True) == 7
 
 
 def test_a_user_without_a_home_keeps_nothing(monkeypatch):
@@ -26,7 +43,7 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(machine.Path, "home", homeless)
-    assert [measurements.measured("x", 1, lambda: 2.0) for _ in range(2)] == [2, 2]
+    assert [measurements.measured("x", 1, lambda: (2.0, True)) for _ in range(2)] == [2, 2]
     assert measurements.known("x", 1) is None and not machine.cache_folder().exists()
 
 

@@ -149,6 +149,22 @@ def test_int4_keeps_numbers_to_half_a_step_of_their_range():
             assert (error[:, :, part].max(axis=2) > step * 0.3).mean() > 0.5
 
 
+@pytest.mark.parametrize("dim", [20, 64])
+@pytest.mark.parametrize("high", [0, 8])
+@pytest.mark.parametrize("least", [65000.0, 65504.0, 65600.0, 1e30])
+def test_int4_limits_both_ends_of_a_range_to_the_numbers_of_f16(least: float, high: int, dim: int) -> None:
+    shape, arrays = Heads(dim=dim), Arrays()
+    x = shape.numbers(6)
+    q, k = shape.widths
+    values = x[:, q + k :]
+    values[2:4] = np.float32(least) * (1 + np.abs(values[2:4]) / 1000)
+    values[3] *= -1
+    graph = shape.graph(arrays, x)
+    oracle, y = (run(target, graph, arrays, 6, KvCodec("int4", high)) for target in ("reference", "cpu"))
+    assert np.isfinite(oracle).all() and np.abs(y - oracle).max() < 5e-6 * np.abs(oracle).max()
+    assert np.abs(oracle).max() < 65504.1
+
+
 def test_int4_with_all_dimensions_high_is_finer_than_int8():
     x = np.random.default_rng(2).uniform(1, 2, (30, 2, 64)).astype(np.float32)
     whole, symmetric = (np.abs(cached(x, kv, False) - x).max() for kv in (KvCodec("int4", 64), INT8))

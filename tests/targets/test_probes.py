@@ -12,6 +12,8 @@ ISA = choose()[0]
 
 def test_bandwidth_is_measured_once_per_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # What else runs on the machine of the tests decides nothing here.
+    monkeypatch.setattr(probes, "ALONE", 0.0)
     assert measurements.known("read_bandwidth", 1) is None
     first = probes.read_bandwidth(1)
     assert first > 0 and probes.read_bandwidth(1) == first == measurements.known("read_bandwidth", 1)
@@ -29,6 +31,39 @@ def test_the_best_number_of_threads_is_kept_only_if_nothing_else_ran_meanwhile(m
     begun, answers = [], iter([(1, False), (6, True)])
     monkeypatch.setattr(probes, "best_decode_threads", lambda isa, most: next(answers))
     assert [probes.decode_threads(ISA, on_measure=lambda: begun.append(1)) for _ in range(3)] == [1, 6, 6] and len(begun) == 2
+
+
+def test_rates_of_a_busy_moment_are_not_kept_and_the_largest_of_the_others_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    probe = iter([([2.0, 2, 2], 0.5), ([4.0, 4, 4], 0.95), ([3.0, 3, 3], 1.0), ([8.0, 8, 8], 0.89), ([5.0, 5, 5], 0.9)])
+    monkeypatch.setattr(probes, "_rates_and_share", lambda *_: next(probe))
+    kept = []
+    for refresh in (False, False, True, True, True):
+        kept.append((probes.read_bandwidth(1, refresh), measurements.known("read_bandwidth", 1)))
+    assert kept == [(2, None), (4, 4), (3, 4), (8, 4), (5, 5)] and probes.read_bandwidth(1) == 5
+    probe = iter([([2.0, 2, 2], 0.5), ([3.0, 3, 3], 1.0)])
+    assert [probes.integer_peak(ISA, 1) for _ in range(3)] == [2, 3, 3]
+
+
+def test_a_gain_that_was_measured_on_a_busy_machine_chooses_no_kernel_for_the_next_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    share = 0.5
+    monkeypatch.setattr(probes, "_product_rates", lambda isa, pairs, *_: ([3.0, 4.0] if pairs else [5.0, 2.0], share))
+    assert probes.winograd_gain() == 1.6 and measurements.known("winograd_gain", 1) is None
+    # One probe of each kind that was alone is enough: the best counts.
+    shares = iter([0.2, 0.3, 1.0, 0.5, 0.1, 0.95] + [0.4] * 4)
+    monkeypatch.setattr(probes, "_product_rates", lambda isa, pairs, *_: ([4.0] if pairs else [5.0], next(shares)))
+    assert probes.winograd_gain() == 1.6 == measurements.known("winograd_gain", 1)
+
+
+def test_more_threads_than_cores_store_no_bandwidth(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cores, asked = machine.cpu().cores, []
+    monkeypatch.setattr(probes, "_read_bandwidth", lambda threads: asked.append(threads) or (7.0, True))
+    assert probes.read_bandwidth(cores + 1) == probes.read_bandwidth(64 * cores) == probes.read_bandwidth(cores) == 7
+    assert asked == [cores] and measurements.known("read_bandwidth", cores + 1) is None
+    (key,) = json.loads((tmp_path / "edgeq" / "machine.json").read_text())
+    assert f" {cores} of {cores} cores" in key
 
 
 def test_threads_that_share_a_core_are_not_alone():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from edgeq import machine
 from edgeq.devices import DEVICES, device
 from edgeq.errors import InputError
-from edgeq.tools import bench, corpus
+from edgeq.tools import bench, corpus, report
 
 
 def test_the_digest_names_the_text() -> None:
@@ -20,6 +24,33 @@ def test_every_device_is_plausible() -> None:
     assert device("raspberry-pi-5").ceiling(763_000_000) == pytest.approx(18.1, abs=0.1)
     with pytest.raises(InputError, match="'pi' is not known; choose one of raspberry-pi-4"):
         device("pi")
+
+
+@pytest.mark.parametrize(
+    ("reached", "cache", "measured", "shown"),
+    [
+        (10.6, 999, [10.0, 12.0], 12.0),  # faster than memory, from memory: measured again
+        (10.6, 999, [10.0, 9.0], 10.0),
+        (10.5, 999, [10.0], 10.0),
+        (10.6, 1000, [10.0], 10.0),  # the model fits the cache
+        (10.6, None, [10.0], 10.0),
+        (10.6, 999, [None], None),
+    ],
+)
+def test_a_bandwidth_that_a_model_exceeds_is_measured_again(
+    reached: float, cache: int | None, measured: list[float | None], shown: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refreshed = []
+
+    def probe(refresh: bool) -> float | None:
+        refreshed.append(refresh)
+        return measured[len(refreshed) - 1]
+
+    monkeypatch.setattr(machine, "last_level_cache", lambda: cache)
+    model: Any = SimpleNamespace(
+        weight_bytes=1000, program=SimpleNamespace(read_bandwidth=lambda refresh=False: probe(refresh))
+    )
+    assert report.read_bandwidth(model, reached=reached) == shown and refreshed == [False, True][: len(measured)]
 
 
 def test_a_sliding_window_reads_fewer_positions() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
@@ -128,6 +130,33 @@ def embed_integer_tile(bits: int, zero: int) -> Kernel:
 
 
 @inline
+def zero_if_finite(x, count):
+    """0, or NaN where one of `count` numbers is NaN or infinite."""
+    total, whole = vsplat(0.0), count // LANES * LANES
+    for i in range(0, whole, LANES):
+        total = vfma(vload(x + 4 * i), vsplat(0.0), total)
+    mark = vsum(total)
+    for i in range(whole, count):
+        mark += get_f32(x + 4 * i) * np.float32(0)
+    return mark
+
+
+@inline
+def inverse_root(mean, epsilon):
+    """1 / sqrt(mean + epsilon), or NaN where the squares overflow: their inverse, 0, would make zeros of a row."""
+    return 1.0 / math.sqrt(mean + epsilon) if mean < math.inf else math.nan
+
+
+@inline
+def clear_padding(out, width):
+    """Zeros from channel `width` to a whole vector, where 0 times NaN left NaN: what reads the padding, now or in a later run,
+    takes it for zeros."""
+    if width % LANES != 0:
+        last = out + 4 * (width // LANES * LANES)
+        vstore(last, vfirst(vload(last), width % LANES))
+
+
+@inline
 def inverse_rms(x, width, epsilon):
     """1 / sqrt(mean x^2 + epsilon) of a row whose width is padded to 16 with zeros."""
     even, odd = vsplat(0.0), vsplat(0.0)
@@ -135,7 +164,7 @@ def inverse_rms(x, width, epsilon):
         even = vfma(vload(x + 4 * c), vload(x + 4 * c), even)
         if c + 16 < width:
             odd = vfma(vload(x + 4 * c + 64), vload(x + 4 * c + 64), odd)
-    return 1.0 / math.sqrt(vsum(vadd(even, odd)) / width + epsilon)
+    return inverse_root(vsum(vadd(even, odd)) / width, epsilon)
 
 
 class NormArgs(Args):
@@ -164,6 +193,7 @@ def norm(max_tile: int) -> Kernel:
             factor = vsplat(inverse_rms(x, width, args.epsilon))
             for c in range(0, width, 16):
                 vstore(out + 4 * c, vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c)))
+            clear_padding(out, width)
             write_quantized(args.quantized, out, place_of(r, count, max_tile), 0, width)
 
     return kernel

@@ -12,6 +12,7 @@ from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.simd import get_f32, get_i32, get_i64, put_f32, put_i32, put_i64, vfma, vload, vsplat, vstore
 from edgeq.targets.cpu.jit.threadpool import invoke
+from edgeq.targets.cpu.kernels.elementwise import clear_padding, zero_if_finite
 
 
 class RouteArgs(Args):
@@ -24,13 +25,23 @@ class RouteArgs(Args):
 
 
 def route(normalized: int) -> Kernel:
-    """The chosen experts of every row and their shares; literal `normalized`: the shares of a row add up to 1."""
+    """The chosen experts of every row and their shares; literal `normalized`: the shares of a row add up to 1.
+
+    A row with a logit that is NaN or infinite takes the first experts, with shares of NaN.
+    """
 
     def kernel(record, part, parts, thread):
         args = RouteArgs(record)
         experts, chosen = args.experts, args.chosen
         for r in range(part, get_i64(args.rows), parts):
             x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            mark = zero_if_finite(x, experts)
+            if mark != mark:
+                # No order holds among these.
+                for i in range(chosen):
+                    put_f32(out + 4 * i, mark)
+                    put_f32(out + 4 * (chosen + i), i)
+                continue
             largest = get_f32(x)
             for e in range(1, experts):
                 largest = max(largest, get_f32(x + 4 * e))
@@ -168,6 +179,7 @@ def gather_add() -> Kernel:
                 x = args.x + get_i32(args.place_of_choice + 4 * (r * chosen + i)) * args.x_stride
                 for c in range(0, args.width, 16):
                     vstore(out + 4 * c, vfma(share, vload(x + 4 * c), vload(out + 4 * c)))
+            clear_padding(out, args.width)
 
     return kernel
 
@@ -192,5 +204,6 @@ def gated_add() -> Kernel:
             share = vsplat(1.0 / (1.0 + math.exp(-get_f32(args.gate + r * args.gate_stride))))
             for c in range(0, args.width, 16):
                 vstore(out + 4 * c, vfma(share, vload(x + 4 * c), vload(out + 4 * c)))
+            clear_padding(out, args.width)
 
     return kernel

@@ -38,9 +38,10 @@ from edgeq.targets.cpu.jit.simd import (
     vsplat,
     vsub,
 )
+from edgeq.targets.cpu.kernels.elementwise import zero_if_finite
 from edgeq.targets.cpu.kernels.kv_layout import POSITIONS, pair_bytes, scales_at
 
-F16_MAX, F32_MAX = 65504.0, 3.4e38
+F16_MAX = 65504.0
 
 
 @primitive(VOID, f32x16, ADDRESS, types.intp)
@@ -78,28 +79,43 @@ def extremes(x, count):
 
 
 @inline
+def mark_of(key, value, dim):
+    """0, or NaN where a key or its value is not finite; the key then becomes NaN and the value 0.
+
+    Scores of positions that a query does not see are replaced before their weights are taken, so NaN in a key reaches the
+    queries that see it and no other; NaN in a value would reach every query of the page, since 0 times NaN is NaN.
+    """
+    mark = zero_if_finite(key, dim) + zero_if_finite(value, dim)
+    if mark != mark:
+        for i in range(dim):
+            put_f32(key + 4 * i, mark)
+            put_f32(value + 4 * i, 0.0)
+    return mark
+
+
+@inline
 def put_halves(x, dim, base, step):
-    """A head's numbers as f16 to base, base + step ..."""
+    """A head's numbers as f16 to base, base + step ...; the order of the operands of vmin and vmax keeps NaN."""
     whole, most = dim // 16 * 16, vsplat(F16_MAX)
     least = vsub(vsplat(0.0), most)
     for i in range(0, whole, 16):
-        value = vmin(vmax(vload(x + 4 * i), least), most)
+        value = vmin(most, vmax(least, vload(x + 4 * i)))
         if step == 2:
             put_f16s(base + 2 * i, value)
         else:
             put_scattered_halves(value, base + step * i, step)
     for i in range(whole, dim):
-        put_f16(base + step * i, min(max(get_f32(x + 4 * i), -F16_MAX), F16_MAX))
+        single = get_f32(x + 4 * i)
+        put_f16(base + step * i, single if single != single else min(max(single, -F16_MAX), F16_MAX))
 
 
 @inline
-def put_symmetric(x, dim, base, step, scale):
-    """A head's numbers as int8 to base, base + step ..., and what they were divided by."""
+def put_symmetric(x, dim, base, step, scale, mark):
+    """A head's numbers as int8 to base, base + step ..., and what they were divided by, plus `mark`."""
     least, most = extremes(x, dim)
-    # A scale that is not a number would reach every token that reads this page, with weight 0 too.
-    largest = min(max(-least, most), F32_MAX)
+    largest = max(-least, most)
     inverse = 127.0 / largest if largest > 1e-30 else 0.0
-    put_f32(scale, largest / 127.0 if largest > 1e-30 else 0.0)
+    put_f32(scale, (largest / 127.0 if largest > 1e-30 else 0.0) + mark)
     whole = dim // 16 * 16
     for i in range(0, whole, 16):
         put_bytes(vrint(vmul(vload(x + 4 * i), vsplat(inverse))), base + step * i, step)
@@ -108,9 +124,9 @@ def put_symmetric(x, dim, base, step, scale):
 
 
 @inline
-def put_codes(x, count, codes, with_zero, out, scale):
+def put_codes(x, count, codes, with_zero, out, scale, mark):
     """Codes of `count` numbers over their range, a byte for each or (4 bits) two of them, to base,
-    base + step ...; the scale, and POSITIONS numbers after it the offset.
+    base + step ...; the scale plus `mark`, and POSITIONS numbers after it the offset.
 
     codes   bits and the largest code;  out   base and step
     """
@@ -118,10 +134,10 @@ def put_codes(x, count, codes, with_zero, out, scale):
     least, most = extremes(x, count)
     if with_zero:
         least, most = min(least, np.float32(0)), max(most, np.float32(0))
-    least, most = np.float32(max(least, -F16_MAX)), np.float32(min(most, F16_MAX))
+    least, most = np.float32(min(max(least, -F16_MAX), F16_MAX)), np.float32(min(max(most, -F16_MAX), F16_MAX))
     levels = np.float32(largest_code)
     unit = (most - least) / levels
-    put_f32(scale, unit)
+    put_f32(scale, unit + mark)
     put_f32(scale + 4 * POSITIONS, least)
     divisor = unit if unit > 0 else np.float32(1)
     whole = count // 16 * 16
@@ -144,7 +160,7 @@ def put_codes(x, count, codes, with_zero, out, scale):
 
 
 @inline
-def put_mixed(x, head, largest_code, with_zero, out, half):
+def put_mixed(x, head, largest_code, with_zero, out, half, mark):
     """A head's numbers to a lane of a half of an int4 page.
 
     head   dimensions, and those in 8 bits;  out   address of the first byte, bytes to the next;  half   its address, the lane
@@ -152,7 +168,7 @@ def put_mixed(x, head, largest_code, with_zero, out, half):
     (dim, high), (base, step), (address, lane) = head, out, half
     low_scale, high_scale = scales_at(address, dim, high)
     if high < dim:
-        put_codes(x, dim - high, (4, largest_code), with_zero, out, low_scale + 4 * lane)
+        put_codes(x, dim - high, (4, largest_code), with_zero, out, low_scale + 4 * lane, mark)
     if high > 0:
         first = base + step * pair_bytes(dim, high)
-        put_codes(x + 4 * (dim - high), high, (8, 255), with_zero, (first, step), high_scale + 4 * lane)
+        put_codes(x + 4 * (dim - high), high, (8, 255), with_zero, (first, step), high_scale + 4 * lane, mark)

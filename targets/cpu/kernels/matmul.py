@@ -103,8 +103,11 @@ def integer_matvec(isa: int, bits: int, mode16: int, zero: int, group16: int) ->
 
 
 def integer_matmul(isa: int, bits: int, mode16: int, zero: int, group16: int) -> Kernel:
-    """GEMM of prefill: packed integers times any number of tokens, in the instruction set's tiles, of 4 and of 1, two or three in one of 4;
-    of the larger tiles several blocks at once."""
+    """GEMM of prefill: packed integers times any number of tokens.
+
+    In tiles of the instruction set's size, of 4 and of 1, two or three tokens in one of 4; of the larger tiles several blocks
+    at once.
+    """
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
     weights = IntegerWeights(isa, bits, mode16, zero, group16)
     large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)

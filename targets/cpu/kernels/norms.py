@@ -3,8 +3,6 @@ activations of an MLP other than SwiGLU."""
 
 from __future__ import annotations
 
-import math
-
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel, inline
 from edgeq.targets.cpu.jit.simd import (
@@ -27,7 +25,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.kernels.elementwise import ActivationArgs, get_float, inverse_rms
+from edgeq.targets.cpu.kernels.elementwise import ActivationArgs, clear_padding, get_float, inverse_rms, inverse_root
 from edgeq.targets.cpu.kernels.quantize import place_of, rows_of, share_of, write_quantized
 
 
@@ -70,10 +68,11 @@ def layer_norm(max_tile: int) -> Kernel:
                     difference = vfirst(vsub(vload(x + 4 * c + 64), center), width - c - 16)
                     odd = vfma(difference, difference, odd)
             variance = vsum(vadd(even, odd)) / width
-            factor = vsplat(1.0 / math.sqrt(variance + args.epsilon))
+            factor = vsplat(inverse_root(variance, args.epsilon))
             for c in range(0, width, 16):
                 scaled = vmul(vsub(vload(x + 4 * c), center), factor)
                 vstore(out + 4 * c, vfma(scaled, vload(args.gain + 4 * c), vload(args.bias + 4 * c)))
+            clear_padding(out, width)
             write_quantized(args.quantized, out, place_of(r, count, max_tile), 0, width)
 
     return kernel
@@ -103,6 +102,7 @@ def norm_add() -> Kernel:
             for c in range(0, width, 16):
                 scaled = vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c))
                 vstore(out + 4 * c, vadd(vload(out + 4 * c), scaled))
+            clear_padding(out, width)
 
     return kernel
 
@@ -181,7 +181,7 @@ def geglu(max_tile: int) -> Kernel:
 
 
 def relu(max_tile: int) -> Kernel:
-    """max(x, 0)."""
+    """max(x, 0); with its operands in this order, vmax keeps NaN."""
 
     def kernel(record, part, parts, thread):
         args = ActivationArgs(record)
@@ -191,9 +191,9 @@ def relu(max_tile: int) -> Kernel:
             x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             whole = first + (last - first) // LANES * LANES
             for c in range(first, whole, LANES):
-                vstore(out + 4 * c, vmax(vload(x + 4 * c), vsplat(0.0)))
+                vstore(out + 4 * c, vmax(vsplat(0.0), vload(x + 4 * c)))
             if whole < last:
-                vstore(out + 4 * whole, vfirst(vmax(vload(x + 4 * whole), vsplat(0.0)), last - whole))
+                vstore(out + 4 * whole, vfirst(vmax(vsplat(0.0), vload(x + 4 * whole)), last - whole))
             write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
 
     return kernel

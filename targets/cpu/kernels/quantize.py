@@ -7,6 +7,7 @@ the whole row first, and an operation of their own.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from llvmlite import ir
@@ -143,9 +144,14 @@ def put_padding(kind, data, columns, tokens, t, shifts):
 
 @inline
 def put_numbers(quantized, place, scale, total, products):
-    """Scale and sums of a block, number `place` of all."""
-    put_f32(quantized.scales + 4 * place, scale)
-    put_i32(quantized.sums + 4 * place, int(vsum(total)))
+    """Scale and sums of a block, number `place` of all.
+
+    Integers cannot hold NaN or an infinity: of such a value comes a sum of NaN, and with it the scale, which reaches every
+    output channel.
+    """
+    added = vsum(total)
+    put_f32(quantized.scales + 4 * place, scale if added == added else math.nan)
+    put_i32(quantized.sums + 4 * place, int(added))
     if quantized.winograd_sums != 0:
         put_i32(quantized.winograd_sums + 4 * place, int(vsum(products)))
 
@@ -216,7 +222,8 @@ def write_quantized_tokens(quantized, asymmetric, x, place, first, last):
     for start in range(first, last, block):
         total, products = none, none
         for c in range(start, min(start + block, last), 16):
-            whole = vmin(vmax(vrint(vmul(channels(x, factors, c, columns), factor)), least), most)
+            # In this order both keep NaN, for `total`.
+            whole = vmin(most, vmax(least, vrint(vmul(channels(x, factors, c, columns), factor))))
             total = vadd(total, whole)
             if winograd != 0:
                 products = vadd(products, vwinograd(whole))

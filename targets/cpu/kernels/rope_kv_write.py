@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
@@ -28,8 +26,9 @@ from edgeq.targets.cpu.jit.simd import (
     vsub,
 )
 from edgeq.targets.cpu.kernels.args import CacheArgs
+from edgeq.targets.cpu.kernels.elementwise import inverse_root, zero_if_finite
 from edgeq.targets.cpu.kernels.kv_layout import INT4_KV, INT8_KV, POSITIONS, half_bytes, keys_at, pair_bytes
-from edgeq.targets.cpu.kernels.kv_quantize import extremes, put_halves, put_mixed, put_symmetric
+from edgeq.targets.cpu.kernels.kv_quantize import extremes, mark_of, put_halves, put_mixed, put_symmetric
 
 
 class RopeKvWriteArgs(CacheArgs):
@@ -60,7 +59,7 @@ def normalize(x, dim, gain, epsilon):
     total = 0.0
     for i in range(dim):
         total += get_f32(x + 4 * i) * get_f32(x + 4 * i)
-    factor = 1.0 / math.sqrt(total / dim + epsilon)
+    factor = inverse_root(total / dim, epsilon)
     for i in range(dim):
         put_f32(x + 4 * i, get_f32(x + 4 * i) * factor * get_f32(gain + 4 * i))
 
@@ -84,8 +83,9 @@ def apply_rope(x, half, cosines, sines):
 def rotate_head_int8(x, dim, padded, matrix, matrix_scale, scratch):
     """The head at x, rounded to 8 bits over a range that has 0 in it, times the matrix.
 
-    Sums of whole numbers below 2^24 are exact in any order.
+    Sums of whole numbers below 2^24 are exact in any order.  A head with NaN or an infinity becomes NaN.
     """
+    mark = zero_if_finite(x, dim)
     least, most = extremes(x, dim)
     least, most = min(least, np.float32(0)), max(most, np.float32(0))
     scale = (most - least) / np.float32(255)
@@ -97,7 +97,7 @@ def rotate_head_int8(x, dim, padded, matrix, matrix_scale, scratch):
         vstore(x + 4 * i, vmin(vmax(code, vsplat(low)), vsplat(high)))
     for i in range(whole, dim):
         put_f32(x + 4 * i, min(max(rint(get_f32(x + 4 * i) / divisor), low), high))
-    factor, c = vsplat(scale * matrix_scale), 0
+    factor, c = vsplat(scale * matrix_scale + mark), 0
     while padded - c >= 64:
         sums = vsplat(0.0), vsplat(0.0), vsplat(0.0), vsplat(0.0)
         for i in range(dim):
@@ -157,14 +157,15 @@ def rope_kv_write(code: int, largest_code: int) -> Kernel:
                 slot, v = get_i32(args.slots + 4 * r), source + args.v_offset + 4 * dim * head
                 keys, lane = keys_at(args, r, slot, head, code), slot % POSITIONS
                 values = keys + half_bytes(dim, high, code)
+                mark = mark_of(x, v, dim)
                 if code == INT4_KV:
                     width = pair_bytes(dim, high) + high
-                    put_mixed(x, (dim, high), largest_code, True, (keys + lane, POSITIONS), (keys, lane))
-                    put_mixed(v, (dim, high), largest_code, False, (values + width * lane, 1), (values, lane))
+                    put_mixed(x, (dim, high), largest_code, True, (keys + lane, POSITIONS), (keys, lane), mark)
+                    put_mixed(v, (dim, high), largest_code, False, (values + width * lane, 1), (values, lane), 0.0)
                 elif code == INT8_KV:
                     scales = POSITIONS * padded + 4 * lane
-                    put_symmetric(x, dim, keys + lane, POSITIONS, keys + scales)
-                    put_symmetric(v, dim, values + padded * lane, 1, values + scales)
+                    put_symmetric(x, dim, keys + lane, POSITIONS, keys + scales, mark)
+                    put_symmetric(v, dim, values + padded * lane, 1, values + scales, 0.0)
                 else:
                     put_halves(x, dim, keys + 2 * lane, 2 * POSITIONS)
                     put_halves(v, dim, values + 2 * padded * lane, 2)

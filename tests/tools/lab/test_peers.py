@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from edgeq import machine
 from edgeq.codec import dequantize
 from edgeq.container import ModelFile
 from edgeq.runtime import Model
@@ -196,7 +197,7 @@ def test_the_last_level_cache_is_the_largest_that_the_kernel_names(tmp_path: Pat
     for i, size in enumerate(("48K", "1M", "32768K", "?")):
         (tmp_path / f"index{i}").mkdir()
         (tmp_path / f"index{i}" / "size").write_text(size + "\n", encoding="ascii")
-    assert table.last_level_cache(tmp_path) == 32 << 20 and table.last_level_cache(tmp_path / "none") is None
+    assert machine.last_level_cache(tmp_path) == 32 << 20 and machine.last_level_cache(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from edgeq.tools.entry import Command
 from edgeq.tools.lab.make_checkpoint import SHAPES
 from edgeq.tools.lab.peers.contest import Contest, Entry
 from edgeq.tools.lab.peers.peer import variants
-from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, Spread, last_level_cache, markdown, rows
+from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, Spread, markdown, rows
 from edgeq.tools.terminal import note, progress
 
 MOST_THREADS = 1024
@@ -170,7 +170,7 @@ def main(
                 entries += here
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from None
-    cpu, cache = machine.cpu(), last_level_cache()
+    cpu, cache = machine.cpu(), machine.last_level_cache()
     bandwidth = {n: Spread.of(limit.read) for n, limit in limits.items() if limit.read}
     peak = {n: Spread.of(limit.integer) for n, limit in limits.items() if limit.integer}
     where = Surroundings(cpu.name, cpu.cores, cache, bandwidth, peak, before, os.getloadavg())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from edgeq.config import ModelConfig
 from edgeq.manifest import fused_shapes
@@ -61,17 +60,6 @@ class Row:
     same_tokens: int | None
     tokens: int
     failure: str | None
-
-
-def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
-    """Bytes of the processor's largest cache; None where the kernel does not list it."""
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    sizes: list[int] = []
-    for file in cpu.glob("index*/size"):
-        text = file.read_text(encoding="ascii").strip()
-        if text[:-1].isdecimal() and text[-1] in units:
-            sizes.append(int(text[:-1]) * units[text[-1]])
-    return max(sizes, default=None)
 
 
 def rows(
