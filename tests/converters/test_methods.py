@@ -302,13 +302,13 @@ def test_interrupted_between_any_steps_it_goes_on_to_the_same_bytes(
     whole = convert(folder, tmp_path / "whole.edgeq", chosen, silent).path.read_bytes()
     seen: set[str] = set()
 
-    def stop_at_each_step_once(step: int, steps: int, label: str, done: int, size: int) -> None:
+    def stop_at_each_step_once(done: float, total: float, label: str) -> None:
         if label not in seen:
             seen.add(label)
             raise Crash
 
     output = tmp_path / "o.edgeq"
-    for _ in range(8):
+    for _ in range(16):
         with suppress(Crash):
             convert(folder, output, chosen, stop_at_each_step_once)
     assert output.read_bytes() == whole and len(seen) >= 5
