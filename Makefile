@@ -34,9 +34,8 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
-# One board's emulator takes minutes: whoever has nothing left takes what another process has not begun.
 test-exhaustive: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m exhaustive
+	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
 
 # Hostile files by the thousand, each kind for FUZZ_SECONDS; another SEED tries others.
 FUZZ_SECONDS ?= 300
