@@ -1,4 +1,4 @@
-"""Weights made anew for a prompt: which scales, when, for whom, and what it costs."""
+"""Weights requantized for a prompt: with which scales, when, for which session, and at what cost."""
 
 from __future__ import annotations
 

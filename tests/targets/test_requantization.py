@@ -1,4 +1,4 @@
-"""HostWeights rounded anew on the device: the rule, the kernel over the file's order, the sums that it follows from."""
+"""Requantized weights: the rule, the kernel over the order of the file, and the sums that the scales follow from."""
 
 from __future__ import annotations
 
