@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from edgeq.records import ArrayRef, KvCodec, LinearSpec, Mode
@@ -325,7 +326,7 @@ class Graph:
     kv_heads: int
     head_dim: int
 
-    @property
+    @cached_property
     def together(self) -> int:
         """Wanted rows of a run that make one row of the result."""
         return next((o.together for o in self.operations if isinstance(o, Select)), 1)

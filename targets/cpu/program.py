@@ -23,7 +23,7 @@ from edgeq.targets.cpu.lowering.dispatch import lower, tables
 from edgeq.targets.cpu.lowering.requantize import masters_of
 from edgeq.targets.cpu.probes import decode_threads, read_bandwidth
 from edgeq.targets.cpu.requantized import CpuWeights, Requantizer, prepare
-from edgeq.targets.graph import Attention, Graph, RopeRotate, linears
+from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate, linears
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows
@@ -59,6 +59,7 @@ class CpuProgram:
         self._memory = Buffers(file)
         rows, logits = options.max_rows, options.max_logits
         axes = 1 + max((axis for o in graph.operations if isinstance(o, RopeRotate) for axis in o.axes), default=0)
+        self._injects = any(isinstance(o, InjectVectors) for o in graph.operations)
         kinds = 1 + max((o.span for o in graph.operations if isinstance(o, Attention)), default=-1)
         self._counts, counts = self._memory.array(2, np.int64)
         self._tokens, tokens = self._memory.array(rows, np.int32)
@@ -197,21 +198,28 @@ class CpuProgram:
         if len(self._spans):
             assert rows.spans is not None
             self._spans[:, :, :count] = rows.spans[: len(self._spans)]
-        vectors = rows.vectors if rows.vectors is None else np.ascontiguousarray(rows.vectors, np.float32)
-        if vectors is not None and rows.vector_of is not None:
-            addresses = vectors.ctypes.data + vectors.strides[0] * rows.vector_of.astype(np.int64)
-            self._vectors[:count] = np.where(rows.vector_of >= 0, addresses, 0)
-        else:
-            self._vectors[:count] = 0
+            self._selected_spans[:, :, :selected] = self._spans[:, :, first]
+        # The kernels read this array until the run ends.
+        vectors = self._place_vectors(rows, first) if self._injects else None
         self._selection[: len(rows.wanted)] = rows.wanted
         self._selected_slots[:selected] = rows.slots[first]
         self._selected_page_tables[:selected] = self._page_tables[first]
-        self._selected_spans[:, :, :selected] = self._spans[:, :, first]
-        self._selected_vectors[:selected] = self._vectors[first]
         table, threads = (made.decode, self.threads) if count == 1 else (made.prefill, self.threads_prefill)
         pieces = pieces or min(MOST_PIECES, max(1, count // ROWS_A_PIECE))
         if times is None:
             self._pool.run(table, threads, pieces)
         else:
             times.append(StepTimes(made.steps, self._pool.timed(table, threads, pieces)))
+        del vectors
         return self._logits[:selected]
+
+    def _place_vectors(self, rows: Rows, first: NDArray[np.int32]) -> NDArray[np.float32] | None:
+        """Note where the vector of each row lies, 0 for none; returns the array that they lie in."""
+        count, vectors = len(rows), None
+        self._vectors[:count] = 0
+        if rows.vectors is not None and rows.vector_of is not None:
+            vectors = np.ascontiguousarray(rows.vectors, np.float32)
+            addresses = vectors.ctypes.data + vectors.strides[0] * rows.vector_of.astype(np.int64)
+            self._vectors[:count] = np.where(rows.vector_of >= 0, addresses, 0)
+        self._selected_vectors[: len(first)] = self._vectors[first]
+        return vectors
