@@ -23,6 +23,7 @@ from edgeq.targets.graph import (
     Graph,
     HeadNorm,
     HeadRotate,
+    InjectVectors,
     LayerNorm,
     Linear,
     NormAdd,
@@ -83,13 +84,15 @@ def expert_widths(config: Stack) -> dict[str, int]:
 
 
 def embedding(metadata: Metadata) -> Iterator[Operation]:
-    """x = table[token] * multiplier (+ positions[position])."""
+    """x = table[token] * multiplier (+ positions[position]), or the vector that a row brings."""
     config, arrays = metadata.config, metadata.arrays
     yield Embed(-1, metadata.linears["head"] if config.tie_word_embeddings else arrays["embedding"], "x")
     if config.embedding_multiplier != 1:
         yield Scale(-1, "x", config.embedding_multiplier)
     if config.rope.kind == "learned":
         yield PositionAdd(-1, "x", arrays["positions"])
+    if config.vision is not None:
+        yield InjectVectors(-1, "x")
 
 
 def norm(metadata: Metadata, config: Stack, layer: int, x: str, name: str, out: str) -> Operation:
