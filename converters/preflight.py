@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import cast
 
-from edgeq.config import ModelConfig, Rope
+from edgeq.config import ModelConfig
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess, OnDownload
@@ -21,7 +21,7 @@ from edgeq.converters.plan import ConversionPlan, write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.machine import available_bytes
-from edgeq.rope import frequencies
+from edgeq.rope import Rope, frequencies
 
 
 def preflight(

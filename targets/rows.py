@@ -30,7 +30,8 @@ class Rows:
     """R rows of one or more sessions.
 
     tokens      int32 [R]
-    positions   int32 [axes, R]      for rotary and learned positions: one axis for text; time, height and width for M-RoPE
+    positions   int32 [axes, R]      for rotary and learned positions; where a graph uses several axes (time, height, width of
+                                     M-RoPE), one stands for all: text
     slots       int32 [R]            where the row's keys and values go in its session's cache
     sessions    int32 [R]            index into `pages`
     pages       per session          its cache pages, enough for the largest slot that is written or seen

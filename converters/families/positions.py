@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from edgeq.config import Rope
 from edgeq.converters.families.family import Values
 from edgeq.errors import FormatError, UnsupportedError
+from edgeq.rope import Rope
 
 ROPE_KINDS = {
     "default": (),
