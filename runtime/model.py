@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -16,7 +16,7 @@ from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.image import Picture
 from edgeq.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
-from edgeq.runtime.arguments import callback, instance, integer, token_ids, wrong
+from edgeq.runtime.arguments import callback, instance, integer, wrong
 from edgeq.runtime.chat_template import OTHER_TEMPLATE, ChatTemplate, Message
 from edgeq.runtime.context_size import choose_context
 from edgeq.runtime.decode import Stream, decode_step

@@ -32,7 +32,9 @@ MOST_IMAGES = 64
 class Pictures:
     """most_tokens   of one picture;  axes: rotary positions of a token."""
 
-    def __init__(self, config: ModelConfig, context: int, image_tokens: int | None, compile_tower: Callable[[int, OnProgress], Tower]) -> None:
+    def __init__(
+        self, config: ModelConfig, context: int, image_tokens: int | None, compile_tower: Callable[[int, OnProgress], Tower]
+    ) -> None:
         """image_tokens    the most of one picture; None: as many as the file allows, at most 1,280 and half the context
         compile_tower   the vision tower for so many patches of a frame
 
@@ -80,7 +82,7 @@ class Seen:
     seconds   that the tower took so far
     """
 
-    def __init__(self, pictures: Pictures, prompt: Prompt, places: Sequence[Place], lock: Lock) -> None:
+    def __init__(self, pictures: Pictures, prompt: Prompt, places: tuple[Place, ...], lock: Lock) -> None:
         """`places`: of the session's pictures and the prompt's, whose own come last."""
         self.places, self.seconds = places, 0.0
         self._pictures, self._lock = pictures, lock
@@ -89,7 +91,7 @@ class Seen:
         self._features: dict[int, NDArray[np.float32]] = {}
 
     def between(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        """The vectors float32 [V, width] that the tokens from `start` to `end` bring, and which each brings, int32; -1: none."""
+        """Vectors float32 [V, width] that the tokens from `start` to `end` bring, and which each brings, int32; -1: none."""
         vectors = [np.zeros((0, self._pictures.vision.out_hidden_size), np.float32)]
         which, count = np.full(end - start, -1, np.int32), 0
         for place, picture in self._new:

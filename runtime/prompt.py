@@ -109,7 +109,7 @@ def positions(places: Sequence[Place], start: int, end: int, axes: int) -> Array
 
 
 def _stretches(places: Sequence[Place], end: int) -> Iterator[tuple[int, int, int, Place | None]]:
-    """First token, the one after the last, and the position that it begins with, of every text and every picture up to `end`."""
+    """First token, the one after the last, and first position, of every text and every picture up to `end`."""
     token = position = 0
     for place in places:
         if place.start >= end:

@@ -1,8 +1,8 @@
 """`edgeq bench`: speed of prefill (pp) and decode (tg) at any depth.
 
 pp512 is 512 tokens prefilled, tg128 is 128 tokens decoded one by one; `@ d512` is after 512 tokens already in the cache, which
-are run before the clock starts.  With --operations a table of each test shows where its time goes.  With --image a table shows how
-long pictures take.
+are run before the clock starts.  With --operations a table of each test shows where its time goes, with --image a table shows
+how long pictures take.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.image import Picture
@@ -30,7 +30,7 @@ HINT = "(/exit, Ctrl-D or Ctrl-C again ends the conversation)"
 LARGEST_CONVERSATION = 16 << 20
 """Bytes of a file that /load reads."""
 ROLES = ("system", "user", "assistant")
-Content = Union[str, list[dict[str, str]]]
+Content = str | list[dict[str, str]]
 """Text, or parts: pictures by path and digest, then the text."""
 Message = dict[str, Any]
 
