@@ -41,8 +41,8 @@ class ImageConfig:
     """pixel = (byte * rescale - mean) / std, of a picture that was resized before.
 
     sizing      "factor": height and width become multiples of a factor (of `size_of`), their product from min_pixels to
-                max_pixels, in about the same proportion (Qwen2-VL); "crop": the shorter edge becomes `shortest_edge`, then height x width
-                are cut out of the middle; "fixed": height x width, whatever the proportion
+                max_pixels, in about the same proportion (Qwen2-VL); "crop": the shorter edge becomes `shortest_edge`, then
+                height x width are cut out of the middle; "fixed": height x width, whatever the proportion
     resampling  the filter, by Pillow's name
     mean, std   of red, green and blue
 
@@ -63,7 +63,7 @@ class ImageConfig:
     def __post_init__(self) -> None:
         for name, kinds in (("sizing", SIZINGS), ("resampling", RESAMPLINGS)):
             if (value := getattr(self, name)) not in kinds:
-                raise UnsupportedError(f"image {name} {str(value)[:80]!r} is not supported; supported: {', '.join(kinds)}")
+                raise UnsupportedError(f"image {name} {value!r:.80} is not supported; supported: {', '.join(kinds)}")
         pixels, edge = ("min_pixels", "max_pixels"), ("height", "width")
         used = {"factor": pixels, "crop": (*edge, "shortest_edge"), "fixed": edge}[self.sizing]
         for name in (*pixels, *edge, "shortest_edge"):
@@ -82,7 +82,7 @@ class ImageConfig:
         for name, least in (("mean", -1e3), ("std", 1e-6)):
             numbers = getattr(self, name)
             if type(numbers) is not tuple or len(numbers) != 3:
-                raise FormatError(f"image {name} is {str(numbers)[:80]}; expected three numbers")
+                raise FormatError(f"image {name} is {numbers!r:.80}; expected three numbers")
             for number in numbers:
                 _number(name, number, least, 1e3)
 
@@ -122,7 +122,8 @@ class ImageConfig:
             raise UnsupportedError(f"{where} has unknown keys {', '.join(unknown)}; this file needs a newer edgeq")
         if missing := sorted({"sizing", "mean", "std"} - set(data)):
             raise FormatError(f"{where} lacks {', '.join(missing)}")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**values)
 
     @classmethod
     def from_preprocessor(cls, data: Any, sizes: Mapping[str, int]) -> ImageConfig:
@@ -139,20 +140,18 @@ class ImageConfig:
         kind = str(found).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
         if kind not in DEFAULTS:
             raise UnsupportedError(
-                f"preprocessor_config.json: image_processor_type {str(found)[:80]!r} is not supported; supported: "
+                f"preprocessor_config.json: image_processor_type {found!r:.80} is not supported; supported: "
                 f"{', '.join(DEFAULTS)}"
             )
         given = {**DEFAULTS[kind], **{key: value for key, value in data.items() if key not in IGNORED and value is not None}}
         for key, expected in [*NEUTRAL.items(), *((key, sizes.get(key, 1)) for key in sorted(SIZES))]:
             if (value := given.pop(key, expected)) != expected:
-                raise UnsupportedError(
-                    f"preprocessor_config.json: {key} {str(value)[:80]!r} is not supported; only {expected!r} is"
-                )
+                raise UnsupportedError(f"preprocessor_config.json: {key} {value!r:.80} is not supported; only {expected!r} is")
         rescale, normalize = given.pop("do_rescale", True), given.pop("do_normalize", True)
         factor, mean, std = given.pop("rescale_factor", 1 / 255), given.pop("image_mean"), given.pop("image_std")
         number = given.pop("resample", 3)
         if type(number) is not int or not 0 <= number < len(RESAMPLINGS):
-            raise UnsupportedError(f"preprocessor_config.json: resample {str(number)[:80]!r} is not supported; expected 0 to 5")
+            raise UnsupportedError(f"preprocessor_config.json: resample {number!r:.80} is not supported; expected 0 to 5")
         size = _sizes(kind, given)
         if given:
             raise UnsupportedError(f"preprocessor_config.json: keys {', '.join(sorted(map(str, given)))} are not supported")
@@ -190,7 +189,7 @@ def _edges(key: str, size: Any) -> tuple[Any, Any]:
         return size["height"], size["width"]
     if type(size) is int:
         return size, size
-    raise UnsupportedError(f"preprocessor_config.json: {key} {str(size)[:80]} is not supported; expected height and width")
+    raise UnsupportedError(f"preprocessor_config.json: {key} {size!r:.80} is not supported; expected height and width")
 
 
 def _three(value: Any) -> Any:
@@ -223,4 +222,4 @@ def _multiple(height: int, width: int, factor: int, least: int, most: int, most_
 def _number(name: str, value: object, least: float, most: float) -> None:
     """FormatError: not a number from `least` to `most`.  NaN is none."""
     if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
-        raise FormatError(f"image {name} is {str(value)[:80]}; expected a number from {least:g} to {most:g}")
+        raise FormatError(f"image {name} is {value!r:.80}; expected a number from {least:g} to {most:g}")

@@ -84,15 +84,15 @@ def expert_widths(config: Stack) -> dict[str, int]:
 
 
 def embedding(metadata: Metadata) -> Iterator[Operation]:
-    """x = table[token] * multiplier (+ positions[position]), or the vector that a row brings."""
+    """x = table[token] * multiplier (+ positions[position]), or the feature of a picture that a row brings."""
     config, arrays = metadata.config, metadata.arrays
     yield Embed(-1, metadata.linears["head"] if config.tie_word_embeddings else arrays["embedding"], "x")
     if config.embedding_multiplier != 1:
         yield Scale(-1, "x", config.embedding_multiplier)
-    if config.rope.kind == "learned":
-        yield PositionAdd(-1, "x", arrays["positions"])
     if config.vision is not None:
         yield InjectVectors(-1, "x")
+    if config.rope.kind == "learned":
+        yield PositionAdd(-1, "x", arrays["positions"])
 
 
 def norm(metadata: Metadata, config: Stack, layer: int, x: str, name: str, out: str) -> Operation:
