@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from edgeq.config import ModelConfig
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
-from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.checkpoint import Checkpoint, read_json
 from edgeq.converters.download import HubAccess, OnDownload
 from edgeq.converters.families import HEAD, Family, recognise
 from edgeq.converters.method import Method
@@ -23,6 +22,9 @@ from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.machine import available_bytes
 from edgeq.rope import Rope, frequencies
 
+VISION_BITS = 8
+"""Of weights and activations of a vision tower where no option says otherwise."""
+
 
 def preflight(
     source: str, options: ConvertOptions, on_download: OnDownload = lambda done, total, label: None
@@ -33,17 +35,19 @@ def preflight(
     ResourceError: too little memory.  InputError: the calibration text.
     """
     checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline, on_download))
-    family, config = recognise(checkpoint.config)
+    family, config = recognise(checkpoint.config, _preprocessor(checkpoint))
     for rope in {config.layer_rope(layer) for layer in range(config.num_hidden_layers)} - {None}:
         # Refuses what could not be run.
         frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(checkpoint, config.vocab_size)
     method = chosen(options)(options, family, config)
+    tower = _tower(options, family)
     rows = _calibration(method, text)
     checkpoint.open_weights()
+    checkpoint.rename(family.description.renamed)
     checkpoint.arrange(family.sources())
-    _check_tensors(checkpoint, family, config)
-    plan = ConversionPlan(options, checkpoint, method, text, rows, write_steps(checkpoint, method, text))
+    _check_tensors(checkpoint, family)
+    plan = ConversionPlan(options, checkpoint, method, tower, text, rows, write_steps(checkpoint, method, tower, text))
     available = available_bytes()
     if plan.memory_bytes > available:
         raise ResourceError(
@@ -65,9 +69,36 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | None:
     return calibration(path, text, length, options.calibration_rows or MAX_ROWS)
 
 
-def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
+def _preprocessor(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """How a picture becomes pixels: in a file of its own, or among the settings of the whole processor (transformers 5)."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (path := checkpoint.folder / name).exists():
+            found = read_json(path)
+            inner = found.get("image_processor", found)
+            return inner if isinstance(inner, dict) else found
+    return None
+
+
+def _tower(options: ConvertOptions, family: Family) -> Method | None:
+    """What is done to the vision tower: rounding, or nothing where the decoder stays as it is too.
+
+    InputError: options for a tower, but the model has none.
+    """
+    if family.tower is None:
+        if options.vision_bits is not None or options.vision_activation_bits is not None:
+            raise InputError(f"--vision-bits: {family.architecture} reads text alone; leave it out")
+        return None
+    bits = options.vision_bits or VISION_BITS
+    if options.method == "none" or bits == 16:
+        chosen_for_tower = ConvertOptions(method="none", dtype=options.dtype)
+    else:
+        chosen_for_tower = ConvertOptions(bits=bits, activation_bits=options.vision_activation_bits or VISION_BITS)
+    return chosen(chosen_for_tower)(chosen_for_tower, family.tower, family.tower.config)
+
+
+def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
     """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
-    expected = family.tensor_shapes(config)
+    expected = family.tensor_shapes() | (family.tower.tensor_shapes() if family.tower else {})
     for name, shape in expected.items():
         checkpoint.tensor(name, shape)
         checkpoint.dtype(name)

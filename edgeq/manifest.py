@@ -19,14 +19,14 @@ FLOAT_PARTS = ("router", "shared_gate")
 """Linear layers that converters keep in floats: a rounding error in them sends a token to another expert."""
 
 
-Contents = dict[str, dict[str, Shape] | tuple[int, ...]]
+StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
 """Name of an array -> its shape;  name of a fused linear layer -> names and (rows, columns) of the layers fused in it."""
 
 
-def layer_contents(config: Stack, layer: int) -> Contents:
+def layer_contents(config: Stack, layer: int) -> StackContents:
     """The contents of a layer of a decoder or of a tower, in execution order."""
     hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, layer_prefix(config, layer)
-    contents: Contents = dict(_norm(config, f"{p}attention_norm"))
+    contents: StackContents = dict(_norm(config, f"{p}attention_norm"))
     contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)}
     if config.qk_norm:
         contents |= {f"{p}q_norm": (config.head_dim,), f"{p}k_norm": (config.head_dim,)}
@@ -50,12 +50,12 @@ def layer_prefix(config: Stack, layer: int) -> str:
     return f"{config.prefix}layers.{layer}."
 
 
-def patch_contents(config: VisionConfig) -> Contents:
+def patch_contents(config: VisionConfig) -> StackContents:
     """What a tower has before its layers."""
     return {"vision.patch": {"vision.patch": (config.hidden_size, config.patch_width)}}
 
 
-def projector_contents(config: VisionConfig) -> Contents:
+def projector_contents(config: VisionConfig) -> StackContents:
     """What a tower has after its layers, in execution order."""
     joined, inner = config.joined_size, config.project_size
     width = joined if config.project_norm == "joined" else config.hidden_size
@@ -97,7 +97,7 @@ def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | _norm(config, "norm")
 
 
-def _parts(config: ModelConfig) -> Iterator[Contents]:
+def _parts(config: ModelConfig) -> Iterator[StackContents]:
     """The contents of the tower, where there is one, and of all layers."""
     if vision := config.vision:
         yield patch_contents(vision)
