@@ -3,7 +3,7 @@
     python -m edgeq.tools.lab.signs draw OUT --split evaluation --count 2048
     python -m edgeq.tools.lab.signs read FILE OUT --json
 
-models/tiny-qwen2vl was trained on such signs.  Every sign has a seed of its own, and the seeds of calibration and evaluation are
+models/tiny-qwen2vl was trained on such signs.  Every sign has a seed of its own; the seeds of calibration and evaluation are
 disjoint from each other and from those of the training.
 """
 
