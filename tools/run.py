@@ -279,8 +279,8 @@ def summary(model: Model, generation: Generation) -> list[str]:
         f"prefill  {m.prefill_rate:,.1f} tok/s ({m.prompt_tokens - m.cached_tokens} tokens), TTFT {1000 * m.ttft_s:,.0f} ms",
     ]
     if m.images:
-        tower = f"tower {m.vision_s:.2f} s" if m.vision_s else "from the cache"
-        lines.append(f"images   {m.images} ({m.visual_tokens} tokens), read in {m.read_s:.2f} s, {tower}")
+        tower = f"tower {1000 * m.vision_s:,.0f} ms" if m.vision_s else "from the cache"
+        lines.append(f"images   {m.images} ({m.visual_tokens} tokens), read in {1000 * m.read_s:,.0f} ms, {tower}")
     if m.decode_steps:
         decode = f"decode   {m.decode_rate:,.1f} tok/s ({m.generated_tokens} tokens, ended by {generation.finish_reason})"
         share, bandwidth = "", read_bandwidth(model, reached=m.decode_bytes_per_s)
