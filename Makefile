@@ -45,8 +45,8 @@ $(SIGNS)/samples.jsonl: tools/lab/signs.py | $(VENV)/installed-convert $(VENV)/i
 
 $(DEMO_VISION): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert $(VENV)/installed-vision
 	@mkdir -p $(dir $(DEMO_VISION))
-	@echo "== convert: AWQ, 4 bits; the vision tower to 8 bits"
-	$(EDGEQ) convert $(SEES) -o $(DEMO_VISION) --method awq --bits 4 --group-size 128
+	@echo "== convert: round to nearest, 4 bits; the vision tower to 8 bits"
+	$(EDGEQ) convert $(SEES) -o $(DEMO_VISION) --method rtn --bits 4 --group-size 128
 
 $(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert
 	@mkdir -p $(dir $(DEMO))

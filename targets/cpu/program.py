@@ -34,9 +34,9 @@ LEAST_BYTES = 4 << 20
 another process holds a core, meeting can take milliseconds."""
 TILE = 12
 """Rows of the largest tile of products."""
-MOST_PIECES, ROWS_A_PIECE = 16, 4
-"""Pieces of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does
-not."""
+FEW_PIECES, LEAST_ROWS, MOST_ROWS = 16, 4, 32
+"""Pieces of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does not.
+There are 16 where that leaves each 4 rows, and more of a run so long, a picture's, that each would have more than 32."""
 
 
 class CpuProgram:
@@ -209,7 +209,7 @@ class CpuProgram:
         self._selected_slots[:selected] = rows.slots[first]
         self._selected_page_tables[:selected] = self._page_tables[first]
         table, threads = (made.decode, self.threads) if count == 1 else (made.prefill, self.threads_prefill)
-        pieces = pieces or min(MOST_PIECES, max(1, count // ROWS_A_PIECE))
+        pieces = pieces or max(1, min(FEW_PIECES, count // LEAST_ROWS), count // MOST_ROWS)
         if times is None:
             self._pool.run(table, threads, pieces)
         else:
