@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "master": ("--master", ("i8", "bf16")),
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
+    "activations": ("--activations", ("token", "static")),
     "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
     "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
 }
@@ -57,6 +58,7 @@ class ConvertOptions:
     gptq              rotated methods: weights by GPTQ instead of rounding
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
+    activations       SmoothQuant: a scale for every token, or one constant scale for each layer, measured on the text
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
     head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
@@ -84,6 +86,7 @@ class ConvertOptions:
     rank: int | None = None
     master: Literal["i8", "bf16"] | None = None
     alpha: float | None = None
+    activations: Literal["token", "static"] | None = None
     high_fraction: float | None = None
     dtype: Literal["f32", "f16", "bf16"] | None = None
     head: HeadBits | None = None

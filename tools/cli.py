@@ -11,6 +11,7 @@ from edgeq import __version__
 from edgeq.devices import DEVICES
 from edgeq.tools.entry import Commands
 from edgeq.tools.help_sections import section
+from edgeq.tools.method_options import SINGLE_METHODS, VISION_BITS
 from edgeq.tools.options import (
     DRAFT_OPTIONS,
     GENERATION_OPTIONS,
@@ -34,12 +35,10 @@ from edgeq.tools.params import (
     PixelSize,
     Several,
     Threads,
-    VisionBits,
 )
 
 METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
 TYPES = ("f32", "f16", "bf16")
-MASTERS = ("i8", "bf16")
 
 
 @click.group(
@@ -58,7 +57,6 @@ def main() -> None:
 
 output = section("Output")
 quantization = section("Quantization")
-single = section("Options of single methods")
 calibration = section("Calibration")
 hub = section("Hugging Face hub")
 
@@ -114,13 +112,7 @@ hub = section("Hugging Face hub")
     default=None,
     help="Quantize without or with zero points.  [default: --asym; smoothquant: --sym]",
 )
-@quantization(
-    "--vision-bits",
-    type=VisionBits(),
-    metavar="W[/A]",
-    help="Bits of the weights and activations of a vision tower: 2 to 8, or 16 for as they are; activations 8 or 16.  "
-    "[default: 8/8]",
-)
+@VISION_BITS
 @quantization(
     "--head",
     type=int,
@@ -133,22 +125,7 @@ hub = section("Hugging Face hub")
     type=OneOf(*TYPES),
     help="Type of the weights with --method none.  [default: as in SRC]",
 )
-@single(
-    "--act-order/--no-act-order",
-    "act_order",
-    default=None,
-    help="gptq: quantize columns with large activations first.  [default: no]",
-)
-@single("--gptq/--no-gptq", "gptq", default=None, help="quarot, resq: round by gptq.  [default: round to nearest]")
-@single("--rank", type=int, metavar="N", help="ttq: rank of the 16-bit correction; 0: none.  [default: 16]")
-@single("--master", type=OneOf(*MASTERS), help="ttq: type of the master weights that the device rounds from.  [default: i8]")
-@single(
-    "--alpha",
-    type=float,
-    metavar="0..1",
-    help="smoothquant: share of the range of activations that moves into the weights.  [default: 0.5]",
-)
-@single("--high-fraction", type=float, metavar="0..0.5", help="resq: share of the channels kept in 8 bits.  [default: 0.125]")
+@SINGLE_METHODS
 @calibration(
     "--calibration",
     metavar="FILE|built-in",
