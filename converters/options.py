@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "symmetric": ("--sym/--asym", (True, False)),
     "act_order": ("--act-order", (True, False)),
     "gptq": ("--gptq", (True, False)),
+    "split_row": ("--split-row", (True, False)),
     "master": ("--master", ("i8", "bf16")),
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
@@ -56,6 +57,7 @@ class ConvertOptions:
                       size that divides the columns
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
+    split_row         QuaRot: the first column of the down projection apart, unrounded
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
     activations       SmoothQuant: a scale for every token, or one constant scale for each layer, measured on the text
@@ -83,6 +85,7 @@ class ConvertOptions:
     symmetric: bool | None = None
     act_order: bool | None = None
     gptq: bool | None = None
+    split_row: bool | None = None
     rank: int | None = None
     master: Literal["i8", "bf16"] | None = None
     alpha: float | None = None

@@ -37,7 +37,7 @@ readers."""
 LIMITS_VISION = {
     "patch_size": 256,
     "temporal_patch_size": 16,
-    "merge": 16,
+    "merge": 4,
     "project_size": LIMITS["intermediate_size"],
     "out_hidden_size": LIMITS["hidden_size"],
 }

@@ -27,6 +27,12 @@ SINGLE_METHODS = decorated(
         help="gptq: quantize columns with large activations first.  [default: no]",
     ),
     single("--gptq/--no-gptq", "gptq", default=None, help="quarot, resq: round by gptq.  [default: round to nearest]"),
+    single(
+        "--split-row/--no-split-row",
+        "split_row",
+        default=None,
+        help="quarot: keep the column that holds the means of the down projection's weights apart in 16 bits.  [default: no]",
+    ),
     single("--rank", type=int, metavar="N", help="ttq: rank of the 16-bit correction; 0: none.  [default: 16]"),
     single(
         "--master", type=OneOf(*MASTERS), help="ttq: type of the master weights that the device rounds from.  [default: i8]"
