@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -34,6 +35,8 @@ from edgeq.targets.graph import RopeRotate
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Program, Requantizable, no_progress
+
+_log = logging.getLogger(__name__)
 
 MOST_LOGITS = 32
 """Texts that one run decodes, or 4 with drafts of 7 tokens; each takes 4 bytes of memory for every token of the vocabulary."""
@@ -171,7 +174,10 @@ class Model:
         max_rows     rows of one run: the prefill chunk; 0: the target chooses
         chat_template   jinja2 text instead of the file's
         requantization  when and how weights are requantized from the file's masters; None: after every prompt if it has any
-        on_progress  called as kernels are compiled, which takes seconds the first time on a machine
+        on_progress  called with (kernels done, kernels in all, label) as they are compiled, which takes seconds the first time
+                     on a machine, and with (0, 0, label) before a measurement; what it raises ends the load
+
+        The logger "edgeq" is told at level INFO what was compiled and how long that took, then what the model runs on.
 
         InputError: no such file, or an argument of the wrong type or out of range.  FormatError: damaged.  UnsupportedError:
         something that the file needs or you ask for is not there.  ResourceError: the context does not fit in memory.
@@ -214,6 +220,7 @@ class Model:
             on_progress=on_progress,
         )
         model.load_s = perf_counter() - started
+        _log.info("%s: %s; context %d; loaded in %.2f s", file.path.name, model.description, model.context, model.load_s)
         return model
 
     @property

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.records import ArrayRef, Mode, Weight
 from edgeq.targets.cpu.jit.buffers import Buffers, zeros
-from edgeq.targets.cpu.jit.compile import address, is_kept
+from edgeq.targets.cpu.jit.compile import address
 from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Table, Tables
+from edgeq.targets.cpu.jit.parallel import compile_missing
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels import requantize
 from edgeq.targets.cpu.lowering.activations import factors_of
@@ -52,12 +53,7 @@ def prepare(inputs: Sequence[SharedInput], on_progress: OnProgress) -> None:
     """Compile what `fill` needs; `on_progress` is told of each kernel that was not compiled before."""
     specs = [spec for each in inputs for spec in each.layers]
     needed = dict.fromkeys(requantize.literals(spec.master, spec.weights[0].codec) for spec in specs if spec.master)
-    missing = [each for each in needed if not is_kept(requantize.requantize, *each)]
-    for i, each in enumerate(missing):
-        on_progress(i, len(missing), "compiling requantize")
-        address(requantize.requantize, *each)
-    if missing:
-        on_progress(len(missing), len(missing), "compiled")
+    compile_missing(((requantize.requantize, each) for each in needed), on_progress)
 
 
 class Requantizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from edgeq.targets.cpu.jit.compile import inline
+from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.simd import get_f32, put_f32, vexp, vkeep, vload, vmax, vmaximum, vmul, vsplat, vstore
 from edgeq.targets.cpu.kernels.kv_layout import POSITIONS
 

@@ -4,7 +4,8 @@ activations of an MLP other than SwiGLU."""
 from __future__ import annotations
 
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.simd import (
     LANES,
     get_f32,
