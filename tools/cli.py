@@ -13,6 +13,7 @@ from edgeq.tools.entry import Commands
 from edgeq.tools.help_sections import section
 from edgeq.tools.options import (
     DRAFT_OPTIONS,
+    ELSEWHERE_OPTIONS,
     GENERATION_OPTIONS,
     JSON,
     MODEL,
@@ -361,12 +362,24 @@ def compare(**options: Any) -> None:
     command(**options)
 
 
-@main.command(short_help="Compile the kernels of a model ahead of its first run.")
-@MODEL
+@main.command(
+    short_help="Compile the kernels of a model ahead of its first run.",
+    epilog="""
+    edgeq warm model.edgeq
+    edgeq warm model.edgeq --for raspberry-pi-5 -o kernels.zip
+    edgeq warm --from kernels.zip
+    """,
+)
+@click.argument("model", metavar="[FILE]", required=False, type=EdgeqFile())
+@ELSEWHERE_OPTIONS
 @THREADS
 @TARGET_OPTIONS
 def warm(**options: Any) -> None:
-    """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode."""
+    """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode.
+
+    A slow device need not compile by itself: --for makes a file of kernels on a workstation, --from installs it on the device.
+    It is machine code: install only what you made, or whose digest its maker told you.
+    """
     from edgeq.tools.warm import warm as command
 
     command(**options)

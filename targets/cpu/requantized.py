@@ -11,7 +11,7 @@ from edgeq.container import ModelFile
 from edgeq.records import ArrayRef, Mode, Weight
 from edgeq.targets.cpu.jit.buffers import Buffers, zeros
 from edgeq.targets.cpu.jit.compile import address
-from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Table, Tables
+from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Table, Tables, Variant
 from edgeq.targets.cpu.jit.parallel import compile_missing
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels import requantize
@@ -49,11 +49,16 @@ def moved(table: Table, addresses: Mapping[int, int]) -> Table:
     return result
 
 
-def prepare(inputs: Sequence[SharedInput], on_progress: OnProgress) -> None:
-    """Compile what `fill` needs; `on_progress` is told of each kernel that was not compiled before."""
+def kernels_of_rounding(inputs: Sequence[SharedInput]) -> list[Variant]:
+    """The kernels that `fill` needs."""
     specs = [spec for each in inputs for spec in each.layers]
     needed = dict.fromkeys(requantize.literals(spec.master, spec.weights[0].codec) for spec in specs if spec.master)
-    compile_missing(((requantize.requantize, each) for each in needed), on_progress)
+    return [(requantize.requantize, each) for each in needed]
+
+
+def prepare(inputs: Sequence[SharedInput], on_progress: OnProgress) -> None:
+    """Compile what `fill` needs; `on_progress` is told of kernels that were not compiled before."""
+    compile_missing(kernels_of_rounding(inputs), on_progress)
 
 
 class Requantizer:

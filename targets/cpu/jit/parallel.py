@@ -12,6 +12,7 @@ import os
 import selectors
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,7 +47,8 @@ def compile_missing(jobs: Iterable[Job], on_progress: OnProgress) -> None:
     started, count = perf_counter(), workers_for(len(missing))
     _log.info("compiling %d kernels in %d process%s", len(missing), count, "es" if count > 1 else "")
     if count > 1:
-        compile_by(count, missing, compile.cache_folder(), None, on_progress)
+        for failure in compile_by(count, missing, compile.cache_folder(), None, on_progress):
+            _log.warning("a process that compiled kernels ended: %s", failure)
     for i, (factory, literals) in enumerate(missing):
         if not compile.is_kept(factory, *literals):
             on_progress(i, len(missing), f"compiling {factory.__name__}")
@@ -65,61 +67,77 @@ def workers_for(jobs: int) -> int:
     return max(1, min(machine.cpu().cores, jobs // 2, machine.available_bytes() // WORKER_BYTES)) if jobs >= LEAST_JOBS else 1
 
 
-def compile_by(count: int, jobs: list[Job], folder: Path, device: Device | None, on_progress: OnProgress) -> None:
-    """Compile into `folder` by `count` processes, for a device or for this machine.  Returns early if all of them died."""
+def compile_by(count: int, jobs: list[Job], folder: Path, device: Device | None, on_progress: OnProgress) -> list[str]:
+    """Compile into `folder` by `count` processes, for a device or for this machine.  Returns why processes ended early."""
     setup = {"folder": str(folder), "device": device and device.name, "digest": compile.source_digest()}
-    done, waiting = 0, iter(jobs)
+    done, waiting, failures = 0, iter(jobs), list[str]()
     with _workers(count) as workers, selectors.DefaultSelector() as ready:
         for worker in workers:
-            if _tell(worker, setup) and _next(worker, waiting):
-                ready.register(worker.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+            if worker.tell(setup) and worker.take(waiting):
+                ready.register(worker.answers, selectors.EVENT_READ, worker)
         while ready.get_map():
             on_progress(done, len(jobs), f"compiling kernels in {len(ready.get_map())} processes")
             for key, _ in ready.select():
                 worker = key.data
-                done += bool(kept := worker.stdout.readline())
-                if not (kept and _next(worker, waiting)):
-                    ready.unregister(worker.stdout)
+                if worker.answers.readline():
+                    done += 1
+                else:
+                    failures.append(worker.last_words())
+                if failures or not worker.take(waiting):
+                    ready.unregister(worker.answers)
+    return failures
 
 
-def _next(worker: subprocess.Popen[bytes], waiting: Iterator[Job]) -> bool:
-    """Give a process its next job; False if there is none or it died."""
-    job = next(waiting, None)
-    return job is not None and _tell(worker, [job[0].__module__, job[0].__name__, job[1]])
+class _Worker:
+    """A process of worker.py."""
 
+    def __init__(self) -> None:
+        """OSError: the system gives no more processes."""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        # A session of its own: an interrupt from the terminal ends this process, and this process ends the others.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, *sys.path],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin and self._process.stdout
+        self._tells, self.answers = self._process.stdin, self._process.stdout
 
-def _tell(worker: subprocess.Popen[bytes], message: Any) -> bool:
-    assert worker.stdin
-    with suppress(BrokenPipeError):
-        worker.stdin.write(json.dumps(message).encode() + b"\n")
-        worker.stdin.flush()
-        return True
-    return False
+    def tell(self, message: Any) -> bool:
+        """Whether it could be told."""
+        with suppress(BrokenPipeError):
+            self._tells.write(json.dumps(message).encode() + b"\n")
+            self._tells.flush()
+            return True
+        return False
+
+    def take(self, waiting: Iterator[Job]) -> bool:
+        """Give it the next job; False if there is none or the process died."""
+        job = next(waiting, None)
+        return job is not None and self.tell([job[0].__module__, job[0].__name__, job[1]])
+
+    def last_words(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), f"exit code {self._process.returncode}")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for file in (self._tells, self.answers, self._errors):
+            with suppress(BrokenPipeError):
+                file.close()
 
 
 @contextmanager
-def _workers(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _workers(count: int) -> Iterator[list[_Worker]]:
     """Processes that end with the block, whatever ends it; fewer, or none, where the system gives no more."""
-    workers: list[subprocess.Popen[bytes]] = []
+    workers: list[_Worker] = []
     try:
         with suppress(OSError):
             for _ in range(count):
-                # A session of its own: an interrupt from the terminal ends this process, and this process ends the others.
-                workers.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", _START, *sys.path],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.DEVNULL,
-                        start_new_session=True,
-                    )  # fmt: skip
-                )
+                workers.append(_Worker())
         yield workers
     finally:
         for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.wait()
-            for pipe in (worker.stdin, worker.stdout):
-                with suppress(BrokenPipeError):
-                    pipe.close()  # type: ignore[union-attr]
+            worker.end()

@@ -79,8 +79,6 @@ class _Codegen(CPUCodegen):  # type: ignore[misc]
     def _init(self, llvm_module: Any) -> None:
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
-        # For the one line of assembly that reads the clock of an Arm processor.
-        llvm.initialize_native_asmparser()
         chosen = self._processor
         self._tm_features = chosen.flags
         self._tm = llvm.Target.from_triple(chosen.triple).create_target_machine(

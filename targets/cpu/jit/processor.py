@@ -72,18 +72,14 @@ def here() -> Processor:
 
 _ARM = ("aarch64", "aarch64-unknown-linux-gnu")
 _X86 = ("x86_64", "x86_64-unknown-linux-gnu")
+# As /proc/cpuinfo spells what LLVM takes for granted at this level ("abm" is lzcnt).
+_V3 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "cx16", "f16c", "fma", "lahf_lm", "movbe", "popcnt", "sse4_2", "xsave"})
 # Instruction set of a device -> architecture, and as little of it as every such processor has.
 _OF_ISA = {
     "neon": (*_ARM, frozenset({"asimd"}), "cortex-a72"),
     "neon-dotprod": (*_ARM, frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"}), "cortex-a76"),
-    "avx2": (*_X86, frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "popcnt"}), "x86-64-v3"),
-    "avx512-vnni": (
-        *_X86,
-        frozenset(
-            {"avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni", "bmi1", "bmi2", "f16c", "fma"}
-        ),
-        "x86-64-v4",
-    ),
+    "avx2": (*_X86, _V3, "x86-64-v3"),
+    "avx512-vnni": (*_X86, _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"}, "x86-64-v4"),
 }
 
 

@@ -162,7 +162,10 @@ def note_time(typing: Any, address: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if current().is_arm:
-            now = b.asm(ir.FunctionType(I64, []), "mrs $0, cntvct_el0", "=r", [], True)
+            # By name and not in assembly, for which llvmlite has a parser for its own processor only.
+            kind = ir.FunctionType(I64, [ir.MetaDataType()])
+            function = cgutils.get_or_insert_function(b.module, kind, "llvm.read_volatile_register.i64")
+            now = b.call(function, [b.module.add_metadata(["cntvct_el0"])])
         else:
             now = call(b, "llvm.readcyclecounter", I64)
         store(b, now, args[0], 8)
