@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-COUNTS = {"bytes": 1500, "metadata": 500, "template": 60, "tokenizer": 60, "config": 4000, "header": 4000}
+COUNTS = {"bytes": 2000, "metadata": 500, "template": 40, "tokenizer": 60, "config": 4000, "index": 3000, "header": 4000}
 
 
 @pytest.mark.parametrize("kind", COUNTS)
