@@ -35,13 +35,13 @@ class Kind:
 def _bytes(folder: Path) -> Trial:
     from file_trials import changed_file, samples
 
-    return partial(changed_file, wholes=samples(folder), path=folder / "bytes.edgeq")
+    return partial(changed_file, samples=samples(folder), path=folder / "bytes.edgeq")
 
 
 def _metadata(folder: Path) -> Trial:
     from file_trials import metadata, samples
 
-    return partial(metadata, wholes=samples(folder), path=folder / "metadata.edgeq")
+    return partial(metadata, samples=samples(folder), path=folder / "metadata.edgeq")
 
 
 def _template(folder: Path) -> Trial:
@@ -74,6 +74,19 @@ def _header(folder: Path) -> Trial:
     return partial(header, path=folder / "header.safetensors")
 
 
+def _mutant(folder: Path) -> Trial:
+    from file_trials import samples
+    from number_trials import mutant
+
+    return partial(mutant, samples=samples(folder), path=folder / "mutant.edgeq")
+
+
+def _sound(folder: Path) -> Trial:
+    from number_trials import sound
+
+    return partial(sound, path=folder / "sound.edgeq")
+
+
 KINDS = {
     "bytes": Kind(_bytes, 1_000_000),
     "metadata": Kind(_metadata, 100_000),
@@ -82,4 +95,6 @@ KINDS = {
     "config": Kind(_config, 100_000),
     "index": Kind(_index, 100_000),
     "header": Kind(_header, 100_000),
+    "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False),
+    "sound": Kind(_sound, 2000, seconds=60.0, memory=4 << 30, own_cache=False),
 }
