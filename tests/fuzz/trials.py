@@ -87,6 +87,12 @@ def _sound(folder: Path) -> Trial:
     return partial(sound, path=folder / "sound.edgeq")
 
 
+def _kill(folder: Path) -> Trial:
+    from kills import Conversions
+
+    return Conversions(folder).trial
+
+
 KINDS = {
     "bytes": Kind(_bytes, 1_000_000),
     "metadata": Kind(_metadata, 100_000),
@@ -97,4 +103,5 @@ KINDS = {
     "header": Kind(_header, 100_000),
     "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False),
     "sound": Kind(_sound, 2000, seconds=60.0, memory=4 << 30, own_cache=False),
+    "kill": Kind(_kill, 260, seconds=120.0, memory=0),
 }
