@@ -49,7 +49,10 @@ class Embed(Operation):
 
 @dataclass(frozen=True)
 class RmsNorm(Operation):
-    """out = x / sqrt(mean(x^2) + eps) * gain (Zhang and Sennrich 2019)."""
+    """out = x / sqrt(mean(x^2) + eps) * gain (Zhang and Sennrich 2019).
+
+    As in every norm, a row whose squares add up to more than a float32 holds becomes NaN.
+    """
 
     x: str
     gain: ArrayRef

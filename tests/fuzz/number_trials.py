@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fence import fenced
 from file_trials import Sample, changed_metadata, drawn
 from model_files import make
 from mutation import refused
+from numpy.typing import NDArray
 
 from edgeq import machine
 from edgeq.container import DATA_OFFSET, ModelFile
@@ -21,18 +23,40 @@ from edgeq.errors import EdgeqError
 from edgeq.records import MODES, Mode
 from edgeq.runtime import Model
 from edgeq.runtime.requantize import Requantization
+from edgeq.targets import pick
 from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.target import Options
 
+Logits = NDArray[np.float32]
 HERE = [
     i.name for i in all_isas() if i.needs <= machine.cpu().features and (not i.machines or machine.cpu().arch in i.machines)
 ]
 LENGTHS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 23)
 """Tokens of a prompt: tiles of 12, 4 and 1, alone and together, whole and not."""
 DECODED = 2
-MANY, TIMES = 48, 4.0
-"""Disturbed runs where a few do not explain a difference, and the noise of the last of them beside that of the first."""
+FEW, MANY, TIMES = 4, 48, 4.0
+"""Disturbed runs, those where a few do not explain a difference, and how much more noise the last of them has."""
 LARGEST = 1 << 24
 """Numbers in the buffers of a run, of rows that a mutant could claim: more is not run."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of `length` tokens, and those that are decoded after it, drawn by `seed`."""
+
+    length: int
+    seed: int
+
+    def run(self, model: Model) -> Logits:
+        """Logits float32 [1 + DECODED, vocab]; fewer where the context is shorter."""
+        rng, vocab, left = random.Random(self.seed), model.config.vocab_size, max(1, model.context - DECODED)
+        tokens = [rng.randrange(vocab) for _ in range(min(self.length, left) + DECODED)][: model.context]
+        first = tokens[: max(1, len(tokens) - DECODED)]
+        with warnings.catch_warnings(), np.errstate(all="ignore"), model.session() as session:
+            warnings.simplefilter("ignore")
+            logits = [session.prefill(first).copy()]
+            logits += [session.decode(token).copy() for token in tokens[len(first) :]]
+        return np.array(logits)
 
 
 def same_numbers(path: Path, rng: random.Random, isas: Sequence[str], threads: Sequence[int], mode: Mode | None) -> str:
@@ -41,61 +65,56 @@ def same_numbers(path: Path, rng: random.Random, isas: Sequence[str], threads: S
     AssertionError: a target refuses what the other runs, without naming the other; the number of threads changes a bit; logits
     differ, or are finite on one target alone, and the reference does not move as far when it is disturbed.
     """
-    seed, length = rng.getrandbits(32), rng.choice(LENGTHS)
-    wanted = _run(path, "reference", None, 1, mode, seed, length)
-    results: dict[str, Any] = {}
+    prompt = Prompt(rng.choice(LENGTHS), rng.getrandbits(32))
+    reference = _loaded(path, "reference", None, 1, mode)
+    if isinstance(reference, str):
+        wanted: Logits | str = reference
+    else:
+        wanted = prompt.run(reference)
     outcome = ""
     for isa in isas:
+        known: Logits | str | None = None
         for count in threads:
             with fenced() as fence:
-                found = _run(path, "cpu", isa, count, mode, seed, length)
+                model = _loaded(path, "cpu", isa, count, mode)
+                if isinstance(model, str):
+                    found: Logits | str = model
+                else:
+                    with model:
+                        found = prompt.run(model)
                 fence.check()
-            known = results.setdefault(isa, found)
-            same = known == found if isinstance(known, str) or isinstance(found, str) else np.array_equal(known, found, True)
+            same = known is None or (found == known if isinstance(found, str) else np.array_equal(found, known, True))
             assert same, f"{isa}: {count} threads give other bits"
-        outcome = _compared(path, mode, seed, length, results[isa], wanted, isa)
+            known = found
+        if isinstance(found, str) or isinstance(reference, str):
+            sound = isinstance(found, str) and (isinstance(reference, str) or found.endswith("run with --target reference"))
+            assert sound, f"{isa}: {found if isinstance(found, str) else 'runs'}; reference: {reference}"
+            outcome = "refused" if isinstance(reference, str) else "the cpu target names the reference"
+        else:
+            outcome = _compared(reference, prompt, found, wanted, isa)
     return outcome
 
 
-def _run(path: Path, target: str, isa: str | None, threads: int, mode: Mode | None, seed: int, length: int) -> Any:
-    """Logits float32 [1 + DECODED, vocab], or the message of a refusal."""
-    rng = random.Random(seed)
+def _loaded(path: Path, target: str, isa: str | None, threads: int, mode: Mode | None) -> Model | str:
+    """The model, or the message of its refusal; weights with a master are requantized after a prompt of any length."""
     try:
-        model = Model.load(
-            path, target=target, isa=isa, threads=threads, mode=mode, max_rows=24, max_logits=1, requantization=_settings(path)
-        )
-        vocab, left = model.config.vocab_size, max(1, model.context - DECODED)
-        tokens = [rng.randrange(vocab) for _ in range(min(length, left) + DECODED)][: model.context]
-        with warnings.catch_warnings(), np.errstate(all="ignore"), model, model.session() as session:
-            warnings.simplefilter("ignore")
-            first = tokens[: max(1, len(tokens) - DECODED)]
-            logits = [session.prefill(first).copy()]
-            logits += [session.decode(token).copy() for token in tokens[len(first) :]]
+        file = ModelFile.open(path)
+        masters = any(linear.master for linear in file.metadata.linears.values())
+        choice, chosen = pick(target, file), mode or file.metadata.default_mode
+        options = Options(chosen, threads, isa, max_rows=24, max_logits=1, kv=file.metadata.kv, requantize=masters)
+        return Model(file, choice, options, requantization=Requantization(min_tokens=1) if masters else None)
     except EdgeqError as error:
         refused(error)
         return str(error)
-    return np.array(logits)
 
 
-def _settings(path: Path) -> Requantization | None:
-    """Requantize after a prompt of any length, where there are masters."""
-    masters = any(linear.master for linear in ModelFile.open(path).metadata.linears.values())
-    return Requantization(min_tokens=1) if masters else None
-
-
-def _compared(path: Path, mode: Mode | None, seed: int, length: int, found: Any, wanted: Any, isa: str) -> str:
-    if isinstance(found, str) or isinstance(wanted, str):
-        if isinstance(found, str) and isinstance(wanted, str):
-            return "refused"
-        assert isinstance(found, str) and found.endswith("run with --target reference"), f"{isa}: {found}, reference: {wanted}"
-        return "the cpu target names the reference"
+def _compared(reference: Model, prompt: Prompt, found: Logits, wanted: Any, isa: str) -> str:
     moved: list[Any] = []
     for run in range(MANY):
-        # Few runs, as large as they were measured to be, nearly always suffice.
-        noise = 1.0 if run < 4 else 1.0 + (TIMES - 1) * run / MANY
-        with disturbed(seed + run, noise):
-            moved.append(_run(path, "reference", None, 1, mode, seed, length))
-        if run % 4 == 3 and (outcome := _explained(found, wanted, moved, 8.0 if run == 3 else 3.0)):
+        # Few runs with noise of the size that differences have nearly always suffice.
+        with disturbed(prompt.seed + run, 1.0 if run < FEW else 1.0 + (TIMES - 1) * run / MANY):
+            moved.append(prompt.run(reference))
+        if run % FEW == FEW - 1 and (outcome := _explained(found, wanted, moved, 8.0 if run < FEW else 3.0)):
             return outcome
     with np.errstate(all="ignore"):
         size, most = np.abs(wanted).max(axis=1), max(float(np.abs(m - wanted).max()) for m in moved)
