@@ -211,6 +211,7 @@ class Attention(Operation):
     cache    layer of the cache's pages
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
+    Where all scores of a query are -1e30 or less, its result is NaN.
     """
 
     x: str

@@ -27,10 +27,10 @@ from pathlib import Path
 
 from trials import KINDS
 
-STATE = struct.Struct("<qq")
-"""What a worker tells of itself, in a file that both map: the trial that runs, and how many are done."""
-HANG = 60.0
-"""Seconds of wall clock without a finished trial, beside twenty times its processor time, after which a worker is ended."""
+LABELS = 62
+STATE = struct.Struct(f"<{2 + LABELS}q")
+"""What a worker tells of itself, in a file that both map, so that nothing is lost when it ends: the trial that runs, how many
+are done, and how often each outcome came; the names of outcomes are in another file."""
 MEMORY = "/dev/shm"
 
 
@@ -42,28 +42,30 @@ def work(kind: str, seed: int, first: int, step: int, end: int, folder: Path) ->
     trial = KINDS[kind].prepare(folder)
     if KINDS[kind].memory:
         resource.setrlimit(resource.RLIMIT_AS, (KINDS[kind].memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    outcomes: dict[str, int] = collections.Counter()
     with open(folder / "state", "r+b") as file:
-        state = mmap.mmap(file.fileno(), STATE.size)
-    saved = time.monotonic()
+        state = memoryview(mmap.mmap(file.fileno(), STATE.size)).cast("q")
+    names: list[str] = []
+
+    def count(outcome: str) -> None:
+        if outcome not in names:
+            names.append(outcome)
+            (folder / "names").write_text(json.dumps(names))
+        state[2 + names.index(outcome)] += 1
+
     for done, index in enumerate(range(first, end, step)):
-        state[:] = STATE.pack(index, done)
+        state[0], state[1] = index, done
         before = sum(os.times()[:4])
         try:
-            outcomes[trial(random.Random(f"{kind} {seed} {index}"))] += 1
+            count(trial(random.Random(f"{kind} {seed} {index}")))
         except Exception as error:
-            outcomes["FINDING"] += 1
+            count("FINDING")
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(where.filename).name}:{where.lineno}"
             print(f"{kind} --seed {seed} --only {index}: {type(error).__name__} at {place}: {str(error)[:300]!r}", flush=True)
         if (took := sum(os.times()[:4]) - before) > KINDS[kind].seconds:
-            outcomes["FINDING"] += 1
+            count("FINDING")
             print(f"{kind} --seed {seed} --only {index}: takes {took:.1f} s", flush=True)
-        if time.monotonic() - saved > 1:
-            (folder / "outcomes").write_text(json.dumps(outcomes))
-            saved = time.monotonic()
-    state[:] = STATE.pack(end, len(range(first, end, step)))
-    (folder / "outcomes").write_text(json.dumps(outcomes))
+    state[0], state[1] = end, len(range(first, end, step))
 
 
 class Worker:
@@ -76,24 +78,32 @@ class Worker:
         self._start(first)
 
     def _start(self, first: int) -> None:
-        (self.folder / "state").write_bytes(STATE.pack(first, 0))
-        (self.folder / "outcomes").write_text("{}")
+        (self.folder / "state").write_bytes(STATE.pack(first, *([0] * (STATE.size // 8 - 1))))
+        (self.folder / "names").write_text("[]")
         words = [self.kind, "--seed", str(self.seed), "--work", f"{first},{self.step},{self.end},{self.folder}"]
         self.process = subprocess.Popen([sys.executable, __file__, *words])
         self._seen, self._since = first, time.monotonic()
 
-    def _state(self) -> tuple[int, int]:
-        index, done = STATE.unpack((self.folder / "state").read_bytes())
-        return index, done
+    def _state(self) -> tuple[int, ...]:
+        return STATE.unpack((self.folder / "state").read_bytes())
+
+    def _collect(self) -> int:
+        """Add up what the process has done; the index of the trial at which it is."""
+        index, done, *counts = self._state()
+        names = json.loads((self.folder / "names").read_text())
+        self.outcomes.update(dict(zip(names, counts, strict=False)))
+        self.failed |= bool(self.outcomes.get("FINDING"))
+        self.tried += done
+        return index
 
     def poll(self) -> bool:
         """Whether there is more to do; an end before the last trial, or a hang, is printed and the next trial follows."""
-        index, _ = self._state()
+        index = self._state()[0]
         if index != self._seen:
             self._seen, self._since = index, time.monotonic()
         status = self.process.poll()
         if status is None:
-            if time.monotonic() - self._since > HANG + 20 * KINDS[self.kind].seconds:
+            if time.monotonic() - self._since > KINDS[self.kind].hang:
                 # The handler of this signal prints where Python is.
                 self.process.send_signal(signal.SIGABRT)
                 self.process.wait()
@@ -102,13 +112,11 @@ class Worker:
         return self._ended("" if status == 0 else f"ends the process (status {status})")
 
     def _ended(self, how: str) -> bool:
-        index, done = self._state()
-        self.outcomes.update(json.loads((self.folder / "outcomes").read_text()))
-        self.tried += done + bool(how)
+        index = self._collect()
         if not how:
-            self.failed |= bool(self.outcomes.get("FINDING"))
             return False
         self.failed = True
+        self.tried += 1
         self.outcomes["FINDING"] += 1
         print(f"{self.kind} --seed {self.seed} --only {index}: {how}", flush=True)
         if index + self.step >= self.end:
@@ -117,12 +125,10 @@ class Worker:
         return True
 
     def stop(self) -> None:
-        """End it after the trial at hand, as far as it can be told."""
+        """End it in the middle of a trial, which does not count."""
         self.process.kill()
         self.process.wait()
-        self.outcomes.update(json.loads((self.folder / "outcomes").read_text()))
-        self.tried += self._state()[1]
-        self.failed |= bool(self.outcomes.get("FINDING"))
+        self._collect()
 
 
 def run(kind: str, seed: int, first: int, end: int, seconds: float, jobs: int) -> bool:

@@ -22,6 +22,7 @@ class Kind:
     count     trials of `make fuzz`
     seconds   of processor time, of a trial and what it starts, beyond which it is a finding: the stated limits and a second
     memory    bytes of address space; what asks for more is a finding.  0: no limit
+    hang      seconds of wall clock without a finished trial after which its process is ended
     own_cache   the cache folder is empty at the start, so that nothing was accepted before
     """
 
@@ -30,6 +31,7 @@ class Kind:
     seconds: float = 2.0
     memory: int = 2 << 30
     own_cache: bool = True
+    hang: float = 100.0
 
 
 def _bytes(folder: Path) -> Trial:
@@ -96,12 +98,12 @@ def _kill(folder: Path) -> Trial:
 KINDS = {
     "bytes": Kind(_bytes, 1_000_000),
     "metadata": Kind(_metadata, 100_000),
-    "template": Kind(_template, 1000, seconds=5.0),
-    "tokenizer": Kind(_tokenizer, 2000, seconds=12.0),
+    "template": Kind(_template, 1000, seconds=5.0, hang=300.0),
+    "tokenizer": Kind(_tokenizer, 2000, seconds=12.0, hang=300.0),
     "config": Kind(_config, 100_000),
     "index": Kind(_index, 100_000),
     "header": Kind(_header, 100_000),
-    "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False),
-    "sound": Kind(_sound, 2000, seconds=60.0, memory=4 << 30, own_cache=False),
-    "kill": Kind(_kill, 260, seconds=120.0, memory=0),
+    "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False, hang=600.0),
+    "sound": Kind(_sound, 2000, seconds=60.0, memory=4 << 30, own_cache=False, hang=600.0),
+    "kill": Kind(_kill, 260, seconds=120.0, memory=0, hang=900.0),
 }
