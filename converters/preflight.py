@@ -42,7 +42,7 @@ def preflight(
     rows = _calibration(method, text)
     checkpoint.open_weights()
     checkpoint.arrange(family.sources())
-    _check_tensors(checkpoint, family, config)
+    check_tensors(checkpoint, family, config)
     plan = ConversionPlan(options, checkpoint, method, text, rows, write_steps(checkpoint, method, text))
     available = available_bytes()
     if plan.memory_bytes > available:
@@ -65,7 +65,7 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | None:
     return calibration(path, text, length, options.calibration_rows or MAX_ROWS)
 
 
-def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
+def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
     """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
     expected = family.tensor_shapes(config)
     for name, shape in expected.items():
