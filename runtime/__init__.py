@@ -16,6 +16,7 @@ if __name__ != "edgeq.runtime":
 from edgeq.runtime.batch import Answer, Batch
 from edgeq.runtime.generation import Generation, Piece
 from edgeq.runtime.model import Model
+from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.requantize import Requantization
 from edgeq.runtime.sampling import Logprobs, Sampling
 from edgeq.runtime.session import Session
@@ -29,6 +30,7 @@ __all__ = [
     "Measurement",
     "Model",
     "Piece",
+    "Prompt",
     "Requantization",
     "Sampling",
     "Session",

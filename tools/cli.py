@@ -14,6 +14,8 @@ from edgeq.tools.help_sections import section
 from edgeq.tools.options import (
     DRAFT_OPTIONS,
     GENERATION_OPTIONS,
+    IMAGE_TOKENS,
+    IMAGES,
     JSON,
     MODEL,
     TARGET_OPTIONS,
@@ -22,7 +24,7 @@ from edgeq.tools.options import (
     execution,
     prompt,
 )
-from edgeq.tools.params import Bits, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
+from edgeq.tools.params import Bits, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, PixelSize, Several, Threads
 
 METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
 TYPES = ("f32", "f16", "bf16")
@@ -178,6 +180,7 @@ def convert(
     epilog="""
     edgeq run llama.edgeq -p "The capital of France is" -n 32
     edgeq run llama.edgeq -f notes.txt --temp 0.7 --top-p 0.9 --seed 1
+    edgeq run qwen2-vl.edgeq --image sign.png -p "What does the sign say?"
     git diff | edgeq run instruct.edgeq --chat --system "Summarize this change." -f -
     """,
 )
@@ -192,6 +195,8 @@ def convert(
 )
 @prompt("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template of the model.")
 @chat_options(with_chat="; needs --chat")
+@IMAGES
+@IMAGE_TOKENS
 @GENERATION_OPTIONS
 @JSON
 @click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object for every token, then that of --json.")
@@ -213,6 +218,7 @@ def run(**options: Any) -> None:
 )
 @MODEL
 @chat_options(with_chat="")
+@IMAGE_TOKENS
 @GENERATION_OPTIONS
 def chat(**options: Any) -> None:
     """Talk with a model.  The conversation stays in the cache; /help lists the commands."""
@@ -272,6 +278,14 @@ tests = section("Tests (lists: every combination is measured)")
     help="Texts decoded at once.",
 )
 @tests(
+    "--image",
+    "images",
+    type=Several(PixelSize()),
+    metavar="WxH,WxH",
+    default=None,
+    help="Pictures of so many pixels, for a model that sees: vision tower and time to the first token.",
+)
+@tests(
     "-r",
     "--repetitions",
     type=click.IntRange(1, 1000),
@@ -289,6 +303,7 @@ tests = section("Tests (lists: every combination is measured)")
     show_default=True,
     help="Threads; auto: as many as were measured to decode fastest on this machine.",
 )
+@IMAGE_TOKENS
 @TARGET_OPTIONS
 @DRAFT_OPTIONS
 @output("--operations", is_flag=True, help="Show where the time goes: each kind of operation, waiting, Python.")

@@ -123,6 +123,22 @@ TARGET_OPTIONS = decorated(
     ),
     requantization,
 )
+IMAGES = prompt(
+    "--image",
+    "images",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A picture that the question is about: PNG, JPEG, WebP, GIF or BMP; may be given several times.  The prompt goes "
+    "through the chat template, as with --chat.",
+)
+IMAGE_TOKENS = execution(
+    "--image-tokens",
+    type=int,
+    metavar="N",
+    help="The most tokens that a picture gets; it is shrunk to them.  [default: as many as the file allows, at most 1280 and "
+    "half the context]",
+)
 DRAFT_OPTIONS = decorated(
     drafts(
         "--draft",

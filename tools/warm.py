@@ -18,5 +18,7 @@ def warm(*, model: Path, mode: Mode | None, **options: Any) -> None:
         started = perf_counter()
         with compilation() as report:
             loaded = Model.load(model, mode=each, on_progress=report, **options)
+            if loaded.pictures:
+                loaded.prepare_images(report)
         note(f"{loaded.description}: ready after {perf_counter() - started:.1f} s")
     note(f"kernels are kept in {machine.cache_folder()}")

@@ -18,9 +18,9 @@ from edgeq.converters.calibration.forward import BATCH_ROWS, BlockForward, token
 from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess
-from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, Family, recognise
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, Family
+from edgeq.converters.network import described, open_tensors
 from edgeq.converters.plan import BASELINE
-from edgeq.converters.preflight import check_tensors
 from edgeq.converters.slabs import SLAB_BYTES, slabs
 from edgeq.machine import available_bytes
 
@@ -45,10 +45,8 @@ class Network:
     def open(cls, source: str) -> Network:
         """A folder or a hub id.  Errors: as `edgeq.converters.preflight.preflight` for what it says of the checkpoint."""
         checkpoint = Checkpoint.open(source, HubAccess())
-        family, config = recognise(checkpoint.config)
-        checkpoint.open_weights()
-        checkpoint.arrange(family.sources())
-        check_tensors(checkpoint, family, config)
+        family, config = described(checkpoint)
+        open_tensors(checkpoint, family)
         return cls(checkpoint, family, config)
 
     @property

@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms after the blocks": ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
     "a projected embedding": ("OPTForCausalLM", {"word_embed_proj_dim": 16}, r"word_embed_proj_dim is 16.*opt-350m"),
     "no final norm": ("OPTForCausalLM", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
-    "another activation": ("OPTForCausalLM", {"activation_function": "gelu"}, "hidden_act 'gelu' is not supported"),
+    "another activation": ("OPTForCausalLM", {"activation_function": "swish"}, "hidden_act 'swish' is not supported"),
     "capped logits": ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     "capped scores": ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     "looking ahead": ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
