@@ -19,6 +19,8 @@ _ROUNDED: dict[str, Any] = {
     "group_size": 128,
     "symmetric": False,
     "head": None,
+    "vision_bits": None,
+    "vision_activation_bits": None,
     "calibration": None,
 }
 _SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
@@ -29,6 +31,8 @@ _ROTATED: dict[str, Any] = {
     "group_size": 0,
     "gptq": False,
     "head": None,
+    "vision_bits": None,
+    "vision_activation_bits": None,
     "calibration": None,
 }
 DEFAULTS: dict[str, Mapping[str, Any]] = {

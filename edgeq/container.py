@@ -28,7 +28,8 @@ import numpy as np
 
 from edgeq import manifest
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.metadata import ALIGNMENT, DIGEST_BYTES, Metadata, Segment, decode
+from edgeq.metadata import ALIGNMENT, DIGEST_BYTES, Metadata, Segment
+from edgeq.metadata_codec import decode
 from edgeq.records import DTYPES, ArrayRef
 
 MAGIC = b"edgeq\r\n\x1a"

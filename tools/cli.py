@@ -13,21 +13,22 @@ from edgeq.tools.entry import Commands
 from edgeq.tools.help_sections import section
 from edgeq.tools.options import (
     DRAFT_OPTIONS,
-    ELSEWHERE_OPTIONS,
     GENERATION_OPTIONS,
+    IMAGE_TOKENS,
+    IMAGES,
     JSON,
+    MASTERS,
+    METHODS,
     MODEL,
     TARGET_OPTIONS,
     THREADS,
+    TYPES,
+    WARM_OPTIONS,
     chat_options,
     execution,
     prompt,
 )
-from edgeq.tools.params import Bits, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
-
-METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
-TYPES = ("f32", "f16", "bf16")
-MASTERS = ("i8", "bf16")
+from edgeq.tools.params import Bits, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, PixelSize, Several, Threads
 
 
 @click.group(
@@ -179,6 +180,7 @@ def convert(
     epilog="""
     edgeq run llama.edgeq -p "The capital of France is" -n 32
     edgeq run llama.edgeq -f notes.txt --temp 0.7 --top-p 0.9 --seed 1
+    edgeq run qwen2-vl.edgeq --image sign.png -p "What does the sign say?"
     git diff | edgeq run instruct.edgeq --chat --system "Summarize this change." -f -
     """,
 )
@@ -193,6 +195,8 @@ def convert(
 )
 @prompt("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template of the model.")
 @chat_options(with_chat="; needs --chat")
+@IMAGES
+@IMAGE_TOKENS
 @GENERATION_OPTIONS
 @JSON
 @click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object for every token, then that of --json.")
@@ -214,6 +218,7 @@ def run(**options: Any) -> None:
 )
 @MODEL
 @chat_options(with_chat="")
+@IMAGE_TOKENS
 @GENERATION_OPTIONS
 def chat(**options: Any) -> None:
     """Talk with a model.  The conversation stays in the cache; /help lists the commands."""
@@ -273,6 +278,14 @@ tests = section("Tests (lists: every combination is measured)")
     help="Texts decoded at once.",
 )
 @tests(
+    "--image",
+    "images",
+    type=Several(PixelSize()),
+    metavar="WxH,WxH",
+    default=None,
+    help="Pictures of so many pixels, for a model that sees: vision tower and time to the first token.",
+)
+@tests(
     "-r",
     "--repetitions",
     type=click.IntRange(1, 1000),
@@ -290,6 +303,7 @@ tests = section("Tests (lists: every combination is measured)")
     show_default=True,
     help="Threads; auto: as many as were measured to decode fastest on this machine.",
 )
+@IMAGE_TOKENS
 @TARGET_OPTIONS
 @DRAFT_OPTIONS
 @output("--operations", is_flag=True, help="Show where the time goes: each kind of operation, waiting, Python.")
@@ -364,21 +378,13 @@ def compare(**options: Any) -> None:
 
 @main.command(
     short_help="Compile the kernels of a model ahead of its first run.",
-    epilog="""
-    edgeq warm model.edgeq
-    edgeq warm model.edgeq --for raspberry-pi-5 -o kernels.zip
-    edgeq warm --from kernels.zip
-    """,
+    epilog="edgeq warm model.edgeq --for raspberry-pi-5 -o kernels.zip",
 )
-@click.argument("model", metavar="[FILE]", required=False, type=EdgeqFile())
-@ELSEWHERE_OPTIONS
-@THREADS
-@TARGET_OPTIONS
+@WARM_OPTIONS
 def warm(**options: Any) -> None:
     """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode.
 
-    A slow device need not compile by itself: --for makes a file of kernels on a workstation, --from installs it on the device.
-    It is machine code: install only what you made, or whose digest its maker told you.
+    --for does so for a slower device, where --from installs them; what you did not make, only if its maker told you its digest.
     """
     from edgeq.tools.warm import warm as command
 

@@ -165,7 +165,10 @@ class Commands(Examples, click.Group):
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: click.Context) -> Any:
+        from edgeq.machine import check_system
+
         with one_line():
+            check_system()
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

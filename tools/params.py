@@ -14,6 +14,7 @@ import click
 from edgeq.errors import InputError
 
 LARGEST = 1 << 24
+LARGEST_EDGE = 10_000
 GGUF_MAGIC = b"GGUF"
 RANDOM = "random"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,6 +55,19 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         if count is None or count < self.least:
             self.fail(f"{value!r}: expected a number from {self.least}", param, ctx)
         return count
+
+
+class PixelSize(click.ParamType):  # type: ignore[type-arg]
+    """WIDTHxHEIGHT in pixels."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        width, _, height = str(value).casefold().partition("x")
+        sizes = number(width, LARGEST_EDGE), number(height, LARGEST_EDGE)
+        if sizes[0] and sizes[1]:
+            return sizes[0], sizes[1]
+        self.fail(f"{value!r}: expected width x height in pixels, such as 448x448, each at most {LARGEST_EDGE}", param, ctx)
 
 
 class Threads(click.ParamType):  # type: ignore[type-arg]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,6 +20,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.decoder import decoder
 from edgeq.runtime.model import MOST_LOGITS
 from edgeq.runtime.requantize import Requantization, chosen
+from edgeq.runtime.vision import tower
 from edgeq.targets.target import Options
 from edgeq.tools.terminal import compilation, note
 
@@ -47,6 +49,8 @@ def compile_here(model: Path, *, mode: Mode | None, **options: Any) -> None:
         started = perf_counter()
         with compilation() as report:
             loaded = Model.load(model, mode=each, on_progress=report, **options)
+            if loaded.pictures:
+                loaded.prepare_images(report)
         note(f"{loaded.description}: ready after {perf_counter() - started:.1f} s")
     note(f"kernels are kept in {machine.cache_folder()}")
 
@@ -74,7 +78,12 @@ def compile_for(
     codec = file.metadata.kv if kv == "file" else KvCodec(kv)  # type: ignore[arg-type]
     requantize = chosen(requantization, file) is not None
     options = Options(mode or MODES[0], isa=isa, max_logits=MOST_LOGITS, kv=codec, requantize=requantize)
-    jobs = jobs_for(goal, decoder(file.metadata), file, options, (mode,) if mode else MODES)
+    modes = (mode,) if mode else MODES
+    jobs = jobs_for(goal, decoder(file.metadata), file, options, modes)
+    if file.metadata.config.vision:
+        own = file.metadata.vision_mode
+        options = replace(options, kv=KvCodec(), requantize=False)
+        jobs = list(dict.fromkeys(jobs + jobs_for(goal, tower(file.metadata), file, options, (own,) if own else modes)))
     with tempfile.TemporaryDirectory() as folder:
         with compilation() as report:
             failures = compile_by(max(1, workers_for(len(jobs))), jobs, Path(folder), goal, report)

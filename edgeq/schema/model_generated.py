@@ -2096,8 +2096,15 @@ class Model(object):
             return obj
         return None
 
+    # Model
+    def VisionMode(self) -> Optional[str]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(26))
+        if o != 0:
+            return self._tab.String(o + self._tab.Pos)
+        return None
+
 def ModelStart(builder: flatbuffers.Builder):
-    builder.StartObject(11)
+    builder.StartObject(12)
 
 def ModelAddConfig(builder: flatbuffers.Builder, config: int):
     builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(config), 0)
@@ -2147,6 +2154,9 @@ def ModelAddBytesPerToken(builder: flatbuffers.Builder, bytesPerToken: int):
 def ModelAddKv(builder: flatbuffers.Builder, kv: int):
     builder.PrependUOffsetTRelativeSlot(10, flatbuffers.number_types.UOffsetTFlags.py_type(kv), 0)
 
+def ModelAddVisionMode(builder: flatbuffers.Builder, visionMode: int):
+    builder.PrependUOffsetTRelativeSlot(11, flatbuffers.number_types.UOffsetTFlags.py_type(visionMode), 0)
+
 def ModelEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
 
@@ -2172,6 +2182,7 @@ class ModelT(object):
         kernels = None,
         bytesPerToken = None,
         kv = None,
+        visionMode = None,
     ):
         self.config = config  # type: Optional[str]
         self.generation = generation  # type: Optional[str]
@@ -2184,6 +2195,7 @@ class ModelT(object):
         self.kernels = kernels  # type: Optional[List[KernelsT]]
         self.bytesPerToken = bytesPerToken  # type: Optional[BytesPerTokenT]
         self.kv = kv  # type: Optional[KvCacheT]
+        self.visionMode = visionMode  # type: Optional[str]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -2254,6 +2266,7 @@ class ModelT(object):
             self.bytesPerToken = BytesPerTokenT.InitFromObj(model.BytesPerToken())
         if model.Kv() is not None:
             self.kv = KvCacheT.InitFromObj(model.Kv())
+        self.visionMode = model.VisionMode()
 
     # ModelT
     def Pack(self, builder):
@@ -2309,6 +2322,8 @@ class ModelT(object):
             bytesPerToken = self.bytesPerToken.Pack(builder)
         if self.kv is not None:
             kv = self.kv.Pack(builder)
+        if self.visionMode is not None:
+            visionMode = builder.CreateString(self.visionMode)
         ModelStart(builder)
         if self.config is not None:
             ModelAddConfig(builder, config)
@@ -2332,6 +2347,8 @@ class ModelT(object):
             ModelAddBytesPerToken(builder, bytesPerToken)
         if self.kv is not None:
             ModelAddKv(builder, kv)
+        if self.visionMode is not None:
+            ModelAddVisionMode(builder, visionMode)
         model = ModelEnd(builder)
         return model
 

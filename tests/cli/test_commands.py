@@ -329,6 +329,27 @@ def test_compare_with_itself_finds_no_difference(edgeq: Run, demo: Path, tmp_pat
     assert facts["windows"] == 4 and facts["predicted_tokens"] == 4 * 63
 
 
+def test_a_source_is_scored_once_for_a_text(
+    edgeq: Run, demo: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgeq.converters.calibration import logits
+    from edgeq.tools import kept_predictions
+
+    options = ("--against", tiny_llama, "--window", 64, "--json", "--limit")
+    monkeypatch.setattr(kept_predictions, "cache_folder", lambda: tmp_path)
+    first = edgeq("compare", demo, *options, 512)
+    assert "tiny-llama: scoring 512 tokens, in up to 0.7 GB of memory" in first.stderr
+    runs: list[object] = []
+    monkeypatch.setattr(logits, "stream_logits", lambda *arguments: runs.append(arguments))
+    second = edgeq("compare", demo, *options, 512)
+    assert objects(second) == objects(first) and not runs and "scoring" not in second.stderr
+    monkeypatch.setattr("edgeq.tools.scorers.available_bytes", lambda: 750_000_000)
+    monkeypatch.setattr("edgeq.converters.calibration.logits.available_bytes", lambda: 750_000_000)
+    other = edgeq("compare", demo, *options, 8192)
+    assert other.exit_code == 1 and re.search(r"scoring 8192 tokens needs 0\.8 GB .*; --limit (\d+) would fit", other.stderr)
+    assert not runs
+
+
 def test_compare_orders_files_by_their_bits(edgeq: Run, demo: Path, tiny_llama: Path, tmp_path: Path) -> None:
     two = tmp_path / "two.edgeq"
     assert edgeq("convert", tiny_llama, "-o", two, "--bits", 2, "--group-size", 32).exit_code == 0

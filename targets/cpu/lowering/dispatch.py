@@ -70,9 +70,7 @@ def _experts(context: Context, o: op.Experts) -> None:
 _FUSED: dict[type[op.Operation], Callable[[Context, Any, Fusion], None]] = {
     op.RmsNorm: layers.rms_norm,
     op.LayerNorm: layers.layer_norm,
-    op.SwiGlu: layers.activation,
-    op.GeGlu: layers.activation,
-    op.Relu: layers.activation,
+    op.Activate: layers.activation,
     op.Linear: linear.linear,
     op.CacheWrite: attention.cache_write,
 }
