@@ -73,13 +73,15 @@ class CpuProgram:
         self._selected_page_tables, selected_page_tables = self._memory.array(logits, np.int64)
         self._selected_spans, selected_spans = self._memory.array((kinds, 2, logits), np.int32)
         self._selected_vectors, selected_vectors = self._memory.array(logits, np.int64)
+        self._modality, modality = self._memory.array(rows, np.uint8)
+        self._selected_modality, selected_modality = self._memory.array(logits, np.uint8)
         self._counted, counted = self._memory.array(rows, np.int32)
         self._sums, sums = self._memory.array(1, np.int64)
         arrays = RowArrays(
             rows=counts, selected=counts + 8, tokens=tokens, positions=positions, slots=slots, page_tables=page_tables,
             spans=spans, vectors=vectors, selection=selection, selected_slots=selected_slots,
             selected_page_tables=selected_page_tables, selected_spans=selected_spans, selected_vectors=selected_vectors,
-            counted=counted, sums=sums,
+            counted=counted, sums=sums, modality=modality, selected_modality=selected_modality,
         )  # fmt: skip
         self._context = partial(Context, graph, file, isa=isa, memory=self._memory, arrays=arrays)
         self._tables: dict[tuple[Mode, Source], Tables] = {}
@@ -199,6 +201,8 @@ class CpuProgram:
             assert rows.spans is not None
             self._spans[:, :, :count] = rows.spans[: len(self._spans)]
             self._selected_spans[:, :, :selected] = self._spans[:, :, first]
+        self._modality[:count] = 0 if rows.modality is None else rows.modality
+        self._selected_modality[:selected] = self._modality[first]
         # The kernels read this array until the run ends.
         vectors = self._place_vectors(rows, first) if self._injects else None
         self._selection[: len(rows.wanted)] = rows.wanted
