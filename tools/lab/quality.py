@@ -2,8 +2,8 @@
 
 With --signs a model that sees is also asked about pictures of signs (signs.py).  A recipe is what follows
 `edgeq convert SRC -o OUT` on the command line; a list in braces stands for each of its items, so
-`--method {rtn,awq} --bits {2,3}` are four recipes.  Each is converted and compared with SRC in processes of their own, several at
-a time.  Results are kept in WORK, one file each, and are not computed again.
+`--method {rtn,awq} --bits {2,3}` are four recipes.  Each is converted and compared with SRC in processes of their own, several
+at a time.  Results are kept in WORK, one file each, and are not computed again.
 """
 
 from __future__ import annotations
