@@ -107,7 +107,7 @@ def costs(m: Measurement | None) -> list[str]:
     if m is None:
         return ["there is no answer yet"]
     prompt = f"{m.prompt_tokens} tokens, {m.cached_tokens} of them from the cache"
-    seen = [f"images   {m.images} ({m.visual_tokens} tokens), tower {m.vision_s:.2f} s"] if m.images else []
+    seen = [f"images   {m.images} ({m.visual_tokens} tokens), tower {1000 * m.vision_s:,.0f} ms"] if m.images else []
     return [
         *seen,
         f"prefill  {m.prefill_rate:,.1f} tok/s ({prompt}), TTFT {1000 * m.ttft_s:,.0f} ms",

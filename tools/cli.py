@@ -28,7 +28,18 @@ from edgeq.tools.options import (
     execution,
     prompt,
 )
-from edgeq.tools.params import Bits, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, PixelSize, Several, Threads
+from edgeq.tools.params import (
+    Bits,
+    CalibrationText,
+    Count,
+    EdgeqFile,
+    GroupSize,
+    OneOf,
+    PixelSize,
+    Several,
+    Threads,
+    VisionBits,
+)
 
 
 @click.group(
@@ -104,6 +115,13 @@ hub = section("Hugging Face hub")
     help="Quantize without or with zero points.  [default: --asym; smoothquant: --sym]",
 )
 @quantization(
+    "--vision-bits",
+    type=VisionBits(),
+    metavar="W[/A]",
+    help="Bits of the weights and activations of a vision tower: 2 to 8, or 16 for as they are; activations 8 or 16.  "
+    "[default: 8/8]",
+)
+@quantization(
     "--head",
     type=int,
     metavar="N",
@@ -161,6 +179,7 @@ def convert(
     as_json: bool,
     device: str | None,
     bits: dict[str, int] | None,
+    vision_bits: dict[str, int] | None,
     **options: Any,
 ) -> None:
     """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
@@ -172,7 +191,7 @@ def convert(
         raise click.UsageError("missing option '-o' / '--output'", click.get_current_context())
     from edgeq.tools.convert import convert as command
 
-    command(source, None if dry_run else output, device, as_json, options | (bits or {}))
+    command(source, None if dry_run else output, device, as_json, options | (bits or {}) | (vision_bits or {}))
 
 
 @main.command(

@@ -24,6 +24,7 @@ OPTIONS = {
     "prompt": "-p",
     "max_tokens": "-n",
     "context": "-c",
+    "images": "--image",
     "threads": "-t",
     "temperature": "--temp",
     "requantization": "--requantize",
@@ -35,7 +36,7 @@ OPTIONS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
-        *("chat_template", "threads_prefill", "mode", "kv", "target", "isa", "draft", "gamma"),
+        *("chat_template", "threads_prefill", "mode", "kv", "target", "isa", "draft", "gamma", "image_tokens"),
     )
 }
 """Parameter of the Python interface: the option that a user of the command line knows it by."""

@@ -131,7 +131,9 @@ def layers(linears: list[LinearSpec]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Stored]] = {}
     for linear in linears:
         for part in parts(linear):
-            name = ("vision " if in_tower(linear.name) else "") + linear.name.split(".")[-1]
+            last = linear.name.split(".")[-1]
+            # `vision.project.0` is not one of several layers.
+            name = f"vision {'project ' * last.isdecimal()}{last}" if in_tower(linear.name) else last
             groups.setdefault((name, part.component, part.codec), []).append(part)
     weighed = ("weights", "second block", "master")
     return [
