@@ -238,6 +238,7 @@ def run(**options: Any) -> None:
 @MODEL
 @chat_options(with_chat="")
 @IMAGE_TOKENS
+@prompt("--history/--no-history", default=True, show_default=True, help="Keep typed lines for the arrow keys of later chats.")
 @GENERATION_OPTIONS
 def chat(**options: Any) -> None:
     """Talk with a model.  The conversation stays in the cache; /help lists the commands."""
