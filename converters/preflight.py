@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from edgeq.config import ModelConfig, Rope
+from edgeq.converters.allocation.parts import checked, parts_of
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess, OnDownload
@@ -38,12 +40,20 @@ def preflight(
         # Refuses what could not be run.
         frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(checkpoint, config.vocab_size)
+    # Checked against the parts of the model when they are known.
+    allocation, options = options.allocation, replace(options, allocation=None)
     method = chosen(options)(options, family, config)
     rows = _calibration(method, text)
     checkpoint.open_weights()
     checkpoint.arrange(family.sources())
     _check_tensors(checkpoint, family, config)
-    plan = ConversionPlan(options, checkpoint, method, text, rows, write_steps(checkpoint, method, text))
+    steps = write_steps(checkpoint, method, text)
+    if allocation is not None:
+        parts = parts_of((item for step in steps for item in step.items), config)
+        options = replace(options, allocation=checked(allocation, parts))
+        method = chosen(options)(options, family, config)
+        steps = write_steps(checkpoint, method, text)
+    plan = ConversionPlan(options, checkpoint, method, text, rows, steps)
     available = available_bytes()
     if plan.memory_bytes > available:
         raise ResourceError(

@@ -22,7 +22,7 @@ from edgeq.tools.options import (
     execution,
     prompt,
 )
-from edgeq.tools.params import Bits, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
+from edgeq.tools.params import Amount, Bits, Bytes, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
 
 METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
 TYPES = ("f32", "f16", "bf16")
@@ -45,6 +45,7 @@ def main() -> None:
 
 output = section("Output")
 quantization = section("Quantization")
+budget = section("Budgets (one of them, or --bits with a decimal point: bits go where they were measured to matter)")
 single = section("Options of single methods")
 calibration = section("Calibration")
 hub = section("Hugging Face hub")
@@ -55,7 +56,7 @@ hub = section("Hugging Face hub")
     epilog="""
     edgeq convert models/tiny-llama -o tiny.edgeq
     edgeq convert Qwen/Qwen3-0.6B -o qwen.edgeq --method awq --group-size 64
-    edgeq convert Qwen/Qwen3-0.6B -o qwen.edgeq --for raspberry-pi-5
+    edgeq convert Qwen/Qwen3-0.6B -o qwen.edgeq --for raspberry-pi-5 --speed 30
     """,
 )
 @click.argument("source", metavar="SRC")
@@ -76,17 +77,16 @@ hub = section("Hugging Face hub")
     "--method",
     metavar="NAME",
     type=OneOf(*METHODS),
-    default="rtn",
-    show_default=True,
     help="How weights are quantized: none, rtn (round to nearest), awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, ttq, "
-    "quarot or resq.",
+    "quarot or resq.  [default: rtn; with a budget or a plan: gptq]",
 )
 @quantization(
     "--bits",
     type=Bits(),
     metavar="W[/A[/KV]]",
-    help="Bits of weights, activations and cached keys and values, such as 4, 4/8 or 4/4/4.  [default: 4; smoothquant: "
-    "8/8; quarot, resq: 4/4/4]",
+    help="Bits of weights, activations and cached keys and values, such as 4, 4/8 or 4/4/4.  A whole number is the codec of "
+    "every decoder layer; with a decimal point, such as 3.5 or 4.0, it is a budget.  [default: 4; smoothquant: 8/8; quarot, "
+    "resq: 4/4/4]",
 )
 @quantization(
     "--group-size",
@@ -113,6 +113,13 @@ hub = section("Hugging Face hub")
     type=OneOf(*TYPES),
     help="Type of the weights with --method none.  [default: as in SRC]",
 )
+@budget("--size", type=Bytes(), metavar="N", help="The largest file, such as 600MB.")
+@budget("--read", type=Bytes(), metavar="N", help="The most bytes that are read to decode a token, such as 0.5GB.")
+@budget("--kl", type=Amount(), metavar="N", help="The largest mean KL divergence from SRC in nats, such as 0.01.")
+@budget("--speed", type=Amount(), metavar="N", help="Tokens per second in decode, on the device of --for or on this machine.")
+@budget("--plan", type=click.Path(path_type=Path), metavar="FILE", help="The codec of every part, as JSON; nothing is chosen.")
+@budget("--save-plan", type=click.Path(path_type=Path), metavar="FILE", help="Write the codecs that were chosen, for --plan.")
+@budget("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Write a chart of what can be had, as SVG.")
 @single(
     "--act-order/--no-act-order",
     "act_order",
@@ -158,7 +165,7 @@ def convert(
     dry_run: bool,
     as_json: bool,
     device: str | None,
-    bits: dict[str, int] | None,
+    bits: dict[str, float] | None,
     **options: Any,
 ) -> None:
     """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
