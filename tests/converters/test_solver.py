@@ -68,7 +68,8 @@ def test_a_large_model_is_solved_within_its_limit_and_better_than_by_the_hull() 
     limit = 1.6 * sum(part[3] for part in costs)
     found = solve(losses, costs, limit)
     parts = [solver._undominated(np.array(loss), np.array(cost)) for loss, cost in zip(losses, costs, strict=True)]
-    hull = [part.least(solver._price(parts, limit)) for part in parts]
+    price = solver._price(parts, limit)
+    hull = [part.least(price) for part in parts]
     assert found is not None
     spent, lost = (sum(part[i] for part, i in zip(table, found, strict=True)) for table in (costs, losses))
     assert spent <= limit and lost < sum(float(part.loss[i]) for part, i in zip(parts, hull, strict=True))
