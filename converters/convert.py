@@ -189,7 +189,8 @@ class _Run:
         step = self.plan.steps[index]
         linears = tuple(item for item in step.items if isinstance(item, LinearItem))
         read = _layer_reader(number, layer, tensors.rows)
-        inputs = blocks.hidden[:: -(-len(blocks.hidden) // ROWS)]
+        # A copy: the hidden states are advanced in place.
+        inputs = blocks.hidden[:: -(-len(blocks.hidden) // ROWS)].clone()
         before = blocks.run(number, layer, inputs)
 
         def on_part(done: int, parts: int) -> None:
