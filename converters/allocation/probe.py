@@ -26,8 +26,10 @@ from edgeq.converters.allocation.outcome import ChangedTable, divergences_throug
 from edgeq.converters.allocation.parts import HEAD, Part
 from edgeq.converters.allocation.record import Record
 from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.moments import Moments
+from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.linears import LinearItem, Recipe
-from edgeq.converters.methods.gptq import hessian_bytes, inverse_factor, quantize_matrix
+from edgeq.converters.methods.gptq import moments_bytes
 from edgeq.converters.plan import ConversionPlan
 from edgeq.converters.quantizer import Preset, fake
 from edgeq.converters.slabs import SLAB_BYTES
@@ -64,7 +66,7 @@ def probe_bytes(plan: ConversionPlan) -> int:
     of_a_layer = max(sum(part.layer == layer for part in parts) for layer in range(config.num_hidden_layers))
     states = 4 * tokens * config.hidden_size * (3 + len(GRID_BITS) * max(of_a_layer, 1))
     logits = 5 * tokens * (SLAB_BYTES // config.hidden_size)
-    return states + logits + MOMENT_BYTES + hessian_bytes(max(part.columns for part in parts)) // 2
+    return states + logits + MOMENT_BYTES + moments_bytes(max(part.columns for part in parts))
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Probe:
             for start in range(0, len(matrices), at_once):
                 batch = matrices[start : start + at_once]
                 for matrix, moments in zip(batch, _moments(forward, part.layer or 0, module, batch), strict=True):
-                    factor = inverse_factor(moments, matrix.item.recipe, False)
+                    factor = factorize(moments.matrix, matrix.item.recipe, False)
                     for codec, weights in rounded.items():
                         recipe = Recipe(codec, matrix.item.recipe.preset)
                         weights.append(quantize_matrix(matrix.weight(), factor, recipe, matrix.item.title)[1])
@@ -191,16 +193,15 @@ class _Matrix:
             row += len(module.weight)
 
 
-def _moments(forward: BlockForward, layer: int, module: nn.Module, matrices: Sequence[_Matrix]) -> list[Tensor]:
-    """X^T X of the inputs of every matrix over the calibration text, float32 [columns, columns]."""
-    totals = [torch.zeros(matrix.item.columns, matrix.item.columns) for matrix in matrices]
+def _moments(forward: BlockForward, layer: int, module: nn.Module, matrices: Sequence[_Matrix]) -> list[Moments]:
+    """The moments of the inputs of every matrix over the calibration text."""
+    found = [Moments(matrix.item.columns) for matrix in matrices]
 
-    def add(total: Tensor, x: Tensor) -> None:
-        x = x.reshape(-1, x.shape[-1])
-        total.addmm_(x.T, x)
+    def add(moments: Moments, x: Tensor) -> None:
+        moments.add(x.reshape(-1, x.shape[-1]))
 
-    forward.watch(layer, module, {matrix.path: partial(add, total) for matrix, total in zip(matrices, totals, strict=True)})
-    return totals
+    forward.watch(layer, module, {matrix.path: partial(add, moments) for matrix, moments in zip(matrices, found, strict=True)})
+    return found
 
 
 def _nearest(rows: Tensor, first: int, codec: Codec, preset: Preset) -> Tensor:
