@@ -19,7 +19,7 @@ from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import apply_scale, scaled_dtype
 from edgeq.converters.methods.gptq import Gptq
 from edgeq.converters.options import ConvertOptions
-from edgeq.converters.quantizer import SMOOTHQUANT, Preset
+from edgeq.converters.quantizer import AWQ, Preset
 from edgeq.errors import UnsupportedError
 from edgeq.records import Activation
 
@@ -46,7 +46,7 @@ class SmoothQuant(Method):
 
     @property
     def preset(self) -> Preset:
-        return SMOOTHQUANT
+        return AWQ
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
         activation = per_token(self.options.activation_bits)

@@ -35,8 +35,8 @@ another process holds a core, meeting can take milliseconds."""
 TILE = 12
 """Rows of the largest tile of products."""
 FEW_PIECES, LEAST_ROWS, MOST_ROWS = 16, 4, 32
-"""Pieces of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does not.
-There are 16 where that leaves each 4 rows, and more of a run so long, a picture's, that each would have more than 32."""
+"""Pieces of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does
+not.  There are 16 where that leaves each 4 rows, and more of a run so long, a picture's, that each would have more than 32."""
 
 
 class CpuProgram:

@@ -1,6 +1,7 @@
 """One checkpoint by many recipes on one table: `python -m edgeq.tools.lab.quality SRC WORK --recipe "..." --text code`.
 
-With --signs it is also asked about pictures of signs (signs.py).  A recipe is what follows `edgeq convert SRC -o OUT` on the command line; a list in braces stands for each of its items, so
+With --signs a model that sees is also asked about pictures of signs (signs.py).  A recipe is what follows
+`edgeq convert SRC -o OUT` on the command line; a list in braces stands for each of its items, so
 `--method {rtn,awq} --bits {2,3}` are four recipes.  Each is converted and compared with SRC in processes of their own, several
 at a time.  Results are kept in WORK, one file each, and are not computed again.
 """
