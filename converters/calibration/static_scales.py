@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.codec import Codec
-from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.linears import LinearItem
+from edgeq.converters.method import Block
 from edgeq.converters.quantizer import Preset, fake
 from edgeq.quantization import static_limit
 
@@ -24,18 +23,8 @@ SMALLEST = 1e-5
 """Of a layer that the text never reaches."""
 
 
-class Layer(Protocol):
-    """A decoder layer at hand, as converters.method.Block has it."""
-
-    index: int
-    module: nn.Module
-    forward: BlockForward
-
-    def modules(self, item: LinearItem) -> list[nn.Linear]: ...
-
-
 @torch.no_grad()
-def largest_inputs(block: Layer, items: Sequence[LinearItem], preset: Preset) -> dict[str, float]:
+def largest_inputs(block: Block, items: Sequence[LinearItem], preset: Preset) -> dict[str, float]:
     """max|x| of what each of `items` reads, with their weights rounded as they will be; the module is left as it was."""
     found = {item.name: 0.0 for item in items}
     paths = {id(module): path for path, module in block.module.named_modules()}
