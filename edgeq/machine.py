@@ -170,6 +170,17 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def temperature(zones: Path = Path("/sys/class/thermal")) -> float | None:
+    """Degrees Celsius of the hottest thermal zone; None where the kernel lists none, as in most virtual machines."""
+    found: list[float] = []
+    for file in zones.glob("thermal_zone*/temp"):
+        # A zone whose sensor is off fails when it is read.
+        text = _text(file)
+        if text.lstrip("-").isdecimal():
+            found.append(int(text) / 1000)
+    return max(found, default=None)
+
+
 def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
     """Bytes of the processor's largest cache; None where the kernel does not list it."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

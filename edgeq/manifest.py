@@ -13,6 +13,8 @@ from edgeq.metadata import Metadata
 from edgeq.records import ArrayRef, LinearSpec, Transform, Weight
 
 Shape = tuple[int, int]
+MODALITIES = 2
+"""Text and vision: kinds of rows that can have activation scales of their own."""
 MAX_BASE = 4096
 """The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
 FLOAT_PARTS = ("router", "shared_gate")
@@ -168,6 +170,7 @@ def _check_parts(linear: LinearSpec) -> None:
         bits, high = linear.activation.bits, linear.activation.high_bits
         if not 2 <= bits <= 8 or (not 2 <= high <= 8 if len(linear.weights) > 1 else high != 0):
             raise FormatError(f"{name}: {bits} and {high} activation bits for {len(linear.weights)} weight blocks")
+        _check_scales(linear)
     if linear.low_rank:
         a, b = linear.low_rank.a, linear.low_rank.b
         _check_weights(name, (a, b))
@@ -177,6 +180,17 @@ def _check_parts(linear: LinearSpec) -> None:
         _check_weights(name, (linear.master,))
         if (linear.master.rows, linear.master.columns) != (rows, columns) or len(linear.weights) != 1:
             raise FormatError(f"{name}: its master is {linear.master.rows} x {linear.master.columns}, not {rows} x {columns}")
+
+
+def _check_scales(linear: LinearSpec) -> None:
+    activation, name = linear.activation, linear.name
+    scales = activation.scales if activation else None
+    if activation is None or scales is None:
+        return
+    if scales.dtype != "f32" or scales.shape not in ((1,), (MODALITIES,)):
+        raise FormatError(f"{name}: activation scales are {scales.dtype} {scales.shape}; expected f32 (1,) or ({MODALITIES},)")
+    if not activation.symmetric or len(linear.weights) > 1 or linear.master or ".experts." in name:
+        raise FormatError(f"{name}: activation scales need symmetric integers and one weight block, no master and no experts")
 
 
 def _check_vector(name: str, part: str, array: ArrayRef | None, length: int, dtypes: tuple[str, ...]) -> None:

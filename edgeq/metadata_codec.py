@@ -113,6 +113,7 @@ def _linear(linear: LinearSpec) -> Any:
         t.activation = fb.ActivationT()
         t.activation.bits, t.activation.highBits = linear.activation.bits, linear.activation.high_bits
         t.activation.symmetric = linear.activation.symmetric
+        t.activation.scales = _array(linear.activation.scales)
     if linear.low_rank:
         t.lowRankB, t.lowRankA = _weight(linear.low_rank.b), _weight(linear.low_rank.a)
     t.master = _weight(linear.master)
@@ -342,5 +343,5 @@ def _read_activation(name: str, a: Any) -> Activation | None:
     if a is None:
         return None
     if a.Granularity() != fb.Granularity.token or a.StaticScalesLength():
-        raise UnsupportedError(f"{name}: activations with static scales or groups are not supported by this version")
-    return Activation(int(a.Bits()), int(a.HighBits()), bool(a.Symmetric()))
+        raise UnsupportedError(f"{name}: activations with static_scales or groups are not supported by this version")
+    return Activation(int(a.Bits()), int(a.HighBits()), bool(a.Symmetric()), _read_array(a.Scales()))

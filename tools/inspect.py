@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +33,7 @@ def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> N
             for done, total in file.verify():
                 report(done, total, "verify")
     if shown is not None:
-        write(blob_text(file, shown, for_terminal=sys.stdout is not None and sys.stdout.isatty()))
+        write(blob_text(file, shown))
         return
     facts = collect(file, verify)
     if as_json:
@@ -43,18 +42,13 @@ def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> N
         show(facts)
 
 
-def blob_text(file: ModelFile, name: str, for_terminal: bool) -> str:
-    """The text of a blob; on a terminal without the control characters that a stranger's file may have.
-
-    InputError: there is no such blob.
-    """
+def blob_text(file: ModelFile, name: str) -> str:
+    """The text of a blob.  InputError: there is no such blob."""
     blob = file.blob(name)
     if blob is None:
         has = ", ".join(sorted(file.metadata.blobs)) or "none"
         raise InputError(f"{file.path}: no {name} in the file; it has {has}")
     text = blob.decode("utf-8", "replace")
-    if for_terminal:
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if text.endswith("\n") else f"{text}\n"
 
 
@@ -131,7 +125,9 @@ def layers(linears: list[LinearSpec]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Stored]] = {}
     for linear in linears:
         for part in parts(linear):
-            name = ("vision " if in_tower(linear.name) else "") + linear.name.split(".")[-1]
+            last = linear.name.split(".")[-1]
+            # `vision.project.0` is not one of several layers.
+            name = f"vision {'project ' * last.isdecimal()}{last}" if in_tower(linear.name) else last
             groups.setdefault((name, part.component, part.codec), []).append(part)
     weighed = ("weights", "second block", "master")
     return [

@@ -111,7 +111,7 @@ def run(
         click.echo(json.dumps(first._asdict()))
         for piece in pieces:
             click.echo(json.dumps(piece._asdict()))
-    click.echo(json.dumps(as_object(loaded, generation, text, sampling) | {"images": shown(images, pictures, loaded)}))
+    click.echo(json.dumps(as_object(loaded, generation, text, sampling) | shown(images, pictures, loaded)))
 
 
 def most_visual(model: Path, images: int, image_tokens: int | None) -> int:
@@ -123,12 +123,12 @@ def most_visual(model: Path, images: int, image_tokens: int | None) -> int:
     return images * min(limit, image_tokens or MOST_TOKENS)
 
 
-def shown(paths: Sequence[Path], pictures: Sequence[Picture], model: Model) -> list[dict[str, Any]]:
-    """What --json says of each picture: its size in the file, and as the model sees it."""
+def shown(paths: Sequence[Path], pictures: Sequence[Picture], model: Model) -> dict[str, Any]:
+    """What --json says of each picture, where the model sees: its size in the file, and as the model sees it."""
     if model.config.vision is None:
-        return []
+        return {}
     patch, merge = model.config.vision.patch_size, model.config.vision.merge
-    return [
+    lines = [
         {
             "path": str(path),
             "width": picture.size[0],
@@ -141,6 +141,7 @@ def shown(paths: Sequence[Path], pictures: Sequence[Picture], model: Model) -> l
         }
         for path, picture in zip(paths, pictures, strict=True)
     ]
+    return {"images": lines}
 
 
 def context_for(model: Path, text: str, messages: list[dict[str, str]] | None, template: str | None, tokens: int) -> int | None:
@@ -279,8 +280,8 @@ def summary(model: Model, generation: Generation) -> list[str]:
         f"prefill  {m.prefill_rate:,.1f} tok/s ({m.prompt_tokens - m.cached_tokens} tokens), TTFT {1000 * m.ttft_s:,.0f} ms",
     ]
     if m.images:
-        tower = f"tower {m.vision_s:.2f} s" if m.vision_s else "from the cache"
-        lines.append(f"images   {m.images} ({m.visual_tokens} tokens), read in {m.read_s:.2f} s, {tower}")
+        tower = f"tower {1000 * m.vision_s:,.0f} ms" if m.vision_s else "from the cache"
+        lines.append(f"images   {m.images} ({m.visual_tokens} tokens), read in {1000 * m.read_s:,.0f} ms, {tower}")
     if m.decode_steps:
         decode = f"decode   {m.decode_rate:,.1f} tok/s ({m.generated_tokens} tokens, ended by {generation.finish_reason})"
         share, bandwidth = "", read_bandwidth(model, reached=m.decode_bytes_per_s)

@@ -71,10 +71,10 @@ def _theta(values: Values) -> Any:
 def qwen2_vl_tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
     hidden, inner, joined = config.hidden_size, config.intermediate_size, config.joined_size
     side, frames = config.patch_size, config.temporal_patch_size
-    sizes = {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    sizes: dict[str, tuple[int, ...]] = {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     pixels = (hidden, config.CHANNELS, frames, side, side)
     sources = {"vision.patch.weight": TensorSource("visual.patch_embed.proj.weight", pixels, (hidden, config.patch_width))}
-    ends = {
+    ends: dict[str, tuple[str, tuple[int, ...]]] = {
         "norm": ("ln_q", (hidden, hidden)),
         "project.0": ("mlp.0", (config.project_size, joined)),
         "project.1": ("mlp.2", (config.out_hidden_size, config.project_size)),

@@ -71,7 +71,7 @@ class RotatedModel:
         if name.startswith(VisionConfig.prefix):
             found = self._whole(name)
             # Features stand beside embeddings: what gives them is rotated as those are, by its output channels.
-            return _array(self._residual(found.T.double()).T.float() if name in TO_DECODER else found)
+            return _array(self._residual(found.double().movedim(0, -1)).movedim(-1, 0).float() if name in TO_DECODER else found)
         if name in (EMBEDDING, HEAD):
             return self.rows(name, 0, self._config.vocab_size)
         if self._last is None or self._last[0] != name:

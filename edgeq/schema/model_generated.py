@@ -954,8 +954,18 @@ class Activation(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
         return o == 0
 
+    # Activation
+    def Scales(self) -> Optional[Array]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            x = self._tab.Indirect(o + self._tab.Pos)
+            obj = Array()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
 def ActivationStart(builder: flatbuffers.Builder):
-    builder.StartObject(6)
+    builder.StartObject(7)
 
 def ActivationAddBits(builder: flatbuffers.Builder, bits: int):
     builder.PrependUint8Slot(0, bits, 0)
@@ -978,12 +988,15 @@ def ActivationAddStaticScales(builder: flatbuffers.Builder, staticScales: int):
 def ActivationStartStaticScalesVector(builder, numElems: int) -> int:
     return builder.StartVector(4, numElems, 4)
 
+def ActivationAddScales(builder: flatbuffers.Builder, scales: int):
+    builder.PrependUOffsetTRelativeSlot(6, flatbuffers.number_types.UOffsetTFlags.py_type(scales), 0)
+
 def ActivationEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
 
 
 try:
-    from typing import List
+    from typing import List, Optional
 except:
     pass
 
@@ -998,6 +1011,7 @@ class ActivationT(object):
         granularity = 0,
         groupSize = 0,
         staticScales = None,
+        scales = None,
     ):
         self.bits = bits  # type: int
         self.highBits = highBits  # type: int
@@ -1005,6 +1019,7 @@ class ActivationT(object):
         self.granularity = granularity  # type: int
         self.groupSize = groupSize  # type: int
         self.staticScales = staticScales  # type: Optional[List[float]]
+        self.scales = scales  # type: Optional[ArrayT]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -1039,6 +1054,8 @@ class ActivationT(object):
                     self.staticScales.append(activation.StaticScales(i))
             else:
                 self.staticScales = activation.StaticScalesAsNumpy()
+        if activation.Scales() is not None:
+            self.scales = ArrayT.InitFromObj(activation.Scales())
 
     # ActivationT
     def Pack(self, builder):
@@ -1050,6 +1067,8 @@ class ActivationT(object):
                 for i in reversed(range(len(self.staticScales))):
                     builder.PrependFloat32(self.staticScales[i])
                 staticScales = builder.EndVector()
+        if self.scales is not None:
+            scales = self.scales.Pack(builder)
         ActivationStart(builder)
         ActivationAddBits(builder, self.bits)
         ActivationAddHighBits(builder, self.highBits)
@@ -1058,6 +1077,8 @@ class ActivationT(object):
         ActivationAddGroupSize(builder, self.groupSize)
         if self.staticScales is not None:
             ActivationAddStaticScales(builder, staticScales)
+        if self.scales is not None:
+            ActivationAddScales(builder, scales)
         activation = ActivationEnd(builder)
         return activation
 

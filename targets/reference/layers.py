@@ -78,14 +78,14 @@ def _silu(x: ArrayF32) -> ArrayF32:
 
 
 def _gelu(x: ArrayF32) -> ArrayF32:
-    erf = np.frompyfunc(math.erf, 1, 1)(x.astype(np.float64) / math.sqrt(2)).astype(np.float64)
+    erf = np.array([math.erf(v) for v in (x.astype(np.float64) / math.sqrt(2)).flat]).reshape(x.shape)
     return np.asarray(x * 0.5 * (1 + erf), np.float32)
 
 
 def _gelu_tanh(x: ArrayF32) -> ArrayF32:
     with np.errstate(over="ignore"):  # the cube of a large number is infinite, its tanh rightly 1
         inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
-    return np.float32(0.5) * x * (1 + np.tanh(inner))
+    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)), np.float32)
 
 
 FUNCTIONS: dict[Function, Callable[[ArrayF32], ArrayF32]] = {

@@ -10,9 +10,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -26,7 +28,7 @@ from edgeq.devices import DEVICES
 from edgeq.runtime import Model
 from edgeq.runtime.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
-from edgeq.tools import chat, cli, options
+from edgeq.tools import chat, convert_options, options
 from edgeq.tools.cli import main
 
 Run = Callable[..., Result]
@@ -92,7 +94,8 @@ def test_values_of_options_are_those_of_the_library_and_a_shell_completes_them()
     assert options.MODES == records.MODES and options.TARGETS == targets.TARGETS
     assert ("file", *records.KV_KINDS) == options.CACHES
     assert options.DRAFTS == DRAFT_SOURCES and options.WHEN == WHEN
-    assert tuple(METHODS) == cli.METHODS and CHOICES["dtype"][1] == cli.TYPES and CHOICES["master"][1] == cli.MASTERS
+    assert tuple(METHODS) == convert_options.METHODS
+    assert CHOICES["dtype"][1] == convert_options.TYPES and CHOICES["master"][1] == convert_options.MASTERS
     for words, expected in (
         (["run", "x", "--mode"], ["a16", "a8", "a4"]),
         (["chat", "x", "--kv"], ["file", "f16", "int8", "int4"]),
@@ -305,6 +308,28 @@ def test_bench_prints_rows_as_llama_bench_names_them(edgeq: Run, demo: Path) -> 
     assert min(rows[0]["samples_s"]) <= rows[0]["ttft_s"] <= max(rows[0]["samples_s"])
     assert rows[0]["version"] == __version__ and rows[0]["processor"] and rows[0]["load_s"] > 0 and rows[2]["ttft_s"] is None
     assert rows[0]["codec"] == "i4 g128 zero" and rows[0]["threads"] == 1 and "facts" not in rows[0]
+    assert all(0 <= row["compile_s"] <= row["load_s"] for row in rows) and rows[0]["celsius"] == machine.temperature()
+
+
+def test_bench_tells_how_warm_the_machine_was_and_how_long_kernels_were_compiled(
+    edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("bench", demo, "-p", 0, "-n", 2, "-t", 1, "-r", 1, *REFERENCE)
+    assert " °C " not in edgeq(*words).stdout and "compiling" not in edgeq(*words).stdout
+    monkeypatch.setattr(machine, "temperature", lambda: 71.5)
+    plain = Model.load
+
+    def load(path: Path, *, on_progress: Any, **options: Any) -> Model:
+        for done in range(4):
+            on_progress(done, 3, "compiling matmul")
+            time.sleep(0.02)
+        return plain(path, **options)
+
+    monkeypatch.setattr(Model, "load", load)
+    (row,) = objects(edgeq(*words, "--json"))
+    assert row["celsius"] == 71.5 and 0.05 < row["compile_s"] < 60
+    lines = edgeq(*words).stdout.splitlines()
+    assert " s compiling" in lines[1] and " °C " in lines[3] and " 72 " in lines[5]
 
 
 def test_bench_tables_have_one_line_per_row(edgeq: Run, demo: Path) -> None:

@@ -32,6 +32,8 @@ STATE = struct.Struct(f"<{2 + LABELS}q")
 """What a worker tells of itself, in a file that both map, so that nothing is lost when it ends: the trial that runs, how many
 are done, and how often each outcome came; the names of outcomes are in another file."""
 MEMORY = "/dev/shm"
+BUSY = 20
+"""A machine with so many times as much other work leaves a process at the lowest priority the rest."""
 
 
 def work(kind: str, seed: int, first: int, step: int, end: int, folder: Path) -> None:
@@ -68,6 +70,16 @@ def work(kind: str, seed: int, first: int, step: int, end: int, folder: Path) ->
     state[0], state[1] = end, len(range(first, end, step))
 
 
+def processor_time(pid: int) -> float:
+    """Seconds that a process and its ended children have used; 0 where there is no /proc."""
+    try:
+        # After the name of the program, which may hold anything: utime, stime, cutime and cstime are the 12th to 15th field.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 class Worker:
     """A process that runs every `step`-th trial, started again after one that ended or stopped it."""
 
@@ -82,7 +94,7 @@ class Worker:
         (self.folder / "names").write_text("[]")
         words = [self.kind, "--seed", str(self.seed), "--work", f"{first},{self.step},{self.end},{self.folder}"]
         self.process = subprocess.Popen([sys.executable, __file__, *words])
-        self._seen, self._since = first, time.monotonic()
+        self._seen, self._since, self._used = first, time.monotonic(), 0.0
 
     def _state(self) -> tuple[int, ...]:
         return STATE.unpack((self.folder / "state").read_bytes())
@@ -100,10 +112,11 @@ class Worker:
         """Whether there is more to do; an end before the last trial, or a hang, is printed and the next trial follows."""
         index = self._state()[0]
         if index != self._seen:
-            self._seen, self._since = index, time.monotonic()
+            self._seen, self._since, self._used = index, time.monotonic(), processor_time(self.process.pid)
         status = self.process.poll()
         if status is None:
-            if time.monotonic() - self._since > KINDS[self.kind].hang:
+            most, used = KINDS[self.kind].hang, processor_time(self.process.pid) - self._used
+            if used > most or time.monotonic() - self._since > BUSY * most:
                 # The handler of this signal prints where Python is.
                 self.process.send_signal(signal.SIGABRT)
                 self.process.wait()

@@ -22,7 +22,8 @@ class Kind:
     count     trials of `make fuzz`
     seconds   of processor time, of a trial and what it starts, beyond which it is a finding: the stated limits and a second
     memory    bytes of address space; what asks for more is a finding.  0: no limit
-    hang      seconds of wall clock without a finished trial after which its process is ended
+    hang      seconds of processor time, or twenty times as many of wall clock, without a finished trial after which its process
+              is ended
     own_cache   the cache folder is empty at the start, so that nothing was accepted before
     """
 
@@ -103,7 +104,7 @@ KINDS = {
     "config": Kind(_config, 100_000),
     "index": Kind(_index, 100_000),
     "header": Kind(_header, 100_000),
-    "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False, hang=600.0),
-    "sound": Kind(_sound, 2000, seconds=60.0, memory=4 << 30, own_cache=False, hang=600.0),
-    "kill": Kind(_kill, 260, seconds=120.0, memory=0, hang=900.0),
+    "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False, hang=300.0),
+    "sound": Kind(_sound, 2000, seconds=60.0, memory=4 << 30, own_cache=False, hang=300.0),
+    "kill": Kind(_kill, 260, seconds=120.0, memory=0),
 }

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from edgeq.codec import ROWS
 from edgeq.records import LinearSpec
 from edgeq.targets import graph as op
-from edgeq.targets.cpu.kernels.args import BLOCK
+from edgeq.targets.cpu.kernels.args import BLOCK, STATIC
 from edgeq.targets.cpu.lowering.activations import layer_read, layouts
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import Layout
 
 MAKERS = (op.RmsNorm, op.LayerNorm, op.Activate)
 """Operations whose kernels write quantized activations of their result as well."""
+AT_ONCE = (BLOCK, STATIC)
+"""Scales that are known before the row is whole, so that whoever makes a row can write it quantized."""
 HeadChange = op.HeadNorm | op.RopeRotate | op.HeadRotate
 
 
@@ -76,7 +78,7 @@ def _layout_made(context: Context, position: int, buffer: str) -> Layout | None:
     for o in context.graph.operations[position + 1 :]:
         if isinstance(o, op.Linear) and o.x == buffer and not _changes_input(layer_read(context, o.linear)):
             for layout in layouts(context, o):
-                if layout.first == 0 and layout.columns == context.width(buffer) and layout.scaling == BLOCK:
+                if layout.first == 0 and layout.columns == context.width(buffer) and layout.scaling in AT_ONCE:
                     return layout
         if buffer in o.writes():
             return None
@@ -99,7 +101,7 @@ def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
         elif buffer in (*o.reads(), *o.writes()):
             return True
     whole = context.width(buffer)
-    return len(found) != 1 or any(each.scaling != BLOCK or each.columns != whole for each in found)
+    return len(found) != 1 or any(each.scaling not in AT_ONCE or each.columns != whole for each in found)
 
 
 def _does_swiglu(context: Context, position: int, o: op.Linear) -> bool:
