@@ -136,6 +136,17 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {name} has the shape {tensor.shape}; config.json says {shape}")
         return tensor
 
+    def rename(self, beginnings: Mapping[str, str]) -> None:
+        """Replace beginnings of tensor names by others.  CheckpointError: two tensors would have the same name."""
+        renamed: dict[str, StoredTensor] = {}
+        for name, tensor in self.tensors.items():
+            theirs = next((each for each in beginnings if name.startswith(each)), "")
+            ours = beginnings[theirs] + name.removeprefix(theirs) if theirs else name
+            if ours in renamed:
+                raise CheckpointError(f"{self.folder}: has {name} under two names; one of them is too many")
+            renamed[ours] = replace(tensor, name=name) if theirs else tensor
+        self.tensors = renamed
+
     def arrange(self, sources: Mapping[str, TensorSource]) -> None:
         """Replace in `tensors` what `sources` are made of by the tensors that they describe, under the names given.
 

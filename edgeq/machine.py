@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from edgeq.errors import UnsupportedError
+
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 """Root of control groups, version 2; in a container this is the process's own group."""
@@ -22,6 +24,15 @@ CGROUP = Path("/sys/fs/cgroup")
 # Bits of getauxval(AT_HWCAP) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores support, big and little.
 _AT_HWCAP = 16
 _HWCAP = {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}
+
+
+NOT_WINDOWS = "edgeq runs on Linux and macOS, not on Windows; install it in WSL, where Windows runs Linux"
+
+
+def check_system() -> None:
+    """UnsupportedError: this is Windows, where files are neither locked nor mapped as edgeq does it."""
+    if sys.platform == "win32":
+        raise UnsupportedError(NOT_WINDOWS)
 
 
 @dataclass(frozen=True)

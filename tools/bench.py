@@ -1,7 +1,8 @@
 """`edgeq bench`: speed of prefill (pp) and decode (tg) at any depth.
 
 pp512 is 512 tokens prefilled, tg128 is 128 tokens decoded one by one; `@ d512` is after 512 tokens already in the cache, which
-are run before the clock starts.  With --operations a table of each test shows where its time goes.
+are run before the clock starts.  With --operations a table of each test shows where its time goes, with --image a table shows
+how long pictures take.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from edgeq import machine
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
 from edgeq.runtime import Model
+from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.runtime.session import BatchItem, run_together
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT
-from edgeq.tools import breakdown, drafting
+from edgeq.tools import breakdown, drafting, picture_bench
 from edgeq.tools.report import identification, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
 from edgeq.tools.terminal import Report, compilation, progress, write
@@ -65,6 +67,7 @@ class Row:
                    read from memory, above 1 where the model fits a cache of the processor
     drafts         what drafts gain on real text, with --draft
     operations     where the time of a token goes, with --operations; measured in separate runs
+    pictures       how long pictures take, with --image: in the first row of a number of threads
     peak_rss       bytes of memory of the process at its peak so far, the mapped file included
     celsius        temperature of the machine at the end of the test, where it tells: above some 80 a processor slows down
     """
@@ -90,6 +93,7 @@ class Row:
     step_s: list[float]
     operations: list[breakdown.Line] | None = None
     drafts: drafting.Drafting | None = None
+    pictures: list[picture_bench.PictureTimes] | None = None
 
 
 def bench(
@@ -103,6 +107,7 @@ def bench(
     batches: tuple[int, ...],
     draft: DraftSource,
     gamma: int | None,
+    images: tuple[tuple[int, int], ...] | None,
     operations: bool,
     output: str,
     **options: Any,
@@ -119,7 +124,10 @@ def bench(
     generated = max(tokens) if draft != "off" else 0
     if generated:
         context = max(context, drafting.PROMPT + generated)
-    limit = ModelFile.open(model).metadata.config.max_position_embeddings
+    config = ModelFile.open(model).metadata.config
+    limit = config.max_position_embeddings
+    if images:
+        context = max(context, min(limit, DEFAULT_CONTEXT))
     if context > limit:
         raise InputError(f"the longest test has {context} positions, this model takes {limit}: choose smaller -p, -n or -d")
     rows: list[Row] = []
@@ -141,6 +149,9 @@ def bench(
                     gain = drafting.measure(loaded, draft, gamma, test.count, repetitions, part)
                     measured = replace(measured, drafts=gain)
                 rows.append(replace(measured, facts=measured.facts | {"compile_s": report_of_load.seconds}))
+            if images:
+                times = [picture_bench.measure(loaded, size, repetitions, _part(report, 0, 0)) for size in images]
+                rows[-len(tests)] = replace(rows[-len(tests)], pictures=times)
     shown = {"md": markdown, "json": as_json, "csv": as_csv}[output]
     write(f"{shown(rows)}\n")
 
@@ -261,6 +272,8 @@ def markdown(rows: list[Row]) -> str:
             spent, threads = 1000 * sum(line.seconds for line in row.operations), row.facts["threads"]
             named = f"{row.test}, {threads} thread{'s' * (threads > 1)}: {spent:.3f} ms per token"
             parts.append(f"{named}\n\n{aligned(breakdown.cells(row.operations, row.kind == 'tg'))}")
+    if pictures := [line for row in rows for line in row.pictures or ()]:
+        parts.append(aligned(picture_bench.cells(pictures)))
     if drafts := [row.drafts for row in rows if row.drafts]:
         parts.append(aligned(drafting.cells(drafts)))
     return "\n\n".join(parts)
@@ -287,7 +300,7 @@ def as_json(rows: list[Row]) -> str:
 def as_csv(rows: list[Row]) -> str:
     """The fields that are one number or one text."""
     out = io.StringIO()
-    lists = ("samples_s", "step_s", "operations", "drafts")
+    lists = ("samples_s", "step_s", "operations", "drafts", "pictures")
     lines = [{name: value for name, value in fields(row).items() if name not in lists} for row in rows]
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()

@@ -25,6 +25,7 @@ OPTIONS = {
     "prompt": "-p",
     "max_tokens": "-n",
     "context": "-c",
+    "images": "--image",
     "threads": "-t",
     "temperature": "--temp",
     "requantization": "--requantize",
@@ -38,7 +39,7 @@ OPTIONS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
-        *("chat_template", "threads_prefill", "mode", "kv", "target", "isa", "draft", "gamma"),
+        *("chat_template", "threads_prefill", "mode", "kv", "target", "isa", "draft", "gamma", "image_tokens"),
     )
 }
 """Parameter of the Python interface: the option that a user of the command line knows it by."""
@@ -191,7 +192,10 @@ class Commands(Examples, click.Group):
         return ctx
 
     def invoke(self, ctx: click.Context) -> Any:
+        from edgeq.machine import check_system
+
         with in_json(ctx.meta[WORDS]), one_line():
+            check_system()
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

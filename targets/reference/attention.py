@@ -98,7 +98,8 @@ def head_norm(context: Context, op: HeadNorm, rows: Rows, state: State) -> None:
 def rope_rotate(context: Context, op: RopeRotate, rows: Rows, state: State) -> None:
     # Angles in float64: in float32 a position of 100,000 is already wrong in the third decimal.
     axes = np.array(op.axes or (0,) * len(op.frequencies))
-    angle = rows.positions[axes].T.astype(np.float64) * np.array(op.frequencies, np.float64)  # [rows, pairs]
+    positions = rows.positions[axes if len(rows.positions) > 1 else np.zeros_like(axes)]
+    angle = positions.T.astype(np.float64) * np.array(op.frequencies, np.float64)  # [rows, pairs]
     cos, sin = ((f(angle) * op.factor).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))  # [rows, 1, pairs]
     x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
     half = len(op.frequencies)

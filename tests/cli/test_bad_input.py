@@ -178,6 +178,10 @@ def test_a_nan_in_a_weight_names_the_tensor(convert: Convert, copy: Path) -> Non
         (["--bits", "four"], ["'four'", "such as 4", "--bits"]),
         (["--method", "none", "--dtype", "f8"], ["'f8'", "bf16", "--dtype"]),
         (["--for", "toaster"], ["'toaster'", "raspberry-pi-5", "--for"]),
+        (["--size", "600"], ["'600'", "600MB", "--size"]),
+        (["--read", "0MB"], ["'0MB'", "512MiB", "--read"]),
+        (["--kl", "-1"], ["'-1'", "above 0", "--kl"]),
+        (["--bits", "3.5.1"], ["'3.5.1'", "--bits"]),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None,
 )
@@ -201,6 +205,16 @@ def test_options_that_cannot_be_understood(convert: Convert, tiny_llama: Path, o
         (["--head", 5], ["5 bits", "4, 6, 8, 16"]),
         (["--method", "awq", "--calibration", "/nonexistent/text"], ["/nonexistent/text"]),
         (["--method", "none", "--calibration", "/nonexistent/text"], ["none"]),
+        (["--size", "3MB", "--kl", 0.1], ["--size and --kl", "give one of them"]),
+        (["--bits", "3.5", "--speed", 10], ["--bits with a fraction and --speed"]),
+        (["--plan", "/nonexistent/plan", "--read", "2MB"], ["--read and --plan"]),
+        (["--read", "2MB", "--group-size", 64], ["--group-size", "one codec for all parts"]),
+        (["--read", "2MB", "--method", "awq"], ["budget", "--method gptq"]),
+        (["--speed", 10, "--for", "h200"], ["--speed", "h200", "CPUs only", "--read"]),
+        (["--plan", "/nonexistent/plan"], ["/nonexistent/plan", "cannot read"]),
+        (["--plan", "README.md"], ["README.md", "not a plan", "--save-plan"]),
+        (["--plot", "a.svg"], ["--plot", "budget"]),
+        (["--kl", 0.1, "--calibration-rows", 1], ["512 tokens", "at least 1024"]),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None,
 )
@@ -269,7 +283,9 @@ def test_standard_streams_that_are_closed(demo: Path) -> None:
 def test_a_source_to_compare_with_that_is_damaged(edgeq: Run, demo: Path, copy: Path) -> None:
     weights = copy / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
-    refused(edgeq("compare", demo, "--against", copy, "--limit", 64, "--window", 32), "transformers cannot load it")
+    refused(
+        edgeq("compare", demo, "--against", copy, "--limit", 64, "--window", 32), "truncated or damaged", "download it again"
+    )
 
 
 def test_numbers_of_thousands_of_digits(edgeq: Run, demo: Path) -> None:

@@ -40,7 +40,7 @@ def config(rng: random.Random) -> str:
         family, found = recognise(changed_json(rng, config) if rng.random() < 0.95 else config)
         if found.num_hidden_layers * max(1, found.num_experts) < 4096:
             family.sources()
-            family.tensor_shapes(found)
+            family.tensor_shapes()
         json.dumps(json.loads(found.to_json()), allow_nan=False)
     except EdgeqError as error:
         return refused(error)

@@ -15,11 +15,11 @@ from edgeq.codec import Codec, pack_floats
 from edgeq.records import Activation, KvCodec, LinearSpec, LowRank, Transform, Weight
 from edgeq.targets import load
 from edgeq.targets.graph import (
+    Activate,
     Attention,
     CacheWrite,
     Embed,
     GatedAdd,
-    GeGlu,
     Graph,
     HeadNorm,
     HeadRotate,
@@ -27,12 +27,10 @@ from edgeq.targets.graph import (
     Linear,
     NormAdd,
     Operation,
-    Relu,
     RmsNorm,
     RopeRotate,
     Scale,
     Select,
-    SwiGlu,
 )
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
@@ -130,12 +128,14 @@ def row_operations(name: str, arrays: Arrays, width: int) -> tuple[tuple[Operati
     cases: dict[str, tuple[tuple[Operation, ...], str]] = {
         "rms_norm": ((RmsNorm(0, "x", wide, 1e-5, "x2"),), "x2"),
         "layer_norm": ((LayerNorm(0, "x", wide, wide, 1e-5, "x2"),), "x2"),
-        "swiglu": ((SwiGlu(0, "x", width, "s"),), "s"),
-        "geglu": ((GeGlu(0, "x", width, "s"),), "s"),
-        "relu": ((Relu(0, "x", width, "s"),), "s"),
-        "norm_add": ((SwiGlu(0, "x", width, "n"), other, NormAdd(0, "n", gain, 1e-5, "s"), norm), "n"),
-        "gated_add": ((SwiGlu(0, "x", width, "n"), other, GatedAdd(0, "n", "x", "s"), norm), "n"),
-        "scale": ((SwiGlu(0, "x", width, "s"), Scale(0, "s", 3.0), LayerNorm(0, "s", gain, bias, 1e-5, "n")), "n"),
+        "swiglu": ((Activate(0, "x", width, "s"),), "s"),
+        "gelu": ((Activate(0, "x", width, "s", "gelu", False),), "s"),
+        "quick_gelu": ((Activate(0, "x", width, "s", "quick_gelu", False),), "s"),
+        "geglu": ((Activate(0, "x", width, "s", "gelu_pytorch_tanh"),), "s"),
+        "relu": ((Activate(0, "x", width, "s", "relu", False),), "s"),
+        "norm_add": ((Activate(0, "x", width, "n"), other, NormAdd(0, "n", gain, 1e-5, "s"), norm), "n"),
+        "gated_add": ((Activate(0, "x", width, "n"), other, GatedAdd(0, "n", "x", "s"), norm), "n"),
+        "scale": ((Activate(0, "x", width, "s"), Scale(0, "s", 3.0), LayerNorm(0, "s", gain, bias, 1e-5, "n")), "n"),
     }
     return cases[name]
 
@@ -181,7 +181,7 @@ def test_gate_and_up_in_one_pass(mode: str, isa: str) -> None:
         Embed(-1, arrays.add(x, "f32"), "x"),
         RmsNorm(0, "x", gain, 1e-5, "n"),
         Linear(0, "n", LinearSpec("gate_up", (w,)), "g"),
-        SwiGlu(0, "g", 256, "i"),
+        Activate(0, "g", 256, "i"),
         Select(-1, ("i",)),
         Linear(-1, "i", LinearSpec("down", (v,)), "y"),
     )
