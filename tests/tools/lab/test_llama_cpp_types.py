@@ -55,7 +55,11 @@ def test_more_bits_lose_less_and_nothing_is_lost_in_floats(tmp_path: Path) -> No
 
 
 def test_a_chart_has_every_point_in_its_place() -> None:
-    points = [Point("edgeq gptq", "", 2.0, 0.06), Point("edgeq gptq", "", 3.2, 0.003), Point("llama.cpp", "Q2_K <1>", 2.2, 0.04)]
+    points = [
+        Point("edgeq gptq", "", 2.0, 0.06),
+        Point("edgeq gptq", "", 3.2, 0.003),
+        Point("llama.cpp", "Q2_K <1>", 2.2, 0.04),
+    ]
     text = chart({"code": [*points, Point("lossless", "", 9.0, 0.0)], "docs": points[:1]})
     root = xml.fromstring(text)
     width, height = (float(root.attrib[name]) for name in ("width", "height"))
