@@ -6,11 +6,12 @@ torch is imported when it is called, after the options are checked.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from edgeq.container import ModelFile
+from edgeq.converters.allocation.budget import Budget
 from edgeq.converters.method_options import check_method_options
 from edgeq.converters.options import ConvertOptions, HeadBits
 from edgeq.converters.output import check_output
@@ -43,6 +44,8 @@ def convert(
     calibration: str | os.PathLike[str] | None = None,
     calibration_rows: int | None = None,
     calibration_length: int | None = None,
+    budget: Budget | None = None,
+    allocation: Mapping[str, str] | None = None,
     restart: bool = False,
     force: bool = False,
     token: str | None = None,
@@ -62,6 +65,8 @@ def convert(
     bits          of weights, or "W/A" or "W/A/KV" with those of activations and of cached keys and values, such as "4/8"
     vision_bits   of the weights of a vision tower, or "W/A"
     group_size    input channels that share a scale: 16, 32, 64, 128 or "row" for all of them
+    budget        what the file may take at most, such as Budget("read", 2.4e6): the codec of each part follows from it
+    allocation    part -> codec, by hand or as another run found it
     calibration   a UTF-8 text file, or "built-in"
     on_progress   takes (work done, all work, label); the label changes when a stage ends
     on_layer      takes a report when a decoder layer is safe on the disk: its index, bits and error
@@ -91,6 +96,8 @@ def convert(
         calibration=_text(calibration),
         calibration_rows=calibration_rows,
         calibration_length=calibration_length,
+        budget=budget,
+        allocation=allocation,
         restart=restart,
         force=force,
         token=token,
@@ -103,6 +110,10 @@ def convert(
         from edgeq.converters.convert import carry_out, preflight
 
         plan = preflight(os.fspath(source), options, on_progress or _ignore)
+        if budget is not None:
+            from edgeq.converters.allocation.allocate import allocate
+
+            plan = allocate(plan, on_progress or _ignore, warn or _ignore).plan
         return carry_out(plan, path, on_progress or _ignore, warn or _ignore, on_layer or _ignore).file
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRA:

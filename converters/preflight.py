@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from edgeq.converters.allocation.parts import checked, parts_of
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess, OnDownload
@@ -17,7 +19,7 @@ from edgeq.converters.method import Method
 from edgeq.converters.methods import chosen
 from edgeq.converters.network import described, open_tensors
 from edgeq.converters.options import ConvertOptions
-from edgeq.converters.plan import ConversionPlan, write_steps
+from edgeq.converters.plan import ConversionPlan, decoder_items, write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
 from edgeq.errors import InputError, ResourceError
 from edgeq.machine import available_bytes
@@ -41,11 +43,19 @@ def preflight(
         # Refuses what could not be run.
         frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(checkpoint, config.vocab_size)
+    # Checked against the parts of the model when they are known.
+    allocation, options = options.allocation, replace(options, allocation=None)
     method = chosen(options)(options, family, config)
     tower = _tower(options, family)
     rows = _calibration(method, text)
     open_tensors(checkpoint, family)
-    plan = ConversionPlan(options, checkpoint, method, tower, text, rows, write_steps(checkpoint, method, tower, text))
+    steps = write_steps(checkpoint, method, tower, text)
+    if allocation is not None:
+        parts = parts_of(decoder_items(steps, method), config)
+        options = replace(options, allocation=checked(allocation, parts))
+        method = chosen(options)(options, family, config)
+        steps = write_steps(checkpoint, method, tower, text)
+    plan = ConversionPlan(options, checkpoint, method, tower, text, rows, steps)
     available = available_bytes()
     if plan.memory_bytes > available:
         raise ResourceError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
+from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import ROWS
 from edgeq.converters.items import ArrayItem, Item
 from edgeq.converters.linears import LinearItem
@@ -20,7 +21,7 @@ from edgeq.converters.plan import ConversionPlan, WriteStep
 
 OnProgress = Callable[[float, float, str], None]
 """Progress callback: (work done, total work, label).  The label changes when a stage ends: a layer, the head, verification."""
-STUDY, TRIAL, MEASURE, VERIFY = "study", "trial of a measurement", "measure", "verify"
+STUDY, TRIAL, MEASURE, DIVERGENCE, VERIFY = "study", "trial of a measurement", "measure", "divergence", "verify"
 
 UNIT = 2e-8
 """Seconds for rounding one weight, in which the guesses count, until a stage is finished; only proportions matter before."""
@@ -80,6 +81,8 @@ class Stages:
             if TRIAL in work:
                 work[TRIAL] = pass_work
         work[len(steps) - 1] = 0 if skip == len(steps) else sum(map(_work, steps[-1].items))
+        if plan.calibration is not None and plan.options.allocation is not None:
+            work[DIVERGENCE] = 2 * probe_rows(plan).numel() * decoder / MULTIPLICATIONS
         work[VERIFY] = HASHING * plan.output_bytes
         self._work, self._pass_seconds = work, list[float]()
         # Seconds of finished stages, and what each kind of them took, (work, seconds).

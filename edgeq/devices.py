@@ -12,6 +12,10 @@ from edgeq.errors import InputError
 
 GB = 10**9
 GIB = 1 << 30
+READ_SHARE = 0.95
+"""Share of the measured read bandwidth that decode reaches."""
+PEAK_SHARE = 0.75
+"""Share of a memory's peak bandwidth that decode reaches, where nothing is measured; published rows reach 0.7 to 0.9."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class Device:
     @property
     def usable_bandwidth(self) -> float:
         return self.read_bandwidth or self.bandwidth
+
+    @property
+    def decode_bandwidth(self) -> float:
+        """Bytes of weights per second that decode is expected to read."""
+        return READ_SHARE * self.read_bandwidth or PEAK_SHARE * self.bandwidth
 
     @property
     def supported(self) -> bool:

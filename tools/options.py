@@ -19,9 +19,6 @@ from edgeq.tools.params import EdgeqFile, Gamma, OneOf, Seed, Threads
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
-TYPES = ("f32", "f16", "bf16")
-MASTERS = ("i8", "bf16")
 MODES = ("a16", "a8", "a4")
 TARGETS = ("cpu", "reference")
 CACHES = ("file", "f16", "int8", "int4")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 640, 400
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 36, 46
+LEFT, RIGHT, TOP, BOTTOM = 70, 50, 36, 46
 LEGEND = 18
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Told apart by the colour-blind (Okabe and Ito 2008)."""
