@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from edgeq.container import ModelFile
+from edgeq.converters.allocation.allocate import allocate
+from edgeq.converters.allocation.outcome import divergence_of_file
+from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
 from edgeq.converters.existing import already_there
@@ -24,9 +27,9 @@ from edgeq.converters.options import ConvertOptions
 from edgeq.converters.output import check_output
 from edgeq.converters.plan import ConversionPlan, WriteStep
 from edgeq.converters.preflight import check_disk, preflight
-from edgeq.converters.readback import stored_tensors
+from edgeq.converters.readback import stored_rows, stored_tensors
 from edgeq.converters.slabs import RowReader, Tensors
-from edgeq.converters.stages import MEASURE, PREPARED, STUDY, VERIFY, OnProgress, Stages
+from edgeq.converters.stages import DIVERGENCE, MEASURE, PREPARED, STUDY, VERIFY, OnProgress, Stages
 from edgeq.partial import Partial
 from edgeq.writer import Writer
 
@@ -49,7 +52,10 @@ def convert(
     Errors: as `preflight` and `carry_out`; InputError: something else is at `output`.
     """
     check_output(source, output)
-    return carry_out(preflight(source, options), output, on_progress, warn).file
+    plan = preflight(source, options)
+    if options.budget is not None:
+        plan = allocate(plan, on_progress, warn).plan
+    return carry_out(plan, output, on_progress, warn).file
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ class _Run:
         if self.skip <= last:
             # The head is rounded as it is: a method's parts are those of decoder layers.
             self._write(last, self.plan.steps[last], tensors.rows, lambda item: Delivery(tensors.rows))
+        if self.plan.options.allocation is not None and self.plan.calibration is not None:
+            self.plan = replace(self.plan, divergence=self._divergence())
         file = self.writer.finish(self.plan.metadata())
         for done, size in file.verify():
             self.stages.at(VERIFY, done / size)
@@ -181,7 +189,8 @@ class _Run:
         step = self.plan.steps[index]
         linears = tuple(item for item in step.items if isinstance(item, LinearItem))
         read = _layer_reader(number, layer, tensors.rows)
-        inputs = blocks.hidden[:: -(-len(blocks.hidden) // ROWS)]
+        # A copy: the hidden states are advanced in place.
+        inputs = blocks.hidden[:: -(-len(blocks.hidden) // ROWS)].clone()
         before = blocks.run(number, layer, inputs)
 
         def on_part(done: int, parts: int) -> None:
@@ -215,7 +224,21 @@ class _Run:
             self.plan.calibration.rows,
             self._stored(),
             self.plan.heads(),
+            self.plan.codecs(),
             lambda share: self.stages.at(MEASURE, share),
+        )
+
+    def _divergence(self) -> float:
+        """What all that is written lost, on a few rows of the calibration text."""
+        assert self.plan.calibration is not None
+        items = [item for step in self.plan.steps for item in step.items]
+        head = stored_rows(self.writer.partial, self.writer.segments, items, "head")
+        return divergence_of_file(
+            self.plan,
+            probe_rows(self.plan),
+            self._stored(),
+            lambda rows, first: torch.from_numpy(head("head", first, first + len(rows))),
+            lambda share: self.stages.at(DIVERGENCE, share),
         )
 
     def _write(self, index: int, step: WriteStep, read: RowReader, deliver: Deliver, begun: float = 0.0) -> None:

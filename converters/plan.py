@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -21,6 +21,8 @@ import edgeq
 from edgeq.codec import Codec, Kind
 from edgeq.config import VisionConfig
 from edgeq.container import DATA_OFFSET
+from edgeq.converters.allocation.parts import Part, parts_of
+from edgeq.converters.allocation.record import Prediction
 from edgeq.converters.calibration.choose_precision import PrecisionChoice
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BATCH_ROWS, token_activations
@@ -60,6 +62,9 @@ class ConversionPlan:
     """What will be written and how; `options` are those asked for, `method.options` have the defaults filled in.
 
     method, tower   of the decoder, and of the vision tower where there is one
+    choice      what was measured for the head and the mode
+    prediction  of the allocation that the budget led to
+    divergence  mean KL divergence of the finished file on calibration text, in nats; measured with an allocation
     """
 
     options: ConvertOptions
@@ -70,19 +75,34 @@ class ConversionPlan:
     calibration: Calibration | None
     steps: tuple[WriteStep, ...]
     choice: PrecisionChoice | None = None
+    prediction: Prediction | None = None
+    divergence: float | None = None
 
     @cached_property
     def contents(self) -> Contents:
         return Contents.of([item for step in self.steps for item in step.items])
 
-    def heads(self) -> dict[HeadBits, Codec | None]:
-        """The candidates for the head's codec, by bits: only one where the options give it."""
-        candidates: tuple[HeadBits, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
+    def heads(self) -> dict[int, Codec | None]:
+        """The candidates for the head's codec, by bits: only one where the options or the allocation give it."""
+        if allocated := self.method.allocated("head"):
+            return {allocated.bits or 16: allocated if allocated.bits else None}
+        candidates: tuple[int, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
         return {bits: head_codec(bits, self.method.config.hidden_size) for bits in candidates}
+
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that an allocation gives a codec each."""
+        return parts_of(decoder_items(self.steps, self.method), self.method.config)
+
+    def codecs(self) -> dict[str, Codec]:
+        """The codec of every weight of a decoder layer, by tensor; of one with two blocks that of the first."""
+        items = (item for step in self.steps if step.layer is not None for item in step.items if isinstance(item, LinearItem))
+        return {tensor: item.recipe.codec for item in items for tensor, _ in item.tensors}
 
     def with_choice(self, choice: PrecisionChoice) -> ConversionPlan:
         """This plan with what was measured; only its last step can change."""
-        options = replace(self.options, head=choice.head)
+        if self.options.allocation is not None:
+            return replace(self, choice=choice)
+        options = replace(self.options, head=cast(HeadBits, choice.head))
         method = type(self.method)(options, self.method.family, self.method.config)
         steps = write_steps(self.checkpoint, method, self.tower, self.text)
         return replace(self, options=options, method=method, steps=steps, choice=choice)
@@ -122,7 +142,7 @@ class ConversionPlan:
                 "tokens": self.calibration.rows.numel(),
             },
             "edgeq": edgeq.__version__,
-            "measured": self.choice.measured if self.choice else None,
+            "measured": self._measured(),
             "quantizer": None
             if self.method.options.bits is None
             else self.method.preset.title(self.method.codec(self.method.config.hidden_size)),
@@ -142,6 +162,14 @@ class ConversionPlan:
             vision_mode=self.tower.mode if self.tower else None,
         )
 
+    def _measured(self) -> dict[str, object] | None:
+        if self.choice is None:
+            return None
+        found = dict(self.choice.measured)
+        if self.prediction:
+            found |= {"kl_predicted": self.prediction.kl, "kl_of_parts": self.prediction.measured}
+        return found if self.divergence is None else found | {"kl": self.divergence}
+
     def fingerprint(self) -> dict[str, object]:
         """Everything the bytes of the result depend on, flat, so that a difference can be named."""
         import torch
@@ -157,6 +185,9 @@ class ConversionPlan:
         found["config.json"] = hashlib.sha256(config.encode()).hexdigest()
         found["calibration text"] = self.calibration.sha256 if self.calibration else None
         options = self.method.options.recorded()
+        if self.options.allocation is not None:
+            text = json.dumps(self.options.allocation)
+            options["allocation"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         if options.get("group_size") and not self.method.group_size_given:
             options["group_size"] = f"at most {options['group_size']}"
         return found | {f"option {key}": value for key, value in options.items()}
@@ -164,7 +195,7 @@ class ConversionPlan:
     def notes(self) -> list[str]:
         """Lines for the user: the layers whose columns the group size does not divide, and what their groups are instead."""
         size = self.method.options.group_size
-        if not size:
+        if not size or self.options.allocation is not None:
             return []
         # (columns, their group size) -> the layers' names without numbers, in order
         layers: dict[tuple[int, int], dict[str, None]] = {}
@@ -189,7 +220,7 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
     if config.rope.kind == "learned":
         first.append(stack.array("positions", "positions", POSITIONS))
     table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
-    codec = None if options.bits is None else head_codec(options.head or 8, config.hidden_size)
+    codec = None if options.bits is None else method.allocated("head") or head_codec(options.head or 8, config.hidden_size)
     activation = method.head_activation if codec else None
     recipe = Recipe(codec or Codec(options.dtype or stack.kind(EMBEDDING if tied else HEAD)), activation=activation)
     head = LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe)
@@ -203,6 +234,11 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i) for i in range(layers)),
         WriteStep("norm and head", (*norms, head), method),
     )
+
+
+def decoder_items(steps: Iterable[WriteStep], method: Method) -> list[Item]:
+    """What `method` delivers of a file that may have a tower, which has a method of its own."""
+    return [item for step in steps if step.method is method for item in step.items]
 
 
 def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:

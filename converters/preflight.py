@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+from edgeq.converters.allocation.parts import checked, parts_of
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
-from edgeq.converters.checkpoint import Checkpoint, read_json
+from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess, OnDownload
-from edgeq.converters.families import HEAD, Family, recognise
+from edgeq.converters.families import Family
 from edgeq.converters.method import Method
 from edgeq.converters.methods import chosen
+from edgeq.converters.network import described, open_tensors
 from edgeq.converters.options import ConvertOptions
-from edgeq.converters.plan import ConversionPlan, write_steps
+from edgeq.converters.plan import ConversionPlan, decoder_items, write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
-from edgeq.errors import InputError, ResourceError, UnsupportedError
+from edgeq.errors import InputError, ResourceError
 from edgeq.machine import available_bytes
 from edgeq.rope import Rope, frequencies
 
@@ -35,19 +38,24 @@ def preflight(
     ResourceError: too little memory.  InputError: the calibration text.
     """
     checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline, on_download))
-    family, config = recognise(checkpoint.config, _preprocessor(checkpoint))
+    family, config = described(checkpoint)
     for rope in {config.layer_rope(layer) for layer in range(config.num_hidden_layers)} - {None}:
         # Refuses what could not be run.
         frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(checkpoint, config.vocab_size)
+    # Checked against the parts of the model when they are known.
+    allocation, options = options.allocation, replace(options, allocation=None)
     method = chosen(options)(options, family, config)
     tower = _tower(options, family)
     rows = _calibration(method, text)
-    checkpoint.open_weights()
-    checkpoint.rename(family.description.renamed)
-    checkpoint.arrange(family.sources())
-    _check_tensors(checkpoint, family)
-    plan = ConversionPlan(options, checkpoint, method, tower, text, rows, write_steps(checkpoint, method, tower, text))
+    open_tensors(checkpoint, family)
+    steps = write_steps(checkpoint, method, tower, text)
+    if allocation is not None:
+        parts = parts_of(decoder_items(steps, method), config)
+        options = replace(options, allocation=checked(allocation, parts))
+        method = chosen(options)(options, family, config)
+        steps = write_steps(checkpoint, method, tower, text)
+    plan = ConversionPlan(options, checkpoint, method, tower, text, rows, steps)
     available = available_bytes()
     if plan.memory_bytes > available:
         raise ResourceError(
@@ -69,16 +77,6 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | None:
     return calibration(path, text, length, options.calibration_rows or MAX_ROWS)
 
 
-def _preprocessor(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """How a picture becomes pixels: in a file of its own, or among the settings of the whole processor (transformers 5)."""
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if (path := checkpoint.folder / name).exists():
-            found = read_json(path)
-            inner = found.get("image_processor", found)
-            return inner if isinstance(inner, dict) else found
-    return None
-
-
 def _tower(options: ConvertOptions, family: Family) -> Method | None:
     """What is done to the vision tower: rounding, or nothing where the decoder stays as it is too.
 
@@ -94,21 +92,6 @@ def _tower(options: ConvertOptions, family: Family) -> Method | None:
     else:
         chosen_for_tower = ConvertOptions(bits=bits, activation_bits=options.vision_activation_bits or VISION_BITS)
     return chosen(chosen_for_tower)(chosen_for_tower, family.tower, family.tower.config)
-
-
-def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
-    """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
-    expected = family.tensor_shapes() | (family.tower.tensor_shapes() if family.tower else {})
-    for name, shape in expected.items():
-        checkpoint.tensor(name, shape)
-        checkpoint.dtype(name)
-    # A tied model may carry its head a second time.
-    unknown = [n for n in checkpoint.tensors if n not in expected and n != HEAD and not n.endswith(family.description.derived)]
-    if unknown:
-        raise UnsupportedError(
-            f"{checkpoint.folder}: tensor {min(unknown)} has no place in a {family.architecture}; "
-            "if it is an adapter, merge it into the model first"
-        )
 
 
 def check_disk(plan: ConversionPlan, output: Path, written: int) -> None:

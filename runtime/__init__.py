@@ -13,6 +13,13 @@ goes through the chat template of the file, and `session=model.session()` keeps 
 if __name__ != "edgeq.runtime":
     raise ImportError("import edgeq.runtime, not runtime")
 
+import sys
+
+from edgeq.machine import NOT_WINDOWS
+
+if sys.platform == "win32":
+    raise ImportError(NOT_WINDOWS)
+
 from edgeq.runtime.batch import Answer, Batch
 from edgeq.runtime.generation import Generation, Piece
 from edgeq.runtime.model import Model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -39,6 +40,8 @@ from edgeq.targets.graph import RopeRotate
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Program, Requantizable, no_progress
+
+_log = logging.getLogger(__name__)
 
 MOST_LOGITS = 32
 """Texts that one run decodes, or 4 with drafts of 7 tokens; each takes 4 bytes of memory for every token of the vocabulary."""
@@ -173,7 +176,7 @@ class Model:
         row_order: RowOrder = "sequence",
         on_progress: OnProgress = no_progress,
     ) -> Model:
-        """Open `path` and compile it.
+        """Open `path` and compile it.  The logger "edgeq" is told what was compiled, and what the model runs on.
 
         target       "cpu" or "reference"; None: the first that this machine can use
         isa          instruction set of the target; None: the best
@@ -187,7 +190,7 @@ class Model:
         requantization  when and how weights are requantized from the file's masters; None: after every prompt if it has any
         image_tokens  the most tokens that a picture gets; None: as many as the file allows, at most 1,280 and half the context
         row_order    "sequence", or "modality": rows of pictures come first in every run; changes no result
-        on_progress  called as kernels are compiled, which takes seconds the first time on a machine
+        on_progress  called with (kernels compiled, in all, label)
 
         InputError: no such file, or an argument of the wrong type or out of range.  FormatError: damaged.  UnsupportedError:
         something that the file needs or you ask for is not there.  ResourceError: the context does not fit in memory.
@@ -234,6 +237,7 @@ class Model:
             on_progress=on_progress,
         )
         model.load_s = perf_counter() - started
+        _log.info("%s: %s; context %d; loaded in %.2f s", file.path.name, model.description, model.context, model.load_s)
         return model
 
     @property

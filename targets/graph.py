@@ -49,7 +49,10 @@ class Embed(Operation):
 
 @dataclass(frozen=True)
 class RmsNorm(Operation):
-    """out = x / sqrt(mean(x^2) + eps) * gain (Zhang and Sennrich 2019)."""
+    """out = x / sqrt(mean(x^2) + eps) * gain (Zhang and Sennrich 2019).
+
+    As in every norm, a row whose squares add up to more than a float32 holds becomes NaN.
+    """
 
     x: str
     gain: ArrayRef
@@ -208,6 +211,7 @@ class Attention(Operation):
     cache    layer of the cache's pages
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
+    Where all scores of a query are -1e30 or less, its result is NaN.
     """
 
     x: str

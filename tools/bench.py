@@ -55,7 +55,8 @@ class Test:
 class Row:
     """One line of the table: a test and its results.
 
-    facts          what all tests of a model have in common (report.identification)
+    facts          what all tests of a model have in common (report.identification), and `compile_s`: seconds of loading in
+                   which kernels were compiled, 0 where all were kept
     samples_s      seconds of each repetition
     step_s         tg: seconds of every token of all repetitions
     batch          texts decoded at once
@@ -68,6 +69,7 @@ class Row:
     operations     where the time of a token goes, with --operations; measured in separate runs
     pictures       how long pictures take, with --image: in the first row of a number of threads
     peak_rss       bytes of memory of the process at its peak so far, the mapped file included
+    celsius        temperature of the machine at the end of the test, where it tells: above some 80 a processor slows down
     """
 
     facts: dict[str, Any]
@@ -86,6 +88,7 @@ class Row:
     read_bandwidth: float | None
     bandwidth_share: float | None
     peak_rss: int | None
+    celsius: float | None
     samples_s: list[float]
     step_s: list[float]
     operations: list[breakdown.Line] | None = None
@@ -130,8 +133,8 @@ def bench(
     rows: list[Row] = []
     most = max(*batches, LONGEST_DRAFT + 1)
     for i, count in enumerate(threads):
-        with compilation() as report:
-            options |= {"context": context, "max_logits": most, "on_progress": report}
+        with compilation() as report_of_load:
+            options |= {"context": context, "max_logits": most, "on_progress": report_of_load}
             loaded = Model.load(model, threads=count, **options)
         # Measured again: on a shared machine an earlier number may be far off.
         bandwidth = read_bandwidth(loaded, refresh=True)
@@ -145,7 +148,7 @@ def bench(
                 if draft != "off" and test.kind == "tg" and test.batch == 1:
                     gain = drafting.measure(loaded, draft, gamma, test.count, repetitions, part)
                     measured = replace(measured, drafts=gain)
-                rows.append(measured)
+                rows.append(replace(measured, facts=measured.facts | {"compile_s": report_of_load.seconds}))
             if images:
                 times = [picture_bench.measure(loaded, size, repetitions, _part(report, 0, 0)) for size in images]
                 rows[-len(tests)] = replace(rows[-len(tests)], pictures=times)
@@ -227,6 +230,7 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float], band
         read_bandwidth=bandwidth if test.kind == "tg" else None,
         bandwidth_share=read / bandwidth if read and bandwidth else None,
         peak_rss=machine.process_memory().get("VmHWM"),
+        celsius=machine.temperature(),
         samples_s=samples,
         step_s=steps,
     )
@@ -242,6 +246,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("GB/s", lambda r: f"{r.bytes_per_s / 1e9:.2f}" if r.bytes_per_s else ""),
     ("of read", lambda r: f"{100 * r.bandwidth_share:.0f} %" if r.bandwidth_share else ""),
     ("peak RSS", lambda r: f"{r.peak_rss / 1e6:,.0f} MB" if r.peak_rss else ""),
+    ("°C", lambda r: f"{r.celsius:.0f}" if r.celsius is not None else ""),
 )
 
 
@@ -253,12 +258,14 @@ def heading(rows: list[Row]) -> str:
         f"{f['model']}, {f['codec']}, head {f['head_codec']}, {f['file_bytes'] / 1e6:,.1f} MB; {where}; "
         f"cache {f['kv']}, {f['kv_bytes_per_position']:,} bytes per position\n"
         f"edgeq {f['version']}, {f['processor']}, {f['date']}, loaded in {f['load_s']:.2f} s"
+        + (f", of which {f['compile_s']:.1f} s compiling" if f["compile_s"] else "")
     )
 
 
 def markdown(rows: list[Row]) -> str:
     """The heading and a table of all tests, then one for each test whose operations were timed, then one for drafts."""
-    table = aligned([[name for name, _ in COLUMNS]] + [[show(row) for _, show in COLUMNS] for row in rows])
+    columns = [(name, show) for name, show in COLUMNS if name != "°C" or any(map(show, rows))]
+    table = aligned([[name for name, _ in columns]] + [[show(row) for _, show in columns] for row in rows])
     parts = [f"{heading(rows)}\n\n{table}"]
     for row in rows:
         if row.operations is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from edgeq.runtime.chat_template import parts
 from edgeq.runtime.request import Request
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.tools.entry import in_options
+from edgeq.tools.history import line_editing
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe
 from edgeq.tools.run import argument, load, read_bytes, read_template, sampling_of, utf8
@@ -44,6 +44,7 @@ def chat(
     stop: tuple[str, ...],
     draft: DraftSource,
     gamma: int | None,
+    history: bool,
     **options: Any,
 ) -> None:
     """Lines from standard input are messages, answers go to standard output, everything else to standard error.
@@ -66,13 +67,14 @@ def chat(
     conversation = Conversation(loaded, system, tokens, settings)
     note(f"{describe(loaded.file)}; {loaded.description}; cache {cache_label(loaded)}; context {loaded.context}; {label}")
     note(HELP)
-    for line in lines():
-        if line == "/exit":
-            return
-        if line.startswith("/"):
-            command(conversation, *line.partition(" ")[::2])
-        elif line:
-            answer(conversation, line)
+    with line_editing(history and sys.stdin is not None and sys.stdin.isatty()):
+        for line in lines():
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                command(conversation, *line.partition(" ")[::2])
+            elif line:
+                answer(conversation, line)
 
 
 def command(conversation: Conversation, name: str, value: str) -> None:
@@ -138,9 +140,6 @@ def typed(pending: list[str]) -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.decode("utf-8", "replace").strip() for line in sys.stdin.buffer)
         return
-    # With this module, where it exists, input() has line editing.
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
     interrupted = False
     while True:
         try:

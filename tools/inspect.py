@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +33,7 @@ def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> N
             for done, total in file.verify():
                 report(done, total, "verify")
     if shown is not None:
-        write(blob_text(file, shown, for_terminal=sys.stdout is not None and sys.stdout.isatty()))
+        write(blob_text(file, shown))
         return
     facts = collect(file, verify)
     if as_json:
@@ -43,18 +42,13 @@ def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> N
         show(facts)
 
 
-def blob_text(file: ModelFile, name: str, for_terminal: bool) -> str:
-    """The text of a blob; on a terminal without the control characters that a stranger's file may have.
-
-    InputError: there is no such blob.
-    """
+def blob_text(file: ModelFile, name: str) -> str:
+    """The text of a blob.  InputError: there is no such blob."""
     blob = file.blob(name)
     if blob is None:
         has = ", ".join(sorted(file.metadata.blobs)) or "none"
         raise InputError(f"{file.path}: no {name} in the file; it has {has}")
     text = blob.decode("utf-8", "replace")
-    if for_terminal:
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if text.endswith("\n") else f"{text}\n"
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from edgeq.devices import DEVICES
 from edgeq.tools.help_sections import decorated, section
 from edgeq.tools.params import Count, EdgeqFile, Gamma, OneOf, PixelSize, Seed, Several, Threads
 
@@ -214,6 +215,22 @@ BENCH_TESTS = decorated(
         show_default=True,
         help="How often each test is run; the table has the median.",
     ),
+)
+elsewhere = section("Kernels for another machine")
+WARM_OPTIONS = decorated(
+    click.argument("model", metavar="[FILE]", required=False, type=EdgeqFile()),
+    elsewhere(
+        "--for",
+        "device",
+        metavar="DEVICE",
+        type=OneOf(*(name for name, device in DEVICES.items() if device.supported)),
+        help="Compile for this device, not to be run here; edgeq devices lists the names.",
+    ),
+    elsewhere("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write what --for compiles here."),
+    elsewhere("--from", "source", type=click.Path(path_type=Path), metavar="FILE", help="Install what --for wrote."),
+    elsewhere("--trust", metavar="DIGEST", help="Install it without a question if this is its digest."),
+    THREADS,
+    TARGET_OPTIONS,
 )
 GENERATION_OPTIONS = decorated(
     text("-n", "--tokens", type=int, metavar="N", default=256, show_default=True, help="Generate at most N tokens."),

@@ -6,8 +6,7 @@ as in AWQ, or as it is stored as in GPTQ: the method decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.config import ModelConfig
-from edgeq.converters.calibration.dataset import ROW_TOKENS
 from edgeq.converters.calibration.torch_decoder import DecoderLayer, angles
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, POSITIONS, Family
@@ -33,25 +31,6 @@ def token_activations(c: ModelConfig) -> int:
     mlps = c.num_experts_per_tok + bool(c.shared_expert_intermediate_size)
     inner = max(c.num_experts_per_tok, 1) * c.intermediate_size + c.shared_expert_intermediate_size
     return (8 + 3 * mlps) * c.hidden_size + c.query_size + 2 * inner
-
-
-@dataclass
-class Observed:
-    """Inputs and outputs of the inspected modules of one decoder layer, over all calibration rows.
-
-    inputs, outputs: module path -> float32 [rows, tokens, channels], of an expert [tokens, channels]; one that no token reached
-    is not there.  `attention` are the keyword arguments of self_attn.
-    """
-
-    attention: dict[str, Any]
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-
-    def run(self, path: str, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """(output of `module` as it is now, output observed) of its observed inputs, batch by batch."""
-        arguments = self.attention if path == "self_attn" else {}
-        for x, y in zip(_batches(self.inputs[path]), _batches(self.outputs[path]), strict=True):
-            yield _first(module(x, **arguments)), y
 
 
 class BlockForward:
@@ -94,23 +73,9 @@ class BlockForward:
         return layer.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def advance(self, index: int, layer: nn.Module, inspected: tuple[str, ...] = ()) -> Observed:
-        """Run the layer as it is: its outputs become the next layer's inputs; `inspected` modules are observed meanwhile."""
-        observed = Observed(self.attention_arguments(index))
-        seen: dict[str, list[Tensor]] = {path: [] for path in inspected}
-        given: dict[str, list[Tensor]] = {path: [] for path in inspected}
-        hooks = [
-            layer.get_submodule(path).register_forward_hook(_output_hook(seen[path], given[path]), with_kwargs=True)
-            for path in inspected
-        ]
-        batches = [_first(layer(batch, **observed.attention)) for batch in _batches(self.hidden)]
-        for hook in hooks:
-            hook.remove()
-        self.hidden = torch.cat(batches)
-        for path in inspected:
-            if seen[path]:
-                observed.inputs[path], observed.outputs[path] = torch.cat(seen.pop(path)), torch.cat(given.pop(path))
-        return observed
+    def advance(self, index: int, layer: nn.Module) -> None:
+        """Run the layer as it is: its outputs become the next layer's inputs."""
+        self.hidden = self.run(index, layer, self.hidden)
 
     @torch.no_grad()
     def watch(self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]]) -> None:
@@ -119,7 +84,7 @@ class BlockForward:
             layer.get_submodule(path).register_forward_hook(_input_hook(f), with_kwargs=True) for path, f in observers.items()
         ]
         arguments = self.attention_arguments(index)
-        for batch in _batches(self.hidden):
+        for batch in batches(self.hidden):
             layer(batch, **arguments)
         for hook in hooks:
             hook.remove()
@@ -128,18 +93,10 @@ class BlockForward:
     def run(self, index: int, layer: nn.Module, inputs: Tensor) -> Tensor:
         """The outputs of the layer for `inputs` [rows, tokens, hidden]; nothing is advanced."""
         arguments = self.attention_arguments(index)
-        return torch.cat([_first(layer(batch, **arguments)) for batch in _batches(inputs)])
+        return torch.cat([layer(batch, **arguments) for batch in batches(inputs)])
 
     def unload(self, layer: nn.Module) -> None:
         layer.to("meta")
-
-
-def _output_hook(seen: list[Tensor], given: list[Tensor]) -> Callable[..., None]:
-    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
-        given.append(_first(output))
-
-    return observe
 
 
 def _input_hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
@@ -149,12 +106,6 @@ def _input_hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
     return observe
 
 
-def _batches(x: Tensor) -> tuple[Tensor, ...]:
-    """Rows of tokens, or tokens of an expert, in portions."""
-    return torch.split(x, BATCH_ROWS if x.dim() == 3 else BATCH_ROWS * ROW_TOKENS)
-
-
-def _first(output: Any) -> Tensor:
-    """Attention modules return (output, weights)."""
-    result: Tensor = output[0] if isinstance(output, tuple) else output
-    return result
+def batches(x: Tensor) -> tuple[Tensor, ...]:
+    """Rows of tokens in portions."""
+    return torch.split(x, BATCH_ROWS)

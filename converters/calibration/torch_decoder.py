@@ -93,9 +93,7 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.flatten(0, -2)  # [tokens, hidden]
-        shares, experts = self.gate(x).softmax(-1).topk(self.chosen)
-        if self.normalized:
-            shares = shares / shares.sum(-1, keepdim=True)
+        shares, experts = self._routed(x)
         result = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             tokens, places = (experts == index).nonzero(as_tuple=True)
@@ -104,6 +102,22 @@ class Experts(nn.Module):
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             result += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return result.view(hidden_states.shape)
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares and numbers of the experts of every token, [tokens, experts per token]."""
+        shares, experts = self.gate(x).softmax(-1).topk(self.chosen)
+        return shares / shares.sum(-1, keepdim=True) if self.normalized else shares, experts
+
+    def run_owner(self, path: str, x: Tensor) -> None:
+        """Run only the expert, or the shared one, that has the module `path` of the decoder layer, over its share of the tokens
+        x [tokens, hidden].
+        """
+        _, owner, index, *_ = path.split(".")
+        if owner == "experts":
+            _, experts = self._routed(x)
+            self.experts[int(index)](x[(experts == int(index)).any(-1)])
+        else:
+            self.get_submodule(owner)(x)
 
 
 class DecoderLayer(nn.Module):

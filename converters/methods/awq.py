@@ -3,6 +3,11 @@
 Input channels with large activations get their weights multiplied by s > 1 before rounding, so that their relative error
 shrinks; the operation before the layer divides by s, so that nothing is left to do at run time.  Then every group's range is
 clipped where that lowers the error of the layer's output.  The plain variant: s = mean|x|^alpha, alpha from a grid of 20.
+
+The paper measures a candidate at the output of the attention or of the MLP, with a forward for each.  Here it is the squared
+error at the outputs of the linear layers that read the scaled channels, added up: tr(D M D^T) from the moments of their inputs,
+all tokens counted.  For output and down projection both are the same.  For the others it costs nothing that can be measured
+(docs/quality.md).
 """
 
 from __future__ import annotations
@@ -13,18 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.codec import Codec
-from edgeq.converters.calibration.forward import Observed, token_activations
-from edgeq.converters.calibration.torch_decoder import quantized_linears
+from edgeq.converters.calibration.moments import Moments
+from edgeq.converters.calibration.staged import StagedLayer, sites
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
-from edgeq.converters.quantizer import AWQ, Preset, fake, split_groups, uniform_spans
+from edgeq.converters.quantizer import AWQ, Preset, fake, uniform_spans
 
 CodecOfColumns = Callable[[int], Codec]
 GRID = 20
 CLIP_STEPS = 10
-CLIP_TOKENS = 512
 CLIP_ROWS = 256
+SEARCH_ROWS = 512
+"""Output channels of a matrix by whose error a scale is chosen, evenly spaced."""
 # Clipping queries or keys raises the error of their product.
 UNCLIPPED = ("q_proj", "k_proj")
 
@@ -34,18 +40,25 @@ class Awq(Method):
 
     name = "awq"
     calibrates = True
-    passes = 25
+    passes = 4
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def memory_bytes(self, tokens: int) -> int:
-        """All that a layer computes from the text is kept while its scales are searched."""
-        return 4 * tokens * token_activations(self.config)
+        """The moments of the widest inputs; what a search has of some rows."""
+        widest = max(self.config.hidden_size, self.config.query_size, self.config.intermediate_size)
+        return 4 * widest * (widest + 8 * SEARCH_ROWS)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         mappings = self.family.awq_mappings(self.config)
-        awq(block.module, mappings, observe(block, mappings), self.codec, block.on_part)
+        run = StagedLayer(block.forward, block.index, block.module)
+        unused = awq(run, block.module, mappings, self.codec, block.on_part)
+        if unused:
+            block.warn(
+                f"layer {block.index + 1}: no calibration token reached the experts {', '.join(unused)}: they are rounded to "
+                "nearest"
+            )
         return {}
 
 
@@ -57,147 +70,139 @@ def scaled_dtype(mappings: list[ScaleMapping], part: str, stored: str) -> str:
 
 @torch.no_grad()
 def awq(
+    run: StagedLayer,
     layer: nn.Module,
     mappings: list[ScaleMapping],
-    observed: Observed,
     codec: CodecOfColumns,
     on_part: Callable[[int, int], None] = lambda done, parts: None,
-) -> None:
-    """Change `layer` in place so that rounding its weights loses less of its output; `codec`: columns of a weight -> its codec.
+) -> list[str]:
+    """Change `layer` in place so that rounding its weights loses less of its output, and finish `run`, over its text.
 
-    `observed` comes from the unchanged layer.  All scales are searched on that layer, then applied, then ranges clipped;
-    `on_part` is called as that of a Block.
+    codec    columns of a weight -> its codec
+    on_part  as that of a Block
+    Returns the experts that no token reached.
+
+    Scales and ranges are found on the layer as it is, and applied when the next layer's inputs are known.
     """
-    linears = quantized_linears(layer)
-    parts = len(mappings) + len(linears)
-    scales = search_and_apply(layer, mappings, observed, codec, AWQ, lambda done: on_part(done, parts))
-    divisors = {linear_module(part): scale for mapping, scale in scales.items() for part in mapping.consumers}
-    for done, (path, linear) in enumerate(linears.items(), len(mappings)):
-        on_part(done, parts)
-        if not path.endswith(UNCLIPPED) and _observed_at(path) in observed.inputs:
-            x = _strided(observed.inputs[_observed_at(path)])
-            clip(linear, x / divisors[path] if path in divisors else x, codec(linear.in_features))
-
-
-@torch.no_grad()
-def search_and_apply(
-    layer: nn.Module,
-    mappings: list[ScaleMapping],
-    observed: Observed,
-    codec: CodecOfColumns,
-    preset: Preset,
-    on_mapping: Callable[[int], None] = lambda done: None,
-) -> dict[ScaleMapping, Tensor]:
-    """Only the scales: searched on the layer as it is, then applied; the layer's function stays the same."""
-    scales = {}
-    for done, mapping in enumerate(mappings):
-        on_mapping(done)
-        columns = _linear(layer, mapping.consumers[0]).in_features
-        scales[mapping] = search_scale(layer, mapping, observed, codec(columns), preset)
+    scales: dict[ScaleMapping, Tensor] = {}
+    limits: dict[str, Tensor] = {}
+    unused: list[str] = []
+    reading = {linear_module(part): mapping for mapping in mappings for part in mapping.consumers}
+    groups = sites(layer)
+    for done, paths in enumerate(groups):
+        on_part(done, len(groups))
+        of_site = codec(linear(layer, paths[0]).in_features)
+        mapping = reading.get(paths[0])
+        if mapping and mapping not in scales:
+            scales[mapping] = search_scale(run, layer, mapping, of_site, AWQ)
+        clipped = [path for path in paths if not path.endswith(UNCLIPPED)]
+        if not clipped:
+            continue
+        moments = run.moments(paths[0])
+        if not moments.tokens:
+            unused += [paths[0].split(".")[2]] if paths[0].endswith("down_proj") else []
+            continue
+        s = scales[mapping] if mapping else torch.ones(len(moments.matrix), device=moments.matrix.device)
+        for path in clipped:
+            limits[path] = clip_limits(linear(layer, path).weight.data * s, moments, of_site, s)
+    run.finish()
     for mapping, scale in scales.items():
         apply_scale(layer, mapping, scale)
-    return scales
+    divisors = {linear_module(mapping.absorber): scale for mapping, scale in scales.items() if mapping.absorber not in NORMS}
+    for path, limit in limits.items():
+        module = linear(layer, path)
+        if path in divisors:
+            limit = limit / divisors[path][:, None]
+        clamp(module, limit, codec(module.in_features))
+    return unused
 
 
-def observe(block: Block, mappings: list[ScaleMapping]) -> Observed:
-    """Advance over the layer of `block` and keep what `awq` needs of it; warns of experts that no token reached."""
-    inspected = inspected_modules(block.module, mappings)
-    observed = block.forward.advance(block.index, block.module, inspected)
-    unused = [path.rpartition(".")[2] for path in inspected if path not in observed.inputs and not path.endswith("_proj")]
-    if unused:
-        numbers = ", ".join(unused)
-        block.warn(f"layer {block.index + 1}: no calibration token reached the experts {numbers}: they are rounded to nearest")
-    return observed
-
-
-def inspected_modules(layer: nn.Module, mappings: list[ScaleMapping]) -> tuple[str, ...]:
-    """The modules of a decoder layer whose inputs and outputs `awq` needs."""
-    return tuple(dict.fromkeys([*map(_observed_at, quantized_linears(layer)), *(m.inspected for m in mappings)]))
-
-
-def _observed_at(path: str) -> str:
-    """The module that receives the same input as this linear layer."""
-    return path if path.endswith(("o_proj", "down_proj")) else path.rpartition(".")[0]
-
-
-def _linear(layer: nn.Module, part: str) -> nn.Linear:
-    module = layer.get_submodule(linear_module(part))
+def linear(layer: nn.Module, path: str) -> nn.Linear:
+    module = layer.get_submodule(path)
     assert isinstance(module, nn.Linear)
     return module
 
 
-def search_scale(layer: nn.Module, mapping: ScaleMapping, observed: Observed, codec: Codec, preset: Preset = AWQ) -> Tensor:
-    """The s float32 [input channels] of the grid with the smallest mean squared error of the inspected module's output.
+@torch.no_grad()
+def search_scale(run: StagedLayer, layer: nn.Module, mapping: ScaleMapping, codec: Codec, preset: Preset = AWQ) -> Tensor:
+    """The s float32 [input channels] of the grid with the smallest squared error of the consumers' outputs.
 
-    alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.  A module that was not
-    observed, an expert without tokens, gets that too.
+    alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.  Where no token came, an
+    expert's, it is that too.
     """
-    linears = [_linear(layer, part) for part in mapping.consumers]
-    if mapping.inspected not in observed.inputs:
-        return torch.ones(linears[0].in_features)
-    original = [linear.weight.data for linear in linears]
-    inspected = layer.get_submodule(mapping.inspected)
-    magnitude = observed.inputs[mapping.inspected].flatten(0, -2).abs().mean(0)
-    best, best_loss = torch.ones_like(magnitude), float("inf")
-    for i in range(GRID):
-        s = magnitude.pow(i / GRID).clamp(min=1e-4)
-        s = s / (s.max() * s.min()).sqrt()
-        s = torch.where(torch.isfinite(s), s, 1.0)
-        for linear, weight in zip(linears, original, strict=True):
-            linear.weight.data = fake(weight * s, codec, preset).div_(s)
-        loss = output_error(inspected, mapping.inspected, observed)
-        # False for NaN too: such a candidate is skipped.
-        if loss < best_loss:
-            best, best_loss = s, loss
-    for linear, weight in zip(linears, original, strict=True):
-        linear.weight.data = weight
-    return best
+    consumers = {linear_module(part) for part in mapping.consumers}
+    reading = [[path for path in paths if path in consumers] for paths in sites(layer)]
+    reading = [paths for paths in reading if paths]
+    magnitude = run.moments(reading[0][0]).magnitude if len(reading) == 1 else _magnitude(run, mapping.inspected)
+    candidates = [_scale(magnitude, i / GRID) for i in range(GRID)]
+    losses = torch.zeros(GRID, dtype=torch.float64)
+    for paths in reading:
+        moments = run.moments(paths[0])
+        if moments.tokens:
+            losses += sum(_errors(linear(layer, path).weight.data, moments.matrix, candidates, codec, preset) for path in paths)
+    # A candidate whose loss is no number is skipped; of equal ones the first is taken.
+    return candidates[int(losses.nan_to_num(torch.inf).argmin())]
 
 
-def output_error(module: nn.Module, path: str, observed: Observed) -> float:
-    """Mean squared difference between the outputs of `module` now and those observed."""
-    total = sum(float((now - before).square().sum(dtype=torch.float64)) for now, before in observed.run(path, module))
-    return total / observed.outputs[path].numel()
+def _magnitude(run: StagedLayer, path: str) -> Tensor:
+    """Mean |x| of every channel of the inputs of a module."""
+    total, tokens = torch.zeros(()), 0
+    for x in run.inputs(path):
+        total, tokens = total.to(x.device) + x.abs().sum(0), tokens + len(x)
+    return total / tokens
+
+
+def _scale(magnitude: Tensor, alpha: float) -> Tensor:
+    s = magnitude.pow(alpha).clamp(min=1e-4)
+    s = s / (s.max() * s.min()).sqrt()
+    return torch.where(torch.isfinite(s), s, 1.0)
+
+
+def _errors(weight: Tensor, moments: Tensor, candidates: list[Tensor], codec: Codec, preset: Preset) -> Tensor:
+    """Squared error of the output of a weight [rows, columns] rounded under each scale, float64 [candidates]."""
+    rows = weight[:: max(1, len(weight) // SEARCH_ROWS)]
+    found = []
+    for s in candidates:
+        lost = fake(rows * s, codec, preset).div_(s).sub_(rows)
+        found.append(((lost @ moments) * lost).sum(dtype=torch.float64))
+    return torch.stack(found).cpu() * (len(weight) / len(rows))
 
 
 def apply_scale(layer: nn.Module, mapping: ScaleMapping, scale: Tensor) -> None:
     """Consumers' input channels times s, the absorber's outputs divided by it: the function of the layer stays the same."""
     for part in (*mapping.consumers, *mapping.followers):
-        linear = _linear(layer, part)
-        linear.weight.data = linear.weight * scale
+        module = linear(layer, linear_module(part))
+        module.weight.data = module.weight * scale
     if mapping.absorber in NORMS:
         for vector in layer.get_submodule(NORMS[mapping.absorber]).parameters():
             vector.data = vector / scale
     else:
-        absorber = _linear(layer, mapping.absorber)
+        absorber = linear(layer, linear_module(mapping.absorber))
         absorber.weight.data = absorber.weight / scale[:, None]
         if absorber.bias is not None:
             absorber.bias.data = absorber.bias / scale
 
 
-def _strided(x: Tensor) -> Tensor:
-    """Every n-th token: 512 to 1023 of them, or all if fewer."""
-    x = x.reshape(-1, x.shape[-1])
-    return x[:: max(1, len(x) // CLIP_TOKENS)]
+def clip_limits(weight: Tensor, moments: Moments, codec: Codec, scale: Tensor) -> Tensor:
+    """float32 [rows, groups]: to which of 1.00 ... 0.55 of the largest |w| of each group of the weight [rows, columns] it is
+    best clamped before it is rounded, for the least change of the group's share of the output.
 
-
-def clip(linear: nn.Linear, x: Tensor, codec: Codec) -> None:
-    """Clamp each group of each row to the range, of 1.00 ... 0.55 of its largest weight, that least changes the group's share
-    of the output over the tokens x [tokens, input channels].
-
-    The mean square of x d over the tokens is d (x^T x / tokens) d^T: the small matrix of a group serves all its rows.
+    moments  of the inputs, which are divided by `scale` [columns] before they meet this weight
     """
-    weight = linear.weight.data
-    clipped = torch.empty_like(weight)
-    for span, inputs in zip(uniform_spans(codec, linear.in_features), split_groups(x, codec), strict=True):
-        per_group = inputs.transpose(0, 1)  # [groups, tokens, size]
-        moments = per_group.transpose(1, 2) @ per_group / len(x)  # [groups, size, size]
-        clipped[:, span] = torch.cat([_clip_rows(rows, moments, codec) for rows in torch.split(weight[:, span], CLIP_ROWS)])
-    linear.weight.data = clipped
+    found = []
+    for span in uniform_spans(codec, weight.shape[1]):
+        groups = codec.groups(span.stop - span.start)
+        size = (span.stop - span.start) // groups
+        starts = range(span.start, span.stop, size)
+        diagonal = torch.stack([moments.matrix[i : i + size, i : i + size] for i in starts])
+        s = scale[span].view(groups, size)
+        diagonal = diagonal / s[:, None] / s[:, :, None]
+        found.append(torch.cat([_limits(rows, diagonal, codec) for rows in torch.split(weight[:, span], CLIP_ROWS)]))
+    return torch.cat(found, 1)
 
 
-def _clip_rows(weight: Tensor, moments: Tensor, codec: Codec) -> Tensor:
-    """Some rows of a weight, each group clamped to its best range."""
+def _limits(weight: Tensor, moments: Tensor, codec: Codec) -> Tensor:
+    """Limits [rows, groups] of some rows of a weight whose groups have the same size; moments [groups, size, size]."""
     groups = weight.reshape(len(weight), len(moments), -1).transpose(0, 1)  # [groups, rows, size]
     largest = groups.abs().amax(-1, keepdim=True)
     best, best_error = largest, torch.full_like(largest, float("inf"))
@@ -208,4 +213,11 @@ def _clip_rows(weight: Tensor, moments: Tensor, codec: Codec) -> Tensor:
         error = ((difference @ moments) * difference).sum(-1, keepdim=True)
         better = error < best_error
         best, best_error = torch.where(better, limit, best), torch.where(better, error, best_error)
-    return groups.clamp(-best, best).transpose(0, 1).reshape(weight.shape)
+    return best[:, :, 0].T
+
+
+def clamp(module: nn.Linear, limits: Tensor, codec: Codec) -> None:
+    """Clamp each group of each row of a weight to its limit [rows, groups]."""
+    columns = module.in_features
+    each = limits.repeat_interleave(codec.group_size or columns, 1)[:, :columns]
+    module.weight.data = module.weight.data.clamp(-each, each)

@@ -23,7 +23,7 @@ from edgeq.config import ModelConfig
 from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method, Study
-from edgeq.converters.methods.gptq import gptq_layer, hessian_bytes
+from edgeq.converters.methods.gptq import gptq_layer, moments_bytes
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import QUAROT, Preset
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation
@@ -105,7 +105,7 @@ class Rotated(Method):
         c = self.config
         widest = max(c.hidden_size, c.intermediate_size, c.query_size)
         rotating = 24 * c.hidden_size * widest + 24 * c.hidden_size**2 + 8 * SLAB_BYTES
-        return rotating + (hessian_bytes(widest) if self.options.gptq else 0)
+        return rotating + (moments_bytes(widest) if self.options.gptq else 0)
 
     def tensors(self, source: Tensors, study: Study) -> Tensors:
         residual, before_o = self.residual(study), self.before_o()

@@ -14,6 +14,8 @@ from edgeq.targets.rows import PAGE, Page, Rows
 ArrayF32 = NDArray[np.float32]
 
 F16_MAX = 65504.0
+LEAST_SCORE = np.float32(-1e30)
+"""Targets use it for positions that a query does not see."""
 
 
 class ReferencePage(Page):
@@ -127,6 +129,7 @@ def attention(context: Context, op: Attention, rows: Rows, state: State) -> None
         keys, values = seen  # [kv_heads, positions, head_dim]
         q = queries[r].reshape(op.kv_heads, -1, op.head_dim)
         scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(op.scale)  # [kv_heads, heads / kv_heads, positions]
-        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        largest = scores.max(axis=2, keepdims=True)
+        weights = np.exp(scores - np.where(largest > LEAST_SCORE, largest, np.float32(np.nan)))
         weights /= weights.sum(axis=2, keepdims=True)
         out[r] = np.matmul(weights, values).reshape(-1)

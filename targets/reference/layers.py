@@ -31,10 +31,16 @@ from edgeq.targets.rows import Rows
 ArrayF32 = NDArray[np.float32]
 
 
+def mean_square(x: NDArray[np.float32 | np.float64]) -> NDArray[np.float64]:
+    """Over the channels of x [..., channels]; NaN where float32, in which the other targets sum, does not hold the sum."""
+    total = np.square(x, dtype=np.float64).sum(axis=-1, keepdims=True)
+    mean: NDArray[np.float64] = np.where(total <= np.finfo(np.float32).max, total, np.nan) / x.shape[-1]
+    return mean
+
+
 def normalized(x: ArrayF32, gain: ArrayF32, eps: float) -> ArrayF32:
     """RMSNorm of x [..., channels]."""
-    mean = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-    return np.asarray((x / np.sqrt(mean + eps)).astype(np.float32) * gain)
+    return np.asarray((x / np.sqrt(mean_square(x) + eps)).astype(np.float32) * gain)
 
 
 def norm_add(context: Context, op: NormAdd, rows: Rows, state: State) -> None:
@@ -44,7 +50,7 @@ def norm_add(context: Context, op: NormAdd, rows: Rows, state: State) -> None:
 def layer_norm(context: Context, op: LayerNorm, rows: Rows, state: State) -> None:
     x = state[op.x].astype(np.float64)
     centered = x - x.mean(axis=-1, keepdims=True)
-    scaled = centered / np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + op.eps)
+    scaled = centered / np.sqrt(mean_square(centered) + op.eps)
     state[op.out] = scaled.astype(np.float32) * context.array(op.gain) + context.array(op.bias)
 
 

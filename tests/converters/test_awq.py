@@ -11,10 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from edgeq.codec import Codec
-from edgeq.converters.calibration.forward import BlockForward, Observed
+from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.moments import Moments
+from edgeq.converters.calibration.staged import StagedLayer, sites
 from edgeq.converters.checkpoint import Checkpoint, HubAccess
 from edgeq.converters.families import LINEARS, recognise
-from edgeq.converters.methods.awq import apply_scale, awq, clip, inspected_modules, output_error, search_scale
+from edgeq.converters.methods.awq import apply_scale, awq, clamp, clip_limits, search_scale
 from edgeq.converters.quantizer import fake
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm3")
@@ -24,19 +26,21 @@ CODEC = Codec("int", 3, 32, symmetric=False)
 def opened(folder: Path) -> tuple[Checkpoint, Any, Any]:
     source = Checkpoint.open(str(folder), HubAccess())
     source.open_weights()
-    return source, *recognise(source.config)
+    family, config = recognise(source.config)
+    source.arrange(family.sources())
+    return source, family, config
 
 
 def tokens(rows: int = 3, length: int = 48) -> torch.Tensor:
     return torch.randint(0, 2048, (rows, length), generator=torch.Generator().manual_seed(5))
 
 
-def first_layer(folder: Path) -> tuple[Any, Any, Any, Observed]:
-    """(family, config, first decoder layer, what its modules saw)."""
+def first_layer(folder: Path) -> tuple[Any, Any, Any, StagedLayer]:
+    """(family, config, first decoder layer, its run over some tokens)."""
     source, family, config = opened(folder)
     blocks = BlockForward(source, family, config, tokens())
     layer = blocks.load(0)
-    return family, config, layer, blocks.advance(0, layer, inspected_modules(layer, family.awq_mappings(config)))
+    return family, config, layer, StagedLayer(blocks, 0, layer)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,31 +86,65 @@ def test_value_to_output_is_folded_only_without_grouped_query_attention(checkpoi
 
 @pytest.mark.parametrize("family", ["llama_mha", "qwen2"])
 def test_the_searched_scale_never_loses_more_than_plain_rounding(checkpoint: Callable[..., Path], family: str) -> None:
-    described, config, layer, observed = first_layer(checkpoint(family))
+    """Measured at the outputs of the consumers, over inputs observed in a forward of the whole layer."""
+    described, config, layer, run = first_layer(checkpoint(family))
     for mapping in described.awq_mappings(config):
         linears = [layer.get_submodule(LINEARS[part]) for part in mapping.consumers]
         original = [linear.weight.data.clone() for linear in linears]
-        inspected = layer.get_submodule(mapping.inspected)
-        with torch.no_grad():
-            scale = search_scale(layer, mapping, observed, CODEC)
-            assert all(torch.equal(linear.weight, w) for linear, w in zip(linears, original, strict=True))
-            losses = []
-            for s in (scale, torch.ones_like(scale)):
-                for linear, weight in zip(linears, original, strict=True):
-                    linear.weight.data = fake(weight * s, CODEC) / s
-                losses.append(output_error(inspected, mapping.inspected, observed))
-            for linear, weight in zip(linears, original, strict=True):
-                linear.weight.data = weight
-        assert losses[0] <= losses[1] and losses[1] > 0
+        scale = search_scale(run, layer, mapping, CODEC)
+        assert all(torch.equal(linear.weight, w) for linear, w in zip(linears, original, strict=True))
+        x = torch.cat(list(run.inputs(LINEARS[mapping.consumers[0]])))
+        losses = [
+            sum(float((x @ (fake(w * s, CODEC) / s - w).T).square().sum()) for w in original)
+            for s in (scale, torch.ones_like(scale))
+        ]
+        assert losses[0] <= losses[1] * (1 + 1e-5) and losses[1] > 0
 
 
 def test_channels_with_large_activations_get_a_larger_scale(checkpoint: Callable[..., Path]) -> None:
-    described, config, layer, observed = first_layer(checkpoint("llama_gqa"))
-    mapping = described.awq_mappings(config)[0]
-    observed.inputs["self_attn"][..., 5] *= 100
-    observed.outputs["self_attn"] = torch.cat([now for now, _ in observed.run("self_attn", layer.self_attn)])
-    scale = search_scale(layer, mapping, observed, Codec("int", 2, 128, symmetric=False))
+    described, config, layer, run = first_layer(checkpoint("llama_gqa"))
+    layer.input_layernorm.weight.data[5] *= 100
+    scale = search_scale(run, layer, described.awq_mappings(config)[0], Codec("int", 2, 128, symmetric=False))
     assert scale.argmax() == 5 and scale[5] > 1
+
+
+@pytest.mark.parametrize("family", ["llama_mha", "qwen2", "smollm3", "opt", "mixtral", "qwen2_moe"])
+def test_a_layer_in_stages_has_the_inputs_and_outputs_of_a_whole_forward(checkpoint: Callable[..., Path], family: str) -> None:
+    source, described, config = opened(checkpoint(family))
+    blocks = BlockForward(source, described, config, tokens(5))
+    layer = blocks.load(0)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def remember(path: str) -> Callable[..., None]:
+        return lambda module, args: seen.setdefault(path, []).append(args[0].flatten(0, -2))
+
+    whole = blocks.hidden.clone()
+    paths = [paths[0] for paths in sites(layer)]
+    handles = [layer.get_submodule(path).register_forward_pre_hook(remember(path)) for path in paths]
+    expected = blocks.run(0, layer, whole)
+    for handle in handles:
+        handle.remove()
+    run = StagedLayer(blocks, 0, layer)
+    for path in paths:
+        moments, x = run.moments(path), torch.cat(seen[path]) if path in seen else torch.zeros(0, 1)
+        assert moments.tokens == len(x), path
+        if len(x):
+            assert torch.allclose(moments.matrix, x.T @ x, rtol=1e-3, atol=1e-3 * float((x.T @ x).abs().max())), path
+            assert torch.allclose(moments.magnitude, x.abs().mean(0), rtol=1e-4, atol=1e-6), path
+    run.finish()
+    assert torch.equal(blocks.hidden, expected)
+
+
+def test_moments_are_those_of_the_tokens_in_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeq.converters.calibration.moments.TILE", 24)
+    x, scale = torch.randn(500, 70, generator=torch.Generator().manual_seed(1)), torch.linspace(0.5, 2, 70)
+    moments = Moments(70)
+    for part in x.split(130):
+        moments.add(part)
+    assert torch.allclose(moments.matrix, x.T @ x, atol=1e-3) and torch.equal(moments.matrix, moments.matrix.T)
+    moments.divide(scale)
+    assert torch.allclose(moments.matrix, (x / scale).T @ (x / scale), atol=2e-3)
+    assert torch.allclose(moments.magnitude, (x / scale).abs().mean(0), atol=1e-5)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -118,8 +156,10 @@ def test_clipping_lowers_the_error_of_every_group_or_leaves_it(symmetric: bool) 
     weight = torch.randn(300, 64, generator=generator)
     weight[:, 7] *= 6
     linear.weight.data = weight.clone()
+    moments = Moments(64)
+    moments.add(x)
     with torch.no_grad():
-        clip(linear, x, codec)
+        clamp(linear, clip_limits(weight, moments, codec, torch.ones(64)), codec)
 
     def errors(candidate: torch.Tensor) -> torch.Tensor:
         difference = (fake(candidate, codec) - weight).reshape(300, 2, 32)
@@ -130,11 +170,10 @@ def test_clipping_lowers_the_error_of_every_group_or_leaves_it(symmetric: bool) 
 
 
 def test_queries_and_keys_are_scaled_but_never_clipped(checkpoint: Callable[..., Path]) -> None:
-    described, config, layer, observed = first_layer(checkpoint("llama_gqa"))
+    described, config, layer, run = first_layer(checkpoint("llama_gqa"))
     original = {part: layer.get_submodule(path).weight.data.clone() for part, path in LINEARS.items()}
-    with torch.no_grad():
-        scale = search_scale(layer, described.awq_mappings(config)[0], observed, CODEC)
-        awq(layer, described.awq_mappings(config), observed, lambda columns: CODEC)
+    scale = search_scale(run, layer, described.awq_mappings(config)[0], CODEC)
+    awq(run, layer, described.awq_mappings(config), lambda columns: CODEC)
     assert torch.equal(layer.self_attn.q_proj.weight, original["q"] * scale)
     assert torch.equal(layer.self_attn.k_proj.weight, original["k"] * scale)
     assert not torch.equal(layer.self_attn.v_proj.weight, original["v"] * scale)
@@ -149,14 +188,16 @@ def test_a_layer_prepared_by_awq_loses_less_of_its_output_than_plain_rounding(
     errors = []
     for prepare in (True, False):
         blocks = BlockForward(source, described, config, tokens(8))
-        layer, before = blocks.load(0), blocks.hidden
-        observed = blocks.advance(0, layer, inspected_modules(layer, described.awq_mappings(config)))
+        layer, before = blocks.load(0), blocks.hidden.clone()
+        run = StagedLayer(blocks, 0, layer)
         with torch.no_grad():
             if prepare:
-                awq(layer, described.awq_mappings(config), observed, lambda columns, codec=codec: codec)
+                awq(run, layer, described.awq_mappings(config), lambda columns, codec=codec: codec)
+            else:
+                run.finish()
             for path in LINEARS.values():
                 linear = layer.get_submodule(path)
                 linear.weight.data = fake(linear.weight.data, codec)
-            now = layer(before, **observed.attention)
+            now = layer(before, **blocks.attention_arguments(0))
             errors.append(float((now - blocks.hidden).square().mean()))
     assert errors[0] < errors[1]

@@ -11,11 +11,12 @@ import torch
 
 from edgeq.codec import Codec
 from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Block
-from edgeq.converters.methods.gptq import gptq_layer, inverse_factor, quantize_matrix
-from edgeq.converters.quantizer import GPTQ, QUAROT, Quantized, fake, quantize
+from edgeq.converters.methods.gptq import gptq_layer
+from edgeq.converters.quantizer import GPTQ, QUAROT, Preset, Quantized, fake, quantize
 
 ROWS, COLUMNS = 48, 160
 
@@ -40,7 +41,7 @@ def weight() -> torch.Tensor:
 def gptq(
     weight: torch.Tensor, x: torch.Tensor, recipe: Recipe, act_order: bool = False
 ) -> tuple[tuple[Quantized, ...], torch.Tensor]:
-    factor = inverse_factor(x.T @ x, recipe, act_order)
+    factor = factorize(x.T @ x, recipe, act_order)
     assert factor is not None
     return quantize_matrix(weight, factor, recipe, "w")
 
@@ -74,19 +75,57 @@ def test_act_order_fixes_the_grids_of_the_original_weights(x: torch.Tensor, weig
     codec = Codec("int", 4, 32, symmetric=False)
     (static,), _ = gptq(weight, x, Recipe(codec, GPTQ), act_order=True)
     (dynamic,), _ = gptq(weight, x, Recipe(codec, GPTQ))
-    plain = quantize(weight, codec, "w", GPTQ)
-    assert static.zero is not None and plain.zero is not None
-    assert torch.equal(static.scale, plain.scale) and torch.equal(static.zero, plain.zero)
-    assert not torch.equal(dynamic.scale, plain.scale)
-    # The first group is reached before there is an error to take over.
-    assert torch.equal(dynamic.scale[:, 0], plain.scale[:, 0])
+    shuffled = torch.randperm(ROWS, generator=generator(6))
+    (other,), _ = gptq(weight[shuffled], x, Recipe(codec, GPTQ), act_order=True)
+    assert torch.equal(static.scale[shuffled], other.scale) and torch.equal(static.q[shuffled], other.q)
+    whole = quantize(weight, codec, "w", GPTQ).scale
+    assert (static.scale <= whole).all() and (static.scale < whole).any()
+    # The errors taken over widen some of the groups that are reached later.
+    assert (dynamic.scale[:, 1:] > whole[:, 1:]).any() and not (dynamic.scale[:, 0] > whole[:, 0]).any()
+
+
+def test_the_range_of_a_group_is_searched_by_what_its_columns_cost(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """GPTQ over searched ranges loses less of the output than over whole ones."""
+    codec = Codec("int", 3, 32, symmetric=False)
+    _, searched = gptq(weight, x, Recipe(codec, GPTQ))
+    _, whole = gptq(weight, x, Recipe(codec, Preset(zero_inside=True, full_range=True)))
+    assert output_error(x, weight, searched) < 0.95 * output_error(x, weight, whole)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_every_sweep_over_the_integers_lowers_the_error(
+    x: torch.Tensor, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, act_order: bool
+) -> None:
+    recipe, errors = Recipe(Codec("int", 3, 32, symmetric=False), GPTQ), []
+    for sweeps in (0, 1, 2):
+        monkeypatch.setattr("edgeq.converters.columns.SWEEPS", sweeps)
+        errors.append(output_error(x, weight, gptq(weight, x, recipe, act_order)[1]))
+    assert errors[1] < 0.95 * errors[0] and errors[2] < errors[1]
 
 
 def test_with_uncorrelated_inputs_it_is_rounding(weight: torch.Tensor) -> None:
-    recipe = Recipe(Codec("int", 4, 32, symmetric=False), GPTQ)
-    factor = inverse_factor(torch.eye(COLUMNS), recipe, act_order=False)
+    recipe = Recipe(Codec("int", 4, 32, symmetric=False), Preset(zero_inside=True, full_range=True))
+    factor = factorize(torch.eye(COLUMNS), recipe, act_order=False)
     (q,), _ = quantize_matrix(weight, factor, recipe, "w")
     assert torch.equal(q.q, quantize(weight, recipe.codec, "w", GPTQ).q)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_the_rounding_has_the_same_bits_on_any_number_of_threads(
+    x: torch.Tensor, weight: torch.Tensor, threads: int, act_order: bool
+) -> None:
+    recipe = Recipe(Codec("int", 3, 32, symmetric=False), GPTQ)
+    factor = factorize(x.T @ x, recipe, act_order)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        (alone,), _ = quantize_matrix(weight, factor, recipe, "w")
+        torch.set_num_threads(threads)
+        (shared,), _ = quantize_matrix(weight, factor, recipe, "w")
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone.q, shared.q) and torch.equal(alone.scale, shared.scale)
 
 
 def test_without_a_factor_it_is_rounding_bit_for_bit(weight: torch.Tensor) -> None:
@@ -124,13 +163,13 @@ def test_a_second_block_has_its_own_grid_and_takes_over_error(x: torch.Tensor, w
 
 def test_too_few_tokens_are_helped_by_damping(weight: torch.Tensor) -> None:
     few = torch.randn(3, COLUMNS, generator=generator(5))
-    assert inverse_factor(few.T @ few, Recipe(Codec("int", 4, 32)), act_order=True) is not None
+    assert factorize(few.T @ few, Recipe(Codec("int", 4, 32)), act_order=True) is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
 def test_a_hessian_that_cannot_be_factored_is_said_to_be_none(value: float) -> None:
     hessian = torch.eye(COLUMNS) * value if value in (-1.0, 0.0) else torch.full((COLUMNS, COLUMNS), value)
-    assert inverse_factor(hessian, Recipe(Codec("int", 4, 32)), act_order=False) is None
+    assert factorize(hessian, Recipe(Codec("int", 4, 32)), act_order=False) is None
 
 
 @pytest.mark.parametrize("family", ["llama_gqa", "qwen2"])
@@ -164,9 +203,9 @@ def test_a_layer_without_a_factor_is_rounded_with_one_line_that_names_it(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def only_o(hessian: torch.Tensor, recipe: Recipe, act_order: bool) -> object:
-        return None if len(hessian) == 256 else inverse_factor(hessian, recipe, act_order)
+        return None if len(hessian) == 256 else factorize(hessian, recipe, act_order)
 
-    monkeypatch.setattr("edgeq.converters.methods.gptq.inverse_factor", only_o)
+    monkeypatch.setattr("edgeq.converters.methods.gptq.factorize", only_o)
     text = tmp_path / "text.txt"
     text.write_text("import os\nprint(os.name)\n" * 20)
     said: list[str] = []

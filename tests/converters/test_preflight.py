@@ -240,10 +240,11 @@ def test_a_truncated_shard_is_named(llama: Path) -> None:
         preflight(str(llama), RTN)
 
 
-def test_an_index_cannot_name_files_elsewhere(llama: Path) -> None:
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "f" * 300 + ".safetensors", "\ud800" * 300 + ".safetensors"])
+def test_an_index_cannot_name_files_elsewhere(name: str, llama: Path) -> None:
     index = llama / "model.safetensors.index.json"
     data = json.loads(index.read_text())
-    data["weight_map"]["model.norm.weight"] = "../../secret.safetensors"
+    data["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match="not a .safetensors file beside it"):
         preflight(str(llama), RTN)

@@ -28,7 +28,7 @@ from edgeq.manifest import fused_shapes
 from edgeq.quantization import activation_block
 from edgeq.rope import Rope
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.jit.arm import settings
+from edgeq.targets.cpu.jit.processor import settings
 from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile, IntegerWeights
 from edgeq.tools.entry import Command
 
