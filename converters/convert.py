@@ -132,7 +132,7 @@ class _Run:
             self._calibrated(tensors)
         else:
             for index in range(self.skip, last):
-                self._write(index, steps[index], tensors.rows, self._deliver(tensors.rows, {}))
+                self._write(index, steps[index], tensors.rows, self._deliver(steps[index], tensors.rows, {}))
         if self.plan.calibration is not None:
             self.plan = self.plan.with_choice(self._measure(tensors))
         if self.skip <= last:
@@ -171,7 +171,7 @@ class _Run:
         for index, step in enumerate(self.plan.steps[:-1]):
             if step.layer is None:
                 if index >= self.skip:
-                    self._write(index, step, tensors.rows, self._deliver(tensors.rows, {}))
+                    self._write(index, step, tensors.rows, self._deliver(step, tensors.rows, {}))
                 continue
             blocks = blocks or self._forward(tensors)
             finished = index < self.skip
@@ -198,15 +198,15 @@ class _Run:
 
         with torch.no_grad():
             deliveries = self.method.prepare(Block(number, layer, linears, read, blocks, self.warn, on_part))
-        self._write(index, step, read, self._deliver(read, deliveries), PREPARED)
+        self._write(index, step, read, self._deliver(step, read, deliveries), PREPARED)
         blocks.unload(layer)
         stored = blocks.load(number, self._stored())
         self.method.install(number, stored)
         self._report(index, output=output_error(inputs, before, blocks.run(number, stored, inputs)))
         blocks.unload(stored)
 
-    def _deliver(self, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
-        return lambda item: deliveries.get(item.name) or self.method.deliver(item, read)
+    def _deliver(self, step: WriteStep, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
+        return lambda item: deliveries.get(item.name) or step.method.deliver(item, read)
 
     def _stored(self) -> WholeReader:
         """Tensors of the layers already written."""

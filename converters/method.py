@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from edgeq.codec import Codec, Kind
-from edgeq.config import ModelConfig
+from edgeq.config import ModelConfig, Stack
 from edgeq.converters.allocation.parts import part_of
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.families import Family
@@ -99,10 +99,19 @@ class Method:
     passes: ClassVar[int] = 2
     effort: ClassVar[int] = 1
 
-    def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
-        """`config` is the network of the checkpoint.  UnsupportedError: the method cannot do this one, and why."""
-        self.options, self.family, self.config = options.completed(DEFAULTS[self.name]), family, config
+    def __init__(self, options: ConvertOptions, family: Family, stack: Stack) -> None:
+        """`stack`: the decoder of the checkpoint, or its vision tower.
+
+        UnsupportedError: the method cannot do this one, and why.
+        """
+        self.options, self.family, self.stack = options.completed(DEFAULTS[self.name]), family, stack
         self.group_size_given = options.group_size is not None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The decoder, for what is done to one only."""
+        assert isinstance(self.stack, ModelConfig)
+        return self.stack
 
     def group_size(self, columns: int) -> int:
         """Columns of a group of a weight with `columns`.

@@ -19,6 +19,8 @@ _ROUNDED: dict[str, Any] = {
     "group_size": 128,
     "symmetric": False,
     "head": None,
+    "vision_bits": None,
+    "vision_activation_bits": None,
     "calibration": None,
 }
 _ALLOCATED: dict[str, Any] = {"budget": None, "allocation": None}
@@ -30,6 +32,8 @@ _ROTATED: dict[str, Any] = {
     "group_size": 0,
     "gptq": False,
     "head": None,
+    "vision_bits": None,
+    "vision_activation_bits": None,
     "calibration": None,
 }
 DEFAULTS: dict[str, Mapping[str, Any]] = {

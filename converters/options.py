@@ -33,6 +33,8 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "master": ("--master", ("i8", "bf16")),
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
+    "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
+    "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
 }
 RANGES: dict[str, tuple[str, float, float]] = {
     "rank": ("--rank", 0, MAX_RANK),
@@ -43,7 +45,7 @@ RANGES: dict[str, tuple[str, float, float]] = {
 }
 UNITS = {"bits": "{} bits", "activation_bits": "{} bits of activations", "kv_bits": "a cache of {} bits"}
 NAMES = {"budget": "a budget (--bits with a fraction, --size, --read, --kl or --speed)", "allocation": "--plan"}
-UNITS |= {"group_size": "group size {}", "head": "a head of {} bits"}
+UNITS |= {"group_size": "group size {}", "head": "a head of {} bits", "vision_bits": "a vision tower of {} bits"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class ConvertOptions:
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
     head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
+    vision_bits, vision_activation_bits
+                      of a vision tower; 16: weights as stored, activations as they are; None: 8
     calibration       a UTF-8 text file; "built-in": the built-in text; None: that where the method needs one, else nothing is
                       measured
     calibration_rows, calibration_length
@@ -89,6 +93,8 @@ class ConvertOptions:
     high_fraction: float | None = None
     dtype: Literal["f32", "f16", "bf16"] | None = None
     head: HeadBits | None = None
+    vision_bits: int | None = None
+    vision_activation_bits: int | None = None
     calibration: Path | Literal["built-in"] | None = None
     calibration_rows: int | None = None
     calibration_length: int | None = None

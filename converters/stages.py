@@ -37,7 +37,7 @@ class Stages:
         method, steps = plan.method, plan.steps
         self._steps, self._on_progress = steps, on_progress
         tokens = 0 if plan.calibration is None else plan.calibration.rows.numel()
-        decoder = sum(map(_weights, steps[1:-1]))
+        decoder = sum(_weights(step) for step in steps if step.layer is not None)
         work: dict[int | str, float] = {STUDY: tokens * decoder / MULTIPLICATIONS} if studies else {}
         for index, step in enumerate(steps[:-1]):
             passes = (method.passes if index >= skip else 1) if method.calibrates and step.layer is not None else 0

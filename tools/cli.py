@@ -14,19 +14,34 @@ from edgeq.tools.help_sections import section
 from edgeq.tools.options import (
     DRAFT_OPTIONS,
     GENERATION_OPTIONS,
+    IMAGE_TOKENS,
+    IMAGES,
     JSON,
+    MASTERS,
+    METHODS,
     MODEL,
     TARGET_OPTIONS,
     THREADS,
+    TYPES,
+    WARM_OPTIONS,
     chat_options,
     execution,
     prompt,
 )
-from edgeq.tools.params import Amount, Bits, Bytes, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
-
-METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
-TYPES = ("f32", "f16", "bf16")
-MASTERS = ("i8", "bf16")
+from edgeq.tools.params import (
+    Amount,
+    Bits,
+    Bytes,
+    CalibrationText,
+    Count,
+    EdgeqFile,
+    GroupSize,
+    OneOf,
+    PixelSize,
+    Several,
+    Threads,
+    VisionBits,
+)
 
 
 @click.group(
@@ -102,6 +117,13 @@ hub = section("Hugging Face hub")
     help="Quantize without or with zero points.  [default: --asym; smoothquant: --sym]",
 )
 @quantization(
+    "--vision-bits",
+    type=VisionBits(),
+    metavar="W[/A]",
+    help="Bits of the weights and activations of a vision tower: 2 to 8, or 16 for as they are; activations 8 or 16.  "
+    "[default: 8/8]",
+)
+@quantization(
     "--head",
     type=int,
     metavar="N",
@@ -166,6 +188,7 @@ def convert(
     as_json: bool,
     device: str | None,
     bits: dict[str, float] | None,
+    vision_bits: dict[str, int] | None,
     **options: Any,
 ) -> None:
     """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
@@ -177,7 +200,7 @@ def convert(
         raise click.UsageError("missing option '-o' / '--output'", click.get_current_context())
     from edgeq.tools.convert import convert as command
 
-    command(source, None if dry_run else output, device, as_json, options | (bits or {}))
+    command(source, None if dry_run else output, device, as_json, options | (bits or {}) | (vision_bits or {}))
 
 
 @main.command(
@@ -185,6 +208,7 @@ def convert(
     epilog="""
     edgeq run llama.edgeq -p "The capital of France is" -n 32
     edgeq run llama.edgeq -f notes.txt --temp 0.7 --top-p 0.9 --seed 1
+    edgeq run qwen2-vl.edgeq --image sign.png -p "What does the sign say?"
     git diff | edgeq run instruct.edgeq --chat --system "Summarize this change." -f -
     """,
 )
@@ -199,6 +223,8 @@ def convert(
 )
 @prompt("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template of the model.")
 @chat_options(with_chat="; needs --chat")
+@IMAGES
+@IMAGE_TOKENS
 @GENERATION_OPTIONS
 @JSON
 @click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object for every token, then that of --json.")
@@ -220,6 +246,8 @@ def run(**options: Any) -> None:
 )
 @MODEL
 @chat_options(with_chat="")
+@IMAGE_TOKENS
+@prompt("--history/--no-history", default=True, show_default=True, help="Keep typed lines for the arrow keys of later chats.")
 @GENERATION_OPTIONS
 def chat(**options: Any) -> None:
     """Talk with a model.  The conversation stays in the cache; /help lists the commands."""
@@ -279,6 +307,14 @@ tests = section("Tests (lists: every combination is measured)")
     help="Texts decoded at once.",
 )
 @tests(
+    "--image",
+    "images",
+    type=Several(PixelSize()),
+    metavar="WxH,WxH",
+    default=None,
+    help="Pictures of so many pixels, for a model that sees: vision tower and time to the first token.",
+)
+@tests(
     "-r",
     "--repetitions",
     type=click.IntRange(1, 1000),
@@ -296,6 +332,7 @@ tests = section("Tests (lists: every combination is measured)")
     show_default=True,
     help="Threads; auto: as many as were measured to decode fastest on this machine.",
 )
+@IMAGE_TOKENS
 @TARGET_OPTIONS
 @DRAFT_OPTIONS
 @output("--operations", is_flag=True, help="Show where the time goes: each kind of operation, waiting, Python.")
@@ -368,12 +405,16 @@ def compare(**options: Any) -> None:
     command(**options)
 
 
-@main.command(short_help="Compile the kernels of a model ahead of its first run.")
-@MODEL
-@THREADS
-@TARGET_OPTIONS
+@main.command(
+    short_help="Compile the kernels of a model ahead of its first run.",
+    epilog="edgeq warm model.edgeq --for raspberry-pi-5 -o kernels.zip",
+)
+@WARM_OPTIONS
 def warm(**options: Any) -> None:
-    """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode."""
+    """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode.
+
+    --for does so for a slower device, where --from installs them; what you did not make, only if its maker told you its digest.
+    """
     from edgeq.tools.warm import warm as command
 
     command(**options)

@@ -71,7 +71,7 @@ def with_allocation(plan: ConversionPlan, point: Point, frontier: Frontier) -> C
     """`plan` with the codecs of `point`."""
     options = replace(plan.options, allocation=point.names)
     method = type(plan.method)(options, plan.method.family, plan.method.config)
-    steps = write_steps(plan.checkpoint, method, plan.text)
+    steps = write_steps(plan.checkpoint, method, plan.tower, plan.text)
     return replace(plan, options=options, method=method, steps=steps, prediction=Prediction(point.kl, frontier.measured))
 
 
