@@ -62,9 +62,9 @@ class ConversionPlan:
     """What will be written and how; `options` are those asked for, `method.options` have the defaults filled in.
 
     method, tower   of the decoder, and of the vision tower where there is one
-    choice      what was measured for the head and the mode
-    prediction  of the allocation that the budget led to
-    divergence  mean KL divergence of the finished file on calibration text, in nats; measured with an allocation
+    choice          what was measured for the head and the mode
+    prediction      of the allocation that the budget led to
+    divergence      mean KL divergence of the finished file on calibration text, in nats; measured with an allocation
     """
 
     options: ConvertOptions
