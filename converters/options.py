@@ -17,6 +17,8 @@ NOT_RECORDED = ("calibration", "restart", "force", "token", "offline")
 EVERY_METHOD = ("method", "revision", "restart", "force", "token", "offline")
 """Options that do not depend on the method."""
 MAX_RANK = 256
+BEST = "awq+gptq"
+"""The method with the lowest KL divergence at its bytes (docs/quality.md)."""
 
 # Option -> (how it is called on the command line, the values it may have).
 CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -46,6 +48,7 @@ UNITS |= {"group_size": "group size {}", "head": "a head of {} bits"}
 class ConvertOptions:
     """How to convert.  None: not given; the method then takes its own default (`completed`).
 
+    method            not given: with a calibration text the one that loses least at its bytes (BEST), else rounding to nearest
     bits              of weights, 2 to 8
     activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
@@ -69,7 +72,7 @@ class ConvertOptions:
     InputError: a value out of range.  `edgeq.converters.method_options` refuses what the method has no use for.
     """
 
-    method: str = "rtn"
+    method: str = ""
     bits: int | None = None
     activation_bits: int | None = None
     kv_bits: int | None = None
@@ -93,6 +96,8 @@ class ConvertOptions:
     offline: bool = False
 
     def __post_init__(self) -> None:
+        if not self.method:
+            object.__setattr__(self, "method", BEST if self.calibration else "rtn")
         for name, value in asdict(self).items():
             if value is not None:
                 _check(name, value)

@@ -76,10 +76,8 @@ hub = section("Hugging Face hub")
     "--method",
     metavar="NAME",
     type=OneOf(*METHODS),
-    default="rtn",
-    show_default=True,
     help="How weights are quantized: none, rtn (round to nearest), awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, ttq, "
-    "quarot or resq.",
+    "quarot or resq.  [default: awq+gptq with --calibration, else rtn]",
 )
 @quantization(
     "--bits",

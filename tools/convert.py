@@ -40,7 +40,7 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     """
     refuse_gguf(Path(source))
     profile = device(target) if target else None
-    settings = ConvertOptions(**options)
+    settings = ConvertOptions(**(options | {"method": options["method"] or ""}))
     check_method_options(settings)
     if output is not None:
         check_output(source, output)

@@ -26,9 +26,10 @@ from edgeq.converters.calibration.forward import BlockForward, WholeReader
 from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
+from edgeq.converters.linears import RoundRows
 from edgeq.converters.method import Method
 from edgeq.converters.options import HeadBits
-from edgeq.converters.quantizer import fake
+from edgeq.converters.quantizer import quantize, restored
 from edgeq.converters.slabs import RowReader, Tensors, slabs
 from edgeq.quantization import activation_block, activation_limit
 from edgeq.records import Mode
@@ -95,11 +96,13 @@ def choose(
     stored: WholeReader,
     heads: Mapping[HeadBits, Codec | None],
     on_share: Callable[[float], None] = lambda share: None,
+    round_rows: RoundRows = quantize,
 ) -> PrecisionChoice:
     """Measure on a few rows of `tokens` [rows, length]; `on_share` is called with the share of the layers' work that is done.
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
     heads    candidates, smallest first: bits -> codec, None for an unrounded head
+    round_rows    how rows of the head are rounded
     """
     tokens = tokens[:: -(-len(tokens) // ROWS)]
     config = method.stored_config
@@ -108,12 +111,10 @@ def choose(
     rounded = exact
     if not method.mode:
         rounded = _hidden(method, checkpoint, tensors, tokens, stored, method.codec, lambda share: on_share((1 + share) / 2))
-    norm = Norm(config, config.hidden_size, config.layer_norm)
-    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
-    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    norm = last_norm(config, tensors)
     # Inputs of the head at every position that has a next token: [tokens, hidden].
     inputs = [norm(hidden[:, :-1].flatten(0, 1)) for hidden in (exact, rounded)]
-    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, tokens[:, 1:].reshape(-1), heads)
+    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, tokens[:, 1:].reshape(-1), heads, round_rows)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
@@ -121,6 +122,14 @@ def choose(
     return PrecisionChoice(
         head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]}
     )
+
+
+def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
+    """The norm before the head."""
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
+    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    return norm
 
 
 def _hidden(
@@ -152,7 +161,11 @@ def _head_slabs(read: RowReader, config: ModelConfig) -> Iterator[NDArray[np.flo
 
 
 def _measure(
-    head: Iterator[NDArray[np.float32]], inputs: list[Tensor], targets: Tensor, heads: Mapping[HeadBits, Codec | None]
+    head: Iterator[NDArray[np.float32]],
+    inputs: list[Tensor],
+    targets: Tensor,
+    heads: Mapping[HeadBits, Codec | None],
+    round_rows: RoundRows,
 ) -> tuple[dict[HeadBits, float], dict[HeadBits, float]]:
     """Per candidate: mean KL from the unrounded head, and mean rise of the negative log-likelihood from a16 to a8.
 
@@ -170,7 +183,7 @@ def _measure(
         logits = exact @ weight.T
         share, inside = everything.add(logits), logits.softmax(1)
         for bits, codec in heads.items():
-            candidate = weight if codec is None else fake(weight, codec)
+            candidate = weight if codec is None else restored(round_rows(weight, codec, HEAD), codec)
             views = (exact, rounded_activations(rounded, codec) if codec else rounded)
             for i, x in enumerate(views):
                 approximate = x @ candidate.T

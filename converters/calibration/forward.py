@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.config import ModelConfig
+from edgeq.converters.calibration.moments import fast_products
 from edgeq.converters.calibration.torch_decoder import DecoderLayer, angles
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, POSITIONS, Family
@@ -22,7 +23,7 @@ from edgeq.converters.slabs import Tensors
 
 WholeReader = Callable[[str], NDArray[np.float32]]
 """Tensor name -> the whole tensor in float32."""
-BATCH_ROWS = 4
+BATCH_ROWS = 2
 """Calibration rows in one forward: bounds the activations inside a layer."""
 
 
@@ -74,8 +75,12 @@ class BlockForward:
 
     @torch.no_grad()
     def advance(self, index: int, layer: nn.Module) -> None:
-        """Run the layer as it is: its outputs become the next layer's inputs."""
-        self.hidden = self.run(index, layer, self.hidden)
+        """Run the layer as it is: its outputs take the place of its inputs in `hidden`."""
+        arguments = self.attention_arguments(index)
+        for batch in batches(self.hidden):
+            with fast_products():
+                # Batches are views.
+                batch.copy_(layer(batch, **arguments))
 
     @torch.no_grad()
     def watch(self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]]) -> None:
@@ -93,7 +98,8 @@ class BlockForward:
     def run(self, index: int, layer: nn.Module, inputs: Tensor) -> Tensor:
         """The outputs of the layer for `inputs` [rows, tokens, hidden]; nothing is advanced."""
         arguments = self.attention_arguments(index)
-        return torch.cat([layer(batch, **arguments) for batch in batches(inputs)])
+        with fast_products():
+            return torch.cat([layer(batch, **arguments) for batch in batches(inputs)])
 
     def unload(self, layer: nn.Module) -> None:
         layer.to("meta")

@@ -39,13 +39,17 @@ class SmoothQuant(Method):
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
-        inputs = block.forward.hidden
+        inputs = block.forward.hidden.clone()
         # Of the layer as it was: a resumed run has no other, and its sums have to be the same to the last bit.
         block.forward.advance(block.index, block.module)
         outputs, block.forward.hidden = block.forward.hidden, inputs
         smooth(block, self.family.awq_mappings(self.config), self.options.alpha or 0.0)
         block.forward.hidden = outputs
         return {}
+
+    def memory_bytes(self, tokens: int) -> int:
+        """Inputs beside the outputs."""
+        return 4 * tokens * self.config.hidden_size
 
 
 class SmoothQuantGptq(Gptq):
