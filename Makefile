@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo test test-exhaustive fuzz lint docs schema clean
+.PHONY: demo demo-vision test test-exhaustive test-lowest test-python fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -22,6 +22,31 @@ demo: $(DEMO)
 	$(EDGEQ) compare $(DEMO) --against $(SOURCE) --text code --window 256 --limit 16384
 	@echo; echo "== speed"
 	$(EDGEQ) bench $(DEMO) -p 128 -n 64 -d 0,512 -r 3
+
+# Three pictures of signs that the model was not trained on: what it says about each, and how long that took.
+SEES := models/tiny-qwen2vl
+DEMO_VISION := build/demo/tiny-qwen2vl.edgeq
+SIGNS := build/demo/signs
+QUESTION := What does the sign say?
+
+demo-vision: $(DEMO_VISION) $(SIGNS)/samples.jsonl
+	@echo; echo "== what is in the file"
+	$(EDGEQ) inspect $(DEMO_VISION) --verify
+	@echo; echo "== what the signs say, by the samples"; cat $(SIGNS)/samples.jsonl
+	@echo; echo "== what the model reads"
+	$(EDGEQ) run $(DEMO_VISION) --image $(SIGNS)/000000.png -p "$(QUESTION)"
+	$(EDGEQ) run $(DEMO_VISION) --image $(SIGNS)/000001.png -p "$(QUESTION)"
+	$(EDGEQ) run $(DEMO_VISION) --image $(SIGNS)/000002.png -p "What color is the text?"
+	@echo; echo "== speed"
+	$(EDGEQ) bench $(DEMO_VISION) -p 0 -n 32 --image 140x56,224x224 -r 3
+
+$(SIGNS)/samples.jsonl: tools/lab/signs.py | $(VENV)/installed-convert $(VENV)/installed-vision
+	$(BIN)/python -m edgeq.tools.lab.signs draw $(SIGNS) --count 3
+
+$(DEMO_VISION): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert $(VENV)/installed-vision
+	@mkdir -p $(dir $(DEMO_VISION))
+	@echo "== convert: round to nearest, 4 bits; the vision tower to 8 bits"
+	$(EDGEQ) convert $(SEES) -o $(DEMO_VISION) --method rtn --bits 4 --group-size 128
 
 $(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert
 	@mkdir -p $(dir $(DEMO))
@@ -36,6 +61,33 @@ test: $(VENV)/installed-test
 
 test-exhaustive: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
+
+# The oldest versions that pyproject.toml allows, and another Python.  The machine code of one instruction set, the threads, a run from
+# the command line.  EXTRA=[convert] has torch too, and converts there; without it the file is converted here.
+# `make test-lowest PY=python3.10`, `make test-python PY=python3.14`
+EXTRA ?=
+SMOKE := $(if $(EXTRA),tests/cli/test_commands.py) tests/targets/test_layers.py tests/targets/test_compile.py tests/targets/test_parallel.py \
+         tests/targets/test_threadpool.py
+SMOKE_FILE := build/smoke/tiny-llama.edgeq
+smoke = XDG_CACHE_HOME=$(abspath $1/cache) $1/bin/edgeq run $(SMOKE_FILE) -p "def read_file(path):" -n 16 && \
+        XDG_CACHE_HOME=$(abspath $1/cache) $1/bin/python -m pytest -q -m "not exhaustive" $(SMOKE)
+
+$(SMOKE_FILE): | $(VENV)/installed-convert
+	@mkdir -p $(dir $(SMOKE_FILE))
+	$(EDGEQ) convert $(SOURCE) -o $(SMOKE_FILE) --method rtn
+
+test-lowest: $(SMOKE_FILE)
+	rm -rf build/lowest
+	$(PY) -m venv build/lowest
+	build/lowest/bin/python -m pip install --quiet uv
+	build/lowest/bin/uv pip install --quiet --python build/lowest/bin/python --resolution lowest-direct --editable ".$(EXTRA)" "pytest>=8"
+	$(call smoke,build/lowest)
+
+test-python: $(SMOKE_FILE)
+	rm -rf build/python
+	$(PY) -m venv build/python
+	build/python/bin/python -m pip install --quiet --constraint constraints.txt --editable ".$(EXTRA)" pytest
+	$(call smoke,build/python)
 
 # Hostile files by the thousand, each kind for FUZZ_SECONDS; another SEED tries others.
 FUZZ_SECONDS ?= 300

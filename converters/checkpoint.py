@@ -26,8 +26,13 @@ from edgeq.converters.download import HubAccess, download, silent
 from edgeq.errors import CheckpointError
 
 MAX_HEADER = 100 << 20
+MAX_VALUES = 1 << 21
+"""Values in one JSON text, counted by its commas and brackets: each takes up to a hundred bytes of memory once it is read, for
+two bytes of text.  The headers and indices of the largest models have less than a million."""
 MAX_RANK = 8
 MAX_TENSORS = 1 << 20
+MAX_FILE_NAME = 255
+"""Bytes that Linux and macOS take; with a longer name the system refuses to look for the file."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_FILES = ("*.json", "*.jinja")
@@ -131,6 +136,17 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {name} has the shape {tensor.shape}; config.json says {shape}")
         return tensor
 
+    def rename(self, beginnings: Mapping[str, str]) -> None:
+        """Replace beginnings of tensor names by others.  CheckpointError: two tensors would have the same name."""
+        renamed: dict[str, StoredTensor] = {}
+        for name, tensor in self.tensors.items():
+            theirs = next((each for each in beginnings if name.startswith(each)), "")
+            ours = beginnings[theirs] + name.removeprefix(theirs) if theirs else name
+            if ours in renamed:
+                raise CheckpointError(f"{self.folder}: has {name} under two names; one of them is too many")
+            renamed[ours] = replace(tensor, name=name) if theirs else tensor
+        self.tensors = renamed
+
     def arrange(self, sources: Mapping[str, TensorSource]) -> None:
         """Replace in `tensors` what `sources` are made of by the tensors that they describe, under the names given.
 
@@ -168,7 +184,8 @@ class Checkpoint:
         shards: dict[str, list[str] | None] = {}
         for name, shard in weight_map.items():
             # A path here could name any file of this machine.
-            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            beside = isinstance(shard, str) and Path(shard).name == shard and shard.endswith(".safetensors")
+            if not beside or len(shard.encode("utf-8", "replace")) > MAX_FILE_NAME:
                 raise CheckpointError(
                     f"{self.folder / INDEX}: {name} lies in {shard!r}, which is not a .safetensors file beside it"
                 )
@@ -263,6 +280,7 @@ def read_file(path: Path, most: int) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of at most 100 MB; CheckpointError otherwise."""
     data = read_file(path, MAX_HEADER)
+    _check_values(path, data)
     try:
         value = json.loads(data, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -270,6 +288,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return value
+
+
+def _check_values(path: Path, data: bytes) -> None:
+    """CheckpointError: a JSON text of so many values that reading it would fill the memory."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise CheckpointError(f"{path}: more than {MAX_VALUES} values; no checkpoint has as many")
 
 
 def _finite(digits: str) -> float:
@@ -291,6 +315,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if not 2 <= length <= min(MAX_HEADER, size - 8):
             raise CheckpointError(f"{path}: truncated or not a safetensors file ({size} bytes); download it again")
         data = file.read(length)
+    _check_values(path, data)
     try:
         header = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from edgeq.container import ModelFile
+from edgeq.converters.allocation.allocate import allocate
+from edgeq.converters.allocation.outcome import divergence_of_file
+from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, last_norm
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
 from edgeq.converters.calibration.head import gptq_rounding
@@ -26,9 +29,9 @@ from edgeq.converters.output import check_output
 from edgeq.converters.plan import ConversionPlan, WriteStep
 from edgeq.converters.preflight import check_disk, preflight
 from edgeq.converters.quantizer import quantize
-from edgeq.converters.readback import stored_tensors
+from edgeq.converters.readback import stored_rows, stored_tensors
 from edgeq.converters.slabs import RowReader, Tensors
-from edgeq.converters.stages import MEASURE, PREPARED, STUDY, VERIFY, OnProgress, Stages
+from edgeq.converters.stages import DIVERGENCE, MEASURE, PREPARED, STUDY, VERIFY, OnProgress, Stages
 from edgeq.partial import Partial
 from edgeq.writer import Writer
 
@@ -51,7 +54,10 @@ def convert(
     Errors: as `preflight` and `carry_out`; InputError: something else is at `output`.
     """
     check_output(source, output)
-    return carry_out(preflight(source, options), output, on_progress, warn).file
+    plan = preflight(source, options)
+    if options.budget is not None:
+        plan = allocate(plan, on_progress, warn).plan
+    return carry_out(plan, output, on_progress, warn).file
 
 
 @dataclass(frozen=True)
@@ -127,16 +133,19 @@ class _Run:
         round_rows: RoundRows | None = None
         if self.method.calibrates:
             blocks = self._calibrated(tensors)
-            if self.method.rounds_head:
+            # An allocation rests on what the probe measured of a head rounded to nearest.
+            if self.method.rounds_head and self.plan.options.allocation is None:
                 round_rows = gptq_rounding(blocks.hidden, last_norm(self.method.stored_config, tensors))
         else:
             for index in range(self.skip, last):
-                self._write(index, steps[index], tensors.rows, self._deliver(tensors.rows, {}))
+                self._write(index, steps[index], tensors.rows, self._deliver(steps[index], tensors.rows, {}))
         if self.plan.calibration is not None:
             self.plan = self.plan.with_choice(self._measure(tensors, round_rows or quantize))
         if self.skip <= last:
             # A method's parts are those of decoder layers: the head has a weight alone.
             self._write(last, self.plan.steps[last], tensors.rows, lambda i: Delivery(tensors.rows, round_rows=round_rows))
+        if self.plan.options.allocation is not None and self.plan.calibration is not None:
+            self.plan = replace(self.plan, divergence=self._divergence())
         file = self.writer.finish(self.plan.metadata())
         for done, size in file.verify():
             self.stages.at(VERIFY, done / size)
@@ -171,7 +180,7 @@ class _Run:
         for index, step in enumerate(self.plan.steps[:-1]):
             if step.layer is None:
                 if index >= self.skip:
-                    self._write(index, step, tensors.rows, self._deliver(tensors.rows, {}))
+                    self._write(index, step, tensors.rows, self._deliver(step, tensors.rows, {}))
                 continue
             blocks = blocks or self._forward(tensors)
             finished = index < self.skip
@@ -200,15 +209,15 @@ class _Run:
 
         with torch.no_grad():
             deliveries = self.method.prepare(Block(number, layer, linears, read, blocks, self.warn, on_part))
-        self._write(index, step, read, self._deliver(read, deliveries), PREPARED)
+        self._write(index, step, read, self._deliver(step, read, deliveries), PREPARED)
         blocks.unload(layer)
         stored = blocks.load(number, self._stored())
         self.method.install(number, stored)
         self._report(index, output=output_error(inputs, before, blocks.run(number, stored, inputs)))
         blocks.unload(stored)
 
-    def _deliver(self, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
-        return lambda item: deliveries.get(item.name) or self.method.deliver(item, read)
+    def _deliver(self, step: WriteStep, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
+        return lambda item: deliveries.get(item.name) or step.method.deliver(item, read)
 
     def _stored(self) -> WholeReader:
         """Tensors of the layers already written."""
@@ -226,8 +235,22 @@ class _Run:
             self.plan.calibration.rows,
             self._stored(),
             self.plan.heads(),
+            self.plan.codecs(),
             lambda share: self.stages.at(MEASURE, share),
             round_rows,
+        )
+
+    def _divergence(self) -> float:
+        """What all that is written lost, on a few rows of the calibration text."""
+        assert self.plan.calibration is not None
+        items = [item for step in self.plan.steps for item in step.items]
+        head = stored_rows(self.writer.partial, self.writer.segments, items, "head")
+        return divergence_of_file(
+            self.plan,
+            probe_rows(self.plan),
+            self._stored(),
+            lambda rows, first: torch.from_numpy(head("head", first, first + len(rows))),
+            lambda share: self.stages.at(DIVERGENCE, share),
         )
 
     def _write(self, index: int, step: WriteStep, read: RowReader, deliver: Deliver, begun: float = 0.0) -> None:

@@ -12,6 +12,11 @@ from edgeq.errors import EdgeqError, InputError
 REPLACE = "pass --force to replace it, or choose another name"
 CHOSEN = ("head",)
 """Options that are recorded with what was measured where they were not given."""
+FORMER = {
+    **{"awq-asymmetric": "min-max", "awq-symmetric": "absmax", "smoothquant": "absmax", "quarot": "absmax-search"},
+    **{"gptq-asymmetric": "min-max-zero", "gptq-symmetric": "absmax-full"},
+}
+"""Names of quantizers in files of earlier versions: those of now."""
 
 
 def already_there(plan: ConversionPlan, output: Path) -> ModelFile | None:
@@ -57,5 +62,5 @@ def _flat(provenance: dict[str, object], plan: ConversionPlan) -> dict[str, obje
         if key == "options" and isinstance(value, dict):
             flat.update({name: x for name, x in value.items() if getattr(plan.options, name, None) or name not in CHOSEN})
         elif key != "measured":
-            flat[key] = value
+            flat[key] = FORMER.get(str(value), value) if key == "quantizer" else value
     return flat

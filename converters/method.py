@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from edgeq.codec import Codec, Kind
-from edgeq.config import ModelConfig
+from edgeq.config import ModelConfig, Stack
+from edgeq.converters.allocation.parts import part_of
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
@@ -100,10 +101,19 @@ class Method:
     passes: ClassVar[int] = 2
     effort: ClassVar[int] = 1
 
-    def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
-        """`config` is the network of the checkpoint.  UnsupportedError: the method cannot do this one, and why."""
-        self.options, self.family, self.config = options.completed(DEFAULTS[self.name]), family, config
+    def __init__(self, options: ConvertOptions, family: Family, stack: Stack) -> None:
+        """`stack`: the decoder of the checkpoint, or its vision tower.
+
+        UnsupportedError: the method cannot do this one, and why.
+        """
+        self.options, self.family, self.stack = options.completed(DEFAULTS[self.name]), family, stack
         self.group_size_given = options.group_size is not None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The decoder, for what is done to one only."""
+        assert isinstance(self.stack, ModelConfig)
+        return self.stack
 
     def group_size(self, columns: int) -> int:
         """Columns of a group of a weight with `columns`.
@@ -120,6 +130,11 @@ class Method:
         assert self.options.bits is not None
         return Codec("int", self.options.bits, self.group_size(columns), bool(self.options.symmetric))
 
+    def allocated(self, name: str) -> Codec | None:
+        """The codec that the allocation gives linear layer `name`; None: there is no allocation."""
+        allocation = self.options.allocation
+        return None if allocation is None else Codec.named(allocation[part_of(name)])
+
     @property
     def preset(self) -> Preset:
         """How integers are chosen; its name goes into the provenance."""
@@ -134,7 +149,8 @@ class Method:
         """The parts of linear layer `name`, such as layers.3.qkv, of a decoder layer; `stored`: its type in the checkpoint."""
         # In 8 bits the runtime's own scales, a block each, are finer and lose nothing; in 4 a baseline follows its paper.
         four = self.options.activation_bits == 4
-        return Recipe(self.codec(columns), self.preset, activation=Activation(4, symmetric=False) if four else None)
+        codec = self.allocated(name) or self.codec(columns)
+        return Recipe(codec, self.preset, activation=Activation(4, symmetric=False) if four else None)
 
     def dtype(self, part: str, stored: str) -> str:
         """Type of an array, `stored` in the checkpoint.

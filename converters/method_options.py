@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgeq.codec import BITS
-from edgeq.converters.options import ConvertOptions, spelled
+from edgeq.converters.options import ONE_CODEC, ConvertOptions, spelled
 from edgeq.errors import InputError
 
 _ROUNDED: dict[str, Any] = {
@@ -19,8 +19,11 @@ _ROUNDED: dict[str, Any] = {
     "group_size": 128,
     "symmetric": False,
     "head": None,
+    "vision_bits": None,
+    "vision_activation_bits": None,
     "calibration": None,
 }
+_ALLOCATED: dict[str, Any] = {"budget": None, "allocation": None}
 _SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
 _ROTATED: dict[str, Any] = {
     "bits": 4,
@@ -29,13 +32,15 @@ _ROTATED: dict[str, Any] = {
     "group_size": 0,
     "gptq": False,
     "head": None,
+    "vision_bits": None,
+    "vision_activation_bits": None,
     "calibration": None,
 }
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "none": {"dtype": None, "kv_bits": None},
-    "rtn": _ROUNDED,
+    "rtn": {**_ROUNDED, "allocation": None},
     "awq": _ROUNDED,
-    "gptq": {**_ROUNDED, "act_order": False},
+    "gptq": {**_ROUNDED, "act_order": False, **_ALLOCATED},
     "awq+gptq": {**_ROUNDED, "act_order": False},
     "smoothquant": _SMOOTHED,
     "smoothquant+gptq": {**_SMOOTHED, "act_order": False},
@@ -46,7 +51,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
 
 Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured, `calibration` none or the built-in text,
-`kv_bits` 16.
+`kv_bits` 16, no `budget` and no `allocation`.
 """
 WIDTHS = {"ttq": range(2, 6)}
 """Bits of weights that a method can store, where it is not all of them."""
@@ -63,6 +68,12 @@ def check_method_options(options: ConvertOptions) -> None:
         if needed not in DEFAULTS[options.method]:
             users = ", ".join(method for method, values in DEFAULTS.items() if needed in values)
             raise InputError(f"{spelled(name)} goes with --method {users}; --method {options.method} has no use for it")
+    for name in ("budget", "allocation"):
+        given = [key for key in ONE_CODEC if getattr(options, key) is not None]
+        if getattr(options, name) is not None and given:
+            raise InputError(
+                f"{spelled(given[0])} is one codec for all parts, {spelled(name)} chooses one for each: give one of them"
+            )
     widths = WIDTHS.get(options.method, BITS)
     if options.bits is not None and options.bits not in widths:
         raise InputError(f"{options.bits} bits are not supported by {options.method}; choose {widths[0]} to {widths[-1]}")

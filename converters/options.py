@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgeq.codec import GROUP_SIZES
+from edgeq.converters.allocation.budget import Budget
 from edgeq.errors import InputError
 
 HeadBits = Literal[4, 6, 8, 16]
@@ -16,6 +17,8 @@ NOT_RECORDED = ("calibration", "restart", "force", "token", "offline")
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
 EVERY_METHOD = ("method", "revision", "restart", "force", "token", "offline")
 """Options that do not depend on the method."""
+ONE_CODEC = ("bits", "group_size", "symmetric", "head")
+"""Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
 MAX_RANK = 256
 BEST = "awq+gptq"
 """The method with the lowest KL divergence at its bytes (docs/quality.md)."""
@@ -32,6 +35,8 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "master": ("--master", ("i8", "bf16")),
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
+    "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
+    "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
 }
 RANGES: dict[str, tuple[str, float, float]] = {
     "rank": ("--rank", 0, MAX_RANK),
@@ -41,7 +46,8 @@ RANGES: dict[str, tuple[str, float, float]] = {
     "calibration_length": ("--calibration-length", 16, 16384),
 }
 UNITS = {"bits": "{} bits", "activation_bits": "{} bits of activations", "kv_bits": "a cache of {} bits"}
-UNITS |= {"group_size": "group size {}", "head": "a head of {} bits"}
+NAMES = {"budget": "a budget (--bits with a fraction, --size, --read, --kl or --speed)", "allocation": "--plan"}
+UNITS |= {"group_size": "group size {}", "head": "a head of {} bits", "vision_bits": "a vision tower of {} bits"}
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,14 @@ class ConvertOptions:
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
     head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
+    vision_bits, vision_activation_bits
+                      of a vision tower; 16: weights as stored, activations as they are; None: 8
     calibration       a UTF-8 text file; "built-in": the built-in text; None: that where the method needs one, else nothing is
                       measured
     calibration_rows, calibration_length
                       at most so many rows of so many tokens of it; None: 64 of 512, or as many tokens as the model takes
+    budget            what the allocation may take; the codec of every part is then chosen by measurement
+    allocation        part (edgeq.converters.allocation.parts) -> name of its codec, instead of one codec for all
     restart           discard an interrupted conversion instead of resuming it
     force             replace an .edgeq file that was made in another way
     token, revision, offline   for hub ids, as in huggingface_hub
@@ -86,9 +96,13 @@ class ConvertOptions:
     high_fraction: float | None = None
     dtype: Literal["f32", "f16", "bf16"] | None = None
     head: HeadBits | None = None
+    vision_bits: int | None = None
+    vision_activation_bits: int | None = None
     calibration: Path | Literal["built-in"] | None = None
     calibration_rows: int | None = None
     calibration_length: int | None = None
+    budget: Budget | None = None
+    allocation: Mapping[str, str] | None = None
     restart: bool = False
     force: bool = False
     token: str | None = None
@@ -113,11 +127,14 @@ class ConvertOptions:
 
     def recorded(self) -> dict[str, object]:
         """The options that decide what is in the file."""
-        return {key: value for key, value in asdict(self).items() if key not in NOT_RECORDED and value is not None}
+        chosen = ONE_CODEC if self.allocation is not None or self.budget is not None else ()
+        return {key: value for key, value in asdict(self).items() if key not in (*NOT_RECORDED, *chosen) and value is not None}
 
 
 def spelled(name: str) -> str:
     """An option as it is called on the command line."""
+    if name in NAMES:
+        return NAMES[name]
     return CHOICES[name][0] if name in CHOICES else RANGES[name][0] if name in RANGES else f"--{name}"
 
 

@@ -12,13 +12,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
 import edgeq
 from edgeq.codec import Codec, Kind
+from edgeq.config import VisionConfig
 from edgeq.container import DATA_OFFSET
+from edgeq.converters.allocation.parts import Part, parts_of
+from edgeq.converters.allocation.record import Prediction
 from edgeq.converters.calibration.choose_precision import PrecisionChoice
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BATCH_ROWS, token_activations
@@ -32,7 +36,7 @@ from edgeq.converters.options import HEADS, ConvertOptions, HeadBits
 from edgeq.converters.quantizer import fitting_group_size
 from edgeq.converters.slabs import SLAB_BYTES
 from edgeq.converters.tokenizer import TextAssets
-from edgeq.manifest import FLOAT_PARTS, layer_contents
+from edgeq.manifest import FLOAT_PARTS, Shape, StackContents, layer_contents, layer_prefix, patch_contents, projector_contents
 from edgeq.metadata import Metadata
 
 BASELINE = 500 << 20
@@ -41,39 +45,66 @@ BASELINE = 500 << 20
 
 @dataclass(frozen=True)
 class WriteStep:
-    """Items written one after another, then recorded in the journal.  `layer`: the decoder layer they belong to, if any."""
+    """Items written one after another, then recorded in the journal.
+
+    method   that delivers them
+    layer    the decoder layer they belong to, if any
+    """
 
     label: str
     items: tuple[Item, ...]
+    method: Method
     layer: int | None = None
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What will be written and how; `options` are those asked for, `method.options` have the defaults filled in."""
+    """What will be written and how; `options` are those asked for, `method.options` have the defaults filled in.
+
+    method, tower   of the decoder, and of the vision tower where there is one
+    choice      what was measured for the head and the mode
+    prediction  of the allocation that the budget led to
+    divergence  mean KL divergence of the finished file on calibration text, in nats; measured with an allocation
+    """
 
     options: ConvertOptions
     checkpoint: Checkpoint
     method: Method
+    tower: Method | None
     text: TextAssets
     calibration: Calibration | None
     steps: tuple[WriteStep, ...]
     choice: PrecisionChoice | None = None
+    prediction: Prediction | None = None
+    divergence: float | None = None
 
     @cached_property
     def contents(self) -> Contents:
         return Contents.of([item for step in self.steps for item in step.items])
 
-    def heads(self) -> dict[HeadBits, Codec | None]:
-        """The candidates for the head's codec, by bits: only one where the options give it."""
-        candidates: tuple[HeadBits, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
+    def heads(self) -> dict[int, Codec | None]:
+        """The candidates for the head's codec, by bits: only one where the options or the allocation give it."""
+        if allocated := self.method.allocated("head"):
+            return {allocated.bits or 16: allocated if allocated.bits else None}
+        candidates: tuple[int, ...] = (self.options.head,) if self.options.head else HEADS[:-1]
         return {bits: head_codec(bits, self.method.config.hidden_size) for bits in candidates}
+
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that an allocation gives a codec each."""
+        return parts_of(decoder_items(self.steps, self.method), self.method.config)
+
+    def codecs(self) -> dict[str, Codec]:
+        """The codec of every weight of a decoder layer, by tensor; of one with two blocks that of the first."""
+        items = (item for step in self.steps if step.layer is not None for item in step.items if isinstance(item, LinearItem))
+        return {tensor: item.recipe.codec for item in items for tensor, _ in item.tensors}
 
     def with_choice(self, choice: PrecisionChoice) -> ConversionPlan:
         """This plan with what was measured; only its last step can change."""
-        options = replace(self.options, head=choice.head)
+        if self.options.allocation is not None:
+            return replace(self, choice=choice)
+        options = replace(self.options, head=cast(HeadBits, choice.head))
         method = type(self.method)(options, self.method.family, self.method.config)
-        steps = write_steps(self.checkpoint, method, self.text)
+        steps = write_steps(self.checkpoint, method, self.tower, self.text)
         return replace(self, options=options, method=method, steps=steps, choice=choice)
 
     @property
@@ -111,11 +142,12 @@ class ConversionPlan:
                 "tokens": self.calibration.rows.numel(),
             },
             "edgeq": edgeq.__version__,
-            "measured": self.choice.measured if self.choice else None,
+            "measured": self._measured(),
             "quantizer": None
             if self.method.options.bits is None
             else self.method.preset.title(self.method.codec(self.method.config.hidden_size)),
             **({"details": self.method.details} if self.method.details else {}),
+            **({"vision": {"method": self.tower.name, **self.tower.options.recorded()}} if self.tower else {}),
         }
         contents = self.contents
         return Metadata(
@@ -127,7 +159,16 @@ class ConversionPlan:
             arrays=contents.arrays,
             blobs=contents.blobs,
             kv=self.method.kv,
+            vision_mode=self.tower.mode if self.tower else None,
         )
+
+    def _measured(self) -> dict[str, object] | None:
+        if self.choice is None:
+            return None
+        found = dict(self.choice.measured)
+        if self.prediction:
+            found |= {"kl_predicted": self.prediction.kl, "kl_of_parts": self.prediction.measured}
+        return found if self.divergence is None else found | {"kl": self.divergence}
 
     def fingerprint(self) -> dict[str, object]:
         """Everything the bytes of the result depend on, flat, so that a difference can be named."""
@@ -144,6 +185,9 @@ class ConversionPlan:
         found["config.json"] = hashlib.sha256(config.encode()).hexdigest()
         found["calibration text"] = self.calibration.sha256 if self.calibration else None
         options = self.method.options.recorded()
+        if self.options.allocation is not None:
+            text = json.dumps(self.options.allocation)
+            options["allocation"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         if options.get("group_size") and not self.method.group_size_given:
             options["group_size"] = f"at most {options['group_size']}"
         return found | {f"option {key}": value for key, value in options.items()}
@@ -151,7 +195,7 @@ class ConversionPlan:
     def notes(self) -> list[str]:
         """Lines for the user: the layers whose columns the group size does not divide, and what their groups are instead."""
         size = self.method.options.group_size
-        if not size:
+        if not size or self.options.allocation is not None:
             return []
         # (columns, their group size) -> the layers' names without numbers, in order
         layers: dict[tuple[int, int], dict[str, None]] = {}
@@ -165,63 +209,96 @@ class ConversionPlan:
         return [_groups_note(size, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items()]
 
 
-def write_steps(checkpoint: Checkpoint, method: Method, text: TextAssets) -> tuple[WriteStep, ...]:
-    """The steps in execution order: text and embedding, decoder layers, norm and head."""
-    family, config, stored_config = method.family, method.config, method.stored_config
-    shapes = family.tensor_shapes(config)
+def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, text: TextAssets) -> tuple[WriteStep, ...]:
+    """The steps in execution order: text and embedding, vision tower, decoder layers, norm and head."""
+    config, stored_config = method.config, method.stored_config
     tied, options = config.tie_word_embeddings, method.options
+    stack = StackItems(checkpoint, method)
+    first: list[Item] = [BlobItem(name, data) for name, data in text.blobs.items()]
+    if not stored_config.tie_word_embeddings:
+        first.append(stack.array("embedding", "embedding", EMBEDDING))
+    if config.rope.kind == "learned":
+        first.append(stack.array("positions", "positions", POSITIONS))
+    table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
+    codec = None if options.bits is None else method.allocated("head") or head_codec(options.head or 8, config.hidden_size)
+    activation = method.head_activation if codec else None
+    recipe = Recipe(codec or Codec(options.dtype or stack.kind(EMBEDDING if tied else HEAD)), activation=activation)
+    head = LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe)
+    norms = [stack.array("norm", "norm", NORM)]
+    if config.layer_norm:
+        norms.append(stack.array("norm_bias", "norm_bias", NORM_BIAS))
+    layers = config.num_hidden_layers
+    return (
+        WriteStep("text and embedding", tuple(first), method),
+        *(tower_steps(checkpoint, tower) if tower else ()),
+        *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i) for i in range(layers)),
+        WriteStep("norm and head", (*norms, head), method),
+    )
 
-    def stored(*names: str) -> Kind:
-        kinds = {checkpoint.dtype(name) for name in names}
+
+def decoder_items(steps: Iterable[WriteStep], method: Method) -> list[Item]:
+    """What `method` delivers of a file that may have a tower, which has a method of its own."""
+    return [item for step in steps if step.method is method for item in step.items]
+
+
+def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:
+    """The steps of a vision tower: patches, layers, projector."""
+    config, stack = method.stack, StackItems(checkpoint, method)
+    assert isinstance(config, VisionConfig)
+    layers = config.num_hidden_layers
+    yield WriteStep("vision patches", tuple(stack.ends(patch_contents(config))), method)
+    for i in range(layers):
+        yield WriteStep(f"vision layer {i + 1} of {layers}", tuple(stack.layer(i)), method)
+    yield WriteStep("vision projector", tuple(stack.ends(projector_contents(config))), method)
+
+
+class StackItems:
+    """The items of a decoder or of a tower, as `method` stores them."""
+
+    def __init__(self, checkpoint: Checkpoint, method: Method) -> None:
+        self._checkpoint, self._method = checkpoint, method
+        self._shapes = method.family.tensor_shapes()
+
+    def kind(self, *tensors: str) -> Kind:
+        """The type that holds all of these tensors as the checkpoint has them."""
+        kinds = {self._checkpoint.dtype(name) for name in tensors}
         kind: Kind = "f32" if len(kinds) > 1 or "f32" in kinds else "f16" if "f16" in kinds else "bf16"
         return kind
 
-    def array(name: str, part: str, tensor: str) -> ArrayItem:
-        return ArrayItem(name, tensor, shapes[tensor], method.dtype(part, stored(tensor)))
+    def array(self, name: str, part: str, tensor: str) -> ArrayItem:
+        return ArrayItem(name, tensor, self._shapes[tensor], self._method.dtype(part, self.kind(tensor)))
 
-    def decoder_layer(index: int) -> WriteStep:
-        names, p = family.layer_tensors(index), f"layers.{index}."
+    def layer(self, index: int) -> Iterator[Item]:
+        """The items of a layer, in execution order."""
+        method, stack = self._method, self._method.stack
+        p, names = layer_prefix(stack, index), method.family.layer_tensors(index)
+        for name, content in layer_contents(stack, index).items():
+            if name == f"{p}o":
+                extras = method.extras(index).items()
+                yield from (ArrayItem(extra, extra, shape, dtype) for extra, (dtype, shape) in extras)
+            yield self._item(p, name, content, names)
 
-        def fused(part: str, parts: tuple[str, ...]) -> LinearItem:
-            tensors, name = [names[x] for x in parts], p + part
-            biases = [names[f"{x}.bias"] for x in parts if f"{x}.bias" in names]
-            columns = shapes[tensors[0]][1]
-            kind = stored(*tensors)
-            floats = part in FLOAT_PARTS
-            recipe = Recipe(Codec(cast(Kind, method.dtype(part, kind)))) if floats else method.recipe(name, columns, kind)
-            bias_dtype = method.dtype(f"{part}.bias", stored(*biases)) if biases else "f32"
-            rows = tuple((tensor, shapes[tensor][0]) for tensor in tensors)
-            return LinearItem(name, rows, columns, recipe, tuple((b, shapes[b][0]) for b in biases), bias_dtype)
+    def ends(self, contents: StackContents) -> Iterator[Item]:
+        """The items of what a tower has before or after its layers."""
+        names = {part: name for part, (name, _) in self._method.family.end_parts(contents).items()}
+        yield from (self._item(self._method.stack.prefix, name, content, names) for name, content in contents.items())
 
-        items: list[Item] = []
-        for name, content in layer_contents(config, index).items():
-            part = name.removeprefix(p)
-            if part == "o":
-                items += [ArrayItem(extra, extra, shape, dtype) for extra, (dtype, shape) in method.extras(index).items()]
-            if isinstance(content, tuple):
-                items.append(array(name, part, names[part]))
-            else:
-                items.append(fused(part, tuple(x.removeprefix(p) for x in content)))
-        return WriteStep(f"layer {index + 1} of {config.num_hidden_layers}", tuple(items), index)
+    def _item(self, prefix: str, name: str, content: dict[str, Shape] | tuple[int, ...], names: dict[str, str]) -> Item:
+        part = name.removeprefix(prefix)
+        if isinstance(content, tuple):
+            return self.array(name, part, names[part])
+        return self._linear(name, part, tuple(x.removeprefix(prefix) for x in content), names)
 
-    first: list[Item] = [BlobItem(name, data) for name, data in text.blobs.items()]
-    if not stored_config.tie_word_embeddings:
-        first.append(array("embedding", "embedding", EMBEDDING))
-    if config.rope.kind == "learned":
-        first.append(array("positions", "positions", POSITIONS))
-    table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
-    codec = None if options.bits is None else head_codec(options.head or 8, config.hidden_size)
-    activation = method.head_activation if codec else None
-    recipe = Recipe(codec or Codec(options.dtype or stored(EMBEDDING if tied else HEAD)), activation=activation)
-    head = LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe)
-    norms = [array("norm", "norm", NORM)]
-    if config.layer_norm:
-        norms.append(array("norm_bias", "norm_bias", NORM_BIAS))
-    return (
-        WriteStep("text and embedding", tuple(first)),
-        *(decoder_layer(i) for i in range(config.num_hidden_layers)),
-        WriteStep("norm and head", (*norms, head)),
-    )
+    def _linear(self, name: str, part: str, parts: tuple[str, ...], names: dict[str, str]) -> LinearItem:
+        """A layer of the rows of `parts`, whose tensors are in `names`."""
+        method, shapes, tensors = self._method, self._shapes, [names[x] for x in parts]
+        biases = [names[f"{x}.bias"] for x in parts if f"{x}.bias" in names]
+        columns, kind = shapes[tensors[0]][1], self.kind(*tensors)
+        floats = part in FLOAT_PARTS
+        recipe = Recipe(Codec(cast(Kind, method.dtype(part, kind)))) if floats else method.recipe(name, columns, kind)
+        bias_dtype = method.dtype(f"{part}.bias", self.kind(*biases)) if biases else "f32"
+        rows = tuple((tensor, shapes[tensor][0]) for tensor in tensors)
+        return LinearItem(name, rows, columns, recipe, tuple((b, shapes[b][0]) for b in biases), bias_dtype)
 
 
 def head_codec(bits: int, columns: int) -> Codec | None:

@@ -6,22 +6,27 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from edgeq.config import ModelConfig, Rope
+from edgeq.converters.allocation.parts import checked, parts_of
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess, OnDownload
-from edgeq.converters.families import HEAD, Family, recognise
+from edgeq.converters.families import Family
 from edgeq.converters.method import Method
 from edgeq.converters.methods import chosen
+from edgeq.converters.network import described, open_tensors
 from edgeq.converters.options import ConvertOptions
-from edgeq.converters.plan import ConversionPlan, write_steps
+from edgeq.converters.plan import ConversionPlan, decoder_items, write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
-from edgeq.errors import InputError, ResourceError, UnsupportedError
+from edgeq.errors import InputError, ResourceError
 from edgeq.machine import available_bytes
-from edgeq.rope import frequencies
+from edgeq.rope import Rope, frequencies
+
+VISION_BITS = 8
+"""Of weights and activations of a vision tower where no option says otherwise."""
 
 
 def preflight(
@@ -33,17 +38,24 @@ def preflight(
     ResourceError: too little memory.  InputError: the calibration text.
     """
     checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline, on_download))
-    family, config = recognise(checkpoint.config)
+    family, config = described(checkpoint)
     for rope in {config.layer_rope(layer) for layer in range(config.num_hidden_layers)} - {None}:
         # Refuses what could not be run.
         frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(checkpoint, config.vocab_size)
+    # Checked against the parts of the model when they are known.
+    allocation, options = options.allocation, replace(options, allocation=None)
     method = chosen(options)(options, family, config)
+    tower = _tower(options, family)
     rows = _calibration(method, text)
-    checkpoint.open_weights()
-    checkpoint.arrange(family.sources())
-    _check_tensors(checkpoint, family, config)
-    plan = ConversionPlan(options, checkpoint, method, text, rows, write_steps(checkpoint, method, text))
+    open_tensors(checkpoint, family)
+    steps = write_steps(checkpoint, method, tower, text)
+    if allocation is not None:
+        parts = parts_of(decoder_items(steps, method), config)
+        options = replace(options, allocation=checked(allocation, parts))
+        method = chosen(options)(options, family, config)
+        steps = write_steps(checkpoint, method, tower, text)
+    plan = ConversionPlan(options, checkpoint, method, tower, text, rows, steps)
     available = available_bytes()
     if plan.memory_bytes > available:
         raise ResourceError(
@@ -65,19 +77,21 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | None:
     return calibration(path, text, length, options.calibration_rows or MAX_ROWS)
 
 
-def _check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
-    """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
-    expected = family.tensor_shapes(config)
-    for name, shape in expected.items():
-        checkpoint.tensor(name, shape)
-        checkpoint.dtype(name)
-    # A tied model may carry its head a second time.
-    unknown = [n for n in checkpoint.tensors if n not in expected and n != HEAD and not n.endswith(family.description.derived)]
-    if unknown:
-        raise UnsupportedError(
-            f"{checkpoint.folder}: tensor {min(unknown)} has no place in a {family.architecture}; "
-            "if it is an adapter, merge it into the model first"
-        )
+def _tower(options: ConvertOptions, family: Family) -> Method | None:
+    """What is done to the vision tower: rounding, or nothing where the decoder stays as it is too.
+
+    InputError: options for a tower, but the model has none.
+    """
+    if family.tower is None:
+        if options.vision_bits is not None or options.vision_activation_bits is not None:
+            raise InputError(f"--vision-bits: {family.architecture} reads text alone; leave it out")
+        return None
+    bits = options.vision_bits or VISION_BITS
+    if options.method == "none" or bits == 16:
+        chosen_for_tower = ConvertOptions(method="none", dtype=options.dtype)
+    else:
+        chosen_for_tower = ConvertOptions(bits=bits, activation_bits=options.vision_activation_bits or VISION_BITS)
+    return chosen(chosen_for_tower)(chosen_for_tower, family.tower, family.tower.config)
 
 
 def check_disk(plan: ConversionPlan, output: Path, written: int) -> None:

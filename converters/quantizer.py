@@ -1,16 +1,19 @@
 """Rounds weights group by group, in torch float32, by named presets.
 
 What papers call the same rounding differs in the range that the integers cover and in whether it holds 0.  Per group of a row,
-at b bits, with the name under which results are reported:
+at b bits, by the name that a file's provenance has (and that of files of earlier versions, which took it from a paper whatever
+the method was):
 
-    awq-asymmetric    scale (max - min) / (2^b - 1), zero = clamp(-round(min / scale), 0, 2^b - 1); the range is not forced to
-                      contain 0: a group of only positive weights gets zero 0 and its top is clipped
-    gptq-asymmetric   the same over a range that has 0 in it (Frantar et al. 2022, arXiv 2210.17323)
-    awq-symmetric     scale max|w| / (2^(b-1) - 1); q in -2^(b-1) ... 2^(b-1) - 1, stored plus 2^(b-1)
-    gptq-symmetric    scale 2 max|w| / (2^b - 1), the same integers: the lowest is used, the largest weight is clipped a little
-    smoothquant       as awq-symmetric (Xiao et al. 2022, arXiv 2211.10438)
-    quarot            as awq-symmetric, over the range, of 1.00 ... 0.21 of the largest weight, with the least sum |error|^2.4
-                      (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
+    min-max         (awq-asymmetric)   scale (max - min) / (2^b - 1), zero = clamp(-round(min / scale), 0, 2^b - 1); the range
+                    is not forced to contain 0: a group of only positive weights gets zero 0 and its top is clipped
+    min-max-zero    (gptq-asymmetric)   the same over a range that has 0 in it (Frantar et al. 2022, arXiv 2210.17323)
+    absmax          (awq-symmetric, smoothquant)   scale max|w| / (2^(b-1) - 1); q in -2^(b-1) ... 2^(b-1) - 1, stored plus
+                    2^(b-1) (also Xiao et al. 2022, arXiv 2211.10438)
+    absmax-full     (gptq-symmetric)   scale 2 max|w| / (2^b - 1), the same integers: the lowest is used, the largest weight is
+                    clipped a little
+    absmax-search   (quarot)   as absmax, over the range, of 1.00 ... 0.21 of the largest weight, with the least
+                    sum |error|^2.4 (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
+    ...-weighed     over the part of that range with the least sum of cost * error^2, where columns have costs (columns.py)
 
 The last group of a row is shorter where the group size does not divide the columns.
 
@@ -40,7 +43,7 @@ SEARCH_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Preset:
-    """How a range becomes a grid; `name` alone, where it serves symmetric and asymmetric codecs, is completed by `title`.
+    """How a range becomes a grid.
 
     zero_inside   an asymmetric range is extended to contain 0
     full_range    a symmetric scale is 2 max|w| / (2^b - 1) instead of max|w| / (2^(b-1) - 1)
@@ -48,22 +51,23 @@ class Preset:
     weighed       where columns have costs (columns.py) the range is the part of the whole with the least sum cost * error^2
     """
 
-    name: str
     zero_inside: bool = False
     full_range: bool = False
     search: bool = False
     weighed: bool = False
 
     def title(self, codec: Codec) -> str:
-        if self.name not in ("awq", "gptq"):
-            return self.name
-        return f"{self.name}-{'symmetric' if codec.symmetric else 'asymmetric'}"
+        """The name of the rounding, as in this module's list; of a search over a codec with zero points, `min-max-search`."""
+        if codec.symmetric:
+            name = "absmax-full" if self.full_range else "absmax"
+        else:
+            name = "min-max-zero" if self.zero_inside else "min-max"
+        return f"{name}-search" if self.search else f"{name}-weighed" if self.weighed else name
 
 
-AWQ = Preset("awq")
-GPTQ = Preset("gptq", zero_inside=True, full_range=True, weighed=True)
-SMOOTHQUANT = Preset("smoothquant")
-QUAROT = Preset("quarot", search=True)
+AWQ = Preset()
+GPTQ = Preset(zero_inside=True, full_range=True, weighed=True)
+QUAROT = Preset(search=True)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import dequantize, from_bf16
+from edgeq.codec import ROWS, dequantize, from_bf16
 from edgeq.converters.calibration.forward import WholeReader
 from edgeq.converters.items import ArrayItem, Item
 from edgeq.converters.linears import LinearItem
+from edgeq.converters.slabs import RowReader
 from edgeq.metadata import Segment
 from edgeq.records import DTYPES, ArrayRef, Weight
 
@@ -68,5 +69,33 @@ def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -
         if spec.low_rank:
             found = found + weights(spec.low_rank.b) @ weights(spec.low_rank.a)
         return found
+
+    return read
+
+
+def stored_rows(path: Path, segments: list[Segment], items: Iterable[Item], layer: str) -> RowReader:
+    """Reads rows of linear layer `layer`, of one weight block, as `stored_tensors` reads it whole; it has no other name."""
+    data, first = np.memmap(path, np.uint8, "r"), 0
+    for item in items:
+        if isinstance(item, LinearItem) and item.name == layer:
+            break
+        first += len(item.nbytes)
+    assert isinstance(item, LinearItem)
+    (weight,) = item.spec(first).weights
+
+    def blocks(ref: ArrayRef | None, rows: slice) -> NDArray[Any] | None:
+        if ref is None:
+            return None
+        segment = segments[ref.segment]
+        return data[segment.offset : segment.offset + segment.length].view(DTYPES[ref.dtype]).reshape(ref.shape)[rows]
+
+    def read(name: str, start: int, stop: int) -> NDArray[np.float32]:
+        # Whole blocks of rows, of which the first and the last may hold others too.
+        span = slice(start // ROWS, -(-stop // ROWS))
+        q = blocks(weight.q, span)
+        assert q is not None
+        count = min(span.stop * ROWS, weight.rows) - span.start * ROWS
+        found = dequantize(weight.codec, count, weight.columns, q, blocks(weight.scale, span), blocks(weight.zero, span))
+        return found[start - span.start * ROWS :][: stop - start]
 
     return read

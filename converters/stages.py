@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import ROWS
 from edgeq.converters.items import ArrayItem, Item
 from edgeq.converters.linears import LinearItem
@@ -16,7 +17,7 @@ from edgeq.converters.plan import ConversionPlan, WriteStep
 
 OnProgress = Callable[[float, float, str], None]
 """Progress callback: (work done, total work, label).  The label changes when a stage ends: a layer, the head, verification."""
-STUDY, MEASURE, VERIFY = "study", "measure", "verify"
+STUDY, MEASURE, DIVERGENCE, VERIFY = "study", "measure", "divergence", "verify"
 
 MULTIPLICATIONS = 400
 """Of a matrix product in float32, in the time that rounding one weight takes (340 measured, one thread of an EPYC)."""
@@ -36,7 +37,7 @@ class Stages:
         method, steps = plan.method, plan.steps
         self._steps, self._on_progress = steps, on_progress
         tokens = 0 if plan.calibration is None else plan.calibration.rows.numel()
-        decoder = sum(map(_weights, steps[1:-1]))
+        decoder = sum(_weights(step) for step in steps if step.layer is not None)
         work: dict[int | str, float] = {STUDY: tokens * decoder / MULTIPLICATIONS} if studies else {}
         for index, step in enumerate(steps[:-1]):
             passes = (method.passes if index >= skip else 1) if method.calibrates and step.layer is not None else 0
@@ -47,6 +48,8 @@ class Stages:
             through = decoder * (1 if method.mode else 2) + _weights(steps[-1]) * (1 + 2 * len(plan.heads()))
             work[MEASURE] = measured * through / MULTIPLICATIONS
         work[len(steps) - 1] = 0 if skip == len(steps) else sum(map(_work, steps[-1].items))
+        if plan.calibration is not None and plan.options.allocation is not None:
+            work[DIVERGENCE] = 2 * probe_rows(plan).numel() * decoder / MULTIPLICATIONS
         work[VERIFY] = HASHING * plan.output_bytes
         self._work, self._before, self._total = work, dict[int | str, float](), 0.0
         for stage, amount in work.items():

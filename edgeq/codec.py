@@ -25,8 +25,9 @@ group of a row has what is left of it, 1 to `group_size` channels.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,7 @@ AnyArray = NDArray[Any]
 PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 Kind = Literal["f32", "f16", "bf16", "int"]
+_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero)?")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,15 @@ class Codec:
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
         return f"i{self.bits} {group}" + ("" if self.symmetric else " zero")
+
+    @classmethod
+    def named(cls, name: str) -> Codec:
+        """The codec of this `name`.  UnsupportedError: there is none."""
+        found = _NAME.fullmatch(name)
+        if not found:
+            raise UnsupportedError(f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row or i4 g128 zero")
+        kind, bits, size, zero = found.groups()
+        return cls(cast(Kind, kind)) if kind else cls("int", int(bits), int(size or 0), not zero)
 
     def groups(self, columns: int) -> int:
         """Scales per row of `columns` channels; where the group size does not divide them, the last group is shorter."""

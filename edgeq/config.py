@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from edgeq.errors import FormatError, UnsupportedError
+from edgeq.image_config import ImageConfig
+from edgeq.json_records import check_flag, check_integer, check_positive, known, list_of
+from edgeq.rope import Rope
 
 # Above every published model, below what would overflow or exhaust memory before a check.
 LIMITS = {
@@ -25,80 +28,50 @@ LIMITS = {
 }
 MAX_EXPERTS = 32_768
 """The most experts of all layers together."""
-ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned")
-GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu",)
+GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
+"""Activations with a gate and without one, where `gated_mlp` does not say."""
 ACTIVATIONS = (*GATED, *PLAIN)
+NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision")
+"""Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
+readers."""
+LIMITS_VISION = {
+    "patch_size": 256,
+    "temporal_patch_size": 16,
+    "merge": 16,
+    "project_size": LIMITS["intermediate_size"],
+    "out_hidden_size": LIMITS["hidden_size"],
+}
+MOST_CHANNELS = 1 << 20
+"""The widest row of a tower: pixels of a patch, and patches that are joined."""
+PROJECT_NORMS = ("patch", "joined")
+Config = TypeVar("Config", bound="Stack")
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864), halves rotated as in Llama.
-
-    kind    "default"; "linear" (positions divided by factor); "llama3" (Llama 3.1: low frequencies divided by factor, a smooth
-            step between original_max_position_embeddings / high_freq_factor and / low_freq_factor); "longrope" (Ding et al.
-            2024, arXiv 2402.13753: each frequency divided by its entry of long_factor where the context is longer than
-            original_max_position_embeddings, else of short_factor; cosines and sines times attention_factor); "learned" (none:
-            an entry of a table is added to the embedding instead)
-
-    The first head_dim * partial_rotary_factor channels of a head are rotated.
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    partial_rotary_factor: float = 1.0
-    attention_factor: float = 1.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-
-    def rotary_size(self, head_dim: int) -> int:
-        """Channels of a head that are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
-
-    def check(self, head_dim: int, name: str) -> None:
-        """UnsupportedError: the kind; FormatError: a number that is out of range or does not fit `head_dim`."""
-        if self.kind not in ROPE_KINDS:
-            raise UnsupportedError(f"rope kind {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-        lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", *lists)}
-        numbers.update({f"{key}[{i}]": value for key, values in lists.items() for i, value in enumerate(values)})
-        for key, value in numbers.items():
-            check_positive(f"{name}.{key}", value)
-        size = self.rotary_size(head_dim)
-        if self.partial_rotary_factor > 1 or size < 2 or size % 2:
-            raise FormatError(f"config {name} rotates {size} of {head_dim} channels; expected an even number of them")
-        for key, values in lists.items():
-            if len(values) != (size // 2 if self.kind == "longrope" else 0):
-                raise FormatError(f"config {name}.{key} has {len(values)} entries for {size // 2} pairs of a {self.kind} rope")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder: Llama, and the families that differ from it by a few settings.
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Layers of attention and MLP: what a decoder and a vision tower have in common.
 
     head_dim may differ from hidden_size / num_attention_heads (Qwen3).  sliding_windows has one entry per layer: a token sees
     that many last positions, its own included; 0: all.
 
-    hidden_act              "silu", "gelu_pytorch_tanh": of a gated MLP;  "relu": down(relu(up(x))) without a gate (OPT)
+    hidden_act              "silu", "gelu_pytorch_tanh", "relu", "gelu" (of the error function), "quick_gelu": x s(1.702 x)
+    gated_mlp               whether the MLP is down(act(gate(x)) * up(x)) or down(act(up(x))); None: with the first two, the
+                            others not
     qk_norm                 an RMSNorm over head_dim on queries and keys before RoPE (Qwen3, Gemma 3)
     layer_norm              LayerNorm with a bias instead of RMSNorm, with the same epsilon (OPT)
     post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
     local_rope              rope of layers with a sliding window; None: `rope` (Gemma 3)
     layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
-    embedding_multiplier    factor of token embeddings, not of the tied head (Gemma 3)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
     num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
                             highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
                             (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
     shared_expert_intermediate_size   inner channels of one more expert, for all tokens, weighted by a sigmoid; 0: none
                             (Qwen2-MoE)
+
+    prefix   of the names of its layers and arrays in a file
     """
 
-    model_type: str
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -107,15 +80,13 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: Rope
-    max_position_embeddings: int
-    tie_word_embeddings: bool
     hidden_act: str = "silu"
+    gated_mlp: bool | None = None
     qk_norm: bool = False
     sliding_windows: tuple[int, ...] = ()
     layer_norm: bool = False
     post_norms: bool = False
     local_rope: Rope | None = None
-    embedding_multiplier: float = 1.0
     query_pre_attn_scalar: float | None = None
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -123,16 +94,16 @@ class ModelConfig:
     shared_expert_intermediate_size: int = 0
     layers_without_rope: tuple[int, ...] = ()
 
+    prefix: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= limit:
-                raise FormatError(f"config {name} is {value!r}; expected an integer from 1 to {limit}")
-        if type(self.model_type) is not str or len(self.model_type) > 64:
-            raise FormatError("config model_type is not a short text")
-        for name in ("tie_word_embeddings", "qk_norm", "layer_norm", "post_norms", "norm_topk_prob"):
-            if type(getattr(self, name)) is not bool:
-                raise FormatError(f"config {name} is {getattr(self, name)!r}; expected true or false")
+            if name in {f.name for f in fields(self)}:
+                check_integer(name, getattr(self, name), 1, limit)
+        for name in ("qk_norm", "layer_norm", "post_norms", "norm_topk_prob"):
+            check_flag(name, getattr(self, name))
+        if self.gated_mlp is not None:
+            check_flag("gated_mlp", self.gated_mlp)
         if self.num_attention_heads % self.num_key_value_heads:
             raise FormatError(
                 f"config has {self.num_attention_heads} query heads and {self.num_key_value_heads} key/value heads; "
@@ -146,7 +117,6 @@ class ModelConfig:
         if self.local_rope is not None:
             self.local_rope.check(self.head_dim, "local_rope")
         check_positive("rms_norm_eps", self.rms_norm_eps)
-        check_positive("embedding_multiplier", self.embedding_multiplier)
         if self.query_pre_attn_scalar is not None:
             check_positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
         self._check_experts()
@@ -166,12 +136,10 @@ class ModelConfig:
             "shared_expert_intermediate_size": LIMITS["intermediate_size"] if self.num_experts else 0,
         }
         for name, limit in limits.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 0 <= value <= limit:
-                raise FormatError(f"config {name} is {value!r}; expected an integer from 0 to {limit}")
+            check_integer(name, getattr(self, name), 0, limit)
         if self.num_experts and not self.num_experts_per_tok:
             raise FormatError(f"config has {self.num_experts} experts and uses none of them")
-        if self.num_experts and self.hidden_act != "silu":
+        if self.num_experts and (self.hidden_act != "silu" or not self.gated):
             raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
         if self.num_experts and self.post_norms:
             raise UnsupportedError("experts with a norm after them (post_norms) are not supported")
@@ -179,7 +147,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP multiplies its inner channels by an activated gate."""
-        return self.hidden_act in GATED
+        return self.hidden_act in GATED if self.gated_mlp is None else self.gated_mlp
 
     @property
     def attention_scale(self) -> float:
@@ -210,16 +178,115 @@ class ModelConfig:
         windows = self.sliding_windows
         return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
 
-    def to_json(self) -> str:
-        """Canonical JSON: equal configurations give equal bytes.
-
-        `layers_without_rope` is written only where there are some, so that files without them keep the bytes, and the readers,
-        that they had before the key existed.
-        """
+    def record(self) -> dict[str, Any]:
+        """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
         values = asdict(self)
-        if not self.layers_without_rope:
-            del values["layers_without_rope"]
-        return json.dumps(values, sort_keys=True, separators=(",", ":"))
+        values |= {f.name: x.to_json() for f in fields(self) if isinstance(x := getattr(self, f.name), Rope)}
+        return {key: value for key, value in values.items() if key not in NEWER_FIELDS or value not in (None, ())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(Stack):
+    """A vision tower and its projector: patches of a picture become vectors that stand in for tokens.
+
+        x = patch(pixels) ; the layers, in which a patch sees all patches of its frame ; project
+
+    image                 how a picture becomes pixels
+    image_token_id        the token whose rows bring the features
+    patch_size            pixels of a side of a patch;  temporal_patch_size: frames of one
+    merge                 merge x merge neighbouring patches are joined into one feature
+    project_norm          the norm before the projector: over every "patch", or over the "joined" ones
+    project_size          inner channels of the projector project.1(act(project.0(joined)))
+    project_act           its activation
+    out_hidden_size       channels of a feature
+
+    Rows of pixels are [channel, frame, row, column] of a patch, patches that are joined follow one another.
+    """
+
+    image: ImageConfig
+    image_token_id: int
+    patch_size: int
+    temporal_patch_size: int
+    merge: int
+    project_norm: str
+    project_size: int
+    project_act: str
+    out_hidden_size: int
+
+    prefix: ClassVar[str] = "vision."
+    CHANNELS: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, limit in LIMITS_VISION.items():
+            check_integer(name, getattr(self, name), 1, limit)
+        check_integer("image_token_id", self.image_token_id, 0, LIMITS["vocab_size"])
+        for name, width in {"patch_width": self.patch_width, "joined_size": self.joined_size}.items():
+            if width > MOST_CHANNELS:
+                raise FormatError(f"config vision: {name} is {width}; expected at most {MOST_CHANNELS}")
+        if self.project_norm not in PROJECT_NORMS:
+            raise UnsupportedError(f"project_norm {self.project_norm!r} is not known; supported: {', '.join(PROJECT_NORMS)}")
+        if self.project_act not in PLAIN:
+            raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
+        if self.rope.kind != "axial" or self.rope.axes != 2:
+            raise UnsupportedError(f"a tower with a {self.rope.kind!r} rope is not supported; supported: axial, of two axes")
+        if any(self.sliding_windows) or self.local_rope or self.layers_without_rope or self.num_experts or self.post_norms:
+            raise UnsupportedError("a tower with sliding windows, several ropes, experts or post_norms is not supported")
+
+    @property
+    def patch_width(self) -> int:
+        """Pixels of a patch."""
+        return self.CHANNELS * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def joined_size(self) -> int:
+        """Channels of the patches that are joined."""
+        return self.merge**2 * self.hidden_size
+
+    @classmethod
+    def read(cls, data: Any, where: str) -> VisionConfig:
+        """FormatError, UnsupportedError: a key or a value that cannot be one."""
+        if not isinstance(data, dict):
+            raise FormatError(f"{where} is not a JSON object")
+        image = ImageConfig.from_json(data.get("image"), f"{where} image")
+        return _stack(cls, {key: value for key, value in data.items() if key != "image"}, where, image=image)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Stack):
+    """A decoder: Llama, and the families that differ from it by a few settings.
+
+    embedding_multiplier    factor of token embeddings, not of the tied head (Gemma 3)
+    vision                  the tower and projector that give it pictures; None: it reads text alone
+    """
+
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    embedding_multiplier: float = 1.0
+    vision: VisionConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.model_type) is not str or len(self.model_type) > 64:
+            raise FormatError("config model_type is not a short text")
+        check_flag("tie_word_embeddings", self.tie_word_embeddings)
+        check_positive("embedding_multiplier", self.embedding_multiplier)
+        for rope in (self.rope, *((self.local_rope,) if self.local_rope else ())):
+            if rope.kind == "axial" or (rope.sections and (rope.axes != 3 or self.vision is None)):
+                raise FormatError(f"config rope has {rope.axes} axes ({rope.kind}); a decoder has 1, with a tower or 3")
+        if self.vision is not None and self.vision.out_hidden_size != self.hidden_size:
+            raise FormatError(f"config vision gives {self.vision.out_hidden_size} channels; hidden_size is {self.hidden_size}")
+        if self.vision is not None and self.vision.image_token_id >= self.vocab_size:
+            raise FormatError(f"config image_token_id is {self.vision.image_token_id} of {self.vocab_size} tokens")
+
+    def record(self) -> dict[str, Any]:
+        return super().record() | ({"vision": self.vision.record()} if self.vision else {})
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal configurations give equal bytes."""
+        return json.dumps(self.record(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
@@ -229,44 +296,16 @@ class ModelConfig:
             raise FormatError(f"config is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise FormatError("config is not a JSON object")
-        rope = _rope(data.pop("rope", {}), "config rope")
-        local = data.pop("local_rope", None)
-        lists: dict[str, Any] = {key: data.pop(key, ()) for key in ("sliding_windows", "layers_without_rope")}
-        for key, entries in lists.items():
-            if not isinstance(entries, (list, tuple)) or len(entries) > LIMITS["num_hidden_layers"]:
-                raise FormatError(f"config {key} is not a list of at most one entry per layer")
-            lists[key] = tuple(entries)
-        values = _known(cls, data, "config", {"rope", "local_rope", *lists})
-        local_rope = None if local is None else _rope(local, "config local_rope")
-        return cls(rope=rope, local_rope=local_rope, **lists, **values)
+        vision = data.pop("vision", None)
+        return _stack(cls, data, "config", vision=None if vision is None else VisionConfig.read(vision, "config vision"))
 
 
-def check_positive(name: str, value: object) -> None:
-    """FormatError unless `value` is a number from 1e-30 to 1e12: powers of smaller ones overflow where they are used."""
-    if type(value) not in (int, float) or not 1e-30 <= value <= 1e12:  # type: ignore[operator]
-        raise FormatError(f"config {name} is {value!r}; expected a positive number")
-
-
-def _rope(data: Any, where: str) -> Rope:
-    values = _known(Rope, data, where)
-    for key in ("short_factor", "long_factor"):
-        factors = values.pop(key, ())
-        if not isinstance(factors, (list, tuple)) or len(factors) > LIMITS["head_dim"]:
-            raise FormatError(f"{where} {key} is not a list of at most one entry per channel")
-        values[key] = tuple(factors)
-    return Rope(**values)
-
-
-def _known(kind: Any, data: Any, where: str, apart: set[str] | None = None) -> dict[str, Any]:
-    """`data`, if all its keys are fields of `kind` and all fields without a default are present."""
-    if not isinstance(data, dict):
-        raise FormatError(f"{where} is not a JSON object")
-    names = {f.name for f in fields(kind)} - (apart or set())
-    unknown = sorted(set(data) - names)
-    if unknown:
-        raise UnsupportedError(f"{where} has unknown keys {', '.join(unknown)}; this file needs a newer edgeq")
-    needed = {f.name for f in fields(kind) if f.default is f.default_factory} - (apart or set())
-    missing = sorted(needed - set(data))
-    if missing:
-        raise FormatError(f"{where} lacks {', '.join(missing)}")
-    return data
+def _stack(cls: type[Config], data: dict[str, Any], where: str, **made: Any) -> Config:
+    """A Stack of the JSON object `data`; `made`: fields that were read already."""
+    ropes: dict[str, Any] = {"rope": Rope.from_json(data.pop("rope", {}), f"{where} rope")}
+    if (local := data.pop("local_rope", None)) is not None:
+        ropes["local_rope"] = Rope.from_json(local, f"{where} local_rope")
+    most = LIMITS["num_hidden_layers"]
+    lists: dict[str, Any] = {key: list_of(data, key, most, where) for key in ("sliding_windows", "layers_without_rope")}
+    apart = frozenset({"rope", "local_rope", *lists, *made})
+    return cls(**ropes, **lists, **made, **known(cls, data, where, apart))

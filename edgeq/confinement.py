@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from edgeq import errors
 from edgeq.errors import EdgeqError
 
-Work = Callable[[], str]
+Work = Callable[[], bytes]
 
 
 class LimitError(Exception):
@@ -41,8 +41,13 @@ class Limits:
         return 10 * self.seconds
 
 
-def confined(work: Work, limits: Limits) -> str:
-    """The text that `work` returns, computed in a child process.
+def confined(work: Callable[[], str], limits: Limits) -> str:
+    """`confined_bytes` of a text."""
+    return confined_bytes(lambda: work().encode("utf-8", "surrogatepass"), limits).decode("utf-8", "surrogatepass")
+
+
+def confined_bytes(work: Work, limits: Limits) -> bytes:
+    """The bytes that `work` returns, computed in a child process.
 
     LimitError: a limit was reached, or the child died.  An EdgeqError of the work is raised here again; any other exception
     becomes a LimitError that names it.
@@ -65,15 +70,16 @@ def confined(work: Work, limits: Limits) -> str:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    return _result(data.decode("utf-8", "surrogatepass"), _death(status, limits))
+    return _result(data, _death(status, limits))
 
 
-def _result(answer: str, death: str) -> str:
+def _result(answer: bytes, death: str) -> bytes:
     """What a child answered; `death` says why, where it did not."""
-    kind, _, text = answer.partition("\0")
-    if kind == "result":
-        return text
-    found = getattr(errors, kind, None)
+    kind, _, data = answer.partition(b"\0")
+    if kind == b"result":
+        return data
+    text = data.decode("utf-8", "surrogatepass")
+    found = getattr(errors, kind.decode("ascii", "replace"), None)
     if isinstance(found, type) and issubclass(found, EdgeqError):
         raise found(text)
     raise LimitError(text or death)
@@ -109,26 +115,27 @@ def _run(work: Work, limits: Limits, write: int) -> None:
         os.dup2(null, stream)
     faulthandler.disable()
     _limit(limits)
-    data = memoryview(_answer(work, limits).encode("utf-8", "surrogatepass"))
+    data = memoryview(_answer(work, limits))
     while data:
         data = data[os.write(write, data) :]
 
 
-def _answer(work: Work, limits: Limits) -> str:
+def _answer(work: Work, limits: Limits) -> bytes:
     """The result of the work, or its error, after the name of its kind."""
     try:
-        return f"result\0{work()}"
+        return b"result\0" + work()
     except EdgeqError as error:
-        return f"{type(error).__name__}\0{error}"
+        kind, text = type(error).__name__, str(error)
     except MemoryError:
-        return f"LimitError\0it needs more than {limits.memory >> 20} MiB of memory"
+        kind, text = "LimitError", f"it needs more than {limits.memory >> 20} MiB of memory"
     except RecursionError:
-        return "LimitError\0it is nested too deeply"
+        kind, text = "LimitError", "it is nested too deeply"
     except BaseException as error:
         # A bare Exception, or a panic of Rust code, which is none.
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
-        return f"LimitError\0{type(error).__name__}: {str(error)[:200]}"
+        kind, text = "LimitError", f"{type(error).__name__}: {str(error)[:200]}"
+    return f"{kind}\0{text}".encode("utf-8", "surrogatepass")
 
 
 def _limit(limits: Limits) -> None:

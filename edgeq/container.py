@@ -28,7 +28,9 @@ import numpy as np
 
 from edgeq import manifest
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.metadata import ALIGNMENT, DIGEST_BYTES, Metadata, Segment, decode
+from edgeq.metadata import ALIGNMENT, DIGEST_BYTES, Metadata, Segment
+from edgeq.metadata_codec import decode
+from edgeq.quantization import check_scales
 from edgeq.records import DTYPES, ArrayRef
 
 MAGIC = b"edgeq\r\n\x1a"
@@ -153,6 +155,8 @@ class ModelFile:
                 order = opened.array(linear.input_order)
                 if not np.array_equal(np.sort(order), np.arange(linear.columns)):
                     raise FormatError(f"{path}: {name}: input_order is not a permutation of {linear.columns} channels")
+            if linear.activation and linear.activation.scales:
+                check_scales(f"{path}: {name}", opened.array(linear.activation.scales))
         return opened
 
     @property

@@ -12,6 +12,10 @@ from edgeq.errors import InputError
 
 GB = 10**9
 GIB = 1 << 30
+READ_SHARE = 0.95
+"""Share of the measured read bandwidth that decode reaches."""
+PEAK_SHARE = 0.75
+"""Share of a memory's peak bandwidth that decode reaches, where nothing is measured; published rows reach 0.7 to 0.9."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Device:
         return self.read_bandwidth or self.bandwidth
 
     @property
+    def decode_bandwidth(self) -> float:
+        """Bytes of weights per second that decode is expected to read."""
+        return READ_SHARE * self.read_bandwidth or PEAK_SHARE * self.bandwidth
+
+    @property
     def supported(self) -> bool:
         """Whether this version has a runtime for it: those for GPUs, whose architecture is given, are still to come."""
         return not self.isa.startswith("sm_")
@@ -55,8 +64,12 @@ DEVICES = {
     for device in (
         # LPDDR4-3200 on 32 bits; STREAM 4.8 to 5.6 GB/s.  Armv8.0: no dot product.
         Device("raspberry-pi-4", "neon", 4, 8 * GIB, 12.8 * GB, 5.2 * GB),
-        # LPDDR4X-4267 on 32 bits; 13.8 GB/s measured, llama.cpp discussion 30069.
+        # 8 GB.  LPDDR4X-4267 on 32 bits; 13.8 GB/s measured, llama.cpp discussion 30069.
         Device("raspberry-pi-5", "neon-dotprod", 4, 8 * GIB, 17.1 * GB, 13.8 * GB),
+        # The same processor and memory type, so the same bandwidth: one core reads 9.4 GB/s on a 4 GB board, 9.1 on one of
+        # 8 GB (raspberrypi/firmware issue 1876).  Four cores of these two were not measured.
+        Device("raspberry-pi-5-4gb", "neon-dotprod", 4, 4 * GIB, 17.1 * GB, 13.8 * GB),
+        Device("raspberry-pi-5-16gb", "neon-dotprod", 4, 16 * GIB, 17.1 * GB, 13.8 * GB),
         # 25 W mode; 68.3 GB/s in the 15 W mode of the first boards.
         Device("jetson-orin-nano-8gb", "sm_87", 6, 8 * GIB, 102.4 * GB),
         Device("jetson-orin-nx-16gb", "sm_87", 8, 16 * GIB, 102.4 * GB),

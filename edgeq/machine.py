@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from edgeq.errors import UnsupportedError
+
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 """Root of control groups, version 2; in a container this is the process's own group."""
@@ -22,6 +24,15 @@ CGROUP = Path("/sys/fs/cgroup")
 # Bits of getauxval(AT_HWCAP) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores support, big and little.
 _AT_HWCAP = 16
 _HWCAP = {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}
+
+
+NOT_WINDOWS = "edgeq runs on Linux and macOS, not on Windows; install it in WSL, where Windows runs Linux"
+
+
+def check_system() -> None:
+    """UnsupportedError: this is Windows, where files are neither locked nor mapped as edgeq does it."""
+    if sys.platform == "win32":
+        raise UnsupportedError(NOT_WINDOWS)
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,17 @@ def forget_peak() -> None:
     """Reset VmHWM to the present size of the process (Linux from 4.0 on); elsewhere nothing happens."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def temperature(zones: Path = Path("/sys/class/thermal")) -> float | None:
+    """Degrees Celsius of the hottest thermal zone; None where the kernel lists none, as in most virtual machines."""
+    found: list[float] = []
+    for file in zones.glob("thermal_zone*/temp"):
+        # A zone whose sensor is off fails when it is read.
+        text = _text(file)
+        if text.lstrip("-").isdecimal():
+            found.append(int(text) / 1000)
+    return max(found, default=None)
 
 
 def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:

@@ -5,25 +5,30 @@ Converters, the reader and the runtime all use this list.
 
 from __future__ import annotations
 
-from edgeq.config import ModelConfig
+from collections.abc import Iterator
+
+from edgeq.config import ModelConfig, Stack, VisionConfig
 from edgeq.errors import FormatError
 from edgeq.metadata import Metadata
 from edgeq.records import ArrayRef, LinearSpec, Transform, Weight
 
 Shape = tuple[int, int]
+MODALITIES = 2
+"""Text and vision: kinds of rows that can have activation scales of their own."""
 MAX_BASE = 4096
 """The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
 FLOAT_PARTS = ("router", "shared_gate")
 """Linear layers that converters keep in floats: a rounding error in them sends a token to another expert."""
 
 
-def layer_contents(config: ModelConfig, layer: int) -> dict[str, dict[str, Shape] | tuple[int, ...]]:
-    """The contents of a decoder layer, in execution order.
+StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
+"""Name of an array -> its shape;  name of a fused linear layer -> names and (rows, columns) of the layers fused in it."""
 
-    name of an array -> its shape;  name of a fused linear layer -> names and (rows, columns) of the layers fused in it
-    """
-    hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, f"layers.{layer}."
-    contents: dict[str, dict[str, Shape] | tuple[int, ...]] = dict(_norm(config, f"{p}attention_norm"))
+
+def layer_contents(config: Stack, layer: int) -> StackContents:
+    """The contents of a layer of a decoder or of a tower, in execution order."""
+    hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, layer_prefix(config, layer)
+    contents: StackContents = dict(_norm(config, f"{p}attention_norm"))
     contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)}
     if config.qk_norm:
         contents |= {f"{p}q_norm": (config.head_dim,), f"{p}k_norm": (config.head_dim,)}
@@ -42,12 +47,33 @@ def layer_contents(config: ModelConfig, layer: int) -> dict[str, dict[str, Shape
     return contents | (_norm(config, f"{p}post_mlp_norm") if config.post_norms else {})
 
 
-def _norm(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
+def layer_prefix(config: Stack, layer: int) -> str:
+    """What the names of a layer begin with."""
+    return f"{config.prefix}layers.{layer}."
+
+
+def patch_contents(config: VisionConfig) -> StackContents:
+    """What a tower has before its layers."""
+    return {"vision.patch": {"vision.patch": (config.hidden_size, config.patch_width)}}
+
+
+def projector_contents(config: VisionConfig) -> StackContents:
+    """What a tower has after its layers, in execution order."""
+    joined, inner = config.joined_size, config.project_size
+    width = joined if config.project_norm == "joined" else config.hidden_size
+    return {
+        **_norm(config, "vision.norm", width),
+        "vision.project.0": {"vision.project.0": (inner, joined)},
+        "vision.project.1": {"vision.project.1": (config.out_hidden_size, inner)},
+    }
+
+
+def _norm(config: Stack, name: str, width: int = 0) -> dict[str, tuple[int, ...]]:
     names = (name, f"{name}_bias") if config.layer_norm else (name,)
-    return {each: (config.hidden_size,) for each in names}
+    return {each: (width or config.hidden_size,) for each in names}
 
 
-def _mlp(config: ModelConfig, p: str, inner: int) -> dict[str, dict[str, Shape]]:
+def _mlp(config: Stack, p: str, inner: int) -> dict[str, dict[str, Shape]]:
     hidden = config.hidden_size
     gate: dict[str, Shape] = {f"{p}gate": (inner, hidden)} if config.gated else {}
     return {
@@ -56,8 +82,8 @@ def _mlp(config: ModelConfig, p: str, inner: int) -> dict[str, dict[str, Shape]]
     }
 
 
-def fused_shapes(config: ModelConfig, layer: int) -> list[tuple[str, dict[str, Shape]]]:
-    """The fused linear layers of a decoder layer, in execution order: name, and (rows, columns) of each layer fused in it."""
+def fused_shapes(config: Stack, layer: int) -> list[tuple[str, dict[str, Shape]]]:
+    """The fused linear layers of a layer, in execution order: name, and (rows, columns) of each layer fused in it."""
     return [(name, part) for name, part in layer_contents(config, layer).items() if isinstance(part, dict)]
 
 
@@ -68,9 +94,18 @@ def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["embedding"] = (config.vocab_size, config.hidden_size)
     if config.rope.kind == "learned":
         shapes["positions"] = (config.max_position_embeddings, config.hidden_size)
-    for layer in range(config.num_hidden_layers):
-        shapes.update({name: part for name, part in layer_contents(config, layer).items() if isinstance(part, tuple)})
+    for part in _parts(config):
+        shapes.update({name: shape for name, shape in part.items() if isinstance(shape, tuple)})
     return shapes | _norm(config, "norm")
+
+
+def _parts(config: ModelConfig) -> Iterator[StackContents]:
+    """The contents of the tower, where there is one, and of all layers."""
+    if vision := config.vision:
+        yield patch_contents(vision)
+        yield from (layer_contents(vision, layer) for layer in range(vision.num_hidden_layers))
+        yield projector_contents(vision)
+    yield from (layer_contents(config, layer) for layer in range(config.num_hidden_layers))
 
 
 def rotation_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -82,8 +117,10 @@ def rotation_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[str, tup
 def check(metadata: Metadata) -> None:
     """FormatError unless layers and arrays are exactly those of the configuration, in shape and in storage."""
     config, expected = metadata.config, dict[str, Shape]()
-    for layer in range(config.num_hidden_layers):
-        for fused, parts in fused_shapes(config, layer):
+    for contents in _parts(config):
+        for fused, parts in contents.items():
+            if isinstance(parts, tuple):
+                continue
             if fused in metadata.linears:
                 rows = sum(rows for rows, _ in parts.values())
                 expected[fused] = (rows, next(iter(parts.values()))[1])
@@ -133,6 +170,7 @@ def _check_parts(linear: LinearSpec) -> None:
         bits, high = linear.activation.bits, linear.activation.high_bits
         if not 2 <= bits <= 8 or (not 2 <= high <= 8 if len(linear.weights) > 1 else high != 0):
             raise FormatError(f"{name}: {bits} and {high} activation bits for {len(linear.weights)} weight blocks")
+        _check_scales(linear)
     if linear.low_rank:
         a, b = linear.low_rank.a, linear.low_rank.b
         _check_weights(name, (a, b))
@@ -142,6 +180,17 @@ def _check_parts(linear: LinearSpec) -> None:
         _check_weights(name, (linear.master,))
         if (linear.master.rows, linear.master.columns) != (rows, columns) or len(linear.weights) != 1:
             raise FormatError(f"{name}: its master is {linear.master.rows} x {linear.master.columns}, not {rows} x {columns}")
+
+
+def _check_scales(linear: LinearSpec) -> None:
+    activation, name = linear.activation, linear.name
+    scales = activation.scales if activation else None
+    if activation is None or scales is None:
+        return
+    if scales.dtype != "f32" or scales.shape not in ((1,), (MODALITIES,)):
+        raise FormatError(f"{name}: activation scales are {scales.dtype} {scales.shape}; expected f32 (1,) or ({MODALITIES},)")
+    if not activation.symmetric or len(linear.weights) > 1 or linear.master or ".experts." in name:
+        raise FormatError(f"{name}: activation scales need symmetric integers and one weight block, no master and no experts")
 
 
 def _check_vector(name: str, part: str, array: ArrayRef | None, length: int, dtypes: tuple[str, ...]) -> None:

@@ -8,7 +8,8 @@ Weights, per group of a row, to the integers of a codec of b bits:
 
 Activations, in the modes a8 and a4, per token (`quantized_input`):
 
-    a layer's `activation` part     one scale per weight block, in the bits that it names (`quantize_tokens`)
+    a layer's `activation` part     one scale per weight block, in the bits that it names (`quantize_tokens`), or constant ones
+                                    (`quantize_static`)
     without one                     symmetric, one scale per block of `activation_block` channels, in integers up to
                                     `activation_limit` (`quantize_blocks`)
 
@@ -22,7 +23,8 @@ from typing import Literal
 import numpy as np
 
 from edgeq.codec import AnyArray, ArrayF32, Codec, pack_groups, pack_integers
-from edgeq.records import LinearSpec, Mode
+from edgeq.errors import FormatError
+from edgeq.records import Activation, LinearSpec, Mode
 
 SMALLEST_RANGE = 1e-5
 """Smallest range of a group of weights: over 255, the largest number of steps, it still rounds to an f16 above 0."""
@@ -78,18 +80,47 @@ def activation_limit(codec: Codec, mode: Literal["a8", "a4"]) -> int:
     return A8_LIMIT_4_BIT_WEIGHTS if codec.bits == 4 else A8_LIMIT
 
 
-def quantized_input(x: ArrayF32, layer: LinearSpec, index: int, mode: Mode) -> ArrayF32:
+def quantized_input(x: ArrayF32, layer: LinearSpec, index: int, mode: Mode, scales: ArrayF32 | None = None) -> ArrayF32:
     """x float32 [tokens, channels], the input of weight block `index` in `mode`: quantized and dequantized again.
+
+    scales   float32 [tokens], of a layer with constant ones
 
     It stays as it is in a16, and in every mode where the block's weights are floats.
     """
     codec = layer.weights[index].codec
     if mode == "a16" or codec.kind != "int":
         return x
+    if layer.activation is not None and scales is not None:
+        return quantize_static(x, scales, static_limit(layer.activation, codec))
     if layer.activation is not None:
         bits = layer.activation.high_bits if index else layer.activation.bits
         return quantize_tokens(x, bits, layer.activation.symmetric)
     return quantize_blocks(x, activation_block(codec), activation_limit(codec, mode))
+
+
+def static_limit(activation: Activation, codec: Codec) -> int:
+    """The largest integer of activations with constant scales, for weights of `codec`.
+
+    In 8 bits that of mode a8, so that products with 4-bit weights may go by Winograd's method.
+    """
+    return min((1 << (activation.bits - 1)) - 1, activation_limit(codec, "a8"))
+
+
+def quantize_static(x: ArrayF32, scales: ArrayF32, limit: int) -> ArrayF32:
+    """x float32 [tokens, channels] in integers of -limit ... limit by given scales float32 [tokens], dequantized again.
+
+    q = rint(x * (1 / scale)), limited; a number that is not finite stays one.
+    """
+    scale = scales[:, None]
+    with np.errstate(invalid="ignore"):
+        q = np.rint(x * (np.float32(1) / scale)).clip(-limit, limit)
+    return np.where(np.isfinite(x), q * scale, np.float32(np.nan))
+
+
+def check_scales(name: str, scales: ArrayF32) -> None:
+    """FormatError unless the constant activation scales of a layer are positive numbers whose inverses are, too."""
+    if not ((scales > LEAST_SPAN) & (scales < 1 / LEAST_SPAN)).all():
+        raise FormatError(f"{name}: its activation scales are {scales.tolist()}; expected positive numbers")
 
 
 def quantize_blocks(x: ArrayF32, size: int, limit: int) -> ArrayF32:

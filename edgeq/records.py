@@ -111,16 +111,19 @@ class Transform:
 
 @dataclass(frozen=True)
 class Activation:
-    """How the input is quantized in the modes a8 and a4: dynamically, with one scale per token and weight block.
+    """How the input is quantized in the modes a8 and a4: dynamically, with one scale per token and weight block, or `scales`.
 
     bits        of the input of the first weight block;  high_bits: of that of the second, 0 where there is none
     symmetric   scale max|x| / (2^(bits-1) - 1); else scale (max - min) / (2^bits - 1) and a zero point, over a range that
                 includes 0
+    scales      f32 [n]: constant scales, one for every modality of a row (text, vision) or one for all; symmetric, one block
+                (MQuant, arXiv 2502.00425)
     """
 
     bits: int
     high_bits: int = 0
     symmetric: bool = True
+    scales: ArrayRef | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ class LinearSpec:
             yield "base of the transform", self.transform.base
         if self.input_scale:
             yield "input_scale", self.input_scale
+        if self.activation and self.activation.scales:
+            yield "activation scales", self.activation.scales
         if self.low_rank:
             yield from ((f"low_rank b {part}", ref) for part, ref in self.low_rank.b.arrays())
             yield from ((f"low_rank a {part}", ref) for part, ref in self.low_rank.a.arrays())

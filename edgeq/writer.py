@@ -17,7 +17,8 @@ import numpy as np
 
 from edgeq.container import DATA_OFFSET, Header, ModelFile, aligned, digest
 from edgeq.errors import ResourceError
-from edgeq.metadata import DIGEST_BYTES, Metadata, Segment, encode
+from edgeq.metadata import DIGEST_BYTES, Metadata, Segment
+from edgeq.metadata_codec import encode
 from edgeq.partial import Partial, check_replaceable
 from edgeq.records import DTYPES, ArrayRef
 

@@ -13,9 +13,17 @@ goes through the chat template of the file, and `session=model.session()` keeps 
 if __name__ != "edgeq.runtime":
     raise ImportError("import edgeq.runtime, not runtime")
 
+import sys
+
+from edgeq.machine import NOT_WINDOWS
+
+if sys.platform == "win32":
+    raise ImportError(NOT_WINDOWS)
+
 from edgeq.runtime.batch import Answer, Batch
 from edgeq.runtime.generation import Generation, Piece
 from edgeq.runtime.model import Model
+from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.requantize import Requantization
 from edgeq.runtime.sampling import Logprobs, Sampling
 from edgeq.runtime.session import Session
@@ -29,6 +37,7 @@ __all__ = [
     "Measurement",
     "Model",
     "Piece",
+    "Prompt",
     "Requantization",
     "Sampling",
     "Session",

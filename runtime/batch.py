@@ -10,8 +10,10 @@ from edgeq.errors import InputError
 from edgeq.runtime.arguments import callback, instance, integer, wrong
 from edgeq.runtime.decode import Stream, decode_step
 from edgeq.runtime.model import Model
+from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.request import Request, check_sampling
 from edgeq.runtime.sampling import Logprobs, Processor, Sampling
+from edgeq.runtime.session import check_length
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Speculation
 from edgeq.runtime.stopping import Ending, FinishReason
@@ -97,7 +99,7 @@ class Batch:
 
     def run(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[str | Sequence[int] | Prompt],
         on_tokens: Callable[[int], None] = lambda tokens: None,
         *,
         n: int = 1,
@@ -105,7 +107,7 @@ class Batch:
     ) -> Iterator[Answer]:
         """Answers as they are finished.
 
-        prompts    text or tokens, in any mixture
+        prompts    text, tokens, or with pictures what Model.prompt and Model.chat_prompt give, in any mixture
         on_tokens  called with the number of tokens of each cycle
         n          texts of each prompt, at most 128.  The prompt is run once; the first text is that of its seed, the others
                    have seeds of their own that follow from it
@@ -117,16 +119,18 @@ class Batch:
             raise wrong("prompts", prompts, "a list of prompts, each a string or a list of token ids")
         callback("on_tokens", on_tokens)
         integer("n", n, 1, MOST_SAMPLES)
-        tokens = [self._model.encode_prompt(prompt) for prompt in prompts]
+        read = [self._model.prompt(prompt) for prompt in prompts]
+        for prompt in read:
+            check_length(len(prompt.tokens), self._model.context, visual=prompt.visual_tokens)
         if sampling is None:
-            sampling = [self._request.sampling or Sampling.recommended(self._model)] * len(tokens)
+            sampling = [self._request.sampling or Sampling.recommended(self._model)] * len(read)
         instance("sampling", sampling, (list, tuple), "a list with a Sampling for each prompt")
         for each in sampling:
             instance("sampling", each, Sampling, "a list with a Sampling for each prompt")
             check_sampling(each, self._model.config.vocab_size)
-        if len(sampling) != len(tokens):
-            raise InputError(f"`sampling` has {len(sampling)} entries for {len(tokens)} prompts; expected one for each")
-        return self._run(self._begin(list(zip(tokens, sampling, strict=True)), n), on_tokens)
+        if len(sampling) != len(read):
+            raise InputError(f"`sampling` has {len(sampling)} entries for {len(read)} prompts; expected one for each")
+        return self._run(self._begin(list(zip(read, sampling, strict=True)), n), on_tokens)
 
     def _run(self, begun: Iterator[_Seat], on_tokens: Callable[[int], None]) -> Iterator[Answer]:
         seats: list[_Seat] = []
@@ -146,18 +150,18 @@ class Batch:
             yield from (seat.answer for seat in seats if seat.answer.finish_reason)
             seats = [seat for seat in seats if seat.answer.finish_reason is None]
 
-    def _begin(self, prompts: Sequence[tuple[list[int], Sampling]], n: int) -> Iterator[_Seat]:
+    def _begin(self, prompts: Sequence[tuple[Prompt, Sampling]], n: int) -> Iterator[_Seat]:
         """Seats with the first token of each text, which are made as they are asked for."""
         for index, (prompt, sampling) in enumerate(prompts):
             session = self._model.session()
             before = perf_counter()
             logits = session.prefill(prompt)
             self.measurement.prefill_s += perf_counter() - before
-            self.measurement.prompt_tokens += len(prompt)
+            self.measurement.prompt_tokens += len(prompt.tokens)
             for sample in range(n):
                 mine = session if sample == n - 1 else session.fork()
-                sampler = self._request.sampler(sampling, self._model.text, len(prompt), sample)
-                stream = Stream(mine, sampler, list(prompt), top=self._request.logprobs)
+                sampler = self._request.sampler(sampling, self._model.text, len(prompt.tokens), sample)
+                stream = Stream(mine, sampler, list(prompt.tokens), top=self._request.logprobs)
                 seat = _Seat(Answer(index, sample), stream, self._request.ending(self._model.text))
                 stream.draw(logits)
                 self._take(seat, stream.tokens[-1:])

@@ -114,6 +114,28 @@ class ChatTemplate:
         return value
 
 
+def with_images(messages: Sequence[Message], images: int) -> list[Message]:
+    """`messages` with a part {"type": "image"} for each image before the text of the last question, unless they have some.
+
+    InputError: there is no question to put them in.
+    """
+    if any(part.get("type") == "image" for m in messages for part in parts(m)):
+        return list(messages)
+    last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+    if last < 0:
+        raise InputError("images belong to a question; give a message with the role user")
+    content = [*([{"type": "image"}] * images), *parts(messages[last])]
+    return [{**message, "content": content} if i == last else message for i, message in enumerate(messages)]
+
+
+def parts(message: Message) -> list[Mapping[str, Any]]:
+    """The content of a message as a list of parts, its text as one."""
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        return [part for part in content if isinstance(part, Mapping)]
+    return [{"type": "text", "text": content}] if content else []
+
+
 def _confined(work: Callable[[], str]) -> str:
     try:
         return confined(work, LIMITS)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from edgeq import machine
 from edgeq.errors import InputError
 from edgeq.runtime.decode import DecodeStep, Stream
+from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.sampling import Logprobs
 from edgeq.runtime.session import OnPrompt
 from edgeq.runtime.stats import Measurement
@@ -40,6 +41,7 @@ class Generation(Iterator[str]):
     def __init__(
         self,
         stream: Stream,
+        prompt: Prompt,
         ending: Ending,
         step: DecodeStep,
         measurement: Measurement,
@@ -48,7 +50,7 @@ class Generation(Iterator[str]):
         on_progress: OnPrompt | None,
         own_session: bool,
     ) -> None:
-        """The tokens of `stream` are the prompt.  `started`: when the caller began to wait (perf_counter).
+        """The tokens of `stream` are those of `prompt`.  `started`: when the caller began to wait (perf_counter).
 
         own_session   the session was made for this text and ends with it
         """
@@ -58,6 +60,7 @@ class Generation(Iterator[str]):
         self._closed, self._own_session = False, own_session
         self.measurement = measurement
         self._stream, self._ending, self._step = stream, ending, step
+        self._prompt: Prompt | None = prompt
         self._positions_read = positions_read
         self._pieces = self._run(started, on_progress)
 
@@ -103,10 +106,11 @@ class Generation(Iterator[str]):
 
     def _run(self, started: float, on_progress: OnPrompt | None) -> Generator[Piece, None, None]:
         """Run the prompt, draw a token, then take decode steps until something ends the text."""
-        stream, m = self._stream, self.measurement
-        session, prompt = stream.session, len(stream.tokens)
+        stream, m, prompt, self._prompt = self._stream, self.measurement, self._prompt, None
+        assert prompt is not None
+        session, length = stream.session, len(stream.tokens)
         ticket = session.owner = object()
-        m.cached_tokens = session.keep_prefix(stream.tokens)
+        m.cached_tokens = session.keep_prefix(prompt)
 
         def prefilled(done: int, total: int) -> None:
             if on_progress is not None:
@@ -114,12 +118,15 @@ class Generation(Iterator[str]):
             if self._closed:
                 raise _Closed
 
-        before = perf_counter()
+        before, seen = perf_counter(), session.vision_s
         try:
-            logits = session.prefill(stream.tokens[m.cached_tokens :], prefilled)
+            logits = session.prefill(prompt.after(m.cached_tokens), prefilled)
         except _Closed:
             return self._end()
-        m.prefill_s = perf_counter() - before
+        # Its pictures, which the prompt's record held, are not needed any more.
+        del prompt
+        m.vision_s = session.vision_s - seen
+        m.prefill_s = perf_counter() - before - m.vision_s
         stream.draw(logits)
         tokens = stream.tokens[-1:]
         m.ttft_s = perf_counter() - started
@@ -133,7 +140,7 @@ class Generation(Iterator[str]):
                 self._given.append(text)
                 if self._ending.reason:
                     # What was accepted after the end is not part of the text.
-                    session.trim(prompt + len(self.tokens) - 1)
+                    session.trim(length + len(self.tokens) - 1)
                     self._end()
                 yield Piece(text, token)
                 if self._ending.reason:

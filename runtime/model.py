@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 from weakref import WeakSet
 
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
+from edgeq.image import Picture
 from edgeq.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
-from edgeq.runtime.arguments import callback, instance, integer, token_ids, wrong
+from edgeq.runtime.arguments import callback, instance, integer, wrong
 from edgeq.runtime.chat_template import OTHER_TEMPLATE, ChatTemplate, Message
 from edgeq.runtime.context_size import choose_context
 from edgeq.runtime.decode import Stream, decode_step
 from edgeq.runtime.decoder import decoder
 from edgeq.runtime.generation import Generation
+from edgeq.runtime.pictures import ImageSource, Pictures
+from edgeq.runtime.prompt import Prompt
+from edgeq.runtime.prompt_reader import PromptReader
 from edgeq.runtime.requantize import Requantization, Requantizer, chosen
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Processor, Sampling
-from edgeq.runtime.session import OnPrompt, PrefillRate, Session, check_length
+from edgeq.runtime.session import OnPrompt, PrefillRate, RowOrder, Session, check_length
 from edgeq.runtime.session_file import Origin
-from edgeq.runtime.speculative.speculator import DRAFT_SOURCES, DraftSource, Speculator
-from edgeq.runtime.stats import LONGEST_DRAFT, Measurement, Speculation
+from edgeq.runtime.speculative.speculator import DraftSource, Speculator, checked_draft
+from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.runtime.tokenizer import Text
+from edgeq.runtime.vision import Tower
 from edgeq.targets import Choice, pick
 from edgeq.targets.graph import RopeRotate
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Program, Requantizable, no_progress
+
+_log = logging.getLogger(__name__)
 
 MOST_LOGITS = 32
 """Texts that one run decodes, or 4 with drafts of 7 tokens; each takes 4 bytes of memory for every token of the vocabulary."""
@@ -60,6 +68,8 @@ class Model:
         context: int | None = None,
         chat_template: str | None = None,
         requantization: Requantization | None = None,
+        image_tokens: int | None = None,
+        row_order: RowOrder = "sequence",
         on_progress: OnProgress = no_progress,
     ) -> None:
         started = perf_counter()
@@ -81,7 +91,10 @@ class Model:
             raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")
         refused = "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
         self.description = self.program.description + refused
-        self._lock = Lock()
+        self._lock, self._row_order = Lock(), row_order
+        self.pictures: Pictures | None = None
+        if self.config.vision or image_tokens is not None:
+            self.pictures = Pictures(self.config, self.context, image_tokens, partial(Tower, file, choice.target, options))
         self._prefill_rate = PrefillRate(self.program.tile)
         # Which rotary frequencies a long context has is chosen when it is loaded.
         ropes = sorted({repr(o.frequencies) for o in self.graph.operations if isinstance(o, RopeRotate)})
@@ -110,6 +123,8 @@ class Model:
             session.close()
         with self._lock:
             self._program = None
+            if self.pictures:
+                self.pictures.close()
 
     def __enter__(self) -> Model:
         return self
@@ -157,9 +172,11 @@ class Model:
         max_rows: int = 0,
         chat_template: str | None = None,
         requantization: Requantization | None = None,
+        image_tokens: int | None = None,
+        row_order: RowOrder = "sequence",
         on_progress: OnProgress = no_progress,
     ) -> Model:
-        """Open `path` and compile it.
+        """Open `path` and compile it.  The logger "edgeq" is told what was compiled, and what the model runs on.
 
         target       "cpu" or "reference"; None: the first that this machine can use
         isa          instruction set of the target; None: the best
@@ -171,7 +188,9 @@ class Model:
         max_rows     rows of one run: the prefill chunk; 0: the target chooses
         chat_template   jinja2 text instead of the file's
         requantization  when and how weights are requantized from the file's masters; None: after every prompt if it has any
-        on_progress  called as kernels are compiled, which takes seconds the first time on a machine
+        image_tokens  the most tokens that a picture gets; None: as many as the file allows, at most 1,280 and half the context
+        row_order    "sequence", or "modality": rows of pictures come first in every run; changes no result
+        on_progress  called with (kernels compiled, in all, label)
 
         InputError: no such file, or an argument of the wrong type or out of range.  FormatError: damaged.  UnsupportedError:
         something that the file needs or you ask for is not there.  ResourceError: the context does not fit in memory.
@@ -191,6 +210,8 @@ class Model:
         if context is not None:
             integer("context", context, -(1 << 62), 1 << 62, "a number of positions, or None")
         instance("requantization", requantization, (Requantization, type(None)), "a Requantization, or None")
+        if row_order not in get_args(RowOrder):
+            raise wrong("row_order", row_order, " or ".join(get_args(RowOrder)))
         callback("on_progress", on_progress)
         file = ModelFile.open(Path(path))
         choice = pick(target, file)
@@ -211,9 +232,12 @@ class Model:
             context=context,
             chat_template=chat_template,
             requantization=requantization,
+            image_tokens=image_tokens,
+            row_order=row_order,
             on_progress=on_progress,
         )
         model.load_s = perf_counter() - started
+        _log.info("%s: %s; context %d; loaded in %.2f s", file.path.name, model.description, model.context, model.load_s)
         return model
 
     @property
@@ -229,43 +253,42 @@ class Model:
 
     def speculator(self, draft: DraftSource, gamma: int | None) -> Speculator | None:
         """A speculator that drafts from `draft`; None for "off".  InputError: an unknown source, or a gamma out of range."""
-        if draft not in DRAFT_SOURCES:
-            raise InputError(f"draft {draft!r} is not known; supported: {', '.join(DRAFT_SOURCES)}")
-        if gamma is not None:
-            integer("gamma", gamma, 1, LONGEST_DRAFT, f"1 to {LONGEST_DRAFT}, or None")
-        if draft == "off":
-            return None
-        exact = self.program.options.mode
-        cheaper = MODES[MODES.index(exact) + 1 :]
-        if draft == "qspec" and not cheaper:
-            raise InputError(
-                f"mode {exact} has no cheaper one to draft in; load it with `mode=a16` or a8, or pass `draft=lookup`"
-            )
-        # Where activations of 4 bits are what the file was made for, they are the better draft.
-        made_for = self.file.metadata.default_mode
-        mode = made_for if made_for in cheaper else cheaper[0] if cheaper else exact
-        source = "lookup" if draft in ("both", "auto") and not cheaper else draft
-        if source in ("qspec", "both", "auto"):
+        found = checked_draft(draft, gamma, self.program.options.mode, self.file.metadata.default_mode)
+        if found and found.prepares:
             # It may replace the threads, on which another session may be running.
             with self._lock:
-                self.program.prepare(mode)
-        return Speculator(source, gamma, mode)
+                self.program.prepare(found.mode)
+        return found
 
-    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a prompt, which is text or tokens.
+    @property
+    def _prompts(self) -> PromptReader:
+        return PromptReader(self.file, self.pictures, lambda: self.text, lambda: self.template)
 
-        InputError: it is neither, empty, or longer than the context, or a token is not in the vocabulary.
+    def prepare_images(self, on_progress: OnProgress = no_progress) -> None:
+        """Compile the vision tower now and not when the first picture comes.
+
+        InputError: the model reads text alone.  ResourceError: it does not fit in memory.
         """
-        if isinstance(prompt, (bytes, bytearray)):
-            raise wrong("prompt", prompt, "a string or a list of token ids; decode it first")
-        tokens = self.text.encode(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, self.config.vocab_size)
-        self._check_prompt(tokens)
-        return tokens
+        self._prompts.seeing().prepare(on_progress)
 
-    def _check_prompt(self, tokens: Sequence[int]) -> None:
-        if not tokens:
-            raise InputError("the prompt is empty; give at least one character")
-        check_length(len(tokens), self.context)
+    def read_image(self, source: ImageSource) -> Picture:
+        """A picture within the limits of this model, to be given more than once without being read again.
+
+        InputError: not a picture that can be read, or the model reads text alone.  UnsupportedError: Pillow is not installed.
+        """
+        return self._prompts.seeing().read(source)
+
+    def prompt(self, prompt: str | Sequence[int] | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
+        """What `generate` and `Batch.run` make of a prompt, which is text or tokens; of a Prompt nothing.
+
+        InputError: it is neither, or empty, or a token is not in the vocabulary; an image cannot be read, or the prompt has not
+        one image token for each.
+        """
+        return self._prompts.prompt(prompt, images)
+
+    def chat_prompt(self, messages: Sequence[Message], images: Sequence[ImageSource] = (), **variables: Any) -> Prompt:
+        """What `chat` makes of messages; errors as there."""
+        return self._prompts.chat(messages, images, variables)
 
     def session(self) -> Session:
         """An empty session; its cache grows as it is filled."""
@@ -273,12 +296,15 @@ class Model:
         if self.requantization:
             requantizer = Requantizer(cast(Requantizable, self.program), self.requantization, self._lock)
         shared = self.context, self._lock, self._prefill_rate, self._origin
-        return Session(self.program, self.config.vocab_size, *shared, requantizer, self._sessions)
+        session = Session(self.program, self.config.vocab_size, *shared, requantizer, self._sessions, self.pictures)
+        session.row_order = self._row_order
+        return session
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Prompt,
         *,
+        images: Sequence[ImageSource] = (),
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -294,6 +320,7 @@ class Model:
     ) -> Generation:
         """Continue `prompt`, text or tokens.  Iterate over the result, or take all of it with `Generation.text`.
 
+        images      pictures that the model sees, one for each image token of the prompt: paths, bytes of files, PIL images
         sampling    how tokens are drawn; None: as the file recommends, else greedy (Sampling.recommended)
         stop        at most 16 strings that end the text and are not part of it
         stop_tokens  at most 64 token ids that end the text beside those of the file
@@ -315,12 +342,13 @@ class Model:
         """
         started = perf_counter()
         request = Request(sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma)
-        return self._start(self.encode_prompt(prompt), request, session, on_progress, started)
+        return self._start(self.prompt(prompt, images), request, session, on_progress, started)
 
     def chat(
         self,
         messages: Sequence[Message],
         *,
+        images: Sequence[ImageSource] = (),
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -337,23 +365,20 @@ class Model:
     ) -> Generation:
         """The assistant's answer to `messages`; `variables` go to the chat template, the rest is as in `generate`.
 
+        images   in the order of the messages' {"type": "image"} parts; without such parts they come before the last question
+
         UnsupportedError: the file has no chat template.
         """
         started = perf_counter()
-        if self.template is None:
-            raise UnsupportedError(f"{self.file.path}: the file has no chat template; pass one as `chat_template=FILE`")
-        if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
-            raise wrong("messages", messages, 'a list of dicts such as {"role": "user", "content": "..."}')
         request = Request(sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma)
-        tokens = self.template.encode(messages, **variables)
-        self._check_prompt(tokens)
-        return self._start(tokens, request, session, on_progress, started)
+        return self._start(self.chat_prompt(messages, images, **variables), request, session, on_progress, started)
 
     def _start(
-        self, prompt: list[int], request: Request, session: Session | None, on_progress: OnPrompt | None, started: float
+        self, prompt: Prompt, request: Request, session: Session | None, on_progress: OnPrompt | None, started: float
     ) -> Generation:
         """Check what can be checked before anything runs."""
         request.check(self.config.vocab_size)
+        check_length(len(prompt.tokens), self.context, visual=prompt.visual_tokens)
         instance("session", session, (Session, type(None)), "a Session, or None")
         callback("on_progress", on_progress)
         speculator = self.speculator(request.draft, request.gamma)
@@ -361,11 +386,15 @@ class Model:
             self.load_s,
             self.weight_bytes,
             self.position_bytes,
-            len(prompt),
+            len(prompt.tokens),
+            images=len(prompt.pictures),
+            visual_tokens=prompt.visual_tokens,
+            read_s=sum(picture.read_s for picture in prompt.pictures),
             speculation=speculator.statistics if speculator else Speculation(),
         )
-        sampler = request.sampler(request.sampling or Sampling.recommended(self), self.text, len(prompt))
-        stream = Stream(session or self.session(), sampler, prompt, top=request.logprobs)
+        sampler = request.sampler(request.sampling or Sampling.recommended(self), self.text, len(prompt.tokens))
+        stream = Stream(session or self.session(), sampler, list(prompt.tokens), top=request.logprobs)
         step = speculator.step if speculator else decode_step
         ending = request.ending(self.text)
-        return Generation(stream, ending, step, measurement, self.config.positions_read, started, on_progress, session is None)
+        read = self.config.positions_read
+        return Generation(stream, prompt, ending, step, measurement, read, started, on_progress, session is None)

@@ -84,7 +84,8 @@ def chosen(asked: Requantization | None, file: ModelFile) -> Requantization | No
     masters = any(layer.master for layer in file.metadata.linears.values())
     if asked is not None and asked.when != "never" and not masters:
         raise UnsupportedError(
-            f"{file.path}: no layer has a master to requantize from; convert with --master i8, or leave `requantization` out"
+            f"{file.path}: no layer has a master to requantize from; convert the checkpoint again with `master=i8`, "
+            "or leave `requantization` out"
         )
     settings = asked or Requantization()
     return settings if masters and settings.when != "never" else None

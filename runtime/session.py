@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -18,10 +18,12 @@ from edgeq.records import Mode
 from edgeq.runtime import session_file
 from edgeq.runtime.arguments import token_ids
 from edgeq.runtime.cache import KVCache
+from edgeq.runtime.pictures import Pictures, Seen
+from edgeq.runtime.prompt import Place, Prompt, common, cut, joined, positions
 from edgeq.runtime.requantize import Requantizer
 from edgeq.runtime.session_file import Origin
 from edgeq.targets.requantization import Weights
-from edgeq.targets.rows import Rows
+from edgeq.targets.rows import TEXT, VISION, Rows
 from edgeq.targets.target import Program
 
 CHUNK_SECONDS = 1.25
@@ -31,6 +33,9 @@ SUMMED_SECONDS = 0.4
 """The same for a chunk whose inputs are summed for requantization: an interrupt waits for its end."""
 FIRST_TILES = 4
 """Tiles of the first chunk, before the rate is known."""
+
+RowOrder = Literal["sequence", "modality"]
+"""Order of the rows of a run: as the tokens come, or those of pictures first."""
 
 Logits = NDArray[np.float32]
 OnPrompt = Callable[[int, int], None]
@@ -57,7 +62,9 @@ class PrefillRate:
 
 
 class Session:
-    """Tokens run so far.  `tokens[i]` is at position i of the cache; `logits` float32 [vocab] are those after the last one.
+    """Tokens run so far.  `tokens[i]` is at slot i of the cache; `logits` float32 [vocab] are those after the last one.
+
+    `places` says which tokens are those of pictures, `vision_s` how long the vision tower has run for them.
 
     Sessions of one model may be used from several threads: they share `lock`, so that one runs at a time.  With a `requantizer`
     prompts run with the master weights, and decoding with the weights that are requantized from them.
@@ -75,10 +82,16 @@ class Session:
         origin: Origin,
         requantizer: Requantizer | None,
         registry: WeakSet[Session],
+        pictures: Pictures | None = None,
     ) -> None:
-        """`registry`: the open sessions of the model, in which forks are entered too."""
+        """registry   the open sessions of the model, in which forks are entered too
+        pictures   how the model sees; None: it reads text alone
+        """
         self.context = context
         self.tokens: list[int] = []
+        self.places: tuple[Place, ...] = ()
+        self.vision_s = 0.0
+        self.row_order: RowOrder = "sequence"
         self.logits: Logits | None = None
         # The generation that runs in it: the text of another one cannot continue after this one's.
         self.owner: object = None
@@ -90,6 +103,7 @@ class Session:
         self._origin = origin
         self._requantizer = requantizer
         self._registry = registry
+        self._pictures = pictures
         registry.add(self)
 
     def __repr__(self) -> str:
@@ -106,7 +120,7 @@ class Session:
         with self._lock:
             self._running, self._requantizer, self.logits = None, None, None
             self._cache = KVCache()
-            self.tokens = []
+            self.tokens, self.places = [], ()
 
     @property
     def _program(self) -> Program:
@@ -122,8 +136,8 @@ class Session:
         program = self._program
         requantizer = self._requantizer.fork() if self._requantizer else None
         rest = self._lock, self._prefill_rate, self._origin
-        forked = Session(program, self._vocab_size, self.context, *rest, requantizer, self._registry)
-        forked.tokens = list(self.tokens)
+        forked = Session(program, self._vocab_size, self.context, *rest, requantizer, self._registry, self._pictures)
+        forked.tokens, forked.places, forked.row_order = list(self.tokens), self.places, self.row_order
         forked.logits = None if self.logits is None else self.logits.copy()
         forked._cache = self._cache.fork(len(self.tokens))
         return forked
@@ -137,7 +151,7 @@ class Session:
         self._refuse_requantized()
         page_bytes = len(program.save_page(program.new_page()))
         contents = self._cache.contents(program, len(self.tokens))
-        session_file.write(Path(path), self._origin, self.tokens, page_bytes, contents)
+        session_file.write(Path(path), self._origin, self.tokens, self.places, page_bytes, contents)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote, in place of what is here.  The last token has to run again to give logits.
@@ -152,7 +166,7 @@ class Session:
         found = session_file.read(Path(path), self._origin, self._vocab_size, self.context, page_bytes, program.load_page)
         self.owner = None
         self._cache = KVCache()
-        (self.tokens, self._cache.pages), self.logits = found, None
+        (self.tokens, self.places, self._cache.pages), self.logits = found, None
 
     def _refuse_requantized(self) -> None:
         if self._requantizer:
@@ -171,27 +185,35 @@ class Session:
         options = self._program.options
         return min(options.max_logits, options.max_rows)
 
-    def prefill(self, tokens: Sequence[int], on_progress: OnPrompt | None = None) -> Logits:
+    def prefill(self, tokens: Sequence[int] | Prompt, on_progress: OnPrompt | None = None) -> Logits:
         """Run `tokens` after those already here, in chunks; the logits after the last.
 
         A chunk has at most `max_rows` tokens and is meant to take CHUNK_SECONDS, or SUMMED_SECONDS.  `on_progress` is called
         after each and may raise.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
-        tokens = self._check(tokens)
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt(list(tokens))
+        tokens, seen, begun = self._check(prompt.tokens, prompt.visual_tokens), None, len(self.tokens)
+        if prompt.places:
+            assert self._pictures is not None
+            seen = Seen(self._pictures, prompt, joined(self.places, prompt.places, begun), self._lock)
         summing = self._requantizer is not None
         done, seconds = 0, SUMMED_SECONDS if summing else CHUNK_SECONDS
+        if seen and on_progress is not None:
+            on_progress(0, len(tokens))
         while done < len(tokens):
             most = min(self._prefill_rate.rows(seconds), self._program.options.max_rows)
             chunk = tokens[done : done + most]
+            vectors = seen.between(begun + done, begun + done + len(chunk)) if seen else None
             done += len(chunk)
             before = perf_counter()
-            item = BatchItem(self, chunk, [len(chunk) - 1] if done == len(tokens) else [])
+            wanted = [len(chunk) - 1] if done == len(tokens) else []
+            item = BatchItem(self, chunk, wanted, seen.places if seen else (), vectors)
             logits = run_together([item], summing=summing)[0]
             self._prefill_rate.record(len(chunk), perf_counter() - before, len(chunk) == most)
             if on_progress is not None:
                 on_progress(done, len(tokens))
-        self.logits = logits[0]
+        self.logits, self.vision_s = logits[0], self.vision_s + (seen.seconds if seen else 0.0)
         return self.logits
 
     def decode(self, token: int) -> Logits:
@@ -228,41 +250,38 @@ class Session:
             raise ValueError(f"length {length} outside the {len(self.tokens)} tokens of the session")
         if length < len(self.tokens):
             del self.tokens[length:]
-            self.logits = None
+            self.places, self.logits = cut(self.places, length), None
             if self._requantizer and not length:
                 self._requantizer.reset()
 
-    def keep_prefix(self, tokens: Sequence[int]) -> int:
-        """Forget what differs from `tokens`; how many of them need not be run.
+    def keep_prefix(self, tokens: Sequence[int] | Prompt) -> int:
+        """Forget what differs from `tokens`, pictures included; how many of them need not be run.
 
         At most all but the last: its row has to run to give logits.  With a requantizer it is none where less than half of what
         was read is kept: its sums cannot forget a part.
         """
-        common = 0
-        for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
-            if ours != theirs:
-                break
-            common += 1
-        if self._requantizer and not self._requantizer.keeps(common):
-            common = 0
-        self.trim(common)
-        return common
+        shared = common(self.tokens, self.places, tokens if isinstance(tokens, Prompt) else Prompt(list(tokens)))
+        if self._requantizer and not self._requantizer.keeps(shared):
+            shared = 0
+        self.trim(shared)
+        return shared
 
-    def _check(self, tokens: Sequence[int]) -> list[int]:
+    def _check(self, tokens: Sequence[int], visual: int = 0) -> list[int]:
         found = token_ids("tokens", tokens, self._vocab_size)
         if not found:
             raise InputError("there is nothing to run: the prompt is empty")
-        check_length(len(found), self.context, len(self.tokens))
+        check_length(len(found), self.context, len(self.tokens), visual)
         return found
 
     def _run(self, tokens: Sequence[int], wanted: Sequence[int]) -> Logits:
         return run_together([BatchItem(self, tokens, wanted)])[0]
 
 
-def check_length(tokens: int, context: int, held: int = 0) -> None:
-    """InputError: a prompt of so many tokens, after `held` others, is longer than the context."""
+def check_length(tokens: int, context: int, held: int = 0, visual: int = 0) -> None:
+    """InputError: a prompt of so many tokens, `visual` of them of pictures, after `held` others, is longer than the context."""
     if held + tokens > context:
-        after = f" after the {held} already there" if held else ""
+        after = f", {visual} of them of images" if visual else ""
+        after += f" after the {held} already there" if held else ""
         raise InputError(
             f"the prompt has {tokens} tokens{after}, the context {context} positions; "
             "shorten the prompt or pass a larger `context`"
@@ -270,11 +289,17 @@ def check_length(tokens: int, context: int, held: int = 0) -> None:
 
 
 class BatchItem(NamedTuple):
-    """The tokens that one session contributes to a run; `wanted`: indices of those whose logits are asked for."""
+    """The tokens that one session contributes to a run; `wanted`: indices of those whose logits are asked for.
+
+    places    of all pictures that the session has from then on; empty: of those that it has already
+    vectors   float32 [V, width] that tokens of pictures bring, and which each token brings, int32; -1: none
+    """
 
     session: Session
     tokens: Sequence[int]
     wanted: Sequence[int]
+    places: tuple[Place, ...] = ()
+    vectors: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
 
 
 def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summing: bool = False) -> list[Logits]:
@@ -296,24 +321,45 @@ def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summin
             held = len(item.session.tokens)
             item.session._cache.reserve(item.session._program, held, held + len(item.tokens))
         rows, requantizer = rows_of(items), session._requantizer
+        if session.row_order == "modality":
+            rows = rows.by_modality()
         run = requantizer.run(rows, mode, summing) if requantizer else session._program.run(rows, mode)
         # The next run, perhaps another session's, overwrites the program's own array.
         logits = run.copy()
-        for session, tokens, _ in items:
+        for session, tokens, _, places, _ in items:
             session.tokens += [int(t) for t in tokens]
+            if places:
+                session.places = cut(places, len(session.tokens))
     return np.split(logits, np.cumsum([len(item.wanted) for item in items])[:-1])
 
 
 def rows_of(items: Sequence[BatchItem]) -> Rows:
     """The rows of a run: the items one after another, each continuing its session."""
-    slots = [np.arange(len(s.tokens), len(s.tokens) + len(tokens), dtype=np.int32) for s, tokens, _ in items]
+    slots = [np.arange(len(s.tokens), len(s.tokens) + len(tokens), dtype=np.int32) for s, tokens, *_ in items]
     starts = np.cumsum([0, *(len(item.tokens) for item in items[:-1])])
-    together = np.concatenate(slots)
-    return Rows(
+    pictures = items[0].session._pictures
+    axes = pictures.axes if pictures else 1
+    rows = Rows(
         tokens=np.concatenate([np.asarray(item.tokens, np.int32) for item in items]),
-        positions=together[None, :],
-        slots=together,
+        positions=np.concatenate(
+            [
+                positions(i.places or i.session.places, len(i.session.tokens), len(i.session.tokens) + len(i.tokens), axes)
+                for i in items
+            ],
+            axis=1,
+        ),
+        slots=np.concatenate(slots),
         sessions=np.repeat(np.arange(len(items), dtype=np.int32), [len(item.tokens) for item in items]),
         pages=[item.session._cache.pages for item in items],
         wanted=np.concatenate([np.asarray(i.wanted, np.int32) + start for i, start in zip(items, starts, strict=True)]),
     )
+    brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]
+    if brought:
+        rows.vectors = np.concatenate([vectors for (vectors, _), _ in brought])
+        rows.vector_of = np.full(len(rows), -1, np.int32)
+        first = 0
+        for (vectors, which), start in brought:
+            rows.vector_of[start : start + len(which)] = np.where(which < 0, -1, which + first)
+            first += len(vectors)
+        rows.modality = np.where(rows.vector_of < 0, TEXT, VISION).astype(np.uint8)
+    return rows

@@ -2,10 +2,13 @@
 
     0     header, 80 bytes, little endian:
             magic 8 | version u32 | bytes of a page u32 | tokens u64 | identity of the model 16 | BLAKE2b-128 of the origin 16
-            | zeros 24
+            | pictures u32 | zeros 20
     80    tokens, u32 each
+    ...   pictures, 32 bytes each: first token u32 | frames, rows, columns of tokens u32 | digest 16
     ...   pages of 64 positions, as the target holds them
     ...   BLAKE2b-128 of everything before
+
+Version 2 has pictures, which version 1 reads as zeros that must be there; a session of text alone is written as version 1.
 
 The origin is what keys and values depend on beside the model: target, mode, cache codec, rotary frequencies.  A file is read
 only by the model and the origin that wrote it, only at exactly the size that its header implies, and only up to the context of
@@ -26,12 +29,15 @@ from pathlib import Path
 import numpy as np
 
 from edgeq.errors import FormatError, InputError, ResourceError, UnsupportedError
+from edgeq.runtime.prompt import Place
 from edgeq.targets.rows import PAGE, Page
 
 MAGIC = b"edgeqs\r\n"
-VERSION = 1
+VERSION = 2
 DIGEST_BYTES = 16
-_HEADER = struct.Struct("<8sIIQ16s16s24s")
+MOST_PICTURE_TOKENS = 1 << 20
+_HEADER = struct.Struct("<8sIIQ16s16sI20s")
+_PICTURE = struct.Struct("<4I16s")
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,15 @@ class Origin:
         return hashlib.blake2b("\n".join(self.details).encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def write(path: Path, origin: Origin, tokens: Sequence[int], page_bytes: int, pages: Iterable[bytes]) -> None:
+def write(
+    path: Path, origin: Origin, tokens: Sequence[int], places: Sequence[Place], page_bytes: int, pages: Iterable[bytes]
+) -> None:
     """Write under another name and rename: the file is whole or not there.  ResourceError: it cannot be written."""
     identity = bytes.fromhex(origin.identity)
-    header = _HEADER.pack(MAGIC, VERSION, page_bytes, len(tokens), identity, origin.digest, bytes(24))
-    parts = chain([header, np.asarray(tokens, "<u4").tobytes()], pages)
+    version = VERSION if places else 1
+    header = _HEADER.pack(MAGIC, version, page_bytes, len(tokens), identity, origin.digest, len(places), bytes(20))
+    pictures = b"".join(_PICTURE.pack(place.start, *place.grid, place.digest) for place in places)
+    parts = chain([header, np.asarray(tokens, "<u4").tobytes(), pictures], pages)
     total = hashlib.blake2b(digest_size=DIGEST_BYTES)
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -74,8 +84,8 @@ def write(path: Path, origin: Origin, tokens: Sequence[int], page_bytes: int, pa
 
 def read(
     path: Path, origin: Origin, vocab_size: int, context: int, page_bytes: int, load_page: Callable[[bytes], Page]
-) -> tuple[list[int], list[Page]]:
-    """Tokens, and what `load_page` makes of the bytes of each page.
+) -> tuple[list[int], tuple[Place, ...], list[Page]]:
+    """Tokens, where pictures are among them, and what `load_page` makes of the bytes of each page.
 
     InputError: no such file, more tokens than the context, or another model's or target's.  FormatError: damaged.
     UnsupportedError: a newer version.
@@ -83,12 +93,13 @@ def read(
     try:
         with open(path, "rb") as file:
             head = file.read(_HEADER.size)
-            count = _check_header(path, head, os.fstat(file.fileno()).st_size, origin, context, page_bytes)
-            ids = file.read(4 * count)
-            total = hashlib.blake2b(head + ids, digest_size=DIGEST_BYTES)
+            count, pictures = _check_header(path, head, os.fstat(file.fileno()).st_size, origin, context, page_bytes)
+            ids, records = file.read(4 * count), file.read(_PICTURE.size * pictures)
+            total = hashlib.blake2b(head + ids + records, digest_size=DIGEST_BYTES)
             tokens = np.frombuffer(ids[: len(ids) // 4 * 4], "<u4")
             if len(tokens) != count or (count and int(tokens.max()) >= vocab_size):
                 raise FormatError(f"{path}: a token outside the vocabulary of {vocab_size}: damaged or hostile")
+            places = _places(path, records, count)
             pages = []
             for _ in range(-(-count // PAGE)):
                 data = file.read(page_bytes)
@@ -101,14 +112,26 @@ def read(
         raise InputError(f"{path}: no such file") from None
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from None
-    return tokens.tolist(), pages
+    return tokens.tolist(), places, pages
 
 
-def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: int, page_bytes: int) -> int:
-    """The number of tokens of a file of `found` bytes, of which nothing but `head` was read."""
+def _places(path: Path, records: bytes, count: int) -> tuple[Place, ...]:
+    """FormatError: pictures that overlap, or that are not among `count` tokens; the last may have more than are there."""
+    places, free = list[Place](), 0
+    for start, frames, rows, columns, digest in _PICTURE.iter_unpack(records[: len(records) // _PICTURE.size * _PICTURE.size]):
+        tokens = frames * rows * columns
+        if start < free or start >= count or not 0 < tokens <= MOST_PICTURE_TOKENS:
+            raise FormatError(f"{path}: a picture of {tokens} tokens at {start} of {count}: damaged or hostile")
+        free = start + tokens
+        places.append(Place(start, (frames, rows, columns), digest, min(tokens, count - start)))
+    return tuple(places)
+
+
+def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: int, page_bytes: int) -> tuple[int, int]:
+    """The numbers of tokens and pictures of a file of `found` bytes, of which nothing but `head` was read."""
     if len(head) < _HEADER.size or head[:8] != MAGIC:
         raise FormatError(f"{path}: not a saved session")
-    _, version, stored_page, count, identity, digest, zeros = _HEADER.unpack(head)
+    _, version, stored_page, count, identity, digest, pictures, zeros = _HEADER.unpack(head)
     if version > VERSION:
         raise UnsupportedError(f"{path}: a session of version {version}; this edgeq reads {VERSION}: upgrade edgeq")
     if identity.hex() != origin.identity:
@@ -117,7 +140,7 @@ def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: 
         raise InputError(f"{path}: saved with other settings of this model; here they are {', '.join(origin.details)}")
     if count > context:
         raise InputError(f"{path}: the session has {count} tokens, the context {context} positions; pass a larger `context`")
-    size = _HEADER.size + 4 * count + -(-count // PAGE) * page_bytes + DIGEST_BYTES
-    if (version, stored_page, found) != (VERSION, page_bytes, size) or any(zeros):
+    size = _HEADER.size + 4 * count + _PICTURE.size * pictures + -(-count // PAGE) * page_bytes + DIGEST_BYTES
+    if (version, stored_page, found) != (VERSION if pictures else 1, page_bytes, size) or any(zeros):
         raise FormatError(f"{path}: {found} bytes where its header implies {size}, or a damaged header; save the session again")
-    return int(count)
+    return int(count), int(pictures)

@@ -49,10 +49,13 @@ class Measurement:
     """Seconds, tokens and bytes of one generation; filled while it runs.
 
     prompt_tokens        tokens of the prompt, of which cached_tokens were in the cache already
+    images               pictures of the prompt, visual_tokens: theirs, in prompt_tokens too
     generated_tokens     tokens drawn, a stop token included
     load_s               opening the file and compiling
     ttft_s               from the call to the first token (TTFT)
-    prefill_s            of that, running the prompt
+    read_s               reading pictures, which can be before the call
+    vision_s             running the vision tower
+    prefill_s            of that, running the prompt without the tower
     decode_s             running and drawing the tokens after the first
     decode_steps         runs that made them, drafts included: one per token where nothing is drafted
     decode_tokens        what those runs gave
@@ -71,8 +74,12 @@ class Measurement:
     position_bytes: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    images: int = 0
+    visual_tokens: int = 0
     generated_tokens: int = 0
     ttft_s: float = 0.0
+    read_s: float = 0.0
+    vision_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decode_steps: int = 0

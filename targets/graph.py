@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from edgeq.records import ArrayRef, KvCodec, LinearSpec, Mode
 from edgeq.targets.rows import PAGE
@@ -49,7 +49,10 @@ class Embed(Operation):
 
 @dataclass(frozen=True)
 class RmsNorm(Operation):
-    """out = x / sqrt(mean(x^2) + eps) * gain (Zhang and Sennrich 2019)."""
+    """out = x / sqrt(mean(x^2) + eps) * gain (Zhang and Sennrich 2019).
+
+    As in every norm, a row whose squares add up to more than a float32 holds becomes NaN.
+    """
 
     x: str
     gain: ArrayRef
@@ -208,6 +211,7 @@ class Attention(Operation):
     cache    layer of the cache's pages
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
+    Where all scores of a query are -1e30 or less, its result is NaN.
     """
 
     x: str
@@ -222,32 +226,30 @@ class Attention(Operation):
     span: int = -1
 
 
+Function = Literal["silu", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu"]
+"""Functions of one number.
+
+silu                x / (1 + exp(-x))
+gelu                x/2 (1 + erf(x / sqrt(2))) (Hendrycks and Gimpel 2016)
+gelu_pytorch_tanh   x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), nearly the same
+quick_gelu          x / (1 + exp(-1.702 x)), nearly the same
+relu                max(x, 0)
+"""
+
+
 @dataclass(frozen=True)
-class SwiGlu(Operation):
-    """out = silu(x[:, :width]) * x[:, width : 2 width] (Shazeer 2020)."""
+class Activate(Operation):
+    """out = f(x[:, :width]); `gated`: times x[:, width : 2 width] (Shazeer 2020)."""
 
     x: str
     width: int
     out: str
+    function: Function = "silu"
+    gated: bool = True
 
-
-@dataclass(frozen=True)
-class GeGlu(Operation):
-    """out = gelu(x[:, :width]) * x[:, width : 2 width], gelu(g) = g/2 (1 + tanh(sqrt(2/pi) (g + 0.044715 g^3))) (Shazeer 2020;
-    Hendrycks and Gimpel 2016)."""
-
-    x: str
-    width: int
-    out: str
-
-
-@dataclass(frozen=True)
-class Relu(Operation):
-    """out = max(x, 0)."""
-
-    x: str
-    width: int
-    out: str
+    @property
+    def swiglu(self) -> bool:
+        return self.gated and self.function == "silu"
 
 
 @dataclass(frozen=True)

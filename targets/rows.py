@@ -30,7 +30,8 @@ class Rows:
     """R rows of one or more sessions.
 
     tokens      int32 [R]
-    positions   int32 [axes, R]      for rotary and learned positions: one axis for text; time, height and width for M-RoPE
+    positions   int32 [axes, R]      for rotary and learned positions; where a graph uses several axes (time, height, width of
+                                     M-RoPE), one stands for all: text
     slots       int32 [R]            where the row's keys and values go in its session's cache
     sessions    int32 [R]            index into `pages`
     pages       per session          its cache pages, enough for the largest slot that is written or seen
@@ -57,6 +58,26 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def by_modality(self) -> Rows:
+        """The same run with the rows that bring pictures first, else in the same order (arXiv 2502.00425)."""
+        if self.modality is None:
+            return self
+        order = np.argsort(self.modality != VISION, kind="stable")
+        places = np.argsort(order).astype(np.int32)
+        return Rows(
+            tokens=self.tokens[order],
+            positions=self.positions[:, order],
+            slots=self.slots[order],
+            sessions=self.sessions[order],
+            pages=self.pages,
+            wanted=places[self.wanted],
+            vectors=self.vectors,
+            vector_of=None if self.vector_of is None else self.vector_of[order],
+            modality=self.modality[order],
+            spans=None if self.spans is None else self.spans[:, :, order],
+            counted=None if self.counted is None else self.counted[order],
+        )
 
     def selected(self, together: int = 1) -> Rows:
         """The rows after a Select: the first of every `together` wanted ones stands for them; they want themselves."""

@@ -16,7 +16,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 LARGEST = 1 << 20
-LARGE = {"models/tiny-llama/model.safetensors"}
+LARGE = {"models/tiny-llama/model.safetensors", "models/tiny-qwen2vl/model.safetensors"}
 """Files that may be larger than LARGEST bytes."""
 AS_WRITTEN = ("edgeq/schema/model_generated.py", "edgeq/schema/model_generated.pyi", "models/")
 """Beginnings of names of files that other programs wrote."""

@@ -1,7 +1,8 @@
 """`edgeq bench`: speed of prefill (pp) and decode (tg) at any depth.
 
 pp512 is 512 tokens prefilled, tg128 is 128 tokens decoded one by one; `@ d512` is after 512 tokens already in the cache, which
-are run before the clock starts.  With --operations a table of each test shows where its time goes.
+are run before the clock starts.  With --operations a table of each test shows where its time goes, with --image a table shows
+how long pictures take.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from edgeq import machine
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
 from edgeq.runtime import Model
+from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.runtime.session import BatchItem, run_together
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT
-from edgeq.tools import breakdown, drafting
+from edgeq.tools import breakdown, drafting, picture_bench
 from edgeq.tools.report import identification, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
 from edgeq.tools.terminal import Report, compilation, progress, write
@@ -53,7 +55,8 @@ class Test:
 class Row:
     """One line of the table: a test and its results.
 
-    facts          what all tests of a model have in common (report.identification)
+    facts          what all tests of a model have in common (report.identification), and `compile_s`: seconds of loading in
+                   which kernels were compiled, 0 where all were kept
     samples_s      seconds of each repetition
     step_s         tg: seconds of every token of all repetitions
     batch          texts decoded at once
@@ -64,7 +67,9 @@ class Row:
                    read from memory, above 1 where the model fits a cache of the processor
     drafts         what drafts gain on real text, with --draft
     operations     where the time of a token goes, with --operations; measured in separate runs
+    pictures       how long pictures take, with --image: in the first row of a number of threads
     peak_rss       bytes of memory of the process at its peak so far, the mapped file included
+    celsius        temperature of the machine at the end of the test, where it tells: above some 80 a processor slows down
     """
 
     facts: dict[str, Any]
@@ -83,10 +88,12 @@ class Row:
     read_bandwidth: float | None
     bandwidth_share: float | None
     peak_rss: int | None
+    celsius: float | None
     samples_s: list[float]
     step_s: list[float]
     operations: list[breakdown.Line] | None = None
     drafts: drafting.Drafting | None = None
+    pictures: list[picture_bench.PictureTimes] | None = None
 
 
 def bench(
@@ -100,6 +107,7 @@ def bench(
     batches: tuple[int, ...],
     draft: DraftSource,
     gamma: int | None,
+    images: tuple[tuple[int, int], ...] | None,
     operations: bool,
     output: str,
     **options: Any,
@@ -116,14 +124,17 @@ def bench(
     generated = max(tokens) if draft != "off" else 0
     if generated:
         context = max(context, drafting.PROMPT + generated)
-    limit = ModelFile.open(model).metadata.config.max_position_embeddings
+    config = ModelFile.open(model).metadata.config
+    limit = config.max_position_embeddings
+    if images:
+        context = max(context, min(limit, DEFAULT_CONTEXT))
     if context > limit:
         raise InputError(f"the longest test has {context} positions, this model takes {limit}: choose smaller -p, -n or -d")
     rows: list[Row] = []
     most = max(*batches, LONGEST_DRAFT + 1)
     for i, count in enumerate(threads):
-        with compilation() as report:
-            options |= {"context": context, "max_logits": most, "on_progress": report}
+        with compilation() as report_of_load:
+            options |= {"context": context, "max_logits": most, "on_progress": report_of_load}
             loaded = Model.load(model, threads=count, **options)
         # Measured again: on a shared machine an earlier number may be far off.
         bandwidth = read_bandwidth(loaded, refresh=True)
@@ -137,7 +148,10 @@ def bench(
                 if draft != "off" and test.kind == "tg" and test.batch == 1:
                     gain = drafting.measure(loaded, draft, gamma, test.count, repetitions, part)
                     measured = replace(measured, drafts=gain)
-                rows.append(measured)
+                rows.append(replace(measured, facts=measured.facts | {"compile_s": report_of_load.seconds}))
+            if images:
+                times = [picture_bench.measure(loaded, size, repetitions, _part(report, 0, 0)) for size in images]
+                rows[-len(tests)] = replace(rows[-len(tests)], pictures=times)
     shown = {"md": markdown, "json": as_json, "csv": as_csv}[output]
     write(f"{shown(rows)}\n")
 
@@ -216,6 +230,7 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float], band
         read_bandwidth=bandwidth if test.kind == "tg" else None,
         bandwidth_share=read / bandwidth if read and bandwidth else None,
         peak_rss=machine.process_memory().get("VmHWM"),
+        celsius=machine.temperature(),
         samples_s=samples,
         step_s=steps,
     )
@@ -231,6 +246,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("GB/s", lambda r: f"{r.bytes_per_s / 1e9:.2f}" if r.bytes_per_s else ""),
     ("of read", lambda r: f"{100 * r.bandwidth_share:.0f} %" if r.bandwidth_share else ""),
     ("peak RSS", lambda r: f"{r.peak_rss / 1e6:,.0f} MB" if r.peak_rss else ""),
+    ("°C", lambda r: f"{r.celsius:.0f}" if r.celsius is not None else ""),
 )
 
 
@@ -242,18 +258,22 @@ def heading(rows: list[Row]) -> str:
         f"{f['model']}, {f['codec']}, head {f['head_codec']}, {f['file_bytes'] / 1e6:,.1f} MB; {where}; "
         f"cache {f['kv']}, {f['kv_bytes_per_position']:,} bytes per position\n"
         f"edgeq {f['version']}, {f['processor']}, {f['date']}, loaded in {f['load_s']:.2f} s"
+        + (f", of which {f['compile_s']:.1f} s compiling" if f["compile_s"] else "")
     )
 
 
 def markdown(rows: list[Row]) -> str:
     """The heading and a table of all tests, then one for each test whose operations were timed, then one for drafts."""
-    table = aligned([[name for name, _ in COLUMNS]] + [[show(row) for _, show in COLUMNS] for row in rows])
+    columns = [(name, show) for name, show in COLUMNS if name != "°C" or any(map(show, rows))]
+    table = aligned([[name for name, _ in columns]] + [[show(row) for _, show in columns] for row in rows])
     parts = [f"{heading(rows)}\n\n{table}"]
     for row in rows:
         if row.operations is not None:
             spent, threads = 1000 * sum(line.seconds for line in row.operations), row.facts["threads"]
             named = f"{row.test}, {threads} thread{'s' * (threads > 1)}: {spent:.3f} ms per token"
             parts.append(f"{named}\n\n{aligned(breakdown.cells(row.operations, row.kind == 'tg'))}")
+    if pictures := [line for row in rows for line in row.pictures or ()]:
+        parts.append(aligned(picture_bench.cells(pictures)))
     if drafts := [row.drafts for row in rows if row.drafts]:
         parts.append(aligned(drafting.cells(drafts)))
     return "\n\n".join(parts)
@@ -280,7 +300,7 @@ def as_json(rows: list[Row]) -> str:
 def as_csv(rows: list[Row]) -> str:
     """The fields that are one number or one text."""
     out = io.StringIO()
-    lists = ("samples_s", "step_s", "operations", "drafts")
+    lists = ("samples_s", "step_s", "operations", "drafts", "pictures")
     lines = [{name: value for name, value in fields(row).items() if name not in lists} for row in rows]
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -10,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgeq.errors import InputError, UnsupportedError
+from edgeq.errors import InputError, ResourceError, UnsupportedError
+from edgeq.image import Picture
 from edgeq.runtime import Generation, Measurement, Model
+from edgeq.runtime.chat_template import parts
 from edgeq.runtime.request import Request
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.tools.entry import in_options
+from edgeq.tools.history import line_editing
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe
 from edgeq.tools.run import argument, load, read_bytes, read_template, sampling_of, utf8
@@ -22,12 +24,15 @@ from edgeq.tools.terminal import note, progress, write
 
 HELP = """/clear forgets the conversation, /exit ends it, /help shows this; Ctrl-C stops an answer
 /regenerate answers the last question again, /system TEXT sets the system message, /stats shows the cost of the last answer
-/save FILE and /load FILE keep the conversation as JSON; a line that ends with \\ goes on in the next one"""
+/save FILE and /load FILE keep the conversation as JSON; a line that ends with \\ goes on in the next one
+/image FILE puts a picture before the next question, for a model that sees"""
 HINT = "(/exit, Ctrl-D or Ctrl-C again ends the conversation)"
 LARGEST_CONVERSATION = 16 << 20
 """Bytes of a file that /load reads."""
 ROLES = ("system", "user", "assistant")
-Message = dict[str, str]
+Content = str | list[dict[str, str]]
+"""Text, or parts: pictures by path and digest, then the text."""
+Message = dict[str, Any]
 
 
 def chat(
@@ -39,6 +44,7 @@ def chat(
     stop: tuple[str, ...],
     draft: DraftSource,
     gamma: int | None,
+    history: bool,
     **options: Any,
 ) -> None:
     """Lines from standard input are messages, answers go to standard output, everything else to standard error.
@@ -61,13 +67,14 @@ def chat(
     conversation = Conversation(loaded, system, tokens, settings)
     note(f"{describe(loaded.file)}; {loaded.description}; cache {cache_label(loaded)}; context {loaded.context}; {label}")
     note(HELP)
-    for line in lines():
-        if line == "/exit":
-            return
-        if line.startswith("/"):
-            command(conversation, *line.partition(" ")[::2])
-        elif line:
-            answer(conversation, line)
+    with line_editing(history and sys.stdin is not None and sys.stdin.isatty()):
+        for line in lines():
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                command(conversation, *line.partition(" ")[::2])
+            elif line:
+                answer(conversation, line)
 
 
 def command(conversation: Conversation, name: str, value: str) -> None:
@@ -84,6 +91,8 @@ def command(conversation: Conversation, name: str, value: str) -> None:
         elif name == "/stats":
             for line in costs(conversation.last):
                 note(line)
+        elif name == "/image":
+            note(conversation.show(value.strip()))
         elif name == "/save":
             conversation.save(Path(value.strip()))
         elif name == "/load":
@@ -91,7 +100,7 @@ def command(conversation: Conversation, name: str, value: str) -> None:
             note(f"{len(conversation.turns)} messages")
         else:
             note(f"unknown command {name}; {HELP}")
-    except InputError as error:
+    except (InputError, UnsupportedError, ResourceError) as error:
         note(in_options(str(error)))
 
 
@@ -100,7 +109,9 @@ def costs(m: Measurement | None) -> list[str]:
     if m is None:
         return ["there is no answer yet"]
     prompt = f"{m.prompt_tokens} tokens, {m.cached_tokens} of them from the cache"
+    seen = [f"images   {m.images} ({m.visual_tokens} tokens), tower {1000 * m.vision_s:,.0f} ms"] if m.images else []
     return [
+        *seen,
         f"prefill  {m.prefill_rate:,.1f} tok/s ({prompt}), TTFT {1000 * m.ttft_s:,.0f} ms",
         f"decode   {m.decode_rate:,.1f} tok/s ({m.generated_tokens} tokens), {m.decode_bytes_per_s / 1e9:.2f} GB/s",
     ]
@@ -129,9 +140,6 @@ def typed(pending: list[str]) -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.decode("utf-8", "replace").strip() for line in sys.stdin.buffer)
         return
-    # With this module, where it exists, input() has line editing.
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
     interrupted = False
     while True:
         try:
@@ -150,7 +158,7 @@ def typed(pending: list[str]) -> Iterator[str]:
         yield line.strip()
 
 
-def answer(conversation: Conversation, question: str) -> None:
+def answer(conversation: Conversation, question: Content) -> None:
     """Stream one answer.  Ctrl-C ends it; what was generated stays in the conversation."""
     pieces, generation = list[str](), None
     try:
@@ -174,6 +182,19 @@ def answer(conversation: Conversation, question: str) -> None:
         note(f"[{m.decode_rate:,.1f} tok/s]")
     if generation is not None and generation.finish_reason == "context":
         note("the context is full: the answer ends here; the oldest turns are dropped before the next one")
+
+
+def is_content(value: Any) -> bool:
+    """Whether a conversation can hold this: text, or pictures and text."""
+    if isinstance(value, str):
+        return True
+    keys = {"image": {"type", "path", "digest"}, "text": {"type", "text"}}
+    return isinstance(value, list) and all(
+        isinstance(part, dict)
+        and set(part) == keys.get(str(part.get("type")))
+        and all(isinstance(entry, str) for entry in part.values())
+        for part in value
+    )
 
 
 class Conversation:
@@ -201,32 +222,54 @@ class Conversation:
     def clear(self) -> None:
         """Forget all turns."""
         self.turns: list[Message] = []
+        self._shown: list[dict[str, str]] = []
+        self._pictures: dict[str, Picture] = {}
         self._session = self._model.session()
 
-    def ask(self, question: str, on_progress: Any = None) -> Generation:
+    def show(self, path: str) -> str:
+        """Put a picture before the next question; a line about it.
+
+        InputError, UnsupportedError: it cannot be read, or the model reads text alone.
+        """
+        picture = self._model.read_image(path)
+        assert self._model.config.vision is not None
+        self._shown.append({"type": "image", "path": path, "digest": picture.digest.hex()})
+        self._pictures[picture.digest.hex()] = picture
+        tokens = len(picture.patches) // self._model.config.vision.merge**2
+        width, height = picture.size
+        return "\n".join([f"{path}: {width} x {height} pixels, {tokens} tokens", *picture.notes])
+
+    def ask(self, question: Content, on_progress: Any = None) -> Generation:
         """The answer as a stream.
 
         InputError: the question alone is too long for the context; the conversation is unchanged.
         """
+        if isinstance(question, str) and self._shown:
+            question = [*self._shown, {"type": "text", "text": question}]
         turns = self._fitting([*self.turns, {"role": "user", "content": question}])
         messages, sampling = [*self._system, *turns], self._settings["sampling"]
         # A question that is asked again gets another answer, and a conversation with the same seed the same ones.
         each = self._settings | {"sampling": replace(sampling, seed=(sampling.seed + self._asked) % (1 << 64))}
-        generation = self._model.chat(messages, session=self._session, on_progress=on_progress, **each)
+        pictures = self._seen(turns)
+        generation = self._model.chat(messages, images=pictures, session=self._session, on_progress=on_progress, **each)
         self._asked += 1
         self.turns, self.last = turns, generation.measurement
+        self._shown = []
         return generation
 
     def answered(self, text: str) -> None:
         """Append the answer to the turns."""
         self.turns.append({"role": "assistant", "content": text})
 
-    def last_question(self) -> str:
+    def _seen(self, turns: list[Message]) -> list[Picture]:
+        return [self._pictures[part["digest"]] for turn in turns for part in parts(turn) if part["type"] == "image"]
+
+    def last_question(self) -> Content:
         """The last question, which is taken back with its answer.  InputError: there is none."""
         asked = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
         if not asked:
             raise InputError("there is no question yet")
-        question = self.turns[asked[-1]]["content"]
+        question: Content = self.turns[asked[-1]]["content"]
         self.turns = self.turns[: asked[-1]]
         return question
 
@@ -249,9 +292,17 @@ class Conversation:
             messages = None
         roles = [m.get("role") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
         sound = isinstance(messages, list) and len(roles) == len(messages) and set(roles) <= set(ROLES)
-        if not sound or not all(isinstance(m.get("content"), str) for m in messages) or "system" in roles[1:]:
+        contents = [m.get("content") for m in messages] if sound else []
+        if not sound or not all(map(is_content, contents)) or "system" in roles[1:]:
             raise InputError(f"{path}: not a conversation that /save wrote")
+        pictures = {}
+        for part in (part for message in messages for part in parts(message) if part["type"] == "image"):
+            picture = self._model.read_image(part["path"])
+            if picture.digest.hex() != part["digest"]:
+                raise InputError(f"{path}: the picture {part['path']} is not the one that the conversation was about")
+            pictures[part["digest"]] = picture
         self.clear()
+        self._pictures = pictures
         self.set_system(messages[0]["content"] if roles[:1] == ["system"] else "")
         self.turns = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "system"]
 
@@ -264,7 +315,7 @@ class Conversation:
         assert self._model.template is not None
         room = self._model.context - min(self._tokens, self._model.context // 4)
         while True:
-            length = len(self._model.template.encode([*self._system, *turns]))
+            length = len(self._model.chat_prompt([*self._system, *turns], self._seen(turns)).tokens)
             if length <= room:
                 return turns
             if len(turns) == 1:
@@ -272,6 +323,6 @@ class Conversation:
                     f"the message has {length} tokens with what the template adds; {room} fit in the context of "
                     f"{self._model.context}: shorten it or start with a larger -c"
                 )
-            left = " ".join(turns[0]["content"].split())
+            left = " ".join(" ".join(part.get("text", part.get("path", "")) for part in parts(turns[0])).split())
             note(f"the context of {self._model.context} is full: the oldest turn leaves ({left[:60]!r})")
             turns = turns[2:]

@@ -8,25 +8,31 @@ from typing import Any
 import click
 
 from edgeq import __version__
-from edgeq.devices import DEVICES
+from edgeq.tools.convert_options import CONVERT_OPTIONS
 from edgeq.tools.entry import Commands
 from edgeq.tools.help_sections import section
 from edgeq.tools.options import (
     DRAFT_OPTIONS,
     GENERATION_OPTIONS,
+    IMAGE_TOKENS,
+    IMAGES,
     JSON,
     MODEL,
     TARGET_OPTIONS,
     THREADS,
+    WARM_OPTIONS,
     chat_options,
     execution,
     prompt,
 )
-from edgeq.tools.params import Bits, CalibrationText, Count, EdgeqFile, GroupSize, OneOf, Several, Threads
-
-METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
-TYPES = ("f32", "f16", "bf16")
-MASTERS = ("i8", "bf16")
+from edgeq.tools.params import (
+    Count,
+    EdgeqFile,
+    OneOf,
+    PixelSize,
+    Several,
+    Threads,
+)
 
 
 @click.group(
@@ -44,10 +50,6 @@ def main() -> None:
 
 
 output = section("Output")
-quantization = section("Quantization")
-single = section("Options of single methods")
-calibration = section("Calibration")
-hub = section("Hugging Face hub")
 
 
 @main.command(
@@ -55,108 +57,19 @@ hub = section("Hugging Face hub")
     epilog="""
     edgeq convert models/tiny-llama -o tiny.edgeq
     edgeq convert Qwen/Qwen3-0.6B -o qwen.edgeq --method awq --group-size 64
-    edgeq convert Qwen/Qwen3-0.6B -o qwen.edgeq --for raspberry-pi-5
+    edgeq convert Qwen/Qwen3-0.6B -o qwen.edgeq --for raspberry-pi-5 --speed 30
     """,
 )
 @click.argument("source", metavar="SRC")
-@output("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="The file to write.")
-@output("--dry-run", is_flag=True, help="Only print size, memory and speed of what would be made; a hub id is downloaded.")
-@output("--json", "as_json", is_flag=True, help="Print one JSON object about the result to standard output.")
-@output("--restart", is_flag=True, help="Start over instead of going on with an interrupted conversion.")
-@output("--force", is_flag=True, help="Replace an .edgeq file that was made in another way.")
-@output(
-    "--for",
-    "device",
-    metavar="DEVICE",
-    type=OneOf(*DEVICES),
-    help="Stop before the conversion if the file would not fit this device, and report the speed that its memory allows; edgeq "
-    "devices lists the names.  The file is the same for every device.",
-)
-@quantization(
-    "--method",
-    metavar="NAME",
-    type=OneOf(*METHODS),
-    help="How weights are quantized: none, rtn (round to nearest), awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, ttq, "
-    "quarot or resq.  [default: awq+gptq with --calibration, else rtn]",
-)
-@quantization(
-    "--bits",
-    type=Bits(),
-    metavar="W[/A[/KV]]",
-    help="Bits of weights, activations and cached keys and values, such as 4, 4/8 or 4/4/4.  [default: 4; smoothquant: "
-    "8/8; quarot, resq: 4/4/4]",
-)
-@quantization(
-    "--group-size",
-    type=GroupSize(),
-    metavar="N|row",
-    help="Input channels that share a scale: 16, 32, 64, 128, or row for all of them.  [default: 128; ttq: 32; smoothquant, "
-    "quarot, resq: row]",
-)
-@quantization(
-    "--sym/--asym",
-    "symmetric",
-    default=None,
-    help="Quantize without or with zero points.  [default: --asym; smoothquant: --sym]",
-)
-@quantization(
-    "--head",
-    type=int,
-    metavar="N",
-    help="Bits of the output head: 4, 6, 8 or 16.  [default: the fewest that lose little on the calibration text; 8 if none is "
-    "read]",
-)
-@quantization(
-    "--dtype",
-    type=OneOf(*TYPES),
-    help="Type of the weights with --method none.  [default: as in SRC]",
-)
-@single(
-    "--act-order/--no-act-order",
-    "act_order",
-    default=None,
-    help="gptq: quantize columns with large activations first.  [default: no]",
-)
-@single("--gptq/--no-gptq", "gptq", default=None, help="quarot, resq: round by gptq.  [default: round to nearest]")
-@single("--rank", type=int, metavar="N", help="ttq: rank of the 16-bit correction; 0: none.  [default: 16]")
-@single("--master", type=OneOf(*MASTERS), help="ttq: type of the master weights that the device rounds from.  [default: i8]")
-@single(
-    "--alpha",
-    type=float,
-    metavar="0..1",
-    help="smoothquant: share of the range of activations that moves into the weights.  [default: 0.5]",
-)
-@single("--high-fraction", type=float, metavar="0..0.5", help="resq: share of the channels kept in 8 bits.  [default: 0.125]")
-@calibration(
-    "--calibration",
-    metavar="FILE|built-in",
-    type=CalibrationText(),
-    help="UTF-8 text like what the model will read: to calibrate with, and to measure how few bits of the head and of "
-    "activations are enough; built-in: Python's own source code.  [default: built-in for awq, gptq, smoothquant, resq, and "
-    "quarot with --gptq; others read nothing, for measuring takes several times as long as rounding: the head has 8 bits and "
-    "activations 16]",
-)
-@calibration("--calibration-rows", type=int, metavar="N", help="Use at most N sequences of the text.  [default: 64]")
-@calibration(
-    "--calibration-length",
-    type=int,
-    metavar="N",
-    help="Tokens of a sequence.  [default: 512, or as many as the model takes]",
-)
-@hub(
-    "--token",
-    metavar="TOKEN",
-    help="Deprecated: others can read it in the list of processes.  Run `hf auth login`, or set HF_TOKEN.",
-)
-@hub("--revision", metavar="NAME", help="Branch, tag or commit.  [default: main]")
-@hub("--offline", is_flag=True, help="Use only what was downloaded before.")
+@CONVERT_OPTIONS
 def convert(
     source: str,
     output: Path | None,
     dry_run: bool,
     as_json: bool,
     device: str | None,
-    bits: dict[str, int] | None,
+    bits: dict[str, float] | None,
+    vision_bits: dict[str, int] | None,
     **options: Any,
 ) -> None:
     """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
@@ -168,7 +81,7 @@ def convert(
         raise click.UsageError("missing option '-o' / '--output'", click.get_current_context())
     from edgeq.tools.convert import convert as command
 
-    command(source, None if dry_run else output, device, as_json, options | (bits or {}))
+    command(source, None if dry_run else output, device, as_json, options | (bits or {}) | (vision_bits or {}))
 
 
 @main.command(
@@ -176,6 +89,7 @@ def convert(
     epilog="""
     edgeq run llama.edgeq -p "The capital of France is" -n 32
     edgeq run llama.edgeq -f notes.txt --temp 0.7 --top-p 0.9 --seed 1
+    edgeq run qwen2-vl.edgeq --image sign.png -p "What does the sign say?"
     git diff | edgeq run instruct.edgeq --chat --system "Summarize this change." -f -
     """,
 )
@@ -190,6 +104,8 @@ def convert(
 )
 @prompt("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template of the model.")
 @chat_options(with_chat="; needs --chat")
+@IMAGES
+@IMAGE_TOKENS
 @GENERATION_OPTIONS
 @JSON
 @click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object for every token, then that of --json.")
@@ -211,6 +127,8 @@ def run(**options: Any) -> None:
 )
 @MODEL
 @chat_options(with_chat="")
+@IMAGE_TOKENS
+@prompt("--history/--no-history", default=True, show_default=True, help="Keep typed lines for the arrow keys of later chats.")
 @GENERATION_OPTIONS
 def chat(**options: Any) -> None:
     """Talk with a model.  The conversation stays in the cache; /help lists the commands."""
@@ -270,6 +188,14 @@ tests = section("Tests (lists: every combination is measured)")
     help="Texts decoded at once.",
 )
 @tests(
+    "--image",
+    "images",
+    type=Several(PixelSize()),
+    metavar="WxH,WxH",
+    default=None,
+    help="Pictures of so many pixels, for a model that sees: vision tower and time to the first token.",
+)
+@tests(
     "-r",
     "--repetitions",
     type=click.IntRange(1, 1000),
@@ -287,6 +213,7 @@ tests = section("Tests (lists: every combination is measured)")
     show_default=True,
     help="Threads; auto: as many as were measured to decode fastest on this machine.",
 )
+@IMAGE_TOKENS
 @TARGET_OPTIONS
 @DRAFT_OPTIONS
 @output("--operations", is_flag=True, help="Show where the time goes: each kind of operation, waiting, Python.")
@@ -359,12 +286,16 @@ def compare(**options: Any) -> None:
     command(**options)
 
 
-@main.command(short_help="Compile the kernels of a model ahead of its first run.")
-@MODEL
-@THREADS
-@TARGET_OPTIONS
+@main.command(
+    short_help="Compile the kernels of a model ahead of its first run.",
+    epilog="edgeq warm model.edgeq --for raspberry-pi-5 -o kernels.zip",
+)
+@WARM_OPTIONS
 def warm(**options: Any) -> None:
-    """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode."""
+    """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode.
+
+    --for does so for a slower device, where --from installs them; what you did not make, only if its maker told you its digest.
+    """
     from edgeq.tools.warm import warm as command
 
     command(**options)

@@ -1,128 +1,48 @@
 """`edgeq compare`: what a file lost against its source, over windows of the same text.
 
-Each window starts with an empty cache; its first token is only context.  The log-probabilities of the source are held for one
-window at a time.
+Each window starts with an empty cache; its first token is only context.  The source is scored first, and only what
+`edgeq.tools.predictions` keeps of it stays.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 import numpy as np
 
 from edgeq.errors import InputError
-from edgeq.runtime import Model
 from edgeq.tools import corpus
-from edgeq.tools.convert import quiet_libraries
-from edgeq.tools.report import bits_per_weight
-from edgeq.tools.statistics import Array, kl_divergence, log_softmax, paired_difference, percentile
-from edgeq.tools.terminal import progress
+from edgeq.tools.predictions import Divergence, Predictions
+from edgeq.tools.scorers import CheckpointScorer, FileScorer, Scorer, Windows
+from edgeq.tools.statistics import Array, paired_difference, percentile
+from edgeq.tools.terminal import Report, progress
 
 WINDOW = 512
-ROWS = 64
-"""Positions of a file whose logits are in memory at a time; those of the source are there for a whole window."""
 
 
-class Scorer(Protocol):
-    """A model that computes logits, of at most `longest` tokens at a time."""
-
-    name: str
-    vocab_size: int
-    longest: int
-
-    def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
-        """Parts, float32 [n, vocab], of the logits after each of `tokens`, from an empty cache."""
-        ...
-
-
-def facts_of(model: Model) -> dict[str, Any]:
-    """What a result is to be weighed against: effective bits per weight, head included, bytes of the file, mode, cache."""
-    bits = bits_per_weight(model.file.metadata, lambda name: True)
-    options = model.program.options
-    return {"bits_per_weight": bits, "bytes": model.file.size, "mode": options.mode, "kv": options.kv.name}
-
-
-class FileScorer:
-    """An .edgeq file."""
-
-    def __init__(self, path: Path, window: int | None, options: dict[str, Any]) -> None:
-        self.model = Model.load(path, context=window, max_logits=ROWS, **options)
-        self.name, self.facts = path.name, facts_of(self.model)
-        self.vocab_size = self.model.config.vocab_size
-        self.longest = self.model.context
-        self._session = self.model.session()
-
-    @property
-    def weights(self) -> str:
-        """Which weights the logits are computed with."""
-        return "made for each window from all of its own tokens" if self.model.requantization else "the file's"
-
-    def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
-        """With test-time requantization a window is read twice: with the masters, then with the requantized weights."""
-        self._session.trim(0)
-        if self.model.requantization:
-            self._session.prefill(tokens)
-            self._session.requantize()
-            self._session.trim(0)
-        return self._session.all_logits(tokens)
-
-
-class SourceScorer:
-    """A Hugging Face checkpoint through transformers, in float32.
-
-    InputError: it cannot be loaded.  ModuleNotFoundError: torch or transformers is not installed.
-    """
-
-    def __init__(self, source: str) -> None:
-        quiet_libraries()
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        try:
-            self._model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-        # A damaged checkpoint raises whatever its libraries raise: safetensors and torch have exceptions of their own.
-        except Exception as error:
-            reason = f"transformers cannot load it: {(str(error).splitlines() or [type(error).__name__])[0]}"
-            raise InputError(f"{source}: {reason}; pass a folder, a hub id or an .edgeq file") from None
-        self._torch = torch
-        self.name = Path(source).name
-        self.vocab_size = int(self._model.config.vocab_size)
-        self.longest = int(self._model.config.max_position_embeddings)
-
-    def logits(self, tokens: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
-        with self._torch.no_grad():
-            yield self._model(self._torch.tensor([tokens])).logits[0].numpy()
-
-
-@dataclass
+@dataclass(frozen=True)
 class Scores:
     """The results of one model.
 
     weights  which weights it ran with
     facts    of the file: bits per weight, bytes, mode, codec of the cache
-    nll      negative log-likelihood of every window in nats, a sum over its predicted tokens
-    kl       KL divergence from the source in nats: float64 [n], one per predicted token
+    nll      negative log-likelihood of every window in nats, a sum over its predicted tokens, [windows]
+    kl       KL divergence from the source in nats, [tokens]
     agree    predictions whose most probable token is that of the source
     """
 
     name: str
+    nll: list[float]
+    kl: Array
+    agree: int
     weights: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    nll: list[float] = field(default_factory=list)
-    kl: list[Array] = field(default_factory=list)
-    agree: int = 0
-
-    def mean_nll(self, tokens: int) -> float:
-        return sum(self.nll) / tokens
 
 
 def compare(
@@ -140,6 +60,7 @@ def compare(
     `options` go to Model.load.
 
     InputError: a text that cannot be read or is too short, or models that do not share a vocabulary.
+    ResourceError: too little memory to score the source.
     """
     files = [FileScorer(path, window, options) for path in models]
     source: Scorer
@@ -147,28 +68,25 @@ def compare(
         # Requantization is for the files that are compared, not for the source.
         source = FileScorer(Path(against), window, options | {"requantization": None})
     else:
-        source = SourceScorer(against)
+        source = CheckpointScorer(against, options.get("threads", 0))
     for scorer in files:
         if scorer.vocab_size != source.vocab_size:
             raise InputError(
                 f"{scorer.name} has {scorer.vocab_size} tokens, {source.name} {source.vocab_size}: not the same model; "
                 "compare a file with the checkpoint it was made from"
             )
-    size = min(window or WINDOW, source.longest, *(scorer.longest for scorer in files))
-    documents = read_documents(text)
-    encoded = [files[0].model.text.encode(document) for document in documents]
-    tokens = [token for ids in encoded for token in ids][:limit]
-    others: list[Scorer] = [*files[1:], source]
+    documents, encode = read_documents(text), files[0].model.text.encode
+    others = [other for other in (*files[1:], source) if isinstance(other, FileScorer)]
     for other in others:
-        if isinstance(other, FileScorer) and other.model.text.encode(documents[0]) != encoded[0]:
+        if other.model.text.encode(documents[0]) != encode(documents[0]):
             raise InputError(f"{other.name} and {files[0].name} have different tokenizers; compare files of the same model")
-    windows = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
-    if len(windows) < 2:
-        raise InputError(
-            f"the text has {len(tokens)} tokens, too few for two windows of {size}: pass more text or a smaller --window"
-        )
-    reference, scores = score(source, files, windows)
-    result = summarize(reference, scores, windows) | {"text": text, "text_sha256": corpus.digest(documents), "window": size}
+    size = min(window or WINDOW, source.longest, *(scorer.longest for scorer in files))
+    windows = cut(documents, encode, size, limit)
+    with progress() as report:
+        reference = source.predictions(windows, report)
+        scores = [score(scorer, reference, windows, report, scorer.weights, scorer.facts) for scorer in files]
+    result = summarize(source.name, reference, scores, windows)
+    result |= {"text": text, "text_sha256": corpus.digest(documents), "window": size}
     click.echo(json.dumps(result, indent=1) if as_json else table(result))
 
 
@@ -189,61 +107,51 @@ def read_documents(text: str) -> list[str]:
         raise InputError(f"{text}: cannot read it: {error.strerror}; pass a text file, code or docs") from None
 
 
-def score(source: Scorer, files: Sequence[FileScorer], windows: Sequence[Sequence[int]]) -> tuple[Scores, list[Scores]]:
-    """Run all models over all windows; the results of the source, then those of the files."""
-    reference, scores = Scores(source.name), [Scores(scorer.name, scorer.weights, scorer.facts) for scorer in files]
-    with progress() as report:
-        for i, window in enumerate(windows):
-            report(i, len(windows), "windows")
-            next_tokens = np.asarray(window[1:])
-            theirs = np.concatenate(list(source.logits(window)))[:-1]
-            reference.nll.append(sum(float(part.sum()) for part in _nll(theirs, next_tokens)))
-            for scorer, result in zip(files, scores, strict=True):
-                add_window(result, theirs, scorer.logits(window), next_tokens)
-    return reference, scores
+def cut(documents: Sequence[str], encode: Callable[[str], list[int]], size: int, limit: int) -> Windows:
+    """The first `limit` tokens of the documents one after another in windows [windows, size]; the rest is left out.
+
+    InputError: they are not enough for two.
+    """
+    tokens = [token for document in documents for token in encode(document)][:limit]
+    count = len(tokens) // size
+    if count < 2:
+        raise InputError(
+            f"the text has {len(tokens)} tokens, too few for two windows of {size}: pass more text or a smaller --window"
+        )
+    return np.array(tokens[: count * size], np.int64).reshape(count, size)
 
 
-def _nll(logits: np.ndarray[Any, Any], next_tokens: np.ndarray[Any, Any]) -> Iterator[Array]:
-    for start in range(0, len(next_tokens), ROWS):
-        wanted = next_tokens[start : start + ROWS]
-        yield -log_softmax(logits[start : start + len(wanted)])[np.arange(len(wanted)), wanted]
+def score(
+    scorer: Scorer, reference: Predictions, windows: Windows, report: Report, weights: str, facts: dict[str, Any]
+) -> Scores:
+    """Run a model over all windows against the predictions of the source."""
+    divergence = Divergence(reference, windows[:, 1:].ravel())
+    scorer.run(windows, divergence.add, report)
+    nll = of_windows(divergence.nll, windows)
+    return Scores(scorer.name, nll, divergence.kl(), int(divergence.agrees.sum()), weights, facts)
 
 
-def add_window(
-    result: Scores,
-    theirs: np.ndarray[Any, Any],
-    parts: Iterator[np.ndarray[Any, Any]],
-    next_tokens: np.ndarray[Any, Any],
-) -> None:
-    """Count one window of a file; `theirs` are the source's logits float32 [predictions, vocab]."""
-    at, total = 0, 0.0
-    for part in parts:
-        wanted = next_tokens[at : at + len(part)]
-        # Nothing is predicted after the last token of the window.
-        q, p = log_softmax(part[: len(wanted)]), log_softmax(theirs[at : at + len(wanted)])
-        total -= float(q[np.arange(len(wanted)), wanted].sum())
-        result.kl.append(kl_divergence(p, q))
-        result.agree += int((p.argmax(-1) == q.argmax(-1)).sum())
-        at += len(part)
-    result.nll.append(total)
+def of_windows(nll: Array, windows: Windows) -> list[float]:
+    """Sums over the predicted tokens of each window."""
+    sums: list[float] = nll.reshape(len(windows), -1).sum(1).tolist()
+    return sums
 
 
-def summarize(reference: Scores, scores: Sequence[Scores], windows: Sequence[Sequence[int]]) -> dict[str, Any]:
+def summarize(source: str, reference: Predictions, scores: Sequence[Scores], windows: Windows) -> dict[str, Any]:
     """Everything that is reported, as plain values."""
-    counts = [len(window) - 1 for window in windows]
-    tokens = sum(counts)
+    tokens, counts = len(reference.nll), [windows.shape[1] - 1] * len(windows)
+    source_nll = of_windows(reference.nll, windows)
     files = []
     for s in scores:
-        kl = np.concatenate(s.kl)
-        difference = paired_difference(s.nll, reference.nll, counts)
+        difference = paired_difference(s.nll, source_nll, counts)
         files.append(
             {
                 "file": s.name,
                 "weights": s.weights,
                 **s.facts,
-                "perplexity": float(np.exp(s.mean_nll(tokens))),
-                "kl_mean": float(kl.mean()),
-                "kl_p99": percentile(kl.tolist(), 99),
+                "perplexity": float(np.exp(sum(s.nll) / tokens)),
+                "kl_mean": float(s.kl.mean()),
+                "kl_p99": percentile(s.kl.tolist(), 99),
                 "top1_agreement": s.agree / tokens,
                 "window_nll": s.nll,
                 "nll_difference": vars(difference),
@@ -255,7 +163,7 @@ def summarize(reference: Scores, scores: Sequence[Scores], windows: Sequence[Seq
         for a, b in combinations(scores, 2)
     ]
     return {
-        "source": {"name": reference.name, "perplexity": float(np.exp(reference.mean_nll(tokens)))},
+        "source": {"name": source, "perplexity": float(np.exp(sum(source_nll) / tokens))},
         "files": files,
         "pairs": pairs,
         "windows": len(windows),

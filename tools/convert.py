@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeq.container import ModelFile
+from edgeq.converters.allocation.budget import WITHIN
+from edgeq.converters.allocation.plan_file import write_plan, write_text
 from edgeq.converters.method_options import check_method_options
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.output import check_output
 from edgeq.devices import Device, device
-from edgeq.errors import ResourceError
+from edgeq.errors import InputError, ResourceError
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
+from edgeq.tools.budget import resolved
+from edgeq.tools.frontier import devices_shown, rows, show
 from edgeq.tools.params import refuse_gguf
+from edgeq.tools.plot import svg
 from edgeq.tools.report import bits_per_weight
 from edgeq.tools.terminal import note, progress, write
 
@@ -40,7 +46,12 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     """
     refuse_gguf(Path(source))
     profile = device(target) if target else None
-    settings = ConvertOptions(**(options | {"method": options["method"] or ""}))
+    plot, save = options.pop("plot", None), options.pop("save_plan", None)
+    settings = ConvertOptions(**resolved(options, profile))
+    if (plot or save) and settings.budget is None:
+        raise InputError(
+            f"{'--plot' if plot else '--save-plan'} goes with a budget: --bits 3.5, --size, --read, --kl or --speed"
+        )
     check_method_options(settings)
     if output is not None:
         check_output(source, output)
@@ -53,7 +64,12 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     try:
         with progress() as bar:
             plan = preflight(source, settings, bar.in_bytes)
-        facts = prospect(plan, profile)
+        frontier: list[dict[str, Any]] = []
+        if settings.budget is not None:
+            plan, frontier = allocated(plan, profile, plot, save)
+            if output is not None or not as_json:
+                show(frontier, sys.stdout if output is None else sys.stderr)
+        facts = prospect(plan, profile) | ({"frontier": frontier} if frontier else {})
         if output is None:
             for line in [json.dumps(facts, indent=1)] if as_json else lines(facts):
                 write(f"{line}\n")
@@ -63,6 +79,8 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
         note("interrupted; run the same command again to continue")
         raise
     note(f"{output}: {'already there, ' * found.found}{summary(found.file)}")
+    for line in outcome(found.file):
+        note(line)
     if as_json:
         made = {"output": str(output), "already_there": found.found, "identity": found.file.identity}
         write(json.dumps(facts | made | {"file_bytes": found.file.size}, indent=1) + "\n")
@@ -80,6 +98,40 @@ def carried_out(plan: ConversionPlan, output: Path, facts: dict[str, Any]) -> Co
 
     with progress() as bar:
         return carry_out(plan, output, bar, note, lambda report: note(f"{report}, {bar.left} left"), begin)
+
+
+def allocated(
+    plan: ConversionPlan, profile: Device | None, plot: Path | None, save: Path | None
+) -> tuple[ConversionPlan, list[dict[str, Any]]]:
+    """The plan with the codecs that its budget allows, and the frontier; a chart and the codecs go to the files named."""
+    from edgeq.converters.allocation.allocate import allocate
+
+    with progress() as bar:
+        found = allocate(plan, bar, note)
+    frontier = rows(found.frontier.points(), found.point, devices_shown(profile))
+    if save:
+        write_plan(save, found.point.names)
+    if plot:
+        write_text(plot, svg(frontier, f"{plan.checkpoint.name}: bits where they matter"))
+    return found.plan, frontier
+
+
+def outcome(file: ModelFile) -> list[str]:
+    """The measured divergence of a file with an allocation, beside what was predicted; nothing of other files."""
+    measured = file.metadata.provenance.get("measured")
+    found = measured if isinstance(measured, dict) else {}
+    if "kl" not in found:
+        return []
+    line = f"KL divergence {found['kl']:.3g} nats on calibration text"
+    if "kl_predicted" not in found:
+        return [line]
+    off = found["kl"] / found["kl_predicted"] - 1 if found["kl_predicted"] else 0.0
+    lines = [f"{line}, predicted {found['kl_predicted']:.3g} ({100 * off:+.0f} %)"]
+    if abs(off) > WITHIN and 3 <= bits_per_weight(file.metadata, lambda name: True) <= 6:
+        lines.append(
+            f"the prediction missed by more than {100 * WITHIN:.0f} %: sums of single parts do not describe this model well"
+        )
+    return lines
 
 
 def prospect(plan: ConversionPlan, profile: Device | None) -> dict[str, Any]:

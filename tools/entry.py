@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ OPTIONS = {
     "prompt": "-p",
     "max_tokens": "-n",
     "context": "-c",
+    "images": "--image",
     "threads": "-t",
     "temperature": "--temp",
     "requantization": "--requantize",
@@ -31,11 +33,13 @@ OPTIONS = {
     "alpha": "--requantize-alpha",
     "damping": "--requantize-damping",
     "min_tokens": "--requantize-min-tokens",
+    # The one method that keeps masters.
+    "master": "--method ttq --master",
 } | {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
-        *("chat_template", "threads_prefill", "mode", "kv", "target", "isa", "draft", "gamma"),
+        *("chat_template", "threads_prefill", "mode", "kv", "target", "isa", "draft", "gamma", "image_tokens"),
     )
 }
 """Parameter of the Python interface: the option that a user of the command line knows it by."""
@@ -44,13 +48,18 @@ _HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class Failure(click.ClickException):
-    """One line on stderr, exit code 1."""
+    """One line on stderr, exit code 1; as_json: on stdout too, as the one JSON object that the program at its end can read."""
+
+    as_json = False
 
     def show(self, file: Any = None) -> None:
         # Names in a message can come from a stranger's file: no line breaks, no terminal escapes, not a megabyte of them.
         line = "".join(c if c.isprintable() else " " for c in " ".join(self.message.split()))
         line = line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + " ..."
         click.echo(f"error: {line}", err=True)
+        if self.as_json:
+            with suppress(OSError):
+                click.echo(json.dumps({"error": line, "exit_code": self.exit_code}))
 
 
 class UsageFailure(Failure):
@@ -143,6 +152,20 @@ def one_line() -> Iterator[None]:
         raise click.exceptions.Exit(130) from None
 
 
+WORDS = "edgeq.words"
+"""Where a context keeps the words of its command line."""
+
+
+@contextmanager
+def in_json(words: list[str]) -> Iterator[None]:
+    """Failures of a command line that asks for JSON are told as JSON."""
+    try:
+        yield
+    except Failure as failure:
+        failure.as_json = any(word in ("--json", "--jsonl") for word in words)
+        raise
+
+
 class Command(SectionedCommand):
     """A command that is run by itself, as a module of the laboratory is."""
 
@@ -160,12 +183,19 @@ class Commands(Examples, click.Group):
 
     command_class = SectionedCommand
 
-    def make_context(self, *arguments: Any, **settings: Any) -> click.Context:
-        with one_line():
-            return super().make_context(*arguments, **settings)
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **settings: Any) -> click.Context:
+        # click takes the words away as it reads them, and an error may come before it has read all.
+        words = list(args)
+        with in_json(words), one_line():
+            ctx = super().make_context(info_name, args, *rest, **settings)
+        ctx.meta[WORDS] = words
+        return ctx
 
     def invoke(self, ctx: click.Context) -> Any:
-        with one_line():
+        from edgeq.machine import check_system
+
+        with in_json(ctx.meta[WORDS]), one_line():
+            check_system()
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from edgeq import machine, measurements
 from edgeq.container import VERSION, ModelFile
 from edgeq.errors import InputError
 from edgeq.records import LinearSpec
-from edgeq.tools.report import bits_per_weight
+from edgeq.tools.report import bits_per_weight, in_decoder, in_tower
 from edgeq.tools.terminal import progress, write
 
 
@@ -34,7 +33,7 @@ def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> N
             for done, total in file.verify():
                 report(done, total, "verify")
     if shown is not None:
-        write(blob_text(file, shown, for_terminal=sys.stdout is not None and sys.stdout.isatty()))
+        write(blob_text(file, shown))
         return
     facts = collect(file, verify)
     if as_json:
@@ -43,18 +42,13 @@ def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> N
         show(facts)
 
 
-def blob_text(file: ModelFile, name: str, for_terminal: bool) -> str:
-    """The text of a blob; on a terminal without the control characters that a stranger's file may have.
-
-    InputError: there is no such blob.
-    """
+def blob_text(file: ModelFile, name: str) -> str:
+    """The text of a blob.  InputError: there is no such blob."""
     blob = file.blob(name)
     if blob is None:
         has = ", ".join(sorted(file.metadata.blobs)) or "none"
         raise InputError(f"{file.path}: no {name} in the file; it has {has}")
     text = blob.decode("utf-8", "replace")
-    if for_terminal:
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if text.endswith("\n") else f"{text}\n"
 
 
@@ -83,7 +77,8 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
         "other_bytes": file.size - sum(g["bytes"] for g in groups) - arrays - sum(blobs.values()),
         "bits_per_weight": {
             "all": bits_per_weight(metadata, lambda name: True),
-            "decoder": bits_per_weight(metadata, lambda name: name != "head"),
+            "decoder": bits_per_weight(metadata, in_decoder),
+            **({"vision": bits_per_weight(metadata, in_tower)} if metadata.config.vision else {}),
             "head": bits_per_weight(metadata, lambda name: name == "head"),
         },
         "bytes_per_token": sizes,
@@ -130,7 +125,10 @@ def layers(linears: list[LinearSpec]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Stored]] = {}
     for linear in linears:
         for part in parts(linear):
-            groups.setdefault((linear.name.split(".")[-1], part.component, part.codec), []).append(part)
+            last = linear.name.split(".")[-1]
+            # `vision.project.0` is not one of several layers.
+            name = f"vision {'project ' * last.isdecimal()}{last}" if in_tower(linear.name) else last
+            groups.setdefault((name, part.component, part.codec), []).append(part)
     weighed = ("weights", "second block", "master")
     return [
         {
@@ -163,6 +161,8 @@ def show(facts: dict[str, Any]) -> None:
         f"inner {config['intermediate_size']}, {heads}, vocabulary {config['vocab_size']}, "
         f"{config['max_position_embeddings']} positions, {'tied' if config['tie_word_embeddings'] else 'own'} head"
     )
+    if config["vision"]:
+        console.print(tower_line(config["vision"]))
     table = Table(box=None, pad_edge=False)
     for name in ("part", "codec", "layers", "rows x columns", "MB", "bits/weight"):
         table.add_column(name, justify="left" if name in ("part", "codec") else "right")
@@ -181,7 +181,8 @@ def show(facts: dict[str, Any]) -> None:
     table.add_row("metadata, padding", "", "", "", f"{facts['other_bytes'] / 1e6:,.2f}", "")
     table.add_row("total", "", "", "", f"{facts['bytes'] / 1e6:,.2f}", "")
     console.print(table)
-    console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}, head {bits['head']:.3f}")
+    tower = f", vision tower {bits['vision']:.3f}" if "vision" in bits else ""
+    console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}, head {bits['head']:.3f}{tower}")
     sizes = facts["bytes_per_token"]
     console.print(
         f"read per token: {sizes['weights'] / 1e6:,.2f} MB of layers, {sizes['head'] / 1e6:,.2f} MB of head, "
@@ -194,6 +195,18 @@ def show(facts: dict[str, Any]) -> None:
         console.print(f"{title}:")
         for key, value in flat(facts[title]):
             console.print(f"  {escape(key)}: {escape(json.dumps(value))}")
+
+
+def tower_line(vision: dict[str, Any]) -> str:
+    """Sizes of the vision tower, and of the pictures that it takes."""
+    image, edge = vision["image"], vision["patch_size"] * vision["merge"]
+    pixels = f"{image['min_pixels']:,} to {image['max_pixels']:,} pixels"
+    size = pixels if image["sizing"] == "factor" else f"{image['height']} x {image['width']} pixels"
+    return (
+        f"vision tower: {vision['num_hidden_layers']} layers, hidden {vision['hidden_size']}, inner "
+        f"{vision['intermediate_size']}, {vision['num_attention_heads']} heads of {vision['head_dim']}, patches of "
+        f"{vision['patch_size']}, a token for {edge} x {edge} pixels; pictures of {size}"
+    )
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

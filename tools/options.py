@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from edgeq.devices import DEVICES
 from edgeq.tools.help_sections import decorated, section
 from edgeq.tools.params import EdgeqFile, Gamma, OneOf, Seed, Threads
 
@@ -123,6 +124,22 @@ TARGET_OPTIONS = decorated(
     ),
     requantization,
 )
+IMAGES = prompt(
+    "--image",
+    "images",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A picture that the question is about: PNG, JPEG, WebP, GIF or BMP; may be given several times.  The prompt goes "
+    "through the chat template, as with --chat.",
+)
+IMAGE_TOKENS = execution(
+    "--image-tokens",
+    type=int,
+    metavar="N",
+    help="The most tokens that a picture gets; it is shrunk to them.  [default: as many as the file allows, at most 1280 and "
+    "half the context]",
+)
 DRAFT_OPTIONS = decorated(
     drafts(
         "--draft",
@@ -140,6 +157,22 @@ DRAFT_OPTIONS = decorated(
         show_default=True,
         help="Draft length, 1 to 7 tokens; auto chooses the length with the best measured speed-up.",
     ),
+)
+elsewhere = section("Kernels for another machine")
+WARM_OPTIONS = decorated(
+    click.argument("model", metavar="[FILE]", required=False, type=EdgeqFile()),
+    elsewhere(
+        "--for",
+        "device",
+        metavar="DEVICE",
+        type=OneOf(*(name for name, device in DEVICES.items() if device.supported)),
+        help="Compile for this device, not to be run here; edgeq devices lists the names.",
+    ),
+    elsewhere("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write what --for compiles here."),
+    elsewhere("--from", "source", type=click.Path(path_type=Path), metavar="FILE", help="Install what --for wrote."),
+    elsewhere("--trust", metavar="DIGEST", help="Install it without a question if this is its digest."),
+    THREADS,
+    TARGET_OPTIONS,
 )
 GENERATION_OPTIONS = decorated(
     text("-n", "--tokens", type=int, metavar="N", default=256, show_default=True, help="Generate at most N tokens."),

@@ -14,8 +14,12 @@ import click
 from edgeq.errors import InputError
 
 LARGEST = 1 << 24
+LARGEST_EDGE = 10_000
 GGUF_MAGIC = b"GGUF"
 RANDOM = "random"
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_DECIMAL = re.compile(r"\d{1,12}(\.\d{1,12})?|\.\d{1,12}")
+_BYTES = re.compile(rf"({_DECIMAL.pattern}) ?(?P<unit>b|[kmg]i?b)", re.IGNORECASE)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -54,6 +58,19 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         if count is None or count < self.least:
             self.fail(f"{value!r}: expected a number from {self.least}", param, ctx)
         return count
+
+
+class PixelSize(click.ParamType):  # type: ignore[type-arg]
+    """WIDTHxHEIGHT in pixels."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        width, _, height = str(value).casefold().partition("x")
+        sizes = number(width, LARGEST_EDGE), number(height, LARGEST_EDGE)
+        if sizes[0] and sizes[1]:
+            return sizes[0], sizes[1]
+        self.fail(f"{value!r}: expected width x height in pixels, such as 448x448, each at most {LARGEST_EDGE}", param, ctx)
 
 
 class Threads(click.ParamType):  # type: ignore[type-arg]
@@ -110,15 +127,54 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]
 
 
 class Bits(click.ParamType):  # type: ignore[type-arg]
-    """W, W/A or W/A/KV: bits of weights, of activations and of the cache."""
+    """W, W/A or W/A/KV: bits of weights, of activations and of the cache; W with a decimal point is an average."""
+
+    name = "bits"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
+        parts = str(value).split("/")
+        if _DECIMAL.fullmatch(parts[0]) and "." in parts[0]:
+            # What follows is read as after a whole number.
+            rest = self.convert("/".join(["4", *parts[1:]]), param, ctx)
+            return {"average_bits": float(parts[0])} | {key: bits for key, bits in rest.items() if key != "bits"}
+        if len(parts) <= 3 and all(number(part, 64) is not None for part in parts):
+            return dict(zip(("bits", "activation_bits", "kv_bits"), map(int, parts), strict=False))
+        self.fail(f"{value!r}: expected bits of weights, activations and cache, such as 4, 4/8 or 4/4/4", param, ctx)
+
+
+class VisionBits(click.ParamType):  # type: ignore[type-arg]
+    """W or W/A: bits of a vision tower's weights and activations."""
 
     name = "bits"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
         parts = str(value).split("/")
-        if len(parts) <= 3 and all(number(part, 64) is not None for part in parts):
-            return dict(zip(("bits", "activation_bits", "kv_bits"), map(int, parts), strict=False))
-        self.fail(f"{value!r}: expected bits of weights, activations and cache, such as 4, 4/8 or 4/4/4", param, ctx)
+        if len(parts) <= 2 and all(number(part, 64) is not None for part in parts):
+            return dict(zip(("vision_bits", "vision_activation_bits"), map(int, parts), strict=False))
+        self.fail(f"{value!r}: expected bits of weights and activations, such as 8/8 or 4/8", param, ctx)
+
+
+class Amount(click.ParamType):  # type: ignore[type-arg]
+    """A number above 0."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if _DECIMAL.fullmatch(str(value)) and (amount := float(value)) > 0:
+            return amount
+        self.fail(f"{value!r}: expected a number above 0", param, ctx)
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg]
+    """A number of bytes with a unit: 600MB, 0.5GB, 512MiB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = _BYTES.fullmatch(str(value).strip())
+        if not found or float(found[1]) <= 0:
+            self.fail(f"{value!r}: expected a size such as 600MB, 0.5GB or 512MiB", param, ctx)
+        return float(found[1]) * UNITS[found["unit"].casefold()]
 
 
 class CalibrationText(click.Path):

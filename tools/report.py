@@ -22,10 +22,20 @@ def decoder_codec(metadata: Metadata) -> str:
     """The codec of most decoder weights."""
     sizes: dict[str, int] = {}
     for name, linear in metadata.linears.items():
-        if name != "head":
+        if in_decoder(name):
             codec = linear.weights[0].codec.name
             sizes[codec] = sizes.get(codec, 0) + linear.nbytes
     return max(sizes, key=sizes.__getitem__)
+
+
+def in_decoder(name: str) -> bool:
+    """Whether a linear layer is one of the decoder's: neither the head nor of the vision tower."""
+    return name != "head" and not in_tower(name)
+
+
+def in_tower(name: str) -> bool:
+    """Whether a linear layer is one of the vision tower or its projector."""
+    return name.startswith("vision.")
 
 
 def head_codec(metadata: Metadata) -> str:

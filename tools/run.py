@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import click
 from edgeq import machine
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
+from edgeq.image import Picture
 from edgeq.runtime import Generation, Model, Sampling
 from edgeq.runtime.chat_template import ChatTemplate
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
+from edgeq.runtime.pictures import MOST_TOKENS
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.runtime.tokenizer import Text
@@ -25,7 +28,7 @@ from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe, identification, read_bandwidth
 from edgeq.tools.terminal import compilation, note, progress, write
 
-LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context", "requantization")
+LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context", "requantization", "image_tokens")
 SAMPLING = {"temperature": "temp"} | {
     name: name for name in ("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "seed")
 }
@@ -51,14 +54,17 @@ def run(
     stop: tuple[str, ...],
     draft: DraftSource,
     gamma: int | None,
+    images: tuple[Path, ...],
     **options: Any,
 ) -> None:
     """Text goes to standard output as it is generated, then a summary to standard error; or one JSON object and nothing else.
 
     as_lines   a JSON object for every token, as it comes, then the object of `as_json`
+    images     with some the chat template is used
 
     InputError: no prompt, a file that cannot be read, an option out of range.
     """
+    chat = chat or bool(images)
     if not chat and (system is not None or chat_template is not None):
         raise InputError("--system and --chat-template go with --chat")
     text = prompt_text(prompt, file)
@@ -66,8 +72,10 @@ def run(
     messages.append({"role": "user", "content": text})
     template = read_template(chat_template)
     if options["context"] is None:
-        options["context"] = context_for(model, text, messages if chat else None, template, tokens)
-    loaded = load(model, template, options)
+        visual = most_visual(model, len(images), options["image_tokens"])
+        options["context"] = context_for(model, text, messages if chat else None, template, tokens + visual)
+    loaded = load(model, template, options, sees=bool(images))
+    pictures = [loaded.read_image(path) for path in images]
     sampling, label = sampling_of(loaded, options)
     settings: dict[str, Any] = {
         "max_tokens": tokens,
@@ -82,12 +90,14 @@ def run(
             report(done, total, "prompt")
 
         if chat:
-            generation = loaded.chat(messages, on_progress=prefilled, **settings)
+            generation = loaded.chat(messages, images=pictures, on_progress=prefilled, **settings)
         else:
             generation = loaded.generate(text, on_progress=prefilled, **settings)
         pieces = generation.pieces()
         # The bar has to be gone before text is written.
         first = next(pieces)
+    for line in (line for picture in pictures for line in picture.notes):
+        note(line)
     if not (as_json or as_lines):
         note(label)
         write(first.text)
@@ -101,7 +111,37 @@ def run(
         click.echo(json.dumps(first._asdict()))
         for piece in pieces:
             click.echo(json.dumps(piece._asdict()))
-    click.echo(json.dumps(as_object(loaded, generation, text, sampling)))
+    click.echo(json.dumps(as_object(loaded, generation, text, sampling) | shown(images, pictures, loaded)))
+
+
+def most_visual(model: Path, images: int, image_tokens: int | None) -> int:
+    """The most tokens that so many pictures can have."""
+    if not images:
+        return 0
+    vision = ModelFile.open(model).metadata.config.vision
+    limit = vision.image.most_tokens(vision.patch_size * vision.merge) if vision else 0
+    return images * min(limit, image_tokens or MOST_TOKENS)
+
+
+def shown(paths: Sequence[Path], pictures: Sequence[Picture], model: Model) -> dict[str, Any]:
+    """What --json says of each picture, where the model sees: its size in the file, and as the model sees it."""
+    if model.config.vision is None:
+        return {}
+    patch, merge = model.config.vision.patch_size, model.config.vision.merge
+    lines = [
+        {
+            "path": str(path),
+            "width": picture.size[0],
+            "height": picture.size[1],
+            "seen_width": picture.grid[2] * patch,
+            "seen_height": picture.grid[1] * patch,
+            "tokens": len(picture.patches) // merge**2,
+            "read_s": picture.read_s,
+            "notes": list(picture.notes),
+        }
+        for path, picture in zip(paths, pictures, strict=True)
+    ]
+    return {"images": lines}
 
 
 def context_for(model: Path, text: str, messages: list[dict[str, str]] | None, template: str | None, tokens: int) -> int | None:
@@ -168,14 +208,21 @@ def read_template(chat_template: Path | None) -> str | None:
     return None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
 
 
-def load(model: Path, chat_template: str | None, options: dict[str, Any]) -> Model:
-    """The model, loaded with those of `options` that Model.load takes."""
+def load(model: Path, chat_template: str | None, options: dict[str, Any], sees: bool = False) -> Model:
+    """The model, loaded with those of `options` that Model.load takes; `sees`: with its vision tower compiled.
+
+    InputError: it has none.
+    """
     cores = machine.cpu().cores
     most = max(options["threads"], options["threads_prefill"])
     if most > cores:
         note(f"{most} threads on {cores} core{'s' * (cores > 1)}: they wait for each other; -t auto is faster")
     with compilation() as report:
-        return Model.load(model, chat_template=chat_template, on_progress=report, **{name: options[name] for name in LOAD})
+        given = {name: options[name] for name in LOAD}
+        loaded = Model.load(model, chat_template=chat_template, on_progress=report, **given)
+        if sees:
+            loaded.prepare_images(report)
+        return loaded
 
 
 def sampling_of(model: Model, options: dict[str, Any]) -> tuple[Sampling, str]:
@@ -232,6 +279,9 @@ def summary(model: Model, generation: Generation) -> list[str]:
         f"cache    {cache_label(model)}, context {model.context:,}",
         f"prefill  {m.prefill_rate:,.1f} tok/s ({m.prompt_tokens - m.cached_tokens} tokens), TTFT {1000 * m.ttft_s:,.0f} ms",
     ]
+    if m.images:
+        tower = f"tower {1000 * m.vision_s:,.0f} ms" if m.vision_s else "from the cache"
+        lines.append(f"images   {m.images} ({m.visual_tokens} tokens), read in {1000 * m.read_s:,.0f} ms, {tower}")
     if m.decode_steps:
         decode = f"decode   {m.decode_rate:,.1f} tok/s ({m.generated_tokens} tokens, ended by {generation.finish_reason})"
         share, bandwidth = "", read_bandwidth(model, reached=m.decode_bytes_per_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,17 +31,10 @@ def percentile(values: Sequence[float], p: float) -> float:
     return float(np.percentile(np.asarray(values, np.float64), p))
 
 
-def log_softmax(logits: ArrayLike) -> Array:
-    """Natural log of the probabilities, float64 [rows, vocab]."""
-    x = np.asarray(logits, np.float64)
-    x = x - x.max(axis=-1, keepdims=True)
-    return np.asarray(x - np.log(np.exp(x).sum(axis=-1, keepdims=True)))
-
-
-def kl_divergence(p: Array, q: Array) -> Array:
-    """KL(p || q) in nats, float64 [rows], of log-probabilities [rows, vocab]; a probability of zero in p adds nothing."""
-    mass = np.exp(p)
-    return np.asarray(np.multiply(mass, p - q, out=np.zeros_like(mass), where=mass > 0).sum(axis=-1))
+def log_sum_exp(logits: NDArray[Any]) -> Array:
+    """Natural log of the sum of exponentials, float64 [rows] of [rows, entries]."""
+    largest = logits.max(1, keepdims=True)
+    return np.asarray(np.log(np.exp(logits - largest, dtype=np.float64).sum(1)) + largest[:, 0])
 
 
 def paired_difference(a: ArrayLike, b: ArrayLike, counts: ArrayLike, seed: int = 0) -> Interval:

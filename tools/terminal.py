@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,10 +33,36 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+_JOINERS = "\u200c\u200d\u200e\u200f"
+"""Invisible characters that words of many languages, and emoji, are written with; they move nothing but their neighbours."""
+
+
+def harmless(text: str) -> str:
+    """`text` as a terminal may get it: what could be obeyed, or reorder or hide other text, is shown as U+FFFD.
+
+    Those are control characters but line ends and tabs (ESC, CSI, OSC, also those of C1), format characters (such as the marks
+    that reverse a line) and line separators.  A carriage return is dropped: before a line end it is nothing.
+    """
+    if text.isprintable():
+        return text
+
+    def shown(c: str) -> str:
+        if c in "\n\t" or c in _JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            return c
+        return "" if c == "\r" else "\N{REPLACEMENT CHARACTER}"
+
+    return "".join(map(shown, text))
+
+
 def write(text: str) -> None:
-    """Write text to standard output and flush, unless it is closed; characters outside its encoding become question marks."""
+    """Write text to standard output and flush, unless it is closed; characters outside its encoding become question marks.
+
+    A terminal gets `harmless` text, since a model's can be anything; a pipe or a file gets it as it is.
+    """
     if sys.stdout is None:
         return
+    if sys.stdout.isatty():
+        text = harmless(text)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
@@ -107,24 +134,34 @@ def progress() -> Iterator[Bar]:
         bar.close()
 
 
-@contextmanager
-def compilation() -> Iterator[Report]:
+class Compilation:
     """Progress of Model.load, which reports only what is measured or compiled now: a bar on a terminal, else a line for each
-    stage; then the time that compilation took."""
-    started: float | None = None
-    shown = ""
+    stage.
+
+    seconds   from the first kernel that was compiled to the last report; 0 where all were kept from an earlier run
+    """
+
+    def __init__(self, bar: Bar) -> None:
+        self.seconds = 0.0
+        self._bar, self._shown = bar, ""
+        self._started: float | None = None
+
+    def __call__(self, done: float, total: float, label: str) -> None:
+        stage = f"compiling {total:.0f} kernel{'s' * (total != 1)}" if total else label
+        if done == 0 and stage != self._shown and not sys.stderr.isatty():
+            note(f"{stage}, once on this machine ...")
+        self._shown = stage
+        if total:
+            self._started = perf_counter() if self._started is None else self._started
+            self.seconds = perf_counter() - self._started
+        self._bar(done, total, label)
+
+
+@contextmanager
+def compilation() -> Iterator[Compilation]:
+    """Progress of Model.load; after it a line with the time that compilation took, if any did."""
     with progress() as bar:
-
-        def report(done: float, total: float, label: str) -> None:
-            nonlocal started, shown
-            stage = f"compiling {total:.0f} kernel{'s' * (total != 1)}" if total else label
-            if done == 0 and stage != shown and not sys.stderr.isatty():
-                note(f"{stage}, once on this machine ...")
-            shown = stage
-            if total and started is None:
-                started = perf_counter()
-            bar(done, total, label)
-
+        report = Compilation(bar)
         yield report
-    if started is not None:
-        note(f"kernels compiled in {perf_counter() - started:.1f} s")
+    if report.seconds:
+        note(f"kernels compiled in {report.seconds:.1f} s")

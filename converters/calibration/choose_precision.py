@@ -28,7 +28,6 @@ from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
 from edgeq.converters.linears import RoundRows
 from edgeq.converters.method import Method
-from edgeq.converters.options import HeadBits
 from edgeq.converters.quantizer import quantize, restored
 from edgeq.converters.slabs import RowReader, Tensors, slabs
 from edgeq.quantization import activation_block, activation_limit
@@ -44,7 +43,7 @@ ROWS = 4
 class PrecisionChoice:
     """Bits of the head, the mode, and the measurements that chose them, which go into the provenance."""
 
-    head: HeadBits
+    head: int
     mode: Mode
     measured: dict[str, object]
 
@@ -66,14 +65,15 @@ class LogSumExp:
         return (part - self.value).exp()
 
 
-def quantize_inputs(layer: nn.Module, codec: Callable[[int], Codec]) -> None:
-    """Round the inputs of the linear layers of `layer` to 8 bits from now on; `codec`: columns of a weight -> its codec."""
+def quantize_inputs(layer: nn.Module, codecs: Mapping[str, Codec]) -> None:
+    """Round the inputs of the linear layers of `layer` to 8 bits from now on; `codecs`: of their weights, by module path."""
 
-    def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (rounded_activations(args[0], codec(args[0].shape[-1])), *args[1:])
+    def rounds(own: Codec) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        return lambda module, args: (rounded_activations(args[0], own), *args[1:])
 
-    for module in quantized_linears(layer).values():
-        module.register_forward_pre_hook(rounded)
+    for path, module in quantized_linears(layer).items():
+        if (own := codecs[path]).kind == "int":
+            module.register_forward_pre_hook(rounds(own))
 
 
 def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
@@ -94,7 +94,8 @@ def choose(
     tensors: Tensors,
     tokens: Tensor,
     stored: WholeReader,
-    heads: Mapping[HeadBits, Codec | None],
+    heads: Mapping[int, Codec | None],
+    codecs: Mapping[str, Codec],
     on_share: Callable[[float], None] = lambda share: None,
     round_rows: RoundRows = quantize,
 ) -> PrecisionChoice:
@@ -102,7 +103,8 @@ def choose(
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
     heads    candidates, smallest first: bits -> codec, None for an unrounded head
-    round_rows    how rows of the head are rounded
+    codecs   of the weights of decoder layers, by tensor
+    round_rows  how rows of the head are rounded
     """
     tokens = tokens[:: -(-len(tokens) // ROWS)]
     config = method.stored_config
@@ -110,7 +112,7 @@ def choose(
     exact = _hidden(method, checkpoint, tensors, tokens, stored, None, lambda share: on_share(share / runs))
     rounded = exact
     if not method.mode:
-        rounded = _hidden(method, checkpoint, tensors, tokens, stored, method.codec, lambda share: on_share((1 + share) / 2))
+        rounded = _hidden(method, checkpoint, tensors, tokens, stored, codecs, lambda share: on_share((1 + share) / 2))
     norm = last_norm(config, tensors)
     # Inputs of the head at every position that has a next token: [tokens, hidden].
     inputs = [norm(hidden[:, :-1].flatten(0, 1)) for hidden in (exact, rounded)]
@@ -138,10 +140,10 @@ def _hidden(
     tensors: Tensors,
     tokens: Tensor,
     stored: WholeReader,
-    rounded: Callable[[int], Codec] | None,
+    rounded: Mapping[str, Codec] | None,
     on_share: Callable[[float], None],
 ) -> Tensor:
-    """Outputs of the last layer as stored, [rows, length, hidden]; `rounded`: inputs rounded as targets do for these codecs."""
+    """Outputs of the last layer as stored, [rows, length, hidden]; `rounded`: inputs rounded for these codecs, by tensor."""
     forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
     layers = method.config.num_hidden_layers
     for index in range(layers):
@@ -149,7 +151,10 @@ def _hidden(
         layer = forward.load(index, stored)
         method.install(index, layer)
         if rounded:
-            quantize_inputs(layer, rounded)
+            prefix, ending = f"model.layers.{index}.", ".weight"
+            quantize_inputs(
+                layer, {n.removeprefix(prefix).removesuffix(ending): c for n, c in rounded.items() if n.startswith(prefix)}
+            )
         forward.advance(index, layer)
         forward.unload(layer)
     return forward.hidden
@@ -164,9 +169,9 @@ def _measure(
     head: Iterator[NDArray[np.float32]],
     inputs: list[Tensor],
     targets: Tensor,
-    heads: Mapping[HeadBits, Codec | None],
+    heads: Mapping[int, Codec | None],
     round_rows: RoundRows,
-) -> tuple[dict[HeadBits, float], dict[HeadBits, float]]:
+) -> tuple[dict[int, float], dict[int, float]]:
     """Per candidate: mean KL from the unrounded head, and mean rise of the negative log-likelihood from a16 to a8.
 
     KL(p || q) = sum p (l - m) - log sum exp l + log sum exp m for logits l and m, summed slab by slab of the vocabulary.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgeq.config import ModelConfig, Rope
-from edgeq.rope import frequencies
+from edgeq.config import ModelConfig
+from edgeq.rope import Rope, frequencies
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines [positions, pairs]."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeq.config import ModelConfig
+from edgeq.config import ModelConfig, Stack, VisionConfig
 from edgeq.converters.checkpoint import TensorSource
-from edgeq.manifest import layer_contents
+from edgeq.manifest import StackContents, layer_contents, layer_prefix, patch_contents, projector_contents
 
 Values = Mapping[str, Any]
 
@@ -82,7 +82,7 @@ def no_windows(values: Values, layers: int) -> tuple[int, ...]:
     return ()
 
 
-def no_sources(config: ModelConfig) -> dict[str, TensorSource]:
+def no_sources(config: Any) -> dict[str, TensorSource]:
     return {}
 
 
@@ -92,12 +92,15 @@ class FamilyDescription:
 
     defaults   transformers' own, for keys that config.json may leave out
     neutral    values of other keys that have no effect
-    settings   fields of `ModelConfig` that not all families have in the same way, constant or read from config.json
+    settings   fields of `ModelConfig` that not all families have in the same way, constant or read from config.json; of a tower
+               all fields of `VisionConfig` but how a picture becomes pixels
     windows    sliding window of every layer
     keys       what config.json calls a key of `ModelConfig`, where it differs
     biases     linear parts of a decoder layer that have one
     sources    where the tensors lie that the checkpoint does not have under the names used here
     derived    ends of names of tensors that follow from the configuration: old checkpoints carry them
+    tower      of the vision tower, whose keys are in `vision_config`; those of the decoder may be in `text_config`
+    renamed    beginnings of names of tensors in some checkpoints -> those that `sources` and the decoder's names have
     """
 
     architecture: str
@@ -107,28 +110,43 @@ class FamilyDescription:
     windows: Callable[[Values, int], tuple[int, ...]] = no_windows
     keys: Mapping[str, str] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
-    sources: Callable[[ModelConfig], dict[str, TensorSource]] = no_sources
+    sources: Callable[[Any], dict[str, TensorSource]] = no_sources
     derived: tuple[str, ...] = (".rotary_emb.inv_freq",)
     mappings: Callable[[ModelConfig], tuple[ScaleMapping, ...]] = llama_mappings
+    tower: FamilyDescription | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Family:
-    """The family of one checkpoint, whose network is `config`."""
+    """The family of one checkpoint, whose decoder or tower is `config`."""
 
     description: FamilyDescription
-    config: ModelConfig
+    config: Stack
 
     @property
     def architecture(self) -> str:
         return self.description.architecture
 
+    @property
+    def prefix(self) -> str:
+        """What the names of its tensors begin with."""
+        return self.config.prefix or "model."
+
+    @property
+    def tower(self) -> Family | None:
+        """The family of the vision tower beside this decoder."""
+        vision = self.config.vision if isinstance(self.config, ModelConfig) else None
+        return Family(self.description.tower, vision) if vision and self.description.tower else None
+
     def sources(self) -> dict[str, TensorSource]:
-        return self.description.sources(self.config)
+        """Where the tensors lie, the tower's too."""
+        of_tower = self.tower.sources() if self.tower else {}
+        return self.description.sources(self.config) | of_tower
 
     def layer_parts(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Part of a decoder layer -> tensor name and shape, in execution order: attention_norm, q, q.bias, k ... down."""
-        prefix, tensors = f"layers.{layer}.", f"model.layers.{layer}."
+        """Part of a layer -> tensor name and shape, in execution order: attention_norm, q, q.bias, k ... down."""
+        prefix, tensors = layer_prefix(self.config, layer), f"{self.prefix}layers.{layer}."
         parts: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, content in layer_contents(self.config, layer).items():
             if isinstance(content, tuple):
@@ -144,11 +162,32 @@ class Family:
         return parts
 
     def layer_tensors(self, layer: int) -> dict[str, str]:
-        """Part of a decoder layer -> tensor name."""
+        """Part of a layer -> tensor name."""
         return {part: name for part, (name, _) in self.layer_parts(layer).items()}
 
-    def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Every tensor the model needs and its shape."""
+    def end_parts(self, contents: StackContents) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The same of what a tower has before and after its layers."""
+        parts: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, content in contents.items():
+            part = name.removeprefix(self.prefix)
+            if isinstance(content, tuple):
+                kind = "bias" if part.endswith("_bias") else "weight"
+                parts[part] = f"{self.prefix}{part.removesuffix('_bias')}.{kind}", content
+                continue
+            rows, columns = content[name]
+            parts[part] = f"{name}.weight", (rows, columns)
+            if part in self.description.biases:
+                parts[f"{part}.bias"] = f"{name}.bias", (rows,)
+        return parts
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor the model needs and its shape; of a decoder without those of its tower."""
+        config = self.config
+        layers = [dict(self.layer_parts(layer).values()) for layer in range(config.num_hidden_layers)]
+        if isinstance(config, VisionConfig):
+            ends = patch_contents(config) | projector_contents(config)
+            return dict(self.end_parts(ends).values()) | {name: shape for layer in layers for name, shape in layer.items()}
+        assert isinstance(config, ModelConfig)
         hidden = config.hidden_size
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), NORM: (hidden,)}
         if config.layer_norm:
@@ -157,8 +196,8 @@ class Family:
             shapes[POSITIONS] = (config.max_position_embeddings, hidden)
         if not config.tie_word_embeddings:
             shapes[HEAD] = (config.vocab_size, hidden)
-        for layer in range(config.num_hidden_layers):
-            shapes.update(dict(self.layer_parts(layer).values()))
+        for layer in layers:
+            shapes.update(layer)
         return shapes
 
     def awq_mappings(self, config: ModelConfig) -> list[ScaleMapping]:

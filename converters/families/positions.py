@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from edgeq.config import Rope
 from edgeq.converters.families.family import Values
 from edgeq.errors import FormatError, UnsupportedError
+from edgeq.rope import Rope
 
 ROPE_KINDS = {
     "default": (),
@@ -71,6 +71,20 @@ def partial_rope(values: Values) -> Rope:
     partial = settings.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     found = rope({**values, where: {key: value for key, value in settings.items() if key != "partial_rotary_factor"}})
     return found if partial is None else replace(found, partial_rotary_factor=partial)
+
+
+def mrope(values: Values) -> Rope:
+    """M-RoPE: beside what `rope` reads, `mrope_section`, the pairs of time, height and width."""
+    where = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
+    settings = values[where]
+    if not isinstance(settings, dict) or not isinstance(settings.get("mrope_section"), list):
+        raise FormatError(f"{where} is {str(settings)[:80]}; expected an object with mrope_section")
+    kinds = {settings.get(key, "default") for key in ("rope_type", "type")} - {"mrope", "default"}
+    if kinds:
+        raise UnsupportedError(f"{where}: rope kind {min(map(str, kinds))!r} is not supported with mrope_section")
+    plain = {key: value for key, value in settings.items() if key not in ("mrope_section", "rope_type", "type")}
+    found = rope_of(values, where, plain, values["rope_theta"])
+    return replace(found, sections=tuple(settings["mrope_section"]))
 
 
 def rope_of(values: Values, where: str, settings: Any, theta: Any) -> Rope:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from edgeq.config import LIMITS, ModelConfig
+from edgeq.config import LIMITS, ModelConfig, VisionConfig
 from edgeq.converters.families.experts import EXPERT_FAMILIES
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.gemma import GEMMA_FAMILIES
 from edgeq.converters.families.llama import LLAMA_FAMILIES
 from edgeq.converters.families.opt import OPT_FAMILIES
+from edgeq.converters.families.qwen_vl import QWEN_VL_FAMILIES
 from edgeq.converters.families.smollm import SMOLLM_FAMILIES
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
+from edgeq.image_config import ImageConfig
 
-DESCRIPTIONS = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)
+DESCRIPTIONS = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, *QWEN_VL_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
 
 
-def recognise(hf: Values) -> tuple[Family, ModelConfig]:
+def recognise(hf: Values, preprocessor: Values | None = None) -> tuple[Family, ModelConfig]:
     """The family of a config.json and the network it describes.
+
+    preprocessor   the checkpoint's preprocessor_config.json, which a model with a vision tower needs
 
     UnsupportedError: names the key, what was found and what is supported.  CheckpointError: a key missing or out of range, or a
     checkpoint that is already quantized.
@@ -36,21 +42,75 @@ def recognise(hf: Values) -> tuple[Family, ModelConfig]:
             f"config.json: architectures is {architectures!r} (model_type {hf.get('model_type')!r}); "
             f"supported: {', '.join(FAMILIES)}"
         )
-    description = FAMILIES[name]
-    for key, neutral in description.neutral.items():
-        if hf.get(key) not in neutral:
-            supported = " or ".join(repr(value) for value in neutral if value is not None) or "absent"
-            raise UnsupportedError(f"config.json: {key} is {hf[key]!r}; {name} is supported with: {supported}")
-    try:
-        config = _model_config(description, {**description.defaults, **hf})
-    except FormatError as error:
-        raise CheckpointError(f"config.json: {error}") from None
-    except UnsupportedError as error:
-        raise UnsupportedError(f"config.json: {error}") from None
+    description, vision = FAMILIES[name], None
+    values = _decoder_values(description, hf)
+    if description.tower is not None:
+        with _named("config.json"):
+            settings = _tower_settings(description.tower, hf)
+        image = _image(settings, preprocessor)
+        with _named("config.json"):
+            vision = VisionConfig(**settings, image=image, image_token_id=values["image_token_id"])
+    with _named("config.json"):
+        _check_neutral(description, values)
+        config = _model_config(description, values, vision)
     return Family(description, config), config
 
 
-def _model_config(description: FamilyDescription, values: Values) -> ModelConfig:
+@contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Errors of what is done inside name the file."""
+    try:
+        yield
+    except FormatError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file}: {error}") from None
+
+
+def _decoder_values(description: FamilyDescription, hf: Values) -> Values:
+    """The keys of the decoder, completed by their defaults: some checkpoints with a tower nest them."""
+    if description.tower is None or "text_config" not in hf:
+        return {**description.defaults, **hf}
+    with _named("config.json"):
+        nested = _object(hf, "text_config")
+    # transformers ties the head if either level says so.
+    tied = hf.get("tie_word_embeddings") or nested.get("tie_word_embeddings") or False
+    return {**description.defaults, **hf, **nested, "model_type": hf.get("model_type"), "tie_word_embeddings": tied}
+
+
+def _tower_settings(description: FamilyDescription, hf: Values) -> dict[str, Any]:
+    tower = _object(hf, "vision_config")
+    _check_neutral(description, tower)
+    return description.settings({**description.defaults, **tower})
+
+
+def _image(settings: dict[str, Any], preprocessor: Values | None) -> ImageConfig:
+    """How a picture becomes pixels for a tower of these settings."""
+    if preprocessor is None:
+        raise CheckpointError("the checkpoint has no preprocessor_config.json, which says how a picture becomes pixels")
+    sizes = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "merge"}
+    try:
+        return ImageConfig.from_preprocessor(preprocessor, {key: settings[name] for key, name in sizes.items()})
+    except FormatError as error:
+        raise CheckpointError(f"{error}") from None
+
+
+def _check_neutral(description: FamilyDescription, values: Values) -> None:
+    """UnsupportedError: a key has a value that changes the computation in a way that is not supported."""
+    for key, neutral in description.neutral.items():
+        if values.get(key) not in neutral:
+            supported = " or ".join(repr(value) for value in neutral if value is not None) or "absent"
+            raise UnsupportedError(f"{key} is {values[key]!r}; {description.architecture} is supported with: {supported}")
+
+
+def _object(values: Values, key: str) -> Values:
+    found = values.get(key)
+    if not isinstance(found, dict):
+        raise FormatError(f"{key} is {str(found)[:80]}; expected an object")
+    return found
+
+
+def _model_config(description: FamilyDescription, values: Values, vision: VisionConfig | None = None) -> ModelConfig:
     def value(key: str) -> Any:
         return values[description.keys.get(key, key)]
 
@@ -66,5 +126,6 @@ def _model_config(description: FamilyDescription, values: Values) -> ModelConfig
         tie_word_embeddings=values["tie_word_embeddings"],
         sliding_windows=description.windows(values, values["num_hidden_layers"]),
         **{key: value(key) for key in (*sizes, "hidden_act")},
+        vision=vision,
         **description.settings(values),
     )

@@ -16,7 +16,7 @@ from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import apply_scale, scaled_dtype
 from edgeq.converters.methods.gptq import Gptq
-from edgeq.converters.quantizer import SMOOTHQUANT, Preset
+from edgeq.converters.quantizer import AWQ, Preset
 from edgeq.records import Activation
 
 SMALLEST = 1e-5
@@ -30,7 +30,7 @@ class SmoothQuant(Method):
 
     @property
     def preset(self) -> Preset:
-        return SMOOTHQUANT
+        return AWQ
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
         return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))

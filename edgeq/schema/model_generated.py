@@ -954,8 +954,18 @@ class Activation(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
         return o == 0
 
+    # Activation
+    def Scales(self) -> Optional[Array]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            x = self._tab.Indirect(o + self._tab.Pos)
+            obj = Array()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
 def ActivationStart(builder: flatbuffers.Builder):
-    builder.StartObject(6)
+    builder.StartObject(7)
 
 def ActivationAddBits(builder: flatbuffers.Builder, bits: int):
     builder.PrependUint8Slot(0, bits, 0)
@@ -978,12 +988,15 @@ def ActivationAddStaticScales(builder: flatbuffers.Builder, staticScales: int):
 def ActivationStartStaticScalesVector(builder, numElems: int) -> int:
     return builder.StartVector(4, numElems, 4)
 
+def ActivationAddScales(builder: flatbuffers.Builder, scales: int):
+    builder.PrependUOffsetTRelativeSlot(6, flatbuffers.number_types.UOffsetTFlags.py_type(scales), 0)
+
 def ActivationEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
 
 
 try:
-    from typing import List
+    from typing import List, Optional
 except:
     pass
 
@@ -998,6 +1011,7 @@ class ActivationT(object):
         granularity = 0,
         groupSize = 0,
         staticScales = None,
+        scales = None,
     ):
         self.bits = bits  # type: int
         self.highBits = highBits  # type: int
@@ -1005,6 +1019,7 @@ class ActivationT(object):
         self.granularity = granularity  # type: int
         self.groupSize = groupSize  # type: int
         self.staticScales = staticScales  # type: Optional[List[float]]
+        self.scales = scales  # type: Optional[ArrayT]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -1039,6 +1054,8 @@ class ActivationT(object):
                     self.staticScales.append(activation.StaticScales(i))
             else:
                 self.staticScales = activation.StaticScalesAsNumpy()
+        if activation.Scales() is not None:
+            self.scales = ArrayT.InitFromObj(activation.Scales())
 
     # ActivationT
     def Pack(self, builder):
@@ -1050,6 +1067,8 @@ class ActivationT(object):
                 for i in reversed(range(len(self.staticScales))):
                     builder.PrependFloat32(self.staticScales[i])
                 staticScales = builder.EndVector()
+        if self.scales is not None:
+            scales = self.scales.Pack(builder)
         ActivationStart(builder)
         ActivationAddBits(builder, self.bits)
         ActivationAddHighBits(builder, self.highBits)
@@ -1058,6 +1077,8 @@ class ActivationT(object):
         ActivationAddGroupSize(builder, self.groupSize)
         if self.staticScales is not None:
             ActivationAddStaticScales(builder, staticScales)
+        if self.scales is not None:
+            ActivationAddScales(builder, scales)
         activation = ActivationEnd(builder)
         return activation
 
@@ -2096,8 +2117,15 @@ class Model(object):
             return obj
         return None
 
+    # Model
+    def VisionMode(self) -> Optional[str]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(26))
+        if o != 0:
+            return self._tab.String(o + self._tab.Pos)
+        return None
+
 def ModelStart(builder: flatbuffers.Builder):
-    builder.StartObject(11)
+    builder.StartObject(12)
 
 def ModelAddConfig(builder: flatbuffers.Builder, config: int):
     builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(config), 0)
@@ -2147,6 +2175,9 @@ def ModelAddBytesPerToken(builder: flatbuffers.Builder, bytesPerToken: int):
 def ModelAddKv(builder: flatbuffers.Builder, kv: int):
     builder.PrependUOffsetTRelativeSlot(10, flatbuffers.number_types.UOffsetTFlags.py_type(kv), 0)
 
+def ModelAddVisionMode(builder: flatbuffers.Builder, visionMode: int):
+    builder.PrependUOffsetTRelativeSlot(11, flatbuffers.number_types.UOffsetTFlags.py_type(visionMode), 0)
+
 def ModelEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
 
@@ -2172,6 +2203,7 @@ class ModelT(object):
         kernels = None,
         bytesPerToken = None,
         kv = None,
+        visionMode = None,
     ):
         self.config = config  # type: Optional[str]
         self.generation = generation  # type: Optional[str]
@@ -2184,6 +2216,7 @@ class ModelT(object):
         self.kernels = kernels  # type: Optional[List[KernelsT]]
         self.bytesPerToken = bytesPerToken  # type: Optional[BytesPerTokenT]
         self.kv = kv  # type: Optional[KvCacheT]
+        self.visionMode = visionMode  # type: Optional[str]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -2254,6 +2287,7 @@ class ModelT(object):
             self.bytesPerToken = BytesPerTokenT.InitFromObj(model.BytesPerToken())
         if model.Kv() is not None:
             self.kv = KvCacheT.InitFromObj(model.Kv())
+        self.visionMode = model.VisionMode()
 
     # ModelT
     def Pack(self, builder):
@@ -2309,6 +2343,8 @@ class ModelT(object):
             bytesPerToken = self.bytesPerToken.Pack(builder)
         if self.kv is not None:
             kv = self.kv.Pack(builder)
+        if self.visionMode is not None:
+            visionMode = builder.CreateString(self.visionMode)
         ModelStart(builder)
         if self.config is not None:
             ModelAddConfig(builder, config)
@@ -2332,6 +2368,8 @@ class ModelT(object):
             ModelAddBytesPerToken(builder, bytesPerToken)
         if self.kv is not None:
             ModelAddKv(builder, kv)
+        if self.visionMode is not None:
+            ModelAddVisionMode(builder, visionMode)
         model = ModelEnd(builder)
         return model
 

@@ -15,7 +15,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.records import Mode
+from edgeq.errors import InputError
+from edgeq.records import MODES, Mode
+from edgeq.runtime.arguments import integer
 from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Candidates
 from edgeq.runtime.session import BatchItem, run_together
@@ -38,8 +40,13 @@ class Speculator:
     def __init__(self, source: DraftSource, gamma: int | None, mode: Mode) -> None:
         self.statistics = Speculation()
         self.planner = DraftPlanner(gamma, LONGEST_DRAFT)
-        self._mode = mode
+        self.mode = mode
         self._looks_up, self._drafts = source in ("lookup", "both", "auto"), source in ("qspec", "both", "auto")
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the program has to run in `mode`."""
+        return self._drafts
 
     def step(self, streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
         """The next tokens of each stream, at least one and at most `room`; they are in `Stream.tokens` on return.
@@ -75,7 +82,7 @@ class Speculator:
         if plan.source == "lookup":
             return [Draft(d.tokens[:n], d.candidates[:n]) for d, n in zip(offers, counts, strict=True)]
         started = perf_counter()
-        drafts = drafted(streams, counts, self._mode)
+        drafts = drafted(streams, counts, self.mode)
         self.statistics.draft_steps += max(counts)
         self.planner.record(False, len(streams), (perf_counter() - started) / max(counts))
         return drafts
@@ -110,6 +117,27 @@ class Speculator:
             s.v = self.planner.verify_cost(streams, plan.gamma)
         if plan.gamma:
             s.beta = self.planner.acceptance[plan.source].beta
+
+
+def checked_draft(draft: DraftSource, gamma: int | None, exact: Mode, made_for: Mode) -> Speculator | None:
+    """A speculator that drafts from `draft`; None for "off".
+
+    exact      mode of what is verified;  made_for: that of the file
+
+    InputError: an unknown source, or a gamma out of range.
+    """
+    if draft not in DRAFT_SOURCES:
+        raise InputError(f"draft {draft!r} is not known; supported: {', '.join(DRAFT_SOURCES)}")
+    if gamma is not None:
+        integer("gamma", gamma, 1, LONGEST_DRAFT, f"1 to {LONGEST_DRAFT}, or None")
+    if draft == "off":
+        return None
+    cheaper = MODES[MODES.index(exact) + 1 :]
+    if draft == "qspec" and not cheaper:
+        raise InputError(f"mode {exact} has no cheaper one to draft in; load it with `mode=a16` or a8, or pass `draft=lookup`")
+    # Where activations of 4 bits are what the file was made for, they are the better draft.
+    mode = made_for if made_for in cheaper else cheaper[0] if cheaper else exact
+    return Speculator("lookup" if draft in ("both", "auto") and not cheaper else draft, gamma, mode)
 
 
 def accept(stream: Stream, draft: Draft, logits: NDArray[np.float32]) -> list[int]:

@@ -199,6 +199,10 @@ def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: fl
     return _rates_and_share(table, threads, work, seconds)
 
 
+DECODE_LITERALS = (4, 0, 0, 0)
+"""Of the product by which threads are counted: 4 bits, 8-bit activations, symmetric, groups of 128."""
+
+
 def decode_threads(isa: Isa, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
     """How many threads decode fastest, probed once in about half a second and kept per machine."""
     most = cpu().big_cores
@@ -241,5 +245,5 @@ def _decode_table(isa: Isa, threads: int) -> tuple[Table, list[NDArray[Any]]]:
         chunks=columns // CHUNK, chunks_per_block=codec.group_size // CHUNK, output_channels=rows, group_blocks=1,
         y=y.ctypes.data, y_stride=0, scratch=scratch.ctypes.data,
     )  # fmt: skip
-    function = address(integer_matvec, isa_index(isa), 4, 0, 0, 0)
+    function = address(integer_matvec, isa_index(isa), *DECODE_LITERALS)
     return np.array([args.record(function)], np.int64), [weights, scales, token, numbers, y, scratch, count]

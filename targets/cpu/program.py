@@ -34,9 +34,9 @@ LEAST_BYTES = 4 << 20
 another process holds a core, meeting can take milliseconds."""
 TILE = 12
 """Rows of the largest tile of products."""
-MOST_PIECES, ROWS_A_PIECE = 16, 4
+FEW_PIECES, LEAST_ROWS, MOST_ROWS = 16, 4, 32
 """Pieces of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does
-not."""
+not.  There are 16 where that leaves each 4 rows, and more of a run so long, a picture's, that each would have more than 32."""
 
 
 class CpuProgram:
@@ -73,13 +73,15 @@ class CpuProgram:
         self._selected_page_tables, selected_page_tables = self._memory.array(logits, np.int64)
         self._selected_spans, selected_spans = self._memory.array((kinds, 2, logits), np.int32)
         self._selected_vectors, selected_vectors = self._memory.array(logits, np.int64)
+        self._modality, modality = self._memory.array(rows, np.uint8)
+        self._selected_modality, selected_modality = self._memory.array(logits, np.uint8)
         self._counted, counted = self._memory.array(rows, np.int32)
         self._sums, sums = self._memory.array(1, np.int64)
         arrays = RowArrays(
             rows=counts, selected=counts + 8, tokens=tokens, positions=positions, slots=slots, page_tables=page_tables,
             spans=spans, vectors=vectors, selection=selection, selected_slots=selected_slots,
             selected_page_tables=selected_page_tables, selected_spans=selected_spans, selected_vectors=selected_vectors,
-            counted=counted, sums=sums,
+            counted=counted, sums=sums, modality=modality, selected_modality=selected_modality,
         )  # fmt: skip
         self._context = partial(Context, graph, file, isa=isa, memory=self._memory, arrays=arrays)
         self._tables: dict[tuple[Mode, Source], Tables] = {}
@@ -199,13 +201,15 @@ class CpuProgram:
             assert rows.spans is not None
             self._spans[:, :, :count] = rows.spans[: len(self._spans)]
             self._selected_spans[:, :, :selected] = self._spans[:, :, first]
+        self._modality[:count] = 0 if rows.modality is None else rows.modality
+        self._selected_modality[:selected] = self._modality[first]
         # The kernels read this array until the run ends.
         vectors = self._place_vectors(rows, first) if self._injects else None
         self._selection[: len(rows.wanted)] = rows.wanted
         self._selected_slots[:selected] = rows.slots[first]
         self._selected_page_tables[:selected] = self._page_tables[first]
         table, threads = (made.decode, self.threads) if count == 1 else (made.prefill, self.threads_prefill)
-        pieces = pieces or min(MOST_PIECES, max(1, count // ROWS_A_PIECE))
+        pieces = pieces or max(1, min(FEW_PIECES, count // LEAST_ROWS), count // MOST_ROWS)
         if times is None:
             self._pool.run(table, threads, pieces)
         else:

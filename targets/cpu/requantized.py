@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.records import ArrayRef, Mode, Weight
 from edgeq.targets.cpu.jit.buffers import Buffers, zeros
-from edgeq.targets.cpu.jit.compile import address, is_kept
-from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Table, Tables
+from edgeq.targets.cpu.jit.compile import address
+from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Table, Tables, Variant
+from edgeq.targets.cpu.jit.parallel import compile_missing
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels import requantize
 from edgeq.targets.cpu.lowering.activations import factors_of
@@ -48,16 +49,16 @@ def moved(table: Table, addresses: Mapping[int, int]) -> Table:
     return result
 
 
-def prepare(inputs: Sequence[SharedInput], on_progress: OnProgress) -> None:
-    """Compile what `fill` needs; `on_progress` is told of each kernel that was not compiled before."""
+def kernels_of_rounding(inputs: Sequence[SharedInput]) -> list[Variant]:
+    """The kernels that `fill` needs."""
     specs = [spec for each in inputs for spec in each.layers]
     needed = dict.fromkeys(requantize.literals(spec.master, spec.weights[0].codec) for spec in specs if spec.master)
-    missing = [each for each in needed if not is_kept(requantize.requantize, *each)]
-    for i, each in enumerate(missing):
-        on_progress(i, len(missing), "compiling requantize")
-        address(requantize.requantize, *each)
-    if missing:
-        on_progress(len(missing), len(missing), "compiled")
+    return [(requantize.requantize, each) for each in needed]
+
+
+def prepare(inputs: Sequence[SharedInput], on_progress: OnProgress) -> None:
+    """Compile what `fill` needs; `on_progress` is told of kernels that were not compiled before."""
+    compile_missing(kernels_of_rounding(inputs), on_progress)
 
 
 class Requantizer:

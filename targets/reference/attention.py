@@ -14,6 +14,8 @@ from edgeq.targets.rows import PAGE, Page, Rows
 ArrayF32 = NDArray[np.float32]
 
 F16_MAX = 65504.0
+LEAST_SCORE = np.float32(-1e30)
+"""Targets use it for positions that a query does not see."""
 
 
 class ReferencePage(Page):
@@ -96,7 +98,8 @@ def head_norm(context: Context, op: HeadNorm, rows: Rows, state: State) -> None:
 def rope_rotate(context: Context, op: RopeRotate, rows: Rows, state: State) -> None:
     # Angles in float64: in float32 a position of 100,000 is already wrong in the third decimal.
     axes = np.array(op.axes or (0,) * len(op.frequencies))
-    angle = rows.positions[axes].T.astype(np.float64) * np.array(op.frequencies, np.float64)  # [rows, pairs]
+    positions = rows.positions[axes if len(rows.positions) > 1 else np.zeros_like(axes)]
+    angle = positions.T.astype(np.float64) * np.array(op.frequencies, np.float64)  # [rows, pairs]
     cos, sin = ((f(angle) * op.factor).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))  # [rows, 1, pairs]
     x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
     half = len(op.frequencies)
@@ -126,6 +129,7 @@ def attention(context: Context, op: Attention, rows: Rows, state: State) -> None
         keys, values = seen  # [kv_heads, positions, head_dim]
         q = queries[r].reshape(op.kv_heads, -1, op.head_dim)
         scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(op.scale)  # [kv_heads, heads / kv_heads, positions]
-        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        largest = scores.max(axis=2, keepdims=True)
+        weights = np.exp(scores - np.where(largest > LEAST_SCORE, largest, np.float32(np.nan)))
         weights /= weights.sum(axis=2, keepdims=True)
         out[r] = np.matmul(weights, values).reshape(-1)

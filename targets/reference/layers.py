@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.targets.graph import (
+    Activate,
     Embed,
     Experts,
+    Function,
     GatedAdd,
-    GeGlu,
     InjectVectors,
     LayerNorm,
     Linear,
     NormAdd,
     PositionAdd,
-    Relu,
     RmsNorm,
     Route,
     Scale,
     Select,
-    SwiGlu,
 )
 from edgeq.targets.reference.context import Context, State
 from edgeq.targets.reference.linear import linear
@@ -31,10 +31,16 @@ from edgeq.targets.rows import Rows
 ArrayF32 = NDArray[np.float32]
 
 
+def mean_square(x: NDArray[np.float32 | np.float64]) -> NDArray[np.float64]:
+    """Over the channels of x [..., channels]; NaN where float32, in which the other targets sum, does not hold the sum."""
+    total = np.square(x, dtype=np.float64).sum(axis=-1, keepdims=True)
+    mean: NDArray[np.float64] = np.where(total <= np.finfo(np.float32).max, total, np.nan) / x.shape[-1]
+    return mean
+
+
 def normalized(x: ArrayF32, gain: ArrayF32, eps: float) -> ArrayF32:
     """RMSNorm of x [..., channels]."""
-    mean = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-    return np.asarray((x / np.sqrt(mean + eps)).astype(np.float32) * gain)
+    return np.asarray((x / np.sqrt(mean_square(x) + eps)).astype(np.float32) * gain)
 
 
 def norm_add(context: Context, op: NormAdd, rows: Rows, state: State) -> None:
@@ -44,7 +50,7 @@ def norm_add(context: Context, op: NormAdd, rows: Rows, state: State) -> None:
 def layer_norm(context: Context, op: LayerNorm, rows: Rows, state: State) -> None:
     x = state[op.x].astype(np.float64)
     centered = x - x.mean(axis=-1, keepdims=True)
-    scaled = centered / np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + op.eps)
+    scaled = centered / np.sqrt(mean_square(centered) + op.eps)
     state[op.out] = scaled.astype(np.float32) * context.array(op.gain) + context.array(op.bias)
 
 
@@ -56,11 +62,40 @@ def position_add(context: Context, op: PositionAdd, rows: Rows, state: State) ->
     state[op.x] = state[op.x] + context.array(op.table)[rows.positions[0]]
 
 
-def geglu(context: Context, op: GeGlu, rows: Rows, state: State) -> None:
-    gate, up = state[op.x][:, : op.width], state[op.x][:, op.width : 2 * op.width]
-    with np.errstate(over="ignore"):  # the cube of a large gate is infinite, its tanh rightly 1
-        inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate**3)
-    state[op.out] = np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+def activate(context: Context, op: Activate, rows: Rows, state: State) -> None:
+    x = state[op.x]
+    active = FUNCTIONS[op.function](x[:, : op.width])
+    state[op.out] = active * x[:, op.width : 2 * op.width] if op.gated else active
+
+
+def _sigmoid(x: ArrayF32) -> ArrayF32:
+    with np.errstate(over="ignore"):  # exp(-x) of a very negative x is infinite, its sigmoid rightly 0
+        return np.asarray(1 / (1 + np.exp(-x)), np.float32)
+
+
+def _silu(x: ArrayF32) -> ArrayF32:
+    with np.errstate(over="ignore"):
+        return np.asarray(x / (1 + np.exp(-x)), np.float32)
+
+
+def _gelu(x: ArrayF32) -> ArrayF32:
+    erf = np.array([math.erf(v) for v in (x.astype(np.float64) / math.sqrt(2)).flat]).reshape(x.shape)
+    return np.asarray(x * 0.5 * (1 + erf), np.float32)
+
+
+def _gelu_tanh(x: ArrayF32) -> ArrayF32:
+    with np.errstate(over="ignore"):  # the cube of a large number is infinite, its tanh rightly 1
+        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
+    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)), np.float32)
+
+
+FUNCTIONS: dict[Function, Callable[[ArrayF32], ArrayF32]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * _sigmoid(np.float32(1.702) * x),
+    "relu": lambda x: np.maximum(x, np.float32(0)),
+}
 
 
 def route(context: Context, op: Route, rows: Rows, state: State) -> None:
@@ -86,7 +121,7 @@ def experts(context: Context, op: Experts, rows: Rows, state: State) -> None:
         for layer in op.projections[expert]:
             linear(context, Linear(op.layer, "x", layer, "gate_up", offset), rows, inner)
             offset += layer.rows
-        swiglu(context, SwiGlu(op.layer, "gate_up", op.width, "inner"), rows, inner)
+        activate(context, Activate(op.layer, "gate_up", op.width, "inner"), rows, inner)
         inner["out"] = np.zeros((len(r), op.downs[expert].rows), np.float32)
         linear(context, Linear(op.layer, "inner", op.downs[expert], "out"), rows, inner)
         outputs[r, rank] = inner["out"]
@@ -97,16 +132,6 @@ def experts(context: Context, op: Experts, rows: Rows, state: State) -> None:
 
 def gated_add(context: Context, op: GatedAdd, rows: Rows, state: State) -> None:
     state[op.out] += state[op.x] / (1 + np.exp(-state[op.gate][:, :1]))
-
-
-def swiglu(context: Context, op: SwiGlu, rows: Rows, state: State) -> None:
-    gate, up = state[op.x][:, : op.width], state[op.x][:, op.width : 2 * op.width]
-    with np.errstate(over="ignore"):  # exp(-gate) of a very negative gate is infinite, its silu rightly 0
-        state[op.out] = gate / (1 + np.exp(-gate)) * up
-
-
-def relu(context: Context, op: Relu, rows: Rows, state: State) -> None:
-    state[op.out] = np.maximum(state[op.x][:, : op.width], np.float32(0))
 
 
 def embed(context: Context, op: Embed, rows: Rows, state: State) -> None:

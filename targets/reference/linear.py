@@ -19,9 +19,10 @@ def linear(context: Context, op: Linear, rows: Rows, state: State) -> None:
     layer, matrices, scale = context.layer(op.linear, raw, rows)
     x, y, start = prepared(context, layer, raw), np.zeros((len(raw), layer.rows), np.float32), 0
     x = x if scale is None else x * scale
+    scales = row_scales(context, layer, rows)
     for index, weight in enumerate(layer.weights):
         block = x[:, start : start + weight.columns]
-        y += matrices.product(weight, quantized_input(block, layer, index, mode_of(op, context.mode)))
+        y += matrices.product(weight, quantized_input(block, layer, index, mode_of(op, context.mode), scales))
         start += weight.columns
     if layer.low_rank is not None:
         y += context.matrices.product(layer.low_rank.b, context.matrices.product(layer.low_rank.a, raw))
@@ -29,6 +30,15 @@ def linear(context: Context, op: Linear, rows: Rows, state: State) -> None:
         y += context.array(layer.bias)
     out = context.out(state, op.out, len(raw))[:, op.offset : op.offset + layer.rows]
     out[:] = out + y if op.add else y
+
+
+def row_scales(context: Context, layer: LinearSpec, rows: Rows) -> ArrayF32 | None:
+    """The constant activation scale of every row, float32 [rows]; None: the layer has none."""
+    if layer.activation is None or layer.activation.scales is None:
+        return None
+    scales = context.array(layer.activation.scales)
+    modality = np.zeros(len(rows), np.uint8) if rows.modality is None else rows.modality
+    return np.asarray(scales[np.minimum(modality, len(scales) - 1)], np.float32)
 
 
 def prepared(context: Context, layer: LinearSpec, x: ArrayF32) -> ArrayF32:

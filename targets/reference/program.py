@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.records import Mode
 from edgeq.targets.graph import (
+    Activate,
     Attention,
     CacheWrite,
     Embed,
     Experts,
     GatedAdd,
-    GeGlu,
     Graph,
     HeadNorm,
     HeadRotate,
@@ -32,13 +32,11 @@ from edgeq.targets.graph import (
     NormAdd,
     Operation,
     PositionAdd,
-    Relu,
     RmsNorm,
     RopeRotate,
     Route,
     Scale,
     Select,
-    SwiGlu,
 )
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.reference import attention, layers, requantize
@@ -168,11 +166,9 @@ OPERATIONS: dict[type[Operation], Callable[[Context, Any, Rows, State], None]] =
     HeadRotate: attention.head_rotate,
     CacheWrite: attention.cache_write,
     Attention: attention.attention,
-    SwiGlu: layers.swiglu,
+    Activate: layers.activate,
     Route: layers.route,
     Experts: layers.experts,
     GatedAdd: layers.gated_add,
-    GeGlu: layers.geglu,
-    Relu: layers.relu,
     Select: layers.select,
 }

@@ -13,6 +13,8 @@ import pytest
 
 from edgeq.devices import DEVICES
 from edgeq.runtime import Model
+from edgeq.targets.cpu.jit import archive
+from edgeq.tools.warm import warm
 from tests.arm.tiles import write_objects
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +57,24 @@ def test_kernels_and_generation_on(board: str, model_file: Path, tmp_path: Path)
     result = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True)
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_kernels_compiled_here_run_there(model_file: Path, tmp_path: Path) -> None:
+    """Made on the machine of the tests, installed and run on the emulated one, which compiles nothing."""
+    root, kernels = BUILT / "root", tmp_path / "kernels.zip"
+    settings = {"mode": "a8", "kv": "file", "isa": None, "target": None, "requantization": None}
+    warm(model=model_file, device="raspberry-pi-5", out=kernels, source=None, trust=None, **settings)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def there(*arguments: object) -> str:
+        emulated = [BUILT / "qemu-aarch64-static", "-L", root, "-cpu", "cortex-a76", root / "usr/bin/python3.11", "-m", "edgeq"]
+        result = subprocess.run([*emulated, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    there("warm", "--from", kernels, "--trust", archive.digest_of(kernels))
+    made = {path.name for path in (tmp_path / "cache").rglob("*.o")}
+    written = json.loads(there("run", model_file, "-p", PROMPT, "-n", 8, "--mode", "a8", "--json"))
+    assert made and {path.name for path in (tmp_path / "cache").rglob("*.o")} == made
+    generation = Model.load(model_file, context=256, threads=1, mode="a8").generate(PROMPT, max_tokens=8)
+    assert written["text"] == generation.text()

@@ -1,4 +1,4 @@
-"""What is known of an Arm processor, and what Numba is told of it."""
+"""What is known of an Arm processor, and what the compiler is told of it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from edgeq import machine
 from edgeq.errors import UnsupportedError
 from edgeq.targets.cpu.choose_isa import choose
-from edgeq.targets.cpu.jit import arm
+from edgeq.targets.cpu.jit import processor
 
 PI4 = frozenset({"asimd"})
 PI5 = frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"})
 
 
 def test_a_generic_processor_gets_a_name_by_its_features() -> None:
-    assert arm.settings(PI5, "generic") == ("cortex-a76", "+neon,+lse,+fullfp16,+rdm,+dotprod")
-    assert arm.settings(PI4, "generic") == ("cortex-a72", "+neon,-lse,-fullfp16,-rdm,-dotprod")
+    assert processor.settings(PI5, "generic") == ("cortex-a76", "+neon,+lse,+fullfp16,+rdm,+dotprod")
+    assert processor.settings(PI4, "generic") == ("cortex-a72", "+neon,-lse,-fullfp16,-rdm,-dotprod")
 
 
 def test_a_known_processor_keeps_its_name_but_not_features_that_the_kernel_denies() -> None:
-    assert arm.settings(PI5 - {"lse"}, "cortex-a78ae") == ("cortex-a78ae", "+neon,-lse,+fullfp16,+rdm,+dotprod")
+    assert processor.settings(PI5 - {"lse"}, "cortex-a78ae") == ("cortex-a78ae", "+neon,-lse,+fullfp16,+rdm,+dotprod")
 
 
 @pytest.mark.parametrize("features, name", [(PI4, "neon"), (PI5, "neon-dotprod")])
@@ -41,19 +41,11 @@ def test_asking_a_cortex_a72_for_dot_products_is_refused(monkeypatch: pytest.Mon
 
 
 def test_what_the_user_told_numba_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a Numba that another package set up for something else is refused with the way out."""
-    from numba.core.registry import cpu_target
-
-    used = cpu_target.target_context.codegen().magic_tuple()[2]
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("board", "aarch64", PI4, 4))
+    assert processor.here().flags == "+neon,-lse,-fullfp16,-rdm,-dotprod"
     monkeypatch.setattr(numba.config, "CPU_NAME", "cortex-a53")
-    monkeypatch.setattr(numba.config, "CPU_FEATURES", used)
-    arm.configure()
-    kept = (numba.config.CPU_NAME, numba.config.CPU_FEATURES)
-    assert kept == ("cortex-a53", used)
-    monkeypatch.setattr(numba.config, "CPU_FEATURES", None)
-    with pytest.raises(UnsupportedError, match="import edgeq.runtime first, or set NUMBA_CPU_NAME="):
-        arm.configure()
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", "+neon")
+    assert (processor.here().name, processor.here().flags) == ("cortex-a53", "+neon")
 
 
 def _processors(folder: Path, file: str, values: dict[int, str]) -> Path:

@@ -25,7 +25,7 @@ REFERENCE = ("--target", "reference")
 
 
 def refused(result: Result | subprocess.CompletedProcess[str], *words: str, code: int = 1, begun: bool = False) -> None:
-    """One line on standard error that holds all of `words`; nothing on standard output.
+    """One line on standard error that holds all of `words`; nothing on standard output but, with --json, the same as JSON.
 
     begun: of a conversion that had begun, after the lines about what it will make and about its layers.
     """
@@ -35,7 +35,7 @@ def refused(result: Result | subprocess.CompletedProcess[str], *words: str, code
     while begun and lines[0].startswith(("rtn: a file of", "layer ")):
         del lines[0]
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
-    assert not result.stdout
+    assert not result.stdout or json.loads(result.stdout) == {"error": lines[0].removeprefix("error: "), "exit_code": code}
     for word in words:
         assert word in lines[0], (word, lines[0])
 
@@ -94,7 +94,8 @@ def test_the_shell_sees_one_line_and_a_failing_exit_code(shell: Shell, tmp_path:
 def test_a_usage_error_is_one_line_that_names_the_option(edgeq: Run, arguments: list[str], words: list[str]) -> None:
     result = edgeq(*arguments)
     line = result.stderr[:7] + result.stderr[7:].replace("Did you", "did you")
-    assert line == line.splitlines()[0] + "\n" and line.startswith("error: ") and not result.stdout
+    assert line == line.splitlines()[0] + "\n" and line.startswith("error: ")
+    assert bool(result.stdout) is ("--json" in arguments)
     assert result.exit_code == 2 and all(word in line for word in words), line
 
 
@@ -177,6 +178,10 @@ def test_a_nan_in_a_weight_names_the_tensor(convert: Convert, copy: Path) -> Non
         (["--bits", "four"], ["'four'", "such as 4", "--bits"]),
         (["--method", "none", "--dtype", "f8"], ["'f8'", "bf16", "--dtype"]),
         (["--for", "toaster"], ["'toaster'", "raspberry-pi-5", "--for"]),
+        (["--size", "600"], ["'600'", "600MB", "--size"]),
+        (["--read", "0MB"], ["'0MB'", "512MiB", "--read"]),
+        (["--kl", "-1"], ["'-1'", "above 0", "--kl"]),
+        (["--bits", "3.5.1"], ["'3.5.1'", "--bits"]),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None,
 )
@@ -200,6 +205,16 @@ def test_options_that_cannot_be_understood(convert: Convert, tiny_llama: Path, o
         (["--head", 5], ["5 bits", "4, 6, 8, 16"]),
         (["--method", "awq", "--calibration", "/nonexistent/text"], ["/nonexistent/text"]),
         (["--method", "none", "--calibration", "/nonexistent/text"], ["none"]),
+        (["--size", "3MB", "--kl", 0.1], ["--size and --kl", "give one of them"]),
+        (["--bits", "3.5", "--speed", 10], ["--bits with a fraction and --speed"]),
+        (["--plan", "/nonexistent/plan", "--read", "2MB"], ["--read and --plan"]),
+        (["--read", "2MB", "--group-size", 64], ["--group-size", "one codec for all parts"]),
+        (["--read", "2MB", "--method", "awq"], ["budget", "--method gptq"]),
+        (["--speed", 10, "--for", "h200"], ["--speed", "h200", "CPUs only", "--read"]),
+        (["--plan", "/nonexistent/plan"], ["/nonexistent/plan", "cannot read"]),
+        (["--plan", "README.md"], ["README.md", "not a plan", "--save-plan"]),
+        (["--plot", "a.svg"], ["--plot", "budget"]),
+        (["--kl", 0.1, "--calibration-rows", 1], ["512 tokens", "at least 1024"]),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None,
 )
@@ -268,7 +283,9 @@ def test_standard_streams_that_are_closed(demo: Path) -> None:
 def test_a_source_to_compare_with_that_is_damaged(edgeq: Run, demo: Path, copy: Path) -> None:
     weights = copy / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
-    refused(edgeq("compare", demo, "--against", copy, "--limit", 64, "--window", 32), "transformers cannot load it")
+    refused(
+        edgeq("compare", demo, "--against", copy, "--limit", 64, "--window", 32), "truncated or damaged", "download it again"
+    )
 
 
 def test_numbers_of_thousands_of_digits(edgeq: Run, demo: Path) -> None:
@@ -439,7 +456,9 @@ def test_messages_of_the_library_show_options_on_the_command_line() -> None:
         == "--top-p is 2; pass -c 64 or less, not `other=5`"
     )
     known = {name for command in ("run", "chat") for param in main.commands[command].params for name in param.opts}
-    assert set(OPTIONS.values()) <= known
+    converting = {name for param in main.commands["convert"].params for name in param.opts}
+    assert {option for name, option in OPTIONS.items() if name != "master"} <= known
+    assert set(OPTIONS["master"].split()) - {"ttq"} <= converting
 
 
 def test_a_prompt_in_a_locale_without_utf8_is_the_text_that_was_typed(demo: Path) -> None:
@@ -450,3 +469,24 @@ def test_a_prompt_in_a_locale_without_utf8_is_the_text_that_was_typed(demo: Path
     assert json.loads(result.stdout)["prompt"] == "# d\u00e9j\u00e0 vu"
     result = subprocess.run([*line, b"# \xff\xfe"], capture_output=True, env=environment, timeout=600)
     assert result.returncode == 1 and b"error: -p: not UTF-8" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("run", "nowhere.edgeq", "-p", "x", "--json"), 1, "nowhere.edgeq: no such file"),
+        (("run", "nowhere.edgeq", "-p", "x", "--jsonl"), 1, "nowhere.edgeq: no such file"),
+        (("inspect", "nowhere.edgeq", "--json"), 1, "nowhere.edgeq: no such file"),
+        (("bench", "nowhere.edgeq", "--json", "-n", "many"), 2, "'many'"),
+        (("run", "--json", "--jsonl", "nowhere.edgeq"), 2, "exclude each other"),
+        (("convert", "nowhere", "-o", "x.edgeq", "--json"), 1, "nowhere: no such folder"),
+        (("compare", "--json"), 2, "missing argument"),
+    ],
+)
+def test_with_json_an_error_is_one_json_object_too(edgeq: Run, words: tuple[str, ...], code: int, says: str) -> None:
+    result = edgeq(*words)
+    told = json.loads(result.stdout)
+    assert result.exit_code == told["exit_code"] == code and says.lower() in told["error"].lower()
+    assert result.stderr == f"error: {told['error']}\n"
+    plain = edgeq(*(word for word in words if word not in ("--json", "--jsonl")))
+    assert plain.stdout == "" and plain.exit_code != 0

@@ -10,9 +10,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -26,7 +28,7 @@ from edgeq.devices import DEVICES
 from edgeq.runtime import Model
 from edgeq.runtime.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
-from edgeq.tools import chat, cli, options
+from edgeq.tools import chat, convert_options, options
 from edgeq.tools.cli import main
 
 Run = Callable[..., Result]
@@ -92,7 +94,8 @@ def test_values_of_options_are_those_of_the_library_and_a_shell_completes_them()
     assert options.MODES == records.MODES and options.TARGETS == targets.TARGETS
     assert ("file", *records.KV_KINDS) == options.CACHES
     assert options.DRAFTS == DRAFT_SOURCES and options.WHEN == WHEN
-    assert tuple(METHODS) == cli.METHODS and CHOICES["dtype"][1] == cli.TYPES and CHOICES["master"][1] == cli.MASTERS
+    assert tuple(METHODS) == convert_options.METHODS
+    assert CHOICES["dtype"][1] == convert_options.TYPES and CHOICES["master"][1] == convert_options.MASTERS
     for words, expected in (
         (["run", "x", "--mode"], ["a16", "a8", "a4"]),
         (["chat", "x", "--kv"], ["file", "f16", "int8", "int4"]),
@@ -305,6 +308,28 @@ def test_bench_prints_rows_as_llama_bench_names_them(edgeq: Run, demo: Path) -> 
     assert min(rows[0]["samples_s"]) <= rows[0]["ttft_s"] <= max(rows[0]["samples_s"])
     assert rows[0]["version"] == __version__ and rows[0]["processor"] and rows[0]["load_s"] > 0 and rows[2]["ttft_s"] is None
     assert rows[0]["codec"] == "i4 g128 zero" and rows[0]["threads"] == 1 and "facts" not in rows[0]
+    assert all(0 <= row["compile_s"] <= row["load_s"] for row in rows) and rows[0]["celsius"] == machine.temperature()
+
+
+def test_bench_tells_how_warm_the_machine_was_and_how_long_kernels_were_compiled(
+    edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("bench", demo, "-p", 0, "-n", 2, "-t", 1, "-r", 1, *REFERENCE)
+    assert " °C " not in edgeq(*words).stdout and "compiling" not in edgeq(*words).stdout
+    monkeypatch.setattr(machine, "temperature", lambda: 71.5)
+    plain = Model.load
+
+    def load(path: Path, *, on_progress: Any, **options: Any) -> Model:
+        for done in range(4):
+            on_progress(done, 3, "compiling matmul")
+            time.sleep(0.02)
+        return plain(path, **options)
+
+    monkeypatch.setattr(Model, "load", load)
+    (row,) = objects(edgeq(*words, "--json"))
+    assert row["celsius"] == 71.5 and 0.05 < row["compile_s"] < 60
+    lines = edgeq(*words).stdout.splitlines()
+    assert " s compiling" in lines[1] and " °C " in lines[3] and " 72 " in lines[5]
 
 
 def test_bench_tables_have_one_line_per_row(edgeq: Run, demo: Path) -> None:
@@ -327,6 +352,27 @@ def test_compare_with_itself_finds_no_difference(edgeq: Run, demo: Path, tmp_pat
     assert file["kl_mean"] == 0 and file["top1_agreement"] == 1 and file["perplexity"] == facts["source"]["perplexity"]
     assert file["perplexity_ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert facts["windows"] == 4 and facts["predicted_tokens"] == 4 * 63
+
+
+def test_a_source_is_scored_once_for_a_text(
+    edgeq: Run, demo: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgeq.converters.calibration import logits
+    from edgeq.tools import kept_predictions
+
+    options = ("--against", tiny_llama, "--window", 64, "--json", "--limit")
+    monkeypatch.setattr(kept_predictions, "cache_folder", lambda: tmp_path)
+    first = edgeq("compare", demo, *options, 512)
+    assert "tiny-llama: scoring 512 tokens, in up to 0.7 GB of memory" in first.stderr
+    runs: list[object] = []
+    monkeypatch.setattr(logits, "stream_logits", lambda *arguments: runs.append(arguments))
+    second = edgeq("compare", demo, *options, 512)
+    assert objects(second) == objects(first) and not runs and "scoring" not in second.stderr
+    monkeypatch.setattr("edgeq.tools.scorers.available_bytes", lambda: 750_000_000)
+    monkeypatch.setattr("edgeq.converters.calibration.logits.available_bytes", lambda: 750_000_000)
+    other = edgeq("compare", demo, *options, 8192)
+    assert other.exit_code == 1 and re.search(r"scoring 8192 tokens needs 0\.8 GB .*; --limit (\d+) would fit", other.stderr)
+    assert not runs
 
 
 def test_compare_orders_files_by_their_bits(edgeq: Run, demo: Path, tiny_llama: Path, tmp_path: Path) -> None:

@@ -64,4 +64,9 @@ def test_an_unknown_time_is_one_line(edgeq: Run, with_master: Path) -> None:
 
 def test_a_file_without_masters_says_so(edgeq: Run, demo: Path) -> None:
     result = edgeq("run", demo, "-p", "a", "--requantize", "prompt")
-    assert result.exit_code == 1 and "no layer has a master" in result.stderr and result.stdout == ""
+    assert (
+        result.exit_code == 1
+        and "no layer has a master" in result.stderr
+        and "--method ttq --master i8" in result.stderr
+        and result.stdout == ""
+    )

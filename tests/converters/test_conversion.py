@@ -133,7 +133,7 @@ def test_awq_keeps_the_function_and_says_how_it_was_made(checkpoint: Callable[..
     options = ConvertOptions(method="awq", bits=8, group_size=16, calibration=text)
     file = convert(str(checkpoint("llama_mha")), tmp_path / "o.edgeq", options, silent)
     provenance = file.metadata.provenance
-    assert provenance["method"] == "awq" and provenance["quantizer"] == "awq-asymmetric"
+    assert provenance["method"] == "awq" and provenance["quantizer"] == "min-max"
     calibration = provenance["calibration"]
     assert isinstance(calibration, dict) and calibration["source"] == "text.txt" and calibration["tokens"] % 512 == 0
     assert file.metadata.arrays["layers.0.attention_norm"].dtype == "f32"

@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from edgeq.codec import Codec, from_bf16
 from edgeq.config import ModelConfig
 from edgeq.container import ModelFile
+from edgeq.converters import slabs
+from edgeq.converters.calibration import logits
 from edgeq.converters.calibration.forward import BlockForward
-from edgeq.converters.calibration.torch_decoder import Norm
+from edgeq.converters.calibration.logits import Network
 from edgeq.converters.checkpoint import Checkpoint, HubAccess, TensorSource
 from edgeq.converters.convert import convert
-from edgeq.converters.families import HEAD, NORM, NORM_BIAS, Family, linear_module, recognise
+from edgeq.converters.families import Family, linear_module, recognise
 from edgeq.converters.method import Block
 from edgeq.converters.methods.awq import Awq, apply_scale
 from edgeq.converters.options import ConvertOptions
@@ -109,7 +111,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms after the blocks": ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
     "a projected embedding": ("OPTForCausalLM", {"word_embed_proj_dim": 16}, r"word_embed_proj_dim is 16.*opt-350m"),
     "no final norm": ("OPTForCausalLM", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
-    "another activation": ("OPTForCausalLM", {"activation_function": "gelu"}, "hidden_act 'gelu' is not supported"),
+    "another activation": ("OPTForCausalLM", {"activation_function": "swish"}, "hidden_act 'swish' is not supported"),
     "capped logits": ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     "capped scores": ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     "looking ahead": ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -175,19 +177,26 @@ def hidden_after(source: Checkpoint, family: Family, config: ModelConfig, scaled
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_block_by_block_gives_the_logits_of_transformers(checkpoint: Callable[..., Path], name: str) -> None:
+def test_block_by_block_gives_the_logits_of_transformers(
+    checkpoint: Callable[..., Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = checkpoint(name, dtype="float32", initializer_range=0.05)
-    source, family, config = opened(folder)
-    norm = Norm(config, config.hidden_size, config.layer_norm)
-    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
-    norm.load_state_dict({part: torch.from_numpy(source.whole(tensor)) for part, tensor in names.items()})
-    head = HEAD if not config.tie_word_embeddings else "model.embed_tokens.weight"
     with torch.no_grad():
-        logits = norm(hidden_after(source, family, config)) @ torch.from_numpy(source.whole(head)).T
-        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS, use_cache=False).logits
-    assert (logits - expected).abs().max() < 1e-3
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS, use_cache=False).logits[:, :-1]
+    network, found = Network.open(str(folder)), torch.full_like(expected, math.nan).flatten(0, 1)
+
+    def collect(position: int, entry: int, part: np.ndarray[Any, Any]) -> None:
+        found[position : position + len(part), entry : entry + part.shape[1]] = torch.from_numpy(part)
+
+    # Several slabs of the head, and several parts of a window.
+    monkeypatch.setattr(logits, "POSITIONS", 17)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 4 * 700 * 128)
+    progress: list[float] = []
+    logits.stream_logits(network, TOKENS.numpy(), collect, lambda done, total, label: progress.append(done / total))
+    assert (found - expected.flatten(0, 1)).abs().max() < 1e-3
+    assert progress == sorted(progress) and progress[0] == 0 and progress[-1] < 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)

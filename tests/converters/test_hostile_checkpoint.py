@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edgeq.converters.checkpoint import read_file, read_header, read_json
+from edgeq.converters.checkpoint import MAX_VALUES, read_file, read_header, read_json
 from edgeq.converters.convert import ConvertOptions, preflight
 from edgeq.converters.families import recognise
 from edgeq.converters.tokenizer import MAX_TEMPLATE
@@ -105,6 +106,22 @@ def test_a_tokenizer_that_would_end_the_process_is_refused(llama: Path) -> None:
     (llama / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(UnsupportedError, match="tokenizers library cannot load it .*more than .* of memory"):
         preflight(str(llama), RTN)
+
+
+@pytest.mark.parametrize("kind", ("object", "header"))
+def test_a_json_text_of_too_many_values_is_refused_before_it_is_read(tmp_path: Path, kind: str) -> None:
+    """Of 100 MiB of empty lists 2.6 GB of memory were made."""
+    path = tmp_path / "x.json"
+    for values, refused in ((MAX_VALUES, False), (MAX_VALUES + 1, True)):
+        # One bracket of the object, one of the list, one fewer comma than numbers.
+        text = b'{"a":[' + b"0," * (values - 2) + b"0]}"
+        path.write_bytes(text if kind == "object" else struct.pack("<Q", len(text)) + text)
+        read = read_json if kind == "object" else read_header
+        if not refused and kind == "object":
+            assert len(read(path)["a"]) == values - 1
+            continue
+        with pytest.raises(CheckpointError, match="more than 2097152 values" if refused else "'a' lacks dtype"):
+            read(path)
 
 
 @pytest.mark.parametrize("number", ("1e400", "-1e400", "NaN", "Infinity"))

@@ -24,7 +24,7 @@ from edgeq.converters.method_options import CALIBRATED, DEFAULTS
 from edgeq.converters.methods import METHODS, chosen
 from edgeq.converters.methods.smoothquant import smooth, smoothing
 from edgeq.converters.methods.ttq import factors, shared_rank
-from edgeq.converters.quantizer import AWQ, GPTQ, QUAROT, SMOOTHQUANT, Preset, fake, quantize
+from edgeq.converters.quantizer import AWQ, GPTQ, QUAROT, Preset, fake, quantize
 from edgeq.errors import InputError
 from edgeq.records import Activation, Weight
 
@@ -127,7 +127,7 @@ def test_smoothquant_keeps_the_function_and_runs_with_8_bit_activations(
 ) -> None:
     folder = checkpoint("llama_gqa", max_position_embeddings=64)
     file = convert(str(folder), tmp_path / "o.edgeq", ConvertOptions(method="smoothquant", calibration=text), silent)
-    assert file.metadata.default_mode == "a8" and file.metadata.provenance["quantizer"] == "smoothquant"
+    assert file.metadata.default_mode == "a8" and file.metadata.provenance["quantizer"] == "absmax"
     gain = file.metadata.arrays["layers.0.mlp_norm"]
     assert gain.dtype == "f32"
     linear = file.metadata.linears["layers.0.gate_up"]
@@ -137,7 +137,7 @@ def test_smoothquant_keeps_the_function_and_runs_with_8_bit_activations(
     found = matrix(file, linear.weights[0]) * torch.from_numpy(np.array(file.array(gain)))
     assert (found - want).abs().max() < 0.02 * want.abs().max()
     down = matrix(file, file.metadata.linears["layers.0.down"].weights[0])
-    assert torch.equal(down, fake(source(folder, 0, "mlp.down_proj"), Codec("int", 8, 0), SMOOTHQUANT))
+    assert torch.equal(down, fake(source(folder, 0, "mlp.down_proj"), Codec("int", 8, 0), AWQ))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_presets_differ_as_their_papers_do() -> None:
     assert quantize(positive, symmetric, "w", AWQ).scale.item() == pytest.approx(1.5 / 7, rel=1e-3)
     assert quantize(positive, symmetric, "w", GPTQ).scale.item() == pytest.approx(3 / 15, rel=1e-3)
     names = [preset.title(codec) for preset in (AWQ, GPTQ, QUAROT) for codec in (asymmetric, symmetric)]
-    assert names == ["awq-asymmetric", "awq-symmetric", "gptq-asymmetric", "gptq-symmetric", "quarot", "quarot"]
+    assert names == ["min-max", "absmax", "min-max-zero", "absmax-full", "min-max-search", "absmax-search"]
 
 
 @pytest.mark.parametrize("codec", [Codec("int", 3, 0, True), Codec("int", 4, 32, False)], ids=lambda c: c.name)

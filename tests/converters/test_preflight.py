@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from edgeq.config import Rope
 from edgeq.converters import preflight as preflight_module
 from edgeq.converters.checkpoint import MAX_HEADER, read_header
 from edgeq.converters.convert import ConvertOptions, convert, preflight
@@ -22,6 +21,7 @@ from edgeq.converters.families import recognise
 from edgeq.converters.methods import chosen
 from edgeq.errors import CheckpointError, EdgeqError, FormatError, InputError, ResourceError, UnsupportedError
 from edgeq.generation import SAMPLING, check_generation
+from edgeq.rope import Rope
 from edgeq.runtime.sampling import Sampling
 
 RTN = ConvertOptions(group_size=32)
@@ -46,7 +46,7 @@ REFUSED_KEYS = [
     ({"architectures": ["MambaForCausalLM"]}, "architectures.*MambaForCausalLM.*supported: LlamaForCausalLM"),
     ({"architectures": "remove"}, "architectures"),
     ({"architectures": [["x"]]}, "architectures"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*supported: silu"),
+    ({"hidden_act": "swish"}, "hidden_act 'swish'.*supported: silu"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope kind 'yarn'.*supported: default, linear, llama3"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope kind 'dynamic'"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
@@ -240,10 +240,11 @@ def test_a_truncated_shard_is_named(llama: Path) -> None:
         preflight(str(llama), RTN)
 
 
-def test_an_index_cannot_name_files_elsewhere(llama: Path) -> None:
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "f" * 300 + ".safetensors", "\ud800" * 300 + ".safetensors"])
+def test_an_index_cannot_name_files_elsewhere(name: str, llama: Path) -> None:
     index = llama / "model.safetensors.index.json"
     data = json.loads(index.read_text())
-    data["weight_map"]["model.norm.weight"] = "../../secret.safetensors"
+    data["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match="not a .safetensors file beside it"):
         preflight(str(llama), RTN)
@@ -405,7 +406,7 @@ def test_a_hub_id_is_checked_before_its_weights_are_fetched(llama: Path, monkeyp
     assert preflight("owner/model", options).checkpoint.name == "owner/model"
     assert [f["allow_patterns"] for f in fetched] == [["*.json", "*.jinja"], ["*.json", "*.jinja", "model*.safetensors"]]
     assert all((f["token"], f["revision"], f["local_files_only"]) == ("hf_x", "main", True) for f in fetched)
-    edit(llama / "config.json", hidden_act="gelu")
+    edit(llama / "config.json", hidden_act="swish")
     with pytest.raises(UnsupportedError, match="hidden_act"):
         preflight("owner/model", options)
     assert len(fetched) == 3

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from edgeq.codec import Codec, pack_floats, pack_groups, pack_integers
-from edgeq.config import ModelConfig, Rope
+from edgeq.config import ModelConfig
 from edgeq.container import DATA_OFFSET, Header, digest
 from edgeq.manifest import array_shapes, fused_shapes
 from edgeq.metadata import Metadata
 from edgeq.records import LinearSpec, Weight
+from edgeq.rope import Rope
 from edgeq.writer import Writer
 
 CONFIG = ModelConfig(

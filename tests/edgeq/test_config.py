@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from edgeq.config import ModelConfig, Rope
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.errors import FormatError, UnsupportedError
+from edgeq.image_config import ImageConfig
 from edgeq.manifest import array_shapes, fused_shapes, layer_contents
-from edgeq.rope import frequencies
+from edgeq.rope import Rope, frequencies, picture_positions, rotation
 
 PLAIN = ModelConfig(
     model_type="any",
@@ -31,12 +32,38 @@ LONG = Rope(10000.0, "longrope", attention_factor=1.2, short_factor=(1.0,) * 8, 
 GEMMA = replace(
     PLAIN, hidden_act="gelu_pytorch_tanh", post_norms=True, qk_norm=True, local_rope=Rope(5.0), sliding_windows=(8, 0)
 )
+IMAGE = ImageConfig(sizing="factor", mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), min_pixels=3136, max_pixels=1 << 20)
+TOWER = VisionConfig(
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=3,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope=Rope(1e4, "axial", sections=(2, 2)),
+    hidden_act="quick_gelu",
+    layer_norm=True,
+    image=IMAGE,
+    image_token_id=39,
+    patch_size=14,
+    temporal_patch_size=2,
+    merge=2,
+    project_norm="patch",
+    project_size=96,
+    project_act="gelu",
+    out_hidden_size=64,
+)
+QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
 
 
-@pytest.mark.parametrize("config", [PLAIN, GEMMA, SMOLLM, OPT, EXPERTS, replace(PLAIN, rope=LONG)], ids=lambda c: c.hidden_act)
+WRITTEN = [PLAIN, GEMMA, SMOLLM, OPT, EXPERTS, replace(PLAIN, rope=LONG), replace(PLAIN, gated_mlp=False), QWEN_VL]
+
+
+@pytest.mark.parametrize("config", WRITTEN, ids=lambda c: c.hidden_act)
 def test_what_is_written_is_read_back(config: ModelConfig) -> None:
     assert ModelConfig.from_json(config.to_json()) == config
 
@@ -100,6 +127,61 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_values_out_of_range_are_named(keys: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         ModelConfig.from_json(json.dumps({**json.loads(PLAIN.to_json()), **keys}))
+
+
+def test_a_text_model_keeps_its_keys() -> None:
+    data = json.loads(PLAIN.to_json())
+    assert not {"vision", "gated_mlp", "layers_without_rope"} & set(data) and not {"sections", "interleaved"} & set(
+        data["rope"]
+    )
+
+
+BAD_TOWERS = {
+    "an unknown key": ({"windows": 1}, UnsupportedError, "config vision has unknown keys windows"),
+    "a huge patch": ({"patch_size": 256, "temporal_patch_size": 16}, FormatError, "patch_width is 3145728"),
+    "patches without end": ({"merge": 2**31}, FormatError, "merge is 2147483648"),
+    "a token beyond the vocabulary": ({"image_token_id": 40}, FormatError, "image_token_id is 40 of 40 tokens"),
+    "other features": ({"out_hidden_size": 65}, FormatError, "gives 65 channels; hidden_size is 64"),
+    "one axis": ({"rope": {"theta": 1e4, "kind": "axial", "sections": [4]}}, UnsupportedError, "rope is not supported"),
+    "sections too small": ({"rope": {"theta": 1e4, "kind": "axial", "sections": [2, 1]}}, FormatError, "add up to 4"),
+    "sections as text": ({"rope": {"theta": 1e4, "kind": "axial", "sections": "22"}}, FormatError, "sections is not a list"),
+    "an unknown norm": ({"project_norm": "all"}, UnsupportedError, "project_norm 'all'"),
+    "a gated projector": ({"project_act": "silu"}, UnsupportedError, "project_act 'silu'"),
+    "windows": ({"sliding_windows": [4, 0]}, UnsupportedError, "sliding windows"),
+    "no image": ({"image": None}, FormatError, "config vision image is not a JSON object"),
+    "an image of nothing": ({"image": {"sizing": "factor"}}, FormatError, "lacks mean"),
+}
+
+
+@pytest.mark.parametrize(("keys", "kind", "message"), BAD_TOWERS.values(), ids=BAD_TOWERS)
+def test_values_of_a_tower_out_of_range_are_named(keys: dict[str, Any], kind: type[Exception], message: str) -> None:
+    data = json.loads(QWEN_VL.to_json())
+    data["vision"] |= keys
+    with pytest.raises(kind, match=message):
+        ModelConfig.from_json(json.dumps(data))
+
+
+def test_sections_of_a_text_model_are_refused() -> None:
+    with pytest.raises(FormatError, match="3 axes"):
+        replace(PLAIN, rope=QWEN_VL.rope)
+    with pytest.raises(UnsupportedError, match="sections with rope kind 'linear'"):
+        replace(QWEN_VL, rope=Rope(1e4, "linear", sections=(2, 3, 3)))
+    with pytest.raises(FormatError, match="every third pair"):
+        replace(QWEN_VL, rope=Rope(1e4, sections=(1, 3, 4), interleaved=True))
+
+
+def test_every_pair_turns_by_its_own_axis() -> None:
+    plain = rotation(PLAIN.rope, 16)
+    assert plain == (frequencies(PLAIN.rope, 16), ())
+    assert rotation(replace(PLAIN.rope, sections=(2, 3, 3)), 16) == (plain.frequencies, (0, 0, 1, 1, 1, 2, 2, 2))
+    mixed = rotation(replace(PLAIN.rope, sections=(4, 2, 2), interleaved=True), 16)
+    assert mixed == (plain.frequencies, (0, 1, 2, 0, 1, 2, 0, 0))
+    assert rotation(TOWER.rope, 8) == ((1.0, 0.01, 1.0, 0.01), (0, 0, 1, 1))
+
+
+def test_positions_of_a_picture() -> None:
+    assert picture_positions(7, (1, 2, 3)).tolist() == [[7] * 6, [7, 7, 7, 8, 8, 8], [7, 8, 9, 7, 8, 9]]
+    assert picture_positions(0, (2, 1, 2)).tolist() == [[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
 
 
 def test_layers_and_arrays_follow_from_the_configuration() -> None:

@@ -19,7 +19,7 @@ from sample_file import CONFIG, seal, split, write_body
 from edgeq.codec import dequantize
 from edgeq.container import DATA_OFFSET, MAGIC, ModelFile
 from edgeq.errors import EdgeqError, FormatError, InputError, UnsupportedError
-from edgeq.metadata import decode, encode
+from edgeq.metadata_codec import decode, encode
 from edgeq.schema import model_generated as fb
 from edgeq.writer import Writer
 
@@ -380,7 +380,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "an unknown rope key": (config(rope={"beta": 1}), UnsupportedError, "unknown keys beta"),
     "an unknown rope kind": (config(rope={"kind": "yarn"}), UnsupportedError, "rope kind 'yarn'"),
     "an infinite theta": (config(rope={"theta": float("inf")}), FormatError, "theta is inf"),
-    "an unknown activation": (config(hidden_act="gelu"), UnsupportedError, "hidden_act 'gelu'"),
+    "an unknown activation": (config(hidden_act="swish"), UnsupportedError, "hidden_act 'swish'"),
     "windows for other layers": (config(sliding_windows=[4]), FormatError, "1 sliding windows for 2 layers"),
     "an absurd window": (config(sliding_windows=[2**70, 0]), FormatError, "sliding_windows"),
     "a million windows": (config(sliding_windows=[0] * 100_000), FormatError, "sliding_windows"),

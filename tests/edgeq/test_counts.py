@@ -13,7 +13,7 @@ from sample_file import CONFIG, seal, split
 
 from edgeq.container import DATA_OFFSET, ModelFile
 from edgeq.errors import FormatError
-from edgeq.metadata import MAX_ARRAYS, decode
+from edgeq.metadata_codec import MAX_ARRAYS, decode
 from edgeq.schema import model_generated as fb
 
 

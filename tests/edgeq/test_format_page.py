@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_config import EXPERTS, GEMMA, OPT, PLAIN
+from test_config import EXPERTS, GEMMA, OPT, PLAIN, QWEN_VL
 
-from edgeq import codec, config, container, manifest, metadata, quantization
+from edgeq import codec, config, container, manifest, metadata, metadata_codec, quantization, rope
 from edgeq.container import ModelFile
 from edgeq.records import MODES, LinearSpec
 
@@ -88,11 +88,20 @@ def test_what_is_reserved_is_refused_by_the_reader() -> None:
     assert reserved == {"split_row", "static_scales", "offset", "group", "tensor"}
 
 
-@pytest.mark.parametrize(("kind", "header"), [(config.ModelConfig, "key"), (config.Rope, "key of a rope")])
-def test_the_configuration_has_exactly_these_keys_and_defaults(kind: type, header: str) -> None:
-    page = {named(key)[0]: default for key, default, _ in rows(section("Configuration"), header)}
-    assert list(page) == [f.name for f in fields(kind)]
-    for field in fields(kind):
+@pytest.mark.parametrize(
+    ("kind", "header", "above"),
+    [
+        (config.ModelConfig, "key", None),
+        (rope.Rope, "key of a rope", None),
+        (config.VisionConfig, "key of a tower", config.Stack),
+    ],
+)
+def test_the_configuration_has_exactly_these_keys_and_defaults(kind: type, header: str, above: type | None) -> None:
+    title = "Vision tower" if above else "Configuration"
+    page = {named(key)[0]: default for key, default, _ in rows(section(title), header)}
+    own = [f for f in fields(kind) if above is None or f.name not in {x.name for x in fields(above)}]
+    assert list(page) == [f.name for f in own]
+    for field in own:
         if field.default is MISSING:
             assert page[field.name] == "", field.name
         else:
@@ -103,7 +112,7 @@ def test_the_configuration_has_exactly_these_keys_and_defaults(kind: type, heade
 
 def test_every_kind_of_rope_and_of_mlp_is_named() -> None:
     text = section("Configuration")
-    assert set(config.ROPE_KINDS) | set(config.ACTIVATIONS) <= set(named(text))
+    assert set(rope.ROPE_KINDS) | set(config.ACTIVATIONS) <= set(named(text))
 
 
 def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_others() -> None:
@@ -117,6 +126,19 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     text = section("Layers and arrays")
     page = [name for header in ("layer", "array") for cells in rows(text, header) for name in named(cells[0])]
     assert len(page) == len(set(page)) and set(page) == found
+
+
+def test_all_layers_and_arrays_of_a_tower_are_named() -> None:
+    text = section("Vision tower")
+    page = {
+        name for header in ("layer of a tower", "array of a tower") for cells in rows(text, header) for name in named(cells[0])
+    }
+    vision = QWEN_VL.vision
+    assert vision is not None
+    found = {*manifest.patch_contents(vision), *manifest.projector_contents(vision)}
+    assert found == {name for name in page if ".layers." not in name}
+    layer = {re.sub(r"layers\.\d+", "layers.N", name) for name in manifest.layer_contents(vision, 0)}
+    assert {name for name in page if ".layers." in name} - layer == {"vision.layers.N.q"}
 
 
 def test_modes_are_named_with_their_limits() -> None:
@@ -151,19 +173,20 @@ def test_codecs_are_those_of_the_reader() -> None:
 def test_limits_are_the_constants() -> None:
     constants = {
         "bytes of metadata": container.MAX_METADATA,
-        "segments": metadata.MAX_SEGMENTS,
-        "linear layers": metadata.MAX_LAYERS,
-        "arrays": metadata.MAX_ARRAYS,
-        "blobs": metadata.MAX_BLOBS,
-        "kernels": metadata.MAX_KERNELS,
-        "weight blocks of a layer": metadata.MAX_WEIGHTS,
-        "dimensions of an array": metadata.MAX_RANK,
-        "length of a dimension": metadata.MAX_DIMENSION,
-        "bytes of each JSON text": metadata.MAX_JSON,
-        "bytes of a name": metadata.MAX_NAME,
-        "bytes of `default_mode`": metadata.MAX_MODE,
+        "segments": metadata_codec.MAX_SEGMENTS,
+        "linear layers": metadata_codec.MAX_LAYERS,
+        "arrays": metadata_codec.MAX_ARRAYS,
+        "blobs": metadata_codec.MAX_BLOBS,
+        "kernels": metadata_codec.MAX_KERNELS,
+        "weight blocks of a layer": metadata_codec.MAX_WEIGHTS,
+        "dimensions of an array": metadata_codec.MAX_RANK,
+        "length of a dimension": metadata_codec.MAX_DIMENSION,
+        "bytes of each JSON text": metadata_codec.MAX_JSON,
+        "bytes of a name": metadata_codec.MAX_NAME,
+        "bytes of `default_mode`": metadata_codec.MAX_MODE,
         "rows of the base of a transform": manifest.MAX_BASE,
         "experts of all layers together": config.MAX_EXPERTS,
+        "pixels of a patch, channels of joined patches": config.MOST_CHANNELS,
     }
     sizes = dict[str, int]()
     for what, limit in rows(section("Limits"), "what"):
@@ -176,7 +199,7 @@ def test_limits_are_the_constants() -> None:
     assert not constants
     assert sizes.pop("shared_expert_intermediate_size") == config.LIMITS["intermediate_size"]
     assert sizes.pop("sliding_windows") == config.LIMITS["max_position_embeddings"]
-    assert sizes == config.LIMITS
+    assert sizes == config.LIMITS | config.LIMITS_VISION
 
 
 def test_the_header_is_the_readers() -> None:

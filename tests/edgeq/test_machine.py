@@ -22,3 +22,13 @@ def test_processor_and_memory_are_found():
 )
 def test_cores_of_a_container_are_those_that_it_may_keep_busy(limit, cores):
     assert machine.cores_of_share(limit) == cores
+
+
+def test_the_temperature_is_that_of_the_hottest_zone(tmp_path):
+    assert machine.temperature(tmp_path) is None
+    for i, text in enumerate(("48000\n", "61500\n", "no\n", "-274000\n")):
+        (tmp_path / f"thermal_zone{i}").mkdir()
+        (tmp_path / f"thermal_zone{i}" / "temp").write_text(text)
+    # A sensor that is off.
+    (tmp_path / "thermal_zone4" / "temp").mkdir(parents=True)
+    assert machine.temperature(tmp_path) == 61.5

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from edgeq.errors import MAX_MESSAGE, EdgeqError
+
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 255, 256, 4095, 4096, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 64, 2**32 - 1)
 """Numbers around which sizes, offsets and counts go wrong."""
 VALUES: tuple[Any, ...] = (
@@ -72,3 +74,10 @@ def _changed(rng: random.Random, value: Any, others: tuple[Any, ...]) -> Any:
         case _:
             out[key] = _changed(rng, out[key], others)
     return out
+
+
+def refused(error: EdgeqError) -> str:
+    """The outcome of a refusal, whose message must be one printable line of bounded length."""
+    message = str(error)
+    assert message.isprintable() and 0 < len(message) <= MAX_MESSAGE + 300, f"message {message[:200]!r}"
+    return "refused"

@@ -28,7 +28,7 @@ def layer_of(graph: Graph, layer: int) -> list[str]:
 def test_a_layer_is_attention_and_mlp_in_order(metadata: Metadata) -> None:
     graph = decoder(metadata)
     cached, behind = ["RmsNorm", "Linear", "RopeRotate", "RopeRotate", "CacheWrite"], ["Attention", "Linear"]
-    behind += ["RmsNorm", "Linear", "SwiGlu", "Linear"]
+    behind += ["RmsNorm", "Linear", "Activate", "Linear"]
     last = metadata.config.num_hidden_layers - 1
     for layer in range(last):
         assert layer_of(graph, layer) == [*cached, *behind]

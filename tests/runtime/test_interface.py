@@ -24,6 +24,12 @@ def model(tiny_path: Path) -> Model:
     return Model.load(tiny_path, target="reference", context=128)
 
 
+def test_loading_is_logged(tiny_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="edgeq"):
+        model = Model.load(tiny_path, target="reference", context=64)
+    assert caplog.messages == [f"{tiny_path.name}: {model.description}; context 64; loaded in {model.load_s:.2f} s"]
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Memory is freed where the last reference goes, or not at all."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edgeq import rope
-from edgeq.config import Rope
 from edgeq.errors import FormatError, InputError, UnsupportedError
+from edgeq.rope import Rope
 from edgeq.runtime import Measurement, Model, Sampling
 
 PROMPT = "def main():"

@@ -19,8 +19,8 @@ from edgeq.runtime.session import BatchItem, Session, run_together
 from edgeq.targets.reference import context
 from edgeq.targets.requantization import InputSums, SharedInput, Weights
 from edgeq.targets.rows import Rows
-from edgeq.tools.compare import FileScorer
 from edgeq.tools.corpus import evaluation_code
+from edgeq.tools.scorers import FileScorer
 
 TINY_LLAMA = Path(__file__).parent.parent.parent / "models" / "tiny-llama"
 CODEC, MASTER = Codec("int", 3, 32, False), Codec("int", 8, 128)

@@ -248,7 +248,7 @@ def test_damaged_and_hostile_sessions_are_refused_and_change_nothing(model: Mode
     for length in (0, 7, 79, 80, 100, 5000, len(sound) - 1):
         refused(sound[:length], "not a saved session|header|implies")
     refused(sound + b"\0", "implies")
-    refused(sound[:8] + struct.pack("<I", 2) + sound[12:], "upgrade edgeq", UnsupportedError)
+    refused(sound[:8] + struct.pack("<I", 3) + sound[12:], "upgrade edgeq", UnsupportedError)
     for count in (71, 201, 1 << 40, (1 << 64) - 1):
         refused(sound[:16] + struct.pack("<Q", count) + sound[24:], ".", EdgeqError)
 

@@ -9,7 +9,18 @@ from edgeq.records import KvCodec, LinearSpec, Weight
 from edgeq.targets import load
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, HeadNorm, Linear, RmsNorm, RopeRotate, Select, SwiGlu
+from edgeq.targets.graph import (
+    Activate,
+    Attention,
+    CacheWrite,
+    Embed,
+    Graph,
+    HeadNorm,
+    Linear,
+    RmsNorm,
+    RopeRotate,
+    Select,
+)
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, rows_of
@@ -57,7 +68,7 @@ def test_swiglu_over_the_whole_range_of_floats():
     x = np.concatenate([np.linspace(-120, 120, 1024), np.full(1024, 1.5)])[None].repeat(3, 0)
     x[1, :1024] /= 30
     arrays = Arrays()
-    oracle, y = both(shown(arrays, x, [SwiGlu(0, "x", 1024, "s")], "s", {"s": 1024, "_dim": 2}), arrays, 3)
+    oracle, y = both(shown(arrays, x, [Activate(0, "x", 1024, "s")], "s", {"s": 1024, "_dim": 2}), arrays, 3)
     assert np.abs(y - oracle).max() <= 3e-7 * np.abs(oracle).max() and np.isfinite(y).all()
     small = np.abs(oracle) < 1
     assert np.abs(y - oracle)[small].max() < 3e-7

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgeq.targets.graph import Attention, CacheWrite, GeGlu, LayerNorm, NormAdd, PositionAdd, Relu, RopeRotate, Scale
+from edgeq.targets.graph import Activate, Attention, CacheWrite, LayerNorm, NormAdd, PositionAdd, RopeRotate, Scale
 from tests.targets.cases import Arrays
 from tests.targets.test_cpu_kernels import both, shown
 
@@ -63,7 +63,9 @@ def test_geglu_over_the_whole_range_of_floats():
     gates = np.concatenate([np.linspace(-60, 60, 1000), [-1e20, -1e9, 1e9, 1e20], np.linspace(-4, 4, 1044)])
     x = np.concatenate([gates, np.full(len(gates), 1.5)])[None].repeat(3, 0)
     arrays, width = Arrays(), len(gates)
-    oracle, y = both(shown(arrays, x, [GeGlu(0, "x", width, "s")], "s", {"s": width, "_dim": 2}), arrays, 3)
+    oracle, y = both(
+        shown(arrays, x, [Activate(0, "x", width, "s", "gelu_pytorch_tanh")], "s", {"s": width, "_dim": 2}), arrays, 3
+    )
     wanted = [1.5 * g / 2 * (1 + math.tanh(min(max(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3), -40), 40))) for g in gates]
     assert np.isfinite(y).all()
     for found in (oracle, y):
@@ -73,8 +75,23 @@ def test_geglu_over_the_whole_range_of_floats():
 def test_relu():
     x = np.concatenate([np.linspace(-9, 9, 47), [0.0]])[None].repeat(4, 0)
     arrays = Arrays()
-    oracle, y = both(shown(arrays, x, [Relu(0, "x", 48, "s")], "s", {"s": 48, "_dim": 2}), arrays, 4)
+    oracle, y = both(shown(arrays, x, [Activate(0, "x", 48, "s", "relu", False)], "s", {"s": 48, "_dim": 2}), arrays, 4)
     assert np.array_equal(oracle, np.maximum(x, 0).astype(np.float32)) and np.array_equal(y, oracle)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_activations_of_towers(gated):
+    x = np.concatenate([np.linspace(-12, 12, 1021), [-1e20, -1e9, 1e9]])[None].repeat(3, 0)
+    arrays, width = Arrays(), 1000
+    for function, scale in (("gelu", None), ("quick_gelu", 1.702)):
+        graph = shown(arrays, x, [Activate(0, "x", width - 488 * gated, "s", function, gated)], "s", {"s": width, "_dim": 2})
+        oracle, y = both(graph, arrays, 3)
+        inner = x[0, : width - 488 * gated]
+        with np.errstate(over="ignore"):
+            share = 1 / (1 + np.exp(-scale * inner)) if scale else [0.5 * math.erfc(-v / math.sqrt(2)) for v in inner]
+        wanted = inner * share * (x[0, 512:] if gated else 1)
+        for found in (oracle, y):
+            assert np.abs(found[0, : len(wanted)] - wanted).max() < 4e-6 * (12 if gated else 1), function
 
 
 @pytest.mark.parametrize("kv", ["f16", "int8"])

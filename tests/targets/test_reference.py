@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
-from edgeq.config import ModelConfig, Rope
+from edgeq.config import ModelConfig
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.manifest import array_shapes, fused_shapes
 from edgeq.metadata import Metadata
 from edgeq.quantization import activation_block, activation_limit, quantize_blocks
 from edgeq.records import ArrayRef, LinearSpec, Transform, Weight
+from edgeq.rope import Rope
 from edgeq.targets import pick
-from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, Linear, Operation, RopeRotate, Select, SwiGlu
+from edgeq.targets.graph import Activate, Attention, CacheWrite, Embed, Graph, Linear, Operation, RopeRotate, Select
 from edgeq.targets.reference import ReferenceTarget, attention, layers, linear, matrices
 from edgeq.targets.reference.program import ReferenceProgram
 from edgeq.targets.rows import PAGE, Page, Rows
@@ -196,7 +197,7 @@ def test_rotation_turns_each_pair_by_its_angle(tmp_path: Path) -> None:
 def test_swiglu_is_exact_at_extreme_gates(tmp_path: Path) -> None:
     file = build(tmp_path / "a.edgeq", Codec("f32"))
     state = {"x": np.array([[-1e4, 0, 1e4, 1, 2, 3, 4, 5]], np.float32)}
-    layers.swiglu(program_of(file, (), {}).context, SwiGlu(0, "x", 4, "out"), rows_of(1), state)
+    layers.activate(program_of(file, (), {}).context, Activate(0, "x", 4, "out"), rows_of(1), state)
     assert np.allclose(state["out"], [[0, 0, 4e4, 5 / (1 + np.exp(-1))]])
 
 

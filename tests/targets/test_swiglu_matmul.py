@@ -6,7 +6,7 @@ import pytest
 from edgeq.codec import Codec
 from edgeq.records import LinearSpec
 from edgeq.targets import load
-from edgeq.targets.graph import Embed, Graph, Linear, Operation, RmsNorm, Select, SwiGlu
+from edgeq.targets.graph import Activate, Embed, Graph, Linear, Operation, RmsNorm, Select
 from edgeq.targets.target import Options, StepTimes
 from tests.targets.cases import HERE, Arrays, rows_of, run, weight
 
@@ -29,7 +29,7 @@ def mlp(
             Select(-1, ("x",)),
             RmsNorm(0, "x", gain, 1e-5, "normed"),
             Linear(0, "normed", LinearSpec("gate_up", (w,), bias), "gate_up"),
-            SwiGlu(0, "gate_up", width, "inner"),
+            Activate(0, "gate_up", width, "inner"),
             Linear(0, "inner", LinearSpec("down", (v,)), "y"),
             *more,
         )

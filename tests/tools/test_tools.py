@@ -54,9 +54,24 @@ def test_a_bandwidth_that_a_model_exceeds_is_measured_again(
 
 
 def test_a_sliding_window_reads_fewer_positions() -> None:
-    from edgeq.config import ModelConfig, Rope
+    from edgeq.config import ModelConfig
+    from edgeq.rope import Rope
 
-    config = ModelConfig("mistral", 64, 32, 48, 2, 2, 1, 16, 1e-5, Rope(1e4), 128, True, sliding_windows=(8, 0))
+    config = ModelConfig(
+        model_type="mistral",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope=Rope(1e4),
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        sliding_windows=(8, 0),
+    )
     assert config.positions_read(4) == 4 and config.positions_read(20) == (8 + 20) / 2
 
 

@@ -22,12 +22,13 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from edgeq.codec import CHUNK, ROWS, Codec
-from edgeq.config import ModelConfig, Rope
+from edgeq.config import ModelConfig
 from edgeq.devices import DEVICES
 from edgeq.manifest import fused_shapes
 from edgeq.quantization import activation_block
+from edgeq.rope import Rope
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.jit.arm import settings
+from edgeq.targets.cpu.jit.processor import settings
 from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile, IntegerWeights
 from edgeq.tools.entry import Command
 

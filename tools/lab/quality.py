@@ -1,6 +1,7 @@
 """One checkpoint by many recipes on one table: `python -m edgeq.tools.lab.quality SRC WORK --recipe "..." --text code`.
 
-A recipe is what follows `edgeq convert SRC -o OUT` on the command line; a list in braces stands for each of its items, so
+With --signs a model that sees is also asked about pictures of signs (signs.py).  A recipe is what follows
+`edgeq convert SRC -o OUT` on the command line; a list in braces stands for each of its items, so
 `--method {rtn,awq} --bits {2,3}` are four recipes.  Each is converted and compared with SRC in processes of their own, several
 at a time.  Results are kept in WORK, one file each, and are not computed again.
 """
@@ -29,7 +30,8 @@ from edgeq import __version__
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
 from edgeq.tools.entry import Command
-from edgeq.tools.report import bits_per_weight
+from edgeq.tools.lab.signs import write as write_signs
+from edgeq.tools.report import bits_per_weight, in_decoder
 from edgeq.tools.statistics import Interval, paired_difference
 from edgeq.tools.terminal import note, progress
 
@@ -106,7 +108,7 @@ def conversion(source: str, recipe: str, file: Path) -> Job:
         return {
             "recipe": recipe,
             "file_bytes": file.stat().st_size,
-            "bits_per_weight": bits_per_weight(metadata, lambda name: name != "head"),
+            "bits_per_weight": bits_per_weight(metadata, in_decoder),
             "head": metadata.linears["head"].weights[0].codec.name,
             "mode": metadata.default_mode,
             "kv": metadata.kv.name,
@@ -125,7 +127,15 @@ def comparison(source: str, recipe: str, file: Path, text: str, window: int, lim
     return Job(f"compare {recipe} on {text}", command, file.with_name(name), json.loads)
 
 
-def measure(source: str, work: Path, recipes: Sequence[str], texts: Sequence[str], window: int, limit: int, jobs: int) -> Json:
+def reading(recipe: str, file: Path, folder: Path, signs: int) -> Job:
+    """The job that asks the model in `file` about the signs of `folder`."""
+    command = (sys.executable, "-m", "edgeq.tools.lab.signs", "read", str(file), str(folder), "--json", "-t", "1")
+    return Job(f"signs {recipe}", command, file.with_name(f"{file.stem}.signs-{signs}.json"), json.loads)
+
+
+def measure(
+    source: str, work: Path, recipes: Sequence[str], texts: Sequence[str], window: int, limit: int, jobs: int, signs: int = 0
+) -> Json:
     """Everything that the tables show, as plain values.  InputError: a recipe given twice, or a job that failed."""
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -142,7 +152,15 @@ def measure(source: str, work: Path, recipes: Sequence[str], texts: Sequence[str
     rows = [conversion | {"texts": {}} for conversion in made]
     for (text, recipe, _), result in zip(pairs, compared, strict=True):
         rows[every.index(recipe)]["texts"][text] = result
-    return {"source": source, "window": window, "rows": rows, "orders": {text: order(rows, text) for text in texts}}
+    if signs:
+        folder = work / f"signs-{signs}"
+        write_signs(folder, "evaluation", signs)
+        asked = run_all([reading(recipe, file, folder, signs) for recipe, file in zip(every, files, strict=True)], jobs)
+        for row, result in zip(rows, asked, strict=True):
+            gap = paired_difference(result["right"], asked[0]["right"], [1] * signs)
+            row["signs"] = {"accuracy": result["accuracy"], "right": result["right"], "difference": vars(gap)}
+    orders = {text: order(rows, text) for text in texts}
+    return {"source": source, "window": window, "signs": signs, "rows": rows, "orders": orders}
 
 
 def order(rows: Sequence[Json], text: str) -> list[Json]:
@@ -190,7 +208,24 @@ def table(result: Json) -> str:
                 f"{gap['value']:+.4f} nats ({gap['low']:+.4f} to {gap['high']:+.4f}){open_order}"
             )
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join(lines + (sign_table(result) if result["signs"] else []))
+
+
+def sign_table(result: Json) -> list[str]:
+    """Markdown: answers about signs, and how many more or fewer are right than by the first recipe."""
+    lines = [
+        "### signs",
+        "",
+        f"{result['signs']} signs that no conversion saw, from PNG files; 95 % interval of the paired difference to the first.",
+        "",
+        "| recipe | bits | mode | MB | exact % | difference, points |",
+        "|" + "---|" * 6,
+    ]
+    for row in result["rows"]:
+        gap, size = row["signs"]["difference"], (f"{row['bits_per_weight']:.2f}", row["mode"], f"{row['file_bytes'] / 1e6:.2f}")
+        points = f"{100 * gap['value']:+.2f} ({100 * gap['low']:+.2f} to {100 * gap['high']:+.2f})"
+        lines.append("| " + " | ".join((f"`{row['recipe']}`", *size, f"{100 * row['signs']['accuracy']:.2f}", points)) + " |")
+    return [*lines, ""]
 
 
 @click.command(cls=Command)
@@ -203,14 +238,27 @@ def table(result: Json) -> str:
     multiple=True,
     default=("code", "docs"),
     show_default=True,
-    help="Text to compare on, as in edgeq compare.",
+    help="Text to compare on, as in edgeq compare; none where only --signs is given.",
 )
+@click.option("--signs", type=click.IntRange(0), default=0, help="Ask about so many pictures of signs too.")
 @click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens per window.")
 @click.option("--limit", type=click.IntRange(2), default=32768, show_default=True, help="Use at most so many tokens of a text.")
 @click.option("-j", "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Conversions or comparisons at once.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of markdown.")
-def main(source: str, work: Path, recipes: tuple[str, ...], texts: tuple[str, ...], as_json: bool, **options: int) -> None:
+@click.pass_context
+def main(
+    ctx: click.Context,
+    /,
+    source: str,
+    work: Path,
+    recipes: tuple[str, ...],
+    texts: tuple[str, ...],
+    as_json: bool,
+    **options: int,
+) -> None:
     """Convert SRC by every recipe, measure each against SRC, and print one table per text.  Results are kept in WORK."""
+    if options["signs"] and ctx.get_parameter_source("texts") is click.core.ParameterSource.DEFAULT:
+        texts = ()
     result = measure(source, work, recipes, texts, **options)
     click.echo(json.dumps(result, indent=1) if as_json else table(result))
     note(f"files and results are kept in {work}")

@@ -16,8 +16,6 @@ Asked to, the caller's thread notes the time before and after every operation: a
 from __future__ import annotations
 
 import os
-import platform
-import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -33,13 +31,15 @@ from numpy.typing import NDArray
 
 from edgeq import machine
 from edgeq.errors import ResourceError
-from edgeq.targets.cpu.jit.compile import entry, inline
+from edgeq.targets.cpu.jit.compile import Entry
+from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.processor import current
 from edgeq.targets.cpu.jit.simd import I32, I64, call, load, store
 
 Table = NDArray[np.int64]
 
 # The number of the futex system call (linux/asm/unistd.h); elsewhere an idle thread sleeps and looks again.
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+FUTEX = {"x86_64": 202, "aarch64": 98}
 WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
 NAP_MICROSECONDS = 100
 
@@ -55,10 +55,10 @@ SPINS_BEFORE_SLEEP = 20_000
 
 def _relax(b: Any) -> None:
     """The processor's hint for a spinning thread."""
-    if platform.machine() in ("x86_64", "AMD64"):
-        call(b, "llvm.x86.sse2.pause", ir.VoidType())
-    elif platform.machine() == "aarch64":
+    if current().is_arm:
         call(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(I32, 1))
+    elif current().is_x86:
+        call(b, "llvm.x86.sse2.pause", ir.VoidType())
 
 
 @intrinsic  # type: ignore[misc]
@@ -127,11 +127,12 @@ def futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         address, operation, value = args
-        if FUTEX:
+        number = FUTEX.get(current().arch, 0) if current().is_linux else 0
+        if number:
             kind = ir.FunctionType(I64, [I64], var_arg=True)
             function = cgutils.get_or_insert_function(b.module, kind, "syscall")
             zero = ir.Constant(I64, 0)
-            b.call(function, [ir.Constant(I64, FUTEX), address, operation, value, zero, zero, zero])
+            b.call(function, [ir.Constant(I64, number), address, operation, value, zero, zero, zero])
         else:
             with b.if_then(b.icmp_signed("==", operation, ir.Constant(I64, WAIT_PRIVATE))):
                 call(b, "usleep", I32, ir.Constant(I32, NAP_MICROSECONDS))
@@ -160,8 +161,11 @@ def note_time(typing: Any, address: Any) -> Any:
     """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        if platform.machine() == "aarch64":
-            now = b.asm(ir.FunctionType(I64, []), "mrs $0, cntvct_el0", "=r", [], True)
+        if current().is_arm:
+            # By name and not in assembly, for which llvmlite has a parser for its own processor only.
+            kind = ir.FunctionType(I64, [ir.MetaDataType()])
+            function = cgutils.get_or_insert_function(b.module, kind, "llvm.read_volatile_register.i64")
+            now = b.call(function, [b.module.add_metadata(["cntvct_el0"])])
         else:
             now = call(b, "llvm.readcyclecounter", I64)
         store(b, now, args[0], 8)
@@ -217,7 +221,7 @@ def _walk_alone(table, length, row_bytes, times):
         note_time(times + 16 * length)
 
 
-walk_alone = entry(_walk_alone, 4)
+walk_alone = Entry(_walk_alone, 4)
 
 
 def _work(shared, row_bytes, thread):
@@ -246,7 +250,7 @@ def _work(shared, row_bytes, thread):
             walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, 0)
 
 
-work = entry(_work, 3)
+work = Entry(_work, 3)
 
 
 @inline
@@ -267,12 +271,12 @@ def announce(shared, table, length, threads):
     return tag
 
 
-def _run(shared, table, length, row_bytes, threads, times):
+def _run_together(shared, table, length, row_bytes, threads, times):
     """A whole run in one call: an interrupt taken in the middle would leave the others at work on what Python then frees."""
     walk(shared, announce(shared, table, length, threads), table, length, row_bytes, 0, times)
 
 
-run_together = entry(_run, 6)
+run_together = Entry(_run_together, 6)
 
 
 def _dismiss(shared):
@@ -284,7 +288,7 @@ def _dismiss(shared):
         futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
 
 
-dismiss = entry(_dismiss, 1)
+dismiss = Entry(_dismiss, 1)
 
 
 def _live(shared: Table, row_bytes: int, thread: int) -> None:
@@ -298,9 +302,15 @@ def _live(shared: Table, row_bytes: int, thread: int) -> None:
 
 
 def _stop(shared: Table, workers: list[threading.Thread]) -> None:
-    dismiss(shared.ctypes.data)
+    if workers:
+        dismiss(shared.ctypes.data)
     for worker in workers:
         worker.join()
+
+
+def entries(threads: int) -> list[Entry]:
+    """What a pool of so many threads calls."""
+    return [walk_alone, run_together, work, dismiss] if threads > 1 else [walk_alone]
 
 
 class Pool:

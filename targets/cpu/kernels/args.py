@@ -9,8 +9,8 @@ from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
 
 NONE, FLOAT, A8, A16 = 0, 1, 2, 3
 """Kinds of quantized activations: none, float32 as it is, int8, int16."""
-BLOCK, TOKEN, TOKEN_ZERO = 0, 1, 2
-"""What a scale is for: a block of channels, symmetric; a whole token row, symmetric or with a zero point."""
+BLOCK, TOKEN, TOKEN_ZERO, STATIC = 0, 1, 2, 3
+"""What a scale is for: a block of channels, symmetric; a token row, symmetric or with a zero point; all rows of a modality."""
 
 
 INTEGERS, F16_KIND, BF16_KIND, F32_KIND = 0, 2, 3, 4
@@ -28,6 +28,8 @@ class QuantizedArgs(Args, part=True):
     limit           the largest integer
     factors         f32 per channel that x is multiplied by first, or 0
     winograd_sums   int32 per row and block for products by Winograd's method, or 0
+    constants       constant scales: inverse and scale, two f32 for each modality; 0: the scale is taken from x
+    modality        u8 per row
     """
 
     kind = number(NONE)
@@ -40,6 +42,8 @@ class QuantizedArgs(Args, part=True):
     limit = number(0)
     factors = pointer(0)
     winograd_sums = pointer(0)
+    constants = pointer(0)
+    modality = pointer(0)
 
 
 NOT_QUANTIZED = QuantizedArgs()

@@ -7,7 +7,8 @@ page with a running maximum (online softmax: Milakov and Gimelshein 2018), in an
 from __future__ import annotations
 
 from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.simd import (
     get_f32,
     get_i32,
@@ -20,7 +21,6 @@ from edgeq.targets.cpu.jit.simd import (
     vsplat,
     vstore,
     vsub,
-    vsum,
 )
 from edgeq.targets.cpu.kernels import attention_int4, attention_plain
 from edgeq.targets.cpu.kernels.args import CacheArgs
@@ -35,6 +35,7 @@ from edgeq.targets.cpu.kernels.attention_state import (
     Head,
     raise_largest,
     store_query,
+    total_weight,
 )
 from edgeq.targets.cpu.kernels.kv_layout import INT4_KV, POSITIONS, half_bytes, keys_at
 
@@ -187,7 +188,7 @@ def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
                     out = args.out + (r + q // shared) * args.out_stride
                     state = states + q * step
                     out += 4 * head.dim * (kv_head * shared + q % shared)
-                    end_query(head, state, out, vsum(vload(state + TOTALS)))
+                    end_query(head, state, out, total_weight(state))
                 r += rows
 
     return kernel

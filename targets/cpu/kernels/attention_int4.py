@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.jit.compile import inline
+from edgeq.targets.cpu.jit.pipeline import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_f32, put_f32, vfma, vload, vmul, vsplat, vstore, vsum
 from edgeq.targets.cpu.kernels.attention_plain import plain_weight
 from edgeq.targets.cpu.kernels.attention_state import DECAY, OF_CODEC, SCORES_BYTES, VECTOR_BYTES, Codec
@@ -103,7 +101,7 @@ def codec(vectors: int) -> Codec:
     def score(queries: int) -> Any:
         low_tile, high_tile = (score_tile(kind, queries, vectors) for kind in (NIBBLES, BYTES))
 
-        @njit(inline="always")
+        @always_inline
         def scores(head, page, state):
             query, pairs, step = state + QUERY, pair_bytes(head.dim, head.high), head.state_bytes
             ahead = page.values - page.keys
@@ -119,7 +117,7 @@ def codec(vectors: int) -> Codec:
         low_tile, low_narrow = value_tile(NIBBLES, queries, vectors), value_tile(NIBBLES, queries, 2)
         high_tile = value_tile(BYTES, queries, 1)
 
-        @njit(inline="always")
+        @always_inline
         def results(head, page, state):
             pairs, low = pair_bytes(head.dim, head.high), low_columns(head.dim, head.high)
             row, line, step, decay = pairs + head.high, page.values, head.state_bytes, state + DECAY

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.jit.compile import inline
+from edgeq.targets.cpu.jit.pipeline import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_f32, put_f32, vdiv, vload, vmul, vsplat, vstore
 from edgeq.targets.cpu.kernels.attention_state import DECAY, OF_CODEC, SCORES_BYTES, VECTOR_BYTES, Codec
 from edgeq.targets.cpu.kernels.attention_tile import score_tile, value_tile
@@ -67,7 +65,7 @@ def codec(code: int, vectors: int) -> Codec:
     def score(queries: int) -> Any:
         tile = score_tile(code, queries, vectors)
 
-        @njit(inline="always")
+        @always_inline
         def scores(head, page, state):
             for p in range(0, 4, vectors):
                 line, ahead = page.keys + 16 * number * p, page.values - page.keys
@@ -78,7 +76,7 @@ def codec(code: int, vectors: int) -> Codec:
     def accumulate(queries: int) -> Any:
         tile, narrow = value_tile(code, queries, vectors), value_tile(code, queries, 1)
 
-        @njit(inline="always")
+        @always_inline
         def results(head, page, state):
             decay, result, row = state + DECAY, state + QUERY + 4 * head.padded, number * head.padded
             ahead, c, positions = page.next_keys, 0, (page.seen, row)

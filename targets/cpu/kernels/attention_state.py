@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from edgeq.targets.cpu.jit.compile import inline
-from edgeq.targets.cpu.jit.simd import get_f32, put_f32, vexp, vkeep, vload, vmax, vmaximum, vmul, vsplat, vstore
+import numpy as np
+
+from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.simd import get_f32, put_f32, vexp, vkeep, vload, vmax, vmaximum, vmul, vsplat, vstore, vsum
 from edgeq.targets.cpu.kernels.kv_layout import POSITIONS
 
 VECTOR_BYTES = 64
@@ -19,7 +21,7 @@ LARGEST, DECAY, TOTALS = SCORES_BYTES, SCORES_BYTES + VECTOR_BYTES, SCORES_BYTES
 OF_CODEC = SCORES_BYTES + 3 * VECTOR_BYTES
 """Where the codec goes on."""
 NOTHING = -1e30
-"""The largest score of a query that has seen nothing."""
+"""The largest score of a query that has seen nothing, and what `vkeep` puts for positions that it does not see."""
 
 
 class Head(NamedTuple):
@@ -77,6 +79,12 @@ def raise_largest(state, begin, end):
         put_f32(state + LARGEST, largest)
         decay = vexp(vsplat(before - largest))
     vstore(state + DECAY, decay)
+
+
+@inline
+def total_weight(state):
+    """The sum of the weights; NaN where no score is above NOTHING: positions that are not seen would weigh as much."""
+    return vsum(vload(state + TOTALS)) if get_f32(state + LARGEST) > NOTHING else np.float32(np.nan)
 
 
 @inline

@@ -12,7 +12,8 @@ from typing import Any
 from llvmlite import ir
 
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, number, pointer
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.simd import (
     LANES,
     VF32,

@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from edgeq.targets.cpu.jit.compile import inline
+from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.simd import (
     ADDRESS,
     I8,

@@ -5,7 +5,8 @@ Four partial sums, of every fourth column each, hide the latency of the addition
 
 from __future__ import annotations
 
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i64, lane_bf16, lane_f16, vadd, vfma, vload, vsplat, vstore
 from edgeq.targets.cpu.kernels.args import BF16_KIND, F32_KIND, ProductArgs
 from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, finish, share

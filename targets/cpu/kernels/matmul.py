@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from edgeq.codec import ROWS
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i64, put_f32, vadd, vload, vstore
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.microkernel_float import FloatTile
@@ -70,8 +69,7 @@ def tile_loop(tile: Tile, least: int) -> Any:
     tokens, blocks = tile.tokens, tile.blocks
     product = tile_function(tile)
 
-    # Into the kernel before it is typed: a function of its own would be compiled twice.
-    @njit(inline="always")
+    @always_inline
     def loop(args, start, stop, r, scratch):
         count = get_i64(args.rows)
         while count - r >= least:

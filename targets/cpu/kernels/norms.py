@@ -1,23 +1,18 @@
-"""Kernels over whole rows that not every family has: LayerNorm, norms after a block, scaled and learned embeddings, and the
-activations of an MLP other than SwiGLU."""
+"""Kernels over whole rows that not every family has: LayerNorm, norms after a block, scaled and learned embeddings."""
 
 from __future__ import annotations
 
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.simd import (
-    LANES,
     get_f32,
     get_i32,
     get_i64,
     put_f32,
     vadd,
-    vdiv,
-    vexp,
     vfirst,
     vfma,
     vload,
-    vmax,
     vmul,
     vsplat,
     vstore,
@@ -25,8 +20,8 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.kernels.elementwise import ActivationArgs, clear_padding, get_float, inverse_rms, inverse_root
-from edgeq.targets.cpu.kernels.quantize import place_of, rows_of, share_of, write_quantized
+from edgeq.targets.cpu.kernels.elementwise import clear_padding, get_float, inverse_rms, inverse_root
+from edgeq.targets.cpu.kernels.quantize import place_of, rows_of, write_quantized
 
 
 class LayerNormArgs(Args):
@@ -148,52 +143,5 @@ def position_add(kind: int) -> Kernel:
             x, position = args.x + r * args.x_stride, get_i32(args.positions + 4 * r)
             for c in range(width):
                 put_f32(x + 4 * c, get_f32(x + 4 * c) + get_float(kind, args.table, position * width + c))
-
-    return kernel
-
-
-@inline
-def gelu_gated(gate, up):
-    """gelu(gate) * up of sixteen channels: 1/2 (1 + tanh u) is the sigmoid of 2 u."""
-    cubic = vfma(vmul(gate, vsplat(-0.07135481627260025)), vmul(gate, gate), vmul(gate, vsplat(-1.5957691216057308)))
-    sigmoid = vdiv(vsplat(1.0), vadd(vsplat(1.0), vexp(cubic)))
-    return vmul(vmul(gate, sigmoid), up)
-
-
-def geglu(max_tile: int) -> Kernel:
-    """gelu(gate) * up, gelu by its tanh formula."""
-
-    def kernel(record, part, parts, thread):
-        args = ActivationArgs(record)
-        count, width = get_i64(args.rows), args.width
-        begin, end, first, last = share_of(part, parts, count, max_tile, width)
-        for r in range(begin, end):
-            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
-            whole = first + (last - first) // LANES * LANES
-            for c in range(first, whole, LANES):
-                vstore(out + 4 * c, gelu_gated(vload(x + 4 * c), vload(x + 4 * (width + c))))
-            if whole < last:
-                value = gelu_gated(vload(x + 4 * whole), vload(x + 4 * (width + whole)))
-                vstore(out + 4 * whole, vfirst(value, last - whole))
-            write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
-
-    return kernel
-
-
-def relu(max_tile: int) -> Kernel:
-    """max(x, 0); with its operands in this order, vmax keeps NaN."""
-
-    def kernel(record, part, parts, thread):
-        args = ActivationArgs(record)
-        count, width = get_i64(args.rows), args.width
-        begin, end, first, last = share_of(part, parts, count, max_tile, width)
-        for r in range(begin, end):
-            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
-            whole = first + (last - first) // LANES * LANES
-            for c in range(first, whole, LANES):
-                vstore(out + 4 * c, vmax(vsplat(0.0), vload(x + 4 * c)))
-            if whole < last:
-                vstore(out + 4 * whole, vfirst(vmax(vsplat(0.0), vload(x + 4 * whole)), last - whole))
-            write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
 
     return kernel

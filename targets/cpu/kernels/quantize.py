@@ -13,7 +13,8 @@ from typing import Any
 from llvmlite import ir
 
 from edgeq.targets.cpu.jit.args import Args, nbytes, nested, pointer
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.simd import (
     LANES,
     VF32,
@@ -21,7 +22,9 @@ from edgeq.targets.cpu.jit.simd import (
     call,
     constant,
     f32x16,
+    get_f32,
     get_i64,
+    get_u8,
     primitive,
     put_f32,
     put_i32,
@@ -31,6 +34,7 @@ from edgeq.targets.cpu.jit.simd import (
     vabs,
     vadd,
     vfirst,
+    vfma,
     vload,
     vmax,
     vmaximum,
@@ -174,6 +178,9 @@ def write_quantized(quantized, x, place, first, last):
         return
     blocks, winograd = (columns + block - 1) // block, quantized.winograd_sums
     limit, shifts = float(quantized.limit), shifts_of(winograd, largest_tile)
+    if quantized.constants != 0:
+        write_quantized_constant(quantized, x, place, first, last)
+        return
     for start in range(first, last, block):
         stop = min(start + block, last)
         peak = vsplat(0.0)
@@ -189,6 +196,33 @@ def write_quantized(quantized, x, place, first, last):
                 products = vadd(products, vwinograd(whole))
             put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
         scale = largest / limit if largest > LEAST else 0.0
+        put_numbers(quantized, base * blocks + start // block * tokens + t, scale, total, products)
+    if last == columns:
+        put_padding(kind, data, columns, tokens, t, shifts)
+
+
+@inline
+def write_quantized_constant(quantized, x, place, first, last):
+    """The same with the constant scale of the row's modality, which every block gets, so products need not know."""
+    kind, columns, block, row_bytes = quantized.kind, quantized.columns, quantized.block, quantized.stride
+    factors, blocks = quantized.factors, (columns + block - 1) // block
+    base, tokens, t, largest_tile = place
+    data, winograd = quantized.data + base * row_bytes, quantized.winograd_sums
+    shifts = shifts_of(winograd, largest_tile)
+    constants = quantized.constants + 8 * get_u8(quantized.modality + base + t)
+    factor, scale = vsplat(get_f32(constants)), get_f32(constants + 4)
+    none, most = vsplat(0.0), vsplat(float(quantized.limit))
+    least = vsub(none, most)
+    for start in range(first, last, block):
+        total, products = none, none
+        for c in range(start, min(start + block, last), 16):
+            value = channels(x, factors, c, columns)
+            whole = vmin(most, vmax(least, vrint(vmul(value, factor))))
+            # Limited, an infinity would go unnoticed.
+            total = vfma(value, none, vadd(total, whole))
+            if winograd != 0:
+                products = vadd(products, vwinograd(whole))
+            put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
         put_numbers(quantized, base * blocks + start // block * tokens + t, scale, total, products)
     if last == columns:
         put_padding(kind, data, columns, tokens, t, shifts)

@@ -20,7 +20,8 @@ from edgeq.quantization import LARGEST_SCALE, SMALLEST_RANGE
 from edgeq.records import Weight
 from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.simd import (
     I32,
     I64,

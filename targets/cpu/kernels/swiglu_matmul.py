@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from edgeq.codec import ROWS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.args import following
-from edgeq.targets.cpu.jit.compile import Kernel, inline
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.elementwise import ActivationArgs, gated
@@ -55,7 +54,7 @@ def gated_loop(weights: IntegerWeights, tokens: int, blocks: int, least: int, ma
     """As `matmul.tile_loop`, for a unit of results: gate and up in one tile of two blocks, or in one after the other."""
     product, product_of_up = (tile_function(IntegerTile(weights, tokens, each)) for each in (blocks, 1))
 
-    @njit(inline="always")
+    @always_inline
     def loop(args, start, stop, r, scratch):
         count, step = get_i64(args.rows), args.block_step
         while count - r >= least:

@@ -26,13 +26,14 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from edgeq.codec import LINE, QUADS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import always_inline
 from edgeq.targets.cpu.jit.simd import I8, I32, I64, constant, get_i64, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.matmul import (
@@ -176,7 +177,7 @@ def large_tiles(isa: int, zero: int, tokens: int, blocks: int, gates: bool) -> A
     product, write_constants = winograd_tile(isa, zero, tokens, blocks), weight_constants(isa)
     stride = 1 if gates else blocks
 
-    @njit(inline="always")
+    @always_inline
     def loop(args, start, stop, scratch, constants):
         count, step, r = get_i64(args.rows), args.block_step, 0
         line = CONSTANT_BYTES * args.x_blocks

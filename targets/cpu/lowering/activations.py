@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from edgeq.codec import CHUNK
-from edgeq.quantization import MAX_ACTIVATION_BLOCK, activation_block, activation_limit
-from edgeq.records import LinearSpec, Mode
+from edgeq.manifest import MODALITIES
+from edgeq.quantization import MAX_ACTIVATION_BLOCK, activation_block, activation_limit, static_limit
+from edgeq.records import ArrayRef, LinearSpec, Mode
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import Buffers
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
 from edgeq.targets.cpu.kernels import quantize, winograd
-from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, FLOAT, TOKEN, TOKEN_ZERO
+from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, FLOAT, STATIC, TOKEN, TOKEN_ZERO
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 
@@ -47,7 +50,11 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
     codec, block = weight.codec, activation_block(weight.codec)
     kind, scaling = A16 if mode == "a16" else A8, BLOCK
     limit = A16_LIMIT if mode == "a16" else activation_limit(codec, mode)
-    if mode != "a16" and layer.activation:
+    constants = 0
+    if mode != "a16" and layer.activation and layer.activation.scales:
+        limit, scaling = static_limit(layer.activation, codec), STATIC
+        constants = _constants(context, layer.activation.scales)
+    elif mode != "a16" and layer.activation:
         bits = layer.activation.high_bits if index else layer.activation.bits
         if layer.activation.symmetric:
             limit, scaling = (1 << (bits - 1)) - 1, TOKEN
@@ -56,7 +63,18 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
         # Less their zero point, 8 bits are from -255 to 255.
         kind = A16 if limit > LARGEST_BYTE else A8
     fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
-    return Layout(kind, weight.columns, block, limit, scaling, factors, first, context.isa.winograd and fits and block >= CHUNK)
+    by_winograd = context.isa.winograd and fits and block >= CHUNK
+    return Layout(kind, weight.columns, block, limit, scaling, factors, first, by_winograd, constants)
+
+
+def _constants(context: Context, scales: ArrayRef) -> int:
+    """The address of inverse and scale of every modality, f32 [modalities, 2]."""
+
+    def stored() -> int:
+        values = np.broadcast_to(context.file.array(scales), MODALITIES)
+        return context.memory.copied(np.stack([np.float32(1) / values, values], axis=1))
+
+    return context.once(("constants", scales), stored)
 
 
 def input_factors(context: Context, layer: LinearSpec) -> int:
@@ -76,7 +94,7 @@ def quantized(context: Context, buffer: str, layout: Layout) -> QuantizedActivat
         return made
     made = context.add_quantized(buffer, layout)
     function = kernel(quantize.quantize, context.max_tile)
-    if layout.scaling != BLOCK:
+    if layout.scaling in (TOKEN, TOKEN_ZERO):
         function = kernel(quantize.quantize_tokens, context.max_tile, int(layout.scaling == TOKEN_ZERO))
     x, stride = context.place(buffer)
     args = quantize.QuantizeArgs(x=x + 4 * layout.first, x_stride=stride, quantized=made.args())

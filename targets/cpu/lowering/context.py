@@ -41,6 +41,8 @@ class RowArrays:
     selected_page_tables: int
     selected_spans: int
     selected_vectors: int
+    modality: int
+    selected_modality: int
     counted: int
     sums: int
 
@@ -113,7 +115,7 @@ class Context:
         self._origin: op.Operation | None = None
         self._rows, self._max_rows = arrays.rows, options.max_rows
         self._slots, self._page_tables = arrays.slots, arrays.page_tables
-        self._spans, self._vectors = arrays.spans, arrays.vectors
+        self._spans, self._vectors, self._modality = arrays.spans, arrays.vectors, arrays.modality
         self._strides = {name: row_stride(width) for name, width in graph.buffers.items()}
         room = max(options.max_rows, options.max_logits)
         self._addresses = {name: memory.shared(("buffer", name), room * stride) for name, stride in self._strides.items()}
@@ -212,7 +214,7 @@ class Context:
     def add_quantized(self, buffer: str, layout: Layout) -> QuantizedActivation:
         """Room for quantized activations of a buffer, valid until it is overwritten.  The caller emits what fills it."""
         known = self._quantized.setdefault(buffer, [])
-        known.append(QuantizedActivation.allocated(layout, self._max_rows, (buffer, len(known)), self.memory))
+        known.append(QuantizedActivation.allocated(layout, self._max_rows, self._modality, (buffer, len(known)), self.memory))
         return known[-1]
 
     def prepared(self, buffer: str, key: Any) -> str | None:
@@ -231,6 +233,7 @@ class Context:
         self._rows, self._max_rows = self.arrays.selected, self.options.max_logits
         self._slots, self._page_tables = self.arrays.selected_slots, self.arrays.selected_page_tables
         self._spans, self._vectors = self.arrays.selected_spans, self.arrays.selected_vectors
+        self._modality = self.arrays.selected_modality
         for name in buffers:
             self._addresses[name] = self.memory.shared(("selected", name), self._max_rows * self._strides[name])
             self.invalidate(name)

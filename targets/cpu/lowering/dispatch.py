@@ -10,8 +10,10 @@ import numpy as np
 from edgeq.errors import UnsupportedError
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.args import FUNCTION, PARTS, RECORD_SLOTS
-from edgeq.targets.cpu.jit.compile import address, is_kept
-from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Tables
+from edgeq.targets.cpu.jit.compile import address
+from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Tables, Variant
+from edgeq.targets.cpu.jit.parallel import compile_missing
+from edgeq.targets.cpu.jit.threadpool import entries
 from edgeq.targets.cpu.lowering import attention, experts, layers, linear
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion, fuse
@@ -30,21 +32,23 @@ def lower(context: Context) -> None:
             raise UnsupportedError(f"the cpu target does not run {type(o).__name__}; run with --target reference")
 
 
-def tables(context: Context, on_progress: OnProgress) -> Tables:
-    """The tables of a lowered graph; `on_progress` is told of each kernel that was not compiled before, then of the end."""
-    kernels = dict.fromkeys(
-        [
-            *(each.prefill for each in context.records),
-            *(each.decode for each in context.records),
-            *(function for stage in context.expert_stages for function in stage.functions),
-        ]
+def kernels_of(context: Context) -> list[Variant]:
+    """The kernels that the tables of a lowered graph call."""
+    return list(
+        dict.fromkeys(
+            [
+                *(each.prefill for each in context.records),
+                *(each.decode for each in context.records),
+                *(function for stage in context.expert_stages for function in stage.functions),
+            ]
+        )
     )
-    missing = [each for each in kernels if not is_kept(each[0], *each[1])]
-    for i, (factory, literals) in enumerate(missing):
-        on_progress(i, len(missing), f"compiling {factory.__name__}")
-        address(factory, *literals)
-    if missing:
-        on_progress(len(missing), len(missing), "compiled")
+
+
+def tables(context: Context, on_progress: OnProgress) -> Tables:
+    """The tables of a lowered graph; `on_progress` is told of kernels that were not compiled before, then of the end."""
+    kernels = kernels_of(context)
+    compile_missing([*kernels, *((each, ()) for each in entries(context.threads))], on_progress)
     addresses = {each: address(each[0], *each[1]) for each in kernels}
     for stage in context.expert_stages:
         stage.table[:, FUNCTION] = [addresses[function] for function in stage.functions]
@@ -66,9 +70,7 @@ def _experts(context: Context, o: op.Experts) -> None:
 _FUSED: dict[type[op.Operation], Callable[[Context, Any, Fusion], None]] = {
     op.RmsNorm: layers.rms_norm,
     op.LayerNorm: layers.layer_norm,
-    op.SwiGlu: layers.activation,
-    op.GeGlu: layers.activation,
-    op.Relu: layers.activation,
+    op.Activate: layers.activation,
     op.Linear: linear.linear,
     op.CacheWrite: attention.cache_write,
 }

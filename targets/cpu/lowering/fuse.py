@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from edgeq.codec import ROWS
 from edgeq.records import LinearSpec
 from edgeq.targets import graph as op
-from edgeq.targets.cpu.kernels.args import BLOCK
+from edgeq.targets.cpu.kernels.args import BLOCK, STATIC
 from edgeq.targets.cpu.lowering.activations import layer_read, layouts
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import Layout
 
-MAKERS = (op.RmsNorm, op.LayerNorm, op.SwiGlu, op.GeGlu, op.Relu)
+MAKERS = (op.RmsNorm, op.LayerNorm, op.Activate)
 """Operations whose kernels write quantized activations of their result as well."""
+AT_ONCE = (BLOCK, STATIC)
+"""Scales that are known before the row is whole, so that whoever makes a row can write it quantized."""
 HeadChange = op.HeadNorm | op.RopeRotate | op.HeadRotate
 
 
@@ -29,7 +31,7 @@ class Fusion:
 
     layout       the layout in which its result is also written
     keeps_floats whether its result is read as float32
-    swiglu       Linear: in runs of several rows the product does the SwiGLU after it;  SwiGlu: the product has done it
+    swiglu       Linear: in runs of several rows the product does the SwiGLU after it;  the SwiGLU: the product has done it
     heads        CacheWrite: what changes the heads before
     """
 
@@ -45,7 +47,7 @@ def fuse(context: Context) -> list[Fusion]:
     for position, o in enumerate(context.graph.operations):
         fusion = Fusion()
         if isinstance(o, MAKERS):
-            joined = bool(fusions) and fusions[-1].swiglu and isinstance(o, op.SwiGlu)
+            joined = bool(fusions) and fusions[-1].swiglu and _is_swiglu(o)
             fusion = Fusion(_layout_made(context, position, o.out), _keeps_floats(context, position, o), joined)
         elif isinstance(o, op.Linear):
             fusion = Fusion(swiglu=_does_swiglu(context, position, o))
@@ -58,6 +60,15 @@ def fuse(context: Context) -> list[Fusion]:
     return fusions
 
 
+def _is_swiglu(o: op.Operation) -> bool:
+    return isinstance(o, op.Activate) and o.swiglu
+
+
+def _makes_a_row(o: op.Operation) -> bool:
+    """Whether the kernel of `o` can write its result to one row of every thread."""
+    return isinstance(o, op.RmsNorm) or _is_swiglu(o)
+
+
 def _changes_input(layer: LinearSpec) -> bool:
     return bool(layer.input_order or layer.transform)
 
@@ -67,7 +78,7 @@ def _layout_made(context: Context, position: int, buffer: str) -> Layout | None:
     for o in context.graph.operations[position + 1 :]:
         if isinstance(o, op.Linear) and o.x == buffer and not _changes_input(layer_read(context, o.linear)):
             for layout in layouts(context, o):
-                if layout.first == 0 and layout.columns == context.width(buffer) and layout.scaling == BLOCK:
+                if layout.first == 0 and layout.columns == context.width(buffer) and layout.scaling in AT_ONCE:
                     return layout
         if buffer in o.writes():
             return None
@@ -76,7 +87,7 @@ def _layout_made(context: Context, position: int, buffer: str) -> Layout | None:
 
 def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
     """Whether what the operation at `position` writes is read in any way but in one quantized layout."""
-    if context.source == "masters" or context.stage_of_expert or not isinstance(maker, (op.RmsNorm, op.SwiGlu)):
+    if context.source == "masters" or context.stage_of_expert or not _makes_a_row(maker):
         return True
     buffer, found = maker.out, set[Layout]()
     for o in context.graph.operations[position + 1 :]:
@@ -85,12 +96,12 @@ def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
             if len(layer.weights) > 1 or _changes_input(layer) or layer.low_rank:
                 return True
             found.update(layouts(context, o))
-        elif isinstance(o, (op.RmsNorm, op.SwiGlu)) and o.out == buffer != o.x:
+        elif _makes_a_row(o) and o.writes() == (buffer,) != o.reads():
             break
         elif buffer in (*o.reads(), *o.writes()):
             return True
     whole = context.width(buffer)
-    return len(found) != 1 or any(each.scaling != BLOCK or each.columns != whole for each in found)
+    return len(found) != 1 or any(each.scaling not in AT_ONCE or each.columns != whole for each in found)
 
 
 def _does_swiglu(context: Context, position: int, o: op.Linear) -> bool:
@@ -100,9 +111,10 @@ def _does_swiglu(context: Context, position: int, o: op.Linear) -> bool:
     weight, *more = layer.weights
     if more or weight.codec.kind != "int" or layer.bias or layer.low_rank or o.add or o.offset:
         return False
-    if not following or not isinstance(following[0], op.SwiGlu):
+    if not following or not _is_swiglu(following[0]):
         return False
     swiglu = following[0]
+    assert isinstance(swiglu, op.Activate)
     if swiglu.x != o.out or swiglu.width % ROWS or weight.rows != 2 * swiglu.width:
         return False
     return not _keeps_floats(context, position + 1, swiglu)

@@ -6,7 +6,7 @@ from edgeq.codec import ROWS
 from edgeq.records import ArrayRef
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
-from edgeq.targets.cpu.kernels import elementwise, norms
+from edgeq.targets.cpu.kernels import activate, elementwise, norms
 from edgeq.targets.cpu.kernels.args import FLOAT_KINDS, NOT_QUANTIZED, QuantizedArgs
 from edgeq.targets.cpu.lowering.context import Context, Place
 from edgeq.targets.cpu.lowering.fuse import Fusion
@@ -79,14 +79,14 @@ def layer_norm(context: Context, o: op.LayerNorm, fusion: Fusion) -> None:
     context.emit(kernel(norms.layer_norm, context.max_tile), args)
 
 
-def activation(context: Context, o: op.SwiGlu | op.GeGlu | op.Relu, fusion: Fusion) -> None:
+def activation(context: Context, o: op.Activate, fusion: Fusion) -> None:
     (x, stride), result = context.place(o.x), Result(context, o.out, fusion)
     args = elementwise.ActivationArgs(
         x=x, x_stride=stride, width=o.width, out=result.place.address, out_stride=result.place.stride,
         out_of_thread=result.of_thread, quantized=result.quantized,
     )  # fmt: skip
-    prefill = decode = kernel(norms.geglu if isinstance(o, op.GeGlu) else norms.relu, context.max_tile)
-    if isinstance(o, op.SwiGlu):
+    prefill = decode = kernel(activate.activate, context.max_tile, activate.FUNCTION_CODES[o.function], int(o.gated))
+    if o.swiglu:
         decode, prefill = (kernel(elementwise.swiglu, context.max_tile, int(done)) for done in (False, fusion.swiglu))
     context.emit(prefill, args, parts=channel_parts(o.width), decode=decode)
 

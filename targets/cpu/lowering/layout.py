@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgeq.codec import CHUNK
 from edgeq.targets.cpu.jit.buffers import Buffers, padded
@@ -21,8 +21,9 @@ class Layout:
     kind       FLOAT, A8 or A16: how the numbers are stored
     block      channels that have a scale of their own in store, a multiple of 16
     limit      the largest integer; with TOKEN_ZERO the difference of the largest and the smallest
-    scaling    BLOCK, TOKEN or TOKEN_ZERO
+    scaling    BLOCK, TOKEN, TOKEN_ZERO or STATIC
     factors    address of one f32 per channel that x is multiplied by first, or 0
+    constants  of STATIC: address of inverse and scale of each modality
     winograd   8-bit integers go to products by Winograd's method, which need a number more of every block (winograd.py)
     """
 
@@ -34,6 +35,7 @@ class Layout:
     factors: int = 0
     first: int = 0
     winograd: bool = False
+    constants: int = 0
 
     @property
     def blocks(self) -> int:
@@ -55,17 +57,22 @@ class QuantizedActivation:
     scales: int
     sums: int
     winograd_sums: int = 0
+    modality: int = 0
 
     @classmethod
-    def allocated(cls, layout: Layout, rows: int, name: tuple[Hashable, ...], memory: Buffers) -> QuantizedActivation:
-        """Room for so many rows, shared by all who ask by this name."""
+    def allocated(
+        cls, layout: Layout, rows: int, modality: int, name: tuple[Hashable, ...], memory: Buffers
+    ) -> QuantizedActivation:
+        """Room for so many rows, shared by all who ask by this name; `modality`: address of theirs."""
         rows = padded(rows, SMALL_TILE)
         sizes = [layout.stride, 4 * layout.blocks, 4 * layout.blocks] + [4 * layout.blocks] * layout.winograd
-        return cls(layout, *(memory.shared((*name, array), rows * size) for array, size in enumerate(sizes)))
+        places = (memory.shared((*name, array), rows * size) for array, size in enumerate(sizes))
+        return replace(cls(layout, *places), modality=modality)
 
     def args(self) -> QuantizedArgs:
         layout = self.layout
         return QuantizedArgs(
             kind=layout.kind, columns=layout.columns, block=layout.block, stride=layout.stride, limit=layout.limit,
             factors=layout.factors, data=self.data, scales=self.scales, sums=self.sums, winograd_sums=self.winograd_sums,
+            constants=layout.constants, modality=self.modality,
         )  # fmt: skip

@@ -36,8 +36,10 @@ def test_all_commands_are_found() -> None:
         "plant_outliers",
         "quality",
         "roofline",
+        "signs",
         "speculation",
         "train_text",
+        "train_vision",
     }
     assert expected == set(NAMES)
 
@@ -53,10 +55,11 @@ def test_every_command_has_help_without_the_packages_of_the_converter(name: str)
     ("arguments", "package"),
     [
         (["edgeq.tools.lab.train_text", "out"], "torch"),
+        (["edgeq.tools.lab.train_vision", "text", "out"], "torch"),
         (["edgeq.tools.lab.plant_outliers", "source", "out"], "torch"),
         (["edgeq", "convert", "source", "-o", "out.edgeq"], "torch"),
     ],
-    ids=["train_text", "plant_outliers", "convert"],
+    ids=["train_text", "train_vision", "plant_outliers", "convert"],
 )
 def test_a_missing_package_is_one_line(arguments: list[str], package: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT, *arguments]

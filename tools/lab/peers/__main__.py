@@ -11,8 +11,9 @@ from pathlib import Path
 import click
 
 from edgeq import machine, targets
-from edgeq.config import ModelConfig, Rope
+from edgeq.config import ModelConfig
 from edgeq.errors import InputError
+from edgeq.rope import Rope
 from edgeq.tools.entry import Command
 from edgeq.tools.lab.make_checkpoint import SHAPES
 from edgeq.tools.lab.peers.contest import Contest, Entry
@@ -63,8 +64,20 @@ class Limits:
 def configuration(shape: str) -> ModelConfig:
     """The configuration of the random model."""
     s = SHAPES[shape]
-    rope = Rope(500000.0)
-    return ModelConfig("llama", s.vocab, s.hidden, s.inner, s.layers, s.heads, s.kv_heads, s.head_dim, 1e-5, rope, 16384, True)
+    return ModelConfig(
+        model_type="llama",
+        vocab_size=s.vocab,
+        hidden_size=s.hidden,
+        intermediate_size=s.inner,
+        num_hidden_layers=s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        rms_norm_eps=1e-5,
+        rope=Rope(500000.0),
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+    )
 
 
 def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroundings, versions: dict[str, str]) -> str:

@@ -1,0 +1,99 @@
+"""From a budget to a plan: probe, frontier, and the allocation that the budget allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from edgeq.codec import Codec
+from edgeq.config import VisionConfig
+from edgeq.converters.allocation.budget import Unit
+from edgeq.converters.allocation.estimate import grid
+from edgeq.converters.allocation.frontier import Costs, Frontier, Point
+from edgeq.converters.allocation.parts import Part
+from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows
+from edgeq.converters.allocation.record import Prediction, Record
+from edgeq.converters.plan import ConversionPlan, write_steps
+from edgeq.errors import ResourceError
+from edgeq.machine import available_bytes
+
+PROVENANCE_BYTES = 256
+"""Of the provenance, for each part: its codec and its measurements."""
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """`plan` carries out the allocation `point` of `frontier`."""
+
+    plan: ConversionPlan
+    frontier: Frontier
+    point: Point
+
+
+def allocate(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None]) -> Allocated:
+    """Choose the codec of every part under the budget of `plan`, which `preflight` made.
+
+    Measures what no run before has measured of the same source, text and options.  Killed and called again, it goes on after
+    the last decoder layer measured, to the same allocation.
+    InputError: the text is too short, or nothing meets the budget.  ResourceError: too little memory.
+    """
+    assert plan.options.budget is not None
+    frontier = measured_frontier(plan, on_progress, warn)
+    point = frontier.best(plan.options.budget)
+    return Allocated(with_allocation(plan, point, frontier), frontier, point)
+
+
+def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None]) -> Frontier:
+    """The parts with their measured divergences, from the cache or from a probe now."""
+    parts, rows = plan.parts(), probe_rows(plan)
+    record = Record.of(_settings(plan, rows.shape))
+
+    def measure(codecs: Mapping[str, tuple[Codec, ...]]) -> None:
+        wanted = [part for part in parts if not record.has(part.name, [codec.name for codec in codecs.get(part.name, ())])]
+        if not wanted:
+            return
+        needed, available = plan.memory_bytes + probe_bytes(plan), available_bytes()
+        if needed > available:
+            raise ResourceError(
+                f"{plan.checkpoint.name}: measuring for a budget needs {needed / 1e9:.1f} GB of memory, "
+                f"{available / 1e9:.1f} GB are available; --plan takes an allocation that was made elsewhere"
+            )
+        Probe(plan, wanted, lambda part: codecs[part.name], rows, on_progress).run(record)
+        if not record.keep():
+            warn(f"{record.path.parent}: cannot write there; what was measured is not kept for the next run")
+
+    measure({part.name: grid(part) for part in parts})
+    frontier = Frontier(parts, record.found, _costs(plan, parts))
+    measure({name: (codec,) for name, codec in frontier.second_look().items()})
+    return Frontier(parts, record.found, frontier.costs)
+
+
+def with_allocation(plan: ConversionPlan, point: Point, frontier: Frontier) -> ConversionPlan:
+    """`plan` with the codecs of `point`."""
+    options = replace(plan.options, allocation=point.names)
+    method = type(plan.method)(options, plan.method.family, plan.method.config)
+    steps = write_steps(plan.checkpoint, method, plan.tower, plan.text)
+    return replace(plan, options=options, method=method, steps=steps, prediction=Prediction(point.kl, frontier.measured))
+
+
+def _settings(plan: ConversionPlan, shape: tuple[int, ...]) -> dict[str, object]:
+    """Everything that the measurements depend on."""
+    apart = ("option budget", "option allocation")
+    found = {key: value for key, value in plan.fingerprint().items() if key not in apart}
+    return found | {"probe rows": list(shape)}
+
+
+def _costs(plan: ConversionPlan, parts: tuple[Part, ...]) -> Costs:
+    """What the file takes besides the weights of its parts: norms, text, biases, metadata."""
+    metadata = plan.metadata()
+    sizes = metadata.bytes_per_token()
+    linears = {name: linear for name, linear in metadata.linears.items() if not name.startswith(VisionConfig.prefix)}
+    total: dict[Unit, int] = {
+        "bits": sum(linear.nbytes for linear in linears.values()),
+        "size": plan.output_bytes + PROVENANCE_BYTES * len(parts),
+        "read": sizes["weights"] + sizes["head"],
+    }
+    units: tuple[Unit, ...] = ("bits", "size", "read")
+    now = {unit: sum(part.cost(part.items[0].recipe.codec, unit) for part in parts) for unit in units}
+    weights = sum(linear.rows * linear.columns for linear in linears.values())
+    return Costs({unit: total[unit] - now[unit] for unit in now}, weights)

@@ -1,0 +1,134 @@
+"""What can be had of a model: for every budget the allocation with the least divergence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from edgeq.codec import Codec
+from edgeq.converters.allocation.budget import Budget, Unit
+from edgeq.converters.allocation.estimate import estimated, grid
+from edgeq.converters.allocation.parts import Part
+from edgeq.converters.allocation.record import Divergences
+from edgeq.converters.allocation.solver import solve
+from edgeq.errors import InputError
+
+POINTS = 10
+SECOND_LOOK = 0.25
+"""Share of the parts of which one codec more is measured."""
+READ: Unit = "read"
+
+
+@dataclass(frozen=True)
+class Point:
+    """An allocation, part -> codec in execution order, with what it takes and its predicted divergence in nats.
+
+    bits   per weight, of everything stored for linear layers;  size, read   bytes of the file, and read for a token
+    """
+
+    codecs: Mapping[str, Codec]
+    kl: float
+    bits: float
+    size: int
+    read: int
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {part: codec.name for part, codec in self.codecs.items()}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a file takes besides its parts: bytes by unit, and the weights that bits are an average of."""
+
+    fixed: Mapping[Unit, int]
+    weights: int
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The parts of a model, what was measured of them, and what the rest of the file takes."""
+
+    parts: Sequence[Part]
+    measured: Divergences
+    costs: Costs
+
+    @cached_property
+    def _tables(self) -> list[dict[Codec, float]]:
+        return [estimated(part, self.measured[part.name]) for part in self.parts]
+
+    def _cost(self, unit: Unit) -> list[np.ndarray[tuple[int], np.dtype[np.float64]]]:
+        return [
+            np.array([part.cost(codec, unit) for codec in table], np.float64)
+            for part, table in zip(self.parts, self._tables, strict=True)
+        ]
+
+    def best(self, budget: Budget) -> Point:
+        """The allocation with the least divergence that `budget` allows; of a divergence that with the fewest bytes read.
+
+        InputError: nothing meets the budget; the message has the nearest that can be met.
+        """
+        losses = [np.array([*table.values()]) for table in self._tables]
+        if budget.unit == "kl":
+            chosen = solve(self._cost(READ), losses, budget.amount)
+        else:
+            chosen = solve(losses, self._cost(budget.unit), self._room(budget))
+        if chosen is None:
+            raise InputError(self._refusal(budget, losses))
+        return self._point(chosen)
+
+    def _room(self, budget: Budget) -> float:
+        """Bytes that the parts may take, in the budget's unit."""
+        limit = budget.amount * self.costs.weights / 8 if budget.unit == "bits" else budget.amount
+        return limit - self.costs.fixed[budget.unit]
+
+    def _refusal(self, budget: Budget, losses: Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]) -> str:
+        if budget.unit == "kl":
+            return f"{budget}: cannot be met; the least divergence of all allocations is {sum(x.min() for x in losses):.3g}"
+        least = self._point([int(np.argmin(cost)) for cost in self._cost(budget.unit)])
+        nearest = Budget(budget.unit, {"bits": least.bits, "size": least.size, "read": least.read}[budget.unit])
+        # Rounded up, so that what the message says can be met.
+        shown = replace(nearest, amount=nearest.amount * 1.005)
+        return f"{budget}: cannot be met; the nearest that can is {shown}, with a divergence of about {least.kl:.3g} nats"
+
+    def _point(self, chosen: Sequence[int]) -> Point:
+        codecs = {p.name: [*table][i] for p, table, i in zip(self.parts, self._tables, chosen, strict=True)}
+        return self.point(codecs)
+
+    def point(self, codecs: Mapping[str, Codec]) -> Point:
+        """What an allocation takes, all of whose codecs are candidates of their parts."""
+        kl = sum(table[codecs[part.name]] for part, table in zip(self.parts, self._tables, strict=True))
+        taken = {
+            unit: self.costs.fixed[unit] + sum(part.cost(codecs[part.name], unit) for part in self.parts)
+            for unit in self.costs.fixed
+        }
+        return Point(dict(codecs), kl, 8 * taken["bits"] / self.costs.weights, taken["size"], taken["read"])
+
+    def points(self, count: int = POINTS) -> list[Point]:
+        """Allocations from the fewest bytes read to nearly the most, evenly spaced by their logarithm."""
+        costs = self._cost(READ)
+        fixed = self.costs.fixed[READ]
+        low, high = (fixed + sum(float(f(cost)) for cost in costs) for f in (np.min, np.max))
+        limits = np.geomspace(low, high, count + 1)[:-1]
+        return [self.best(Budget(READ, float(limit) * (1 + 1e-9))) for limit in limits]
+
+    def second_look(self) -> dict[str, Codec]:
+        """What is worth measuring besides the grid: of the parts that lose most, the codec most often chosen on the frontier.
+
+        It follows from the grid alone, so that it is the same whatever the budget, and after every resumption.
+        """
+        first = {part.name: {c.name: self.measured[part.name][c.name] for c in grid(part)} for part in self.parts}
+        points = replace(self, measured=first).points()
+        tables = {part.name: estimated(part, first[part.name]) for part in self.parts}
+        shares = {part.name: sum(tables[part.name][p.codecs[part.name]] / p.kl for p in points) for part in self.parts}
+        largest = sorted(shares, key=lambda name: -shares[name])[: max(1, round(SECOND_LOOK * len(shares)))]
+        found = {}
+        for part in self.parts:
+            chosen = Counter(p.codecs[part.name] for p in points if p.codecs[part.name].name not in first[part.name])
+            if part.name in largest and chosen:
+                found[part.name] = chosen.most_common(1)[0][0]
+        return found

@@ -1,0 +1,74 @@
+"""The divergence of a finished file from its source, on a few rows of the calibration text: what the prediction is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgeq.converters.allocation.divergence import Rounded, Variant, divergences
+from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.calibration.torch_decoder import Norm
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
+from edgeq.converters.plan import ConversionPlan
+from edgeq.converters.slabs import Tensors, slabs
+
+
+@dataclass(frozen=True)
+class ChangedTable:
+    """The tensors of a model, the rows of the embedding changed."""
+
+    source: Tensors
+    changed: Rounded
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        rows = self.source.rows(name, start, stop)
+        if name != EMBEDDING:
+            return rows
+        found: NDArray[np.float32] = self.changed(torch.from_numpy(rows), start).numpy()
+        return found
+
+    def whole(self, name: str) -> NDArray[np.float32]:
+        return self.source.whole(name)
+
+
+@torch.no_grad()
+def divergence_of_file(
+    plan: ConversionPlan, rows: Tensor, stored: WholeReader, head: Rounded, on_share: Callable[[float], None]
+) -> float:
+    """Mean KL divergence in nats over token rows [rows, length].
+
+    stored   tensors of the decoder layers as the file has them;  head   rows of the head as the file has them
+    on_share is called with the share of the layers' work that is done
+    """
+    config, tied = plan.method.config, plan.method.stored_config.tie_word_embeddings
+    tensors: Tensors = ChangedTable(plan.checkpoint, head) if tied else plan.checkpoint
+    exact = BlockForward(plan.checkpoint, plan.method.family, config, rows)
+    changed = BlockForward(plan.checkpoint, plan.method.family, config, rows, tensors)
+    for index in range(config.num_hidden_layers):
+        on_share(index / config.num_hidden_layers)
+        for forward, read in ((exact, None), (changed, stored)):
+            layer = forward.load(index, read)
+            if read:
+                plan.method.install(index, layer)
+            forward.advance(index, layer)
+            forward.unload(layer)
+    (found,) = divergences_through(plan, exact.hidden, [(changed.hidden, head)])
+    return found
+
+
+def divergences_through(plan: ConversionPlan, exact: Tensor, ends: Sequence[tuple[Tensor, Rounded]]) -> list[float]:
+    """Divergences from `exact`, the outputs of the last layer [rows, length, hidden], of others, each with what becomes of the
+    head."""
+    config, tensors = plan.method.config, plan.checkpoint
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
+    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    table = EMBEDDING if config.tie_word_embeddings else HEAD
+    head = slabs(((table, config.vocab_size),), config.hidden_size, tensors.rows)
+    variants = [Variant(norm(end).flatten(0, 1), rounded) for end, rounded in ends]
+    return divergences(head, norm(exact).flatten(0, 1), variants)

@@ -1,0 +1,105 @@
+"""The parts of a model that get a codec each, and what each costs in every codec.
+
+A part is a fused linear layer under its name in the file (`layers.3.qkv`, `layers.3.down`, `head`); the experts of a layer
+share one codec for each projection: `layers.3.experts.gate_up`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from edgeq.codec import BITS, GROUP_SIZES, Codec
+from edgeq.config import ModelConfig
+from edgeq.container import aligned
+from edgeq.converters.allocation.budget import Unit
+from edgeq.converters.items import Item
+from edgeq.converters.linears import LinearItem
+from edgeq.converters.quantizer import fitting_group_size
+from edgeq.errors import EdgeqError, InputError
+from edgeq.manifest import FLOAT_PARTS
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+HEAD = "head"
+
+
+def part_of(name: str) -> str:
+    """The part that linear layer `name` belongs to."""
+    return _EXPERT.sub(".experts.", name)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Linear layers, all of the same shape, that get one codec.
+
+    layer    the decoder layer; None: the head
+    share    of its weights that is read for a token: of experts, those that a token uses
+    """
+
+    name: str
+    items: tuple[LinearItem, ...]
+    layer: int | None
+    share: Fraction
+
+    @property
+    def columns(self) -> int:
+        return self.items[0].columns
+
+    @property
+    def weights(self) -> int:
+        return sum(item.rows * item.columns for item in self.items)
+
+    def candidates(self) -> tuple[Codec, ...]:
+        """The codecs to choose from, with zero points; group sizes that divide the columns, where one does."""
+        sizes = sorted({fitting_group_size(self.columns, size) for size in GROUP_SIZES})
+        return tuple(Codec("int", bits, size, symmetric=False) for bits in BITS for size in sizes)
+
+    def cost(self, codec: Codec, unit: Unit) -> int:
+        """Bytes in `codec`, as `unit` counts them: read for a token, in the file with its padding, or of the numbers alone."""
+        segments = [n for item in self.items for n in replace(item, recipe=replace(item.recipe, codec=codec)).nbytes]
+        if unit == "size":
+            return sum(map(aligned, segments))
+        return -int(-sum(segments) * self.share // 1) if unit != "bits" else sum(segments)
+
+
+def parts_of(items: Iterable[Item], config: ModelConfig) -> tuple[Part, ...]:
+    """The parts of a file made of `items`, in execution order."""
+    found: dict[str, list[LinearItem]] = {}
+    for item in items:
+        if isinstance(item, LinearItem) and item.name.split(".")[-1] not in FLOAT_PARTS:
+            found.setdefault(part_of(item.name), []).append(item)
+    used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
+    return tuple(
+        Part(
+            name,
+            tuple(items),
+            int(name.split(".")[1]) if name.startswith("layers.") else None,
+            used if ".experts." in name else Fraction(1),
+        )
+        for name, items in found.items()
+    )
+
+
+def checked(allocation: Mapping[str, str], parts: Sequence[Part]) -> dict[str, str]:
+    """`allocation`, part -> name of its codec, in execution order.
+
+    InputError: it names a part that the model does not have, leaves one out, or has a codec that no weight can have.
+    """
+    names = [part.name for part in parts]
+    unknown, missing = [name for name in allocation if name not in names], [name for name in names if name not in allocation]
+    if unknown:
+        raise InputError(f"the plan has a part {unknown[0]!r}, which the model does not have; its parts are {_listed(names)}")
+    if missing:
+        raise InputError(f"the plan leaves out {_listed(missing)}; give a codec to every part of the model")
+    for name, codec in allocation.items():
+        try:
+            Codec.named(codec)
+        except EdgeqError as error:
+            raise InputError(f"the plan's part {name}: {error}") from None
+    return {name: allocation[name] for name in names}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} ... {names[-1]}"

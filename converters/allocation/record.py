@@ -1,0 +1,80 @@
+"""What a probe measured, kept in the cache folder: a second budget, or the run after a killed one, measures nothing again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgeq.machine import cache_folder
+
+Divergences = dict[str, dict[str, float]]
+"""Part -> name of a codec -> mean KL divergence in nats with this part alone in this codec."""
+MAX_BYTES = 1 << 24
+DIGITS = 6
+
+
+@dataclass
+class Record:
+    """The divergences measured so far.
+
+    settings   everything they depend on: source, calibration text, tokens, how weights are rounded
+    path       of the file that keeps them; one that is damaged, or of other settings, counts as none
+    """
+
+    settings: Mapping[str, object]
+    path: Path
+    found: Divergences = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Record:
+        """What is kept for these settings."""
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        record = cls(settings, cache_folder() / "probes" / f"{digest[:32]}.json")
+        record.found = _read(record.path, json.loads(json.dumps(settings)))
+        return record
+
+    def has(self, part: str, codecs: list[str]) -> bool:
+        """Whether `part` was measured in all of these codecs."""
+        return set(codecs) <= set(self.found.get(part, {}))
+
+    def add(self, part: str, codec: str, divergence: float) -> None:
+        """In so many digits as are kept, so that a resumed run goes on with the same numbers."""
+        self.found.setdefault(part, {})[codec] = float(f"{divergence:.{DIGITS}g}")
+
+    def keep(self) -> bool:
+        """Write what was added; False: the folder cannot be written, and nothing is kept."""
+        fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps({"settings": self.settings, "divergences": self.found}, indent=1), encoding="utf-8")
+            os.replace(fresh, self.path)
+        except OSError:
+            return False
+        return True
+
+
+def _read(path: Path, settings: object) -> Divergences:
+    try:
+        with open(path, "rb") as file:
+            kept = json.loads(file.read(MAX_BYTES))
+        found = kept["divergences"]
+        if kept["settings"] != settings:
+            return {}
+        return {
+            str(part): {str(codec): float(value) for codec, value in by_codec.items() if 0 <= float(value) < float("inf")}
+            for part, by_codec in found.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was predicted of an allocation: its divergence in nats, and the measurements that this follows from."""
+
+    kl: float
+    measured: Mapping[str, Mapping[str, float]]

@@ -1,0 +1,108 @@
+"""The logits of a checkpoint, computed one decoder layer and one slab of the head at a time, in float32.
+
+Weights are read in the type in which they are stored; neither the model nor its logits are ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edgeq.config import ModelConfig
+from edgeq.converters.calibration.forward import BATCH_ROWS, BlockForward, token_activations
+from edgeq.converters.calibration.torch_decoder import Norm
+from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.download import HubAccess
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, Family
+from edgeq.converters.network import described, open_tensors
+from edgeq.converters.plan import BASELINE
+from edgeq.converters.slabs import SLAB_BYTES, slabs
+from edgeq.machine import available_bytes
+
+Collect = Callable[[int, int, NDArray[np.float32]], None]
+"""Called with a part of the logits, float32 [positions, entries]: its first position and its first entry of the vocabulary.
+
+Positions are those that have a next token, [windows, length - 1] one after another.
+"""
+POSITIONS = 512
+"""Positions whose logits are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A checkpoint, opened and checked, and the network that it holds."""
+
+    checkpoint: Checkpoint
+    family: Family
+    config: ModelConfig
+
+    @classmethod
+    def open(cls, source: str) -> Network:
+        """A folder or a hub id.  Errors: as `edgeq.converters.preflight.preflight` for what it says of the checkpoint."""
+        checkpoint = Checkpoint.open(source, HubAccess())
+        family, config = described(checkpoint)
+        open_tensors(checkpoint, family)
+        return cls(checkpoint, family, config)
+
+    @property
+    def head(self) -> str:
+        """The tensor whose rows are the output channels of the head."""
+        return EMBEDDING if self.config.tie_word_embeddings else HEAD
+
+    def memory_bytes(self, windows: int, length: int) -> int:
+        """The promise of `stream_logits`: anonymous memory beside what `Collect` keeps."""
+        c = self.config
+        parts = [4 * math.prod(shape) for _, shape in self.family.layer_parts(0).values()]
+        hidden = 3 * 4 * windows * length * c.hidden_size
+        batch = 4 * min(BATCH_ROWS, windows) * length * (3 * c.num_attention_heads * length + token_activations(c))
+        return BASELINE + 6 * SLAB_BYTES + sum(parts) + 2 * max(parts) + hidden + batch
+
+    def windows_that_fit(self, length: int) -> int:
+        """The most windows whose promise the memory of this machine keeps; 0: not even one."""
+        free = available_bytes()
+        least, most = 0, 1 << 24
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if self.memory_bytes(middle, length) <= free else (least, middle - 1)
+        return least
+
+
+@torch.no_grad()
+def stream_logits(
+    network: Network, tokens: NDArray[np.int64], collect: Collect, on_progress: Callable[[float, float, str], None]
+) -> None:
+    """Run windows of tokens [windows, length], each from an empty cache, through the model; its logits go to `collect`.
+
+    on_progress   as edgeq.converters.stages.OnProgress, in weights
+    CheckpointError: a weight is NaN or infinite, or a file changed while it was read.
+    """
+    config, checkpoint = network.config, network.checkpoint
+    layers = config.num_hidden_layers
+    weights = sum(math.prod(shape) for _, shape in network.family.layer_parts(0).values())
+    total = layers * weights + config.vocab_size * config.hidden_size
+    forward = BlockForward(checkpoint, network.family, config, torch.from_numpy(tokens))
+    for index in range(layers):
+        on_progress(index * weights, total, f"{checkpoint.name}: layer {index + 1} of {layers}")
+        layer = forward.load(index)
+        forward.advance(index, layer)
+        forward.unload(layer)
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
+    norm.load_state_dict({name: torch.from_numpy(checkpoint.whole(tensor)) for name, tensor in names.items()})
+    windows, predicted = tokens.shape[0], tokens.shape[1] - 1
+    for window in forward.hidden:
+        window.copy_(norm(window))
+    entry = 0
+    for rows in slabs(((network.head, config.vocab_size),), config.hidden_size, checkpoint.rows):
+        on_progress(layers * weights + entry * config.hidden_size, total, f"{checkpoint.name}: head")
+        weight = torch.from_numpy(rows)
+        for window in range(windows):
+            for start in range(0, predicted, POSITIONS):
+                inputs = forward.hidden[window, start : min(start + POSITIONS, predicted)]
+                collect(window * predicted + start, entry, (inputs @ weight.T).numpy())
+        entry += len(rows)

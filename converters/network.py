@@ -1,0 +1,48 @@
+"""What network a checkpoint holds, and whether its tensors are those of that network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgeq.config import ModelConfig
+from edgeq.converters.checkpoint import Checkpoint, read_json
+from edgeq.converters.families import HEAD, Family, recognise
+from edgeq.errors import UnsupportedError
+
+
+def described(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
+    """From the JSON files alone.  UnsupportedError: what this version does not run, by key."""
+    return recognise(checkpoint.config, _preprocessor(checkpoint))
+
+
+def open_tensors(checkpoint: Checkpoint, family: Family) -> None:
+    """Make the tensors readable under the names of `family`.  CheckpointError: one is missing or damaged."""
+    checkpoint.open_weights()
+    checkpoint.rename(family.description.renamed)
+    checkpoint.arrange(family.sources())
+    _check_tensors(checkpoint, family)
+
+
+def _preprocessor(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """How a picture becomes pixels: in a file of its own, or among the settings of the whole processor (transformers 5)."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (path := checkpoint.folder / name).exists():
+            found = read_json(path)
+            inner = found.get("image_processor", found)
+            return inner if isinstance(inner, dict) else found
+    return None
+
+
+def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
+    """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
+    expected = family.tensor_shapes() | (family.tower.tensor_shapes() if family.tower else {})
+    for name, shape in expected.items():
+        checkpoint.tensor(name, shape)
+        checkpoint.dtype(name)
+    # A tied model may carry its head a second time.
+    unknown = [n for n in checkpoint.tensors if n not in expected and n != HEAD and not n.endswith(family.description.derived)]
+    if unknown:
+        raise UnsupportedError(
+            f"{checkpoint.folder}: tensor {min(unknown)} has no place in a {family.architecture}; "
+            "if it is an adapter, merge it into the model first"
+        )

@@ -1,0 +1,228 @@
+"""Pictures: a file becomes the patches that a vision tower reads.
+
+Decoders of pictures are large C libraries, and a picture may come from anybody: it is decoded, turned, put on white and resized
+in a child process with limits on memory and time (confinement.py), and what comes back is the small result.  Up to EXACT_PIXELS
+it equals what transformers' processors make of it; larger ones are shrunk while they are read where the format allows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from io import BytesIO
+from time import perf_counter
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.confinement import LimitError, Limits, confined_bytes
+from edgeq.errors import EdgeqError, InputError, UnsupportedError
+from edgeq.image_config import ImageConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from edgeq.config import VisionConfig
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+READ = "PNG, JPEG, WebP, GIF, BMP"
+MOST_PIXELS = 100_000_000
+"""Of a file."""
+EXACT_PIXELS = 1 << 24
+"""Above this a JPEG may be decoded at a half, a quarter or an eighth of its size."""
+LIMITS = Limits(memory=8 * MOST_PIXELS + (64 << 20), seconds=60)
+"""Pillow holds a colour picture with 4 bytes per pixel; turning it or taking its alpha away needs two of them."""
+STRIP = 256
+"""Lines of a picture that are put on white together."""
+TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+         8: "ROTATE_90"}  # fmt: skip
+"""What undoes an orientation of EXIF, by Pillow's name."""
+ORIENTATION = 0x0112
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture as a vision tower reads it.
+
+    patches   float32 [n, patch_width], channel, frame, row, column in each; those that become one token follow one another
+    grid      frames, rows and columns of patches
+    digest    of the pixels: pictures with the same one give the same features
+    size      width and height of what was read
+    notes     what the user should know of it
+    read_s    seconds that reading took
+    """
+
+    patches: NDArray[np.float32]
+    grid: tuple[int, int, int]
+    digest: bytes
+    size: tuple[int, int] = (0, 0)
+    notes: tuple[str, ...] = ()
+    read_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.size[0]} x {self.size[1]}"
+
+
+def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionConfig, most_tokens: int) -> Picture:
+    """The patches of a picture file, of its bytes, or of a PIL.Image.Image.
+
+    most_tokens   of the picture in the decoder; it is shrunk to them
+
+    InputError: no such file, not a picture, damaged, more than 100 million pixels, more than 200 times as long as wide, or
+    more tokens than may be.  UnsupportedError: Pillow is not installed.
+    """
+    started = perf_counter()
+    image = _pillow()
+    settings, edge = vision.image, vision.patch_size * vision.merge
+    if isinstance(source, image.Image):
+        name, answer = "picture", _prepared(source, settings, edge, most_tokens)
+    elif isinstance(source, (str, os.PathLike, bytes)):
+        name, file = ("picture", BytesIO(source)) if isinstance(source, bytes) else (os.fspath(source), _opened(source))
+        with closing(file):
+            answer = _in_child(name, file, settings, edge, most_tokens)
+    else:
+        raise InputError(f"a picture is {type(source).__name__}; expected a path, bytes or a PIL.Image.Image")
+    head, _, data = answer.partition(b"\n")
+    facts = json.loads(head)
+    height, width = facts["height"], facts["width"]
+    pixels = np.frombuffer(data, np.uint8).reshape(height, width, 3)
+    grid = (1, height // vision.patch_size, width // vision.patch_size)
+    digest = hashlib.blake2b(json.dumps(grid).encode() + data, digest_size=DIGEST_BYTES).digest()
+    notes = tuple(f"{name}: {note}" for note in facts["notes"])
+    return Picture(_patches(pixels, vision), grid, digest, tuple(facts["size"]), notes, perf_counter() - started)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image, WebPImagePlugin  # noqa: F401
+    except ImportError:
+        raise UnsupportedError("pictures are read by Pillow, which is not installed; run `pip install edgeq[vision]`") from None
+    # Before a fork: else every child would import the readers again.
+    Image.preinit()
+    return Image
+
+
+def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
+    """InputError: it cannot be read, or is empty."""
+    try:
+        if os.path.isdir(path):
+            raise InputError(f"{os.fspath(path)}: a folder; give the path of a picture")
+        file = open(path, "rb")  # noqa: SIM115
+        if os.fstat(file.fileno()).st_size == 0:
+            file.close()
+            raise InputError(f"{os.fspath(path)}: the file is empty")
+        return file
+    except OSError as error:
+        raise InputError(f"{os.fspath(path)}: cannot read it: {error.strerror}") from None
+
+
+def _in_child(name: str, file: IO[bytes], settings: ImageConfig, edge: int, most_tokens: int) -> bytes:
+    try:
+        return confined_bytes(lambda: _decoded(file, settings, edge, most_tokens), LIMITS)
+    except LimitError as error:
+        raise InputError(f"{name}: the picture cannot be read: {error}") from None
+    except EdgeqError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _decoded(file: IO[bytes], settings: ImageConfig, edge: int, most_tokens: int) -> bytes:
+    """`_prepared` of a file."""
+    from PIL import Image, UnidentifiedImageError
+
+    # The size is checked below, before anything is decoded, and by another limit.
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            return _prepared(image, settings, edge, most_tokens)
+    except UnidentifiedImageError:
+        raise InputError(f"not a picture that can be read; supported: {READ}") from None
+    except (EdgeqError, MemoryError, RecursionError):
+        raise
+    # Readers of damaged files raise anything.
+    except Exception as error:
+        raise InputError(f"the picture is truncated or damaged: {error or type(error).__name__}") from None
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int) -> bytes:
+    """A line of JSON, then the pixels uint8 [height, width, 3] of the resized picture."""
+    from PIL import Image as pillow
+
+    if image.width * image.height > MOST_PIXELS:
+        raise InputError(f"{image.width} x {image.height} pixels; at most {MOST_PIXELS:,} are read: make it smaller")
+    if not image.width or not image.height:
+        raise InputError("the picture has no pixels")
+    notes = []
+    frames = getattr(image, "n_frames", 1) if image.format in ("GIF", "WEBP", "PNG") else 1
+    if frames > 1:
+        notes.append(f"{frames} frames; only the first is read")
+    turn = TURNS.get(_orientation(image))
+    swaps = turn in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+    width, height = (image.height, image.width) if swaps else image.size
+    size = settings.size_of(height, width, edge, most_tokens)
+    large = width * height > EXACT_PIXELS
+    if large:
+        # Twice as large as it gets, so that the filter still decides how it looks.
+        image.draft(image.mode, (2 * size[0], 2 * size[1]) if swaps else (2 * size[1], 2 * size[0]))
+    if turn:
+        image = image.transpose(pillow.Transpose[turn])
+    filters = pillow.Resampling[settings.resampling.upper()]
+    image = _rgb(image).resize((size[1], size[0]), filters, reducing_gap=3.0 if large else None)
+    if settings.sizing == "factor" and size != settings.size_of(height, width, edge, settings.most_tokens(edge)):
+        notes.append(f"shrunk to {size[1]} x {size[0]}, for at most {most_tokens} tokens")
+    if settings.sizing == "crop":
+        top, left = (size[0] - settings.height) // 2, (size[1] - settings.width) // 2
+        image = image.crop((left, top, left + settings.width, top + settings.height))
+    facts = {"size": (width, height), "height": image.height, "width": image.width, "notes": notes}
+    return json.dumps(facts).encode() + b"\n" + image.tobytes()
+
+
+def _orientation(image: Image) -> int:
+    """EXIF's; 1, upright, where there is none or it is damaged."""
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:
+        return 1
+
+
+def _rgb(image: Image) -> Image:
+    """8 bits of red, green and blue, transparent parts on white."""
+    from PIL import Image as pillow
+
+    image.load()
+    if image.mode == "F":
+        raise InputError("a picture of floating-point numbers; expected 8 or 16 bits per channel")
+    if image.mode.startswith("I"):
+        # The upper byte, as Pillow takes it of 16-bit colours.
+        return pillow.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    opaque = pillow.new("RGB", image.size)
+    for top in range(0, image.height, STRIP):
+        strip = image.crop((0, top, image.width, min(top + STRIP, image.height))).convert("RGBA")
+        white = pillow.new("RGBA", strip.size, (255, 255, 255, 255))
+        opaque.paste(pillow.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return opaque
+
+
+def _patches(pixels: NDArray[np.uint8], vision: VisionConfig) -> NDArray[np.float32]:
+    """Patches float32 [n, patch_width] of pixels uint8 [height, width, 3]; pixels beyond the last whole patch are left out."""
+    size, merge, frames = vision.patch_size, vision.merge, vision.temporal_patch_size
+    rows, columns = pixels.shape[0] // size // merge, pixels.shape[1] // size // merge
+    pixels = pixels[: rows * merge * size, : columns * merge * size]
+    # Rows and columns of tokens, within a token, and of pixels within a patch.
+    order = pixels.reshape(rows, merge, size, columns, merge, size, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    patches = order.reshape(-1, 3, 1, size, size)
+    # In the arithmetic of the processors: a product in float64, the rest in float32.
+    values = (np.arange(256, dtype=np.float64) * vision.image.rescale).astype(np.float32)
+    made = np.empty((len(patches), 3, frames, size, size), np.float32)
+    for channel, (mean, std) in enumerate(zip(vision.image.mean, vision.image.std, strict=True)):
+        made[:, channel] = ((values - np.float32(mean)) / np.float32(std))[patches[:, channel]]
+    return made.reshape(len(patches), -1)

@@ -1,0 +1,67 @@
+"""Text, tokens or messages, and pictures, become the prompts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from edgeq.container import ModelFile
+from edgeq.errors import InputError, UnsupportedError
+from edgeq.runtime.arguments import token_ids, wrong
+from edgeq.runtime.chat_template import OTHER_TEMPLATE, ChatTemplate, Message, with_images
+from edgeq.runtime.pictures import ImageSource, Pictures
+from edgeq.runtime.prompt import Prompt, with_pictures
+from edgeq.runtime.tokenizer import Text
+
+
+class PromptReader:
+    """Errors are those of Model.prompt and Model.chat."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        pictures: Pictures | None,
+        text: Callable[[], Text],
+        template: Callable[[], ChatTemplate | None],
+    ) -> None:
+        """`text` and `template` read tokenizer and chat template of the file when they are first needed."""
+        self._file, self._config = file, file.metadata.config
+        self._pictures, self._text, self._template = pictures, text, template
+
+    def prompt(self, prompt: str | Sequence[int] | Prompt, images: Sequence[ImageSource]) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        if isinstance(prompt, (bytes, bytearray)):
+            raise wrong("prompt", prompt, "a string or a list of token ids; decode it first")
+        vocabulary = self._config.vocab_size
+        tokens = self._text().encode(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, vocabulary)
+        return self._with_pictures(tokens, images)
+
+    def chat(self, messages: Sequence[Message], images: Sequence[ImageSource], variables: Mapping[str, Any]) -> Prompt:
+        template = self._template()
+        if template is None:
+            raise UnsupportedError(f"{self._file.path}: the file has no chat template; pass one as `chat_template=FILE`")
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
+            raise wrong("messages", messages, 'a list of dicts such as {"role": "user", "content": "..."}')
+        if images:
+            seeing, messages = self.seeing(), with_images(messages, len(images))
+            tokens = template.encode(messages, **variables)
+            if seeing.vision.image_token_id not in tokens:
+                raise InputError(f"the chat template has no place for an image; {OTHER_TEMPLATE}")
+        else:
+            tokens = template.encode(messages, **variables)
+        return self._with_pictures(tokens, images)
+
+    def seeing(self) -> Pictures:
+        """InputError: the model reads text alone."""
+        if self._pictures is None:
+            raise InputError(f"{self._file.path}: this model ({self._config.model_type}) reads text alone; give it no images")
+        return self._pictures
+
+    def _with_pictures(self, tokens: list[int], images: Sequence[ImageSource]) -> Prompt:
+        if not tokens:
+            raise InputError("the prompt is empty; give at least one character")
+        if not images and self._pictures is None:
+            return Prompt(tokens)
+        seeing = self.seeing()
+        return with_pictures(tokens, seeing.read_all(images), seeing.vision.image_token_id, seeing.vision.merge)

@@ -1,0 +1,72 @@
+"""The kernels that a model needs on another machine, found out without running any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+from edgeq.container import ModelFile
+from edgeq.devices import Device
+from edgeq.errors import UnsupportedError
+from edgeq.records import Mode
+from edgeq.targets.cpu import probes
+from edgeq.targets.cpu.isa import all_isas, isa_index
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit import processor
+from edgeq.targets.cpu.jit.buffers import Buffers
+from edgeq.targets.cpu.jit.parallel import Job
+from edgeq.targets.cpu.jit.threadpool import entries
+from edgeq.targets.cpu.kernels import requantize
+from edgeq.targets.cpu.kernels.matmul import integer_matvec
+from edgeq.targets.cpu.lowering.context import Context, Masters, RowArrays, Source
+from edgeq.targets.cpu.lowering.dispatch import kernels_of, lower
+from edgeq.targets.cpu.lowering.requantize import masters_of
+from edgeq.targets.cpu.requantized import kernels_of_rounding
+from edgeq.targets.graph import Graph
+from edgeq.targets.host import resolved
+from edgeq.targets.requantization import shared_inputs
+from edgeq.targets.target import Options
+
+
+def jobs_for(device: Device, graph: Graph, file: ModelFile, options: Options, modes: Sequence[Mode]) -> list[Job]:
+    """What `file` needs on a device in these modes, for every instruction set that the device may choose.
+
+    UnsupportedError: `options.isa` is none of those.
+    """
+    chosen = processor.of_device(device)
+    options = replace(resolved(options), threads=device.cores, threads_prefill=device.cores)
+    jobs: list[Job] = [(each, ()) for each in entries(device.cores)] + [(probes.read_lines, ())]
+    for isa in _isas(chosen, options.isa):
+        if isa.winograd:
+            jobs += [(probes.multiply, (isa_index(isa), pairs)) for pairs in (0, 1)]
+        jobs.append((integer_matvec, (isa_index(isa), *probes.DECODE_LITERALS)))
+        for mode in modes:
+            for source in ("file", "masters", "requantized") if options.requantize else ("file",):
+                jobs += _lowered(graph, file, replace(options, mode=mode), isa, source)
+    if options.requantize:
+        jobs += [(requantize.release, ()), *kernels_of_rounding(shared_inputs(graph))]
+    return list(dict.fromkeys(jobs))
+
+
+def _isas(chosen: processor.Processor, name: str | None) -> Iterator[Isa]:
+    """Those that the device may choose: the best that its processor has, and what is better if a measurement says so."""
+    found = [isa for isa in all_isas() if (not isa.machines or chosen.arch in isa.machines) and not isa.needs - chosen.features]
+    if name is not None:
+        named = [isa for isa in found if isa.name == name]
+        if not named:
+            raise UnsupportedError(f"isa {name} is not one of the device's: {', '.join(isa.name for isa in found)}")
+        yield from named
+        return
+    for isa in found:
+        yield isa
+        if not isa.winograd:
+            return
+
+
+def _lowered(graph: Graph, file: ModelFile, options: Options, isa: Isa, source: Source) -> list[Job]:
+    # Nothing is run, so rows have no address.
+    arrays = RowArrays(**{field.name: 0 for field in fields(RowArrays)})
+    masters = Masters() if source == "file" else masters_of(shared_inputs(graph), source == "masters")
+    context = Context(graph, file, options, isa, Buffers(file), arrays, source, masters)
+    lower(context)
+    return kernels_of(context)

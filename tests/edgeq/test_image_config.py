@@ -1,0 +1,101 @@
+"""Settings of pictures: read from preprocessor_config.json by key, and refused by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edgeq.errors import EdgeqError, FormatError, UnsupportedError
+from edgeq.image_config import CLIP_MEAN, CLIP_STD, ImageConfig
+
+SIZES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+QWEN: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056, **SIZES}
+CLIP: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 336}, "crop_size": 336}
+SIGLIP: dict[str, Any] = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}}
+READ = {
+    "published Qwen2-VL": (QWEN, {"sizing": "factor", "min_pixels": 3136, "max_pixels": 12845056}),
+    "Qwen2-VL by transformers 5": (
+        {"image_processor_type": "Qwen2VLImageProcessorFast", "size": {"shortest_edge": 784, "longest_edge": 50176}},
+        {"sizing": "factor", "min_pixels": 784, "max_pixels": 50176},
+    ),
+    "CLIP": (CLIP, {"sizing": "crop", "shortest_edge": 336, "height": 336, "width": 336}),
+    "old CLIP": (
+        {"feature_extractor_type": "CLIPFeatureExtractor", "size": 224, "crop_size": 224, "resample": 3},
+        {"sizing": "crop", "shortest_edge": 224, "height": 224, "width": 224},
+    ),
+    "SigLIP": (SIGLIP, {"sizing": "fixed", "height": 384, "width": 384, "mean": (0.5,) * 3, "std": (0.5,) * 3}),
+    "bilinear": (SIGLIP | {"resample": 2}, {"resampling": "bilinear"}),
+    "not normalized": (CLIP | {"do_normalize": False}, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),
+    "not rescaled": (CLIP | {"do_rescale": False}, {"rescale": 1.0}),
+    "null": (CLIP | {"do_convert_rgb": None, "do_pad": None, "processor_class": "LlavaProcessor"}, {"sizing": "crop"}),
+}
+REFUSED = {
+    "another processor": ({"image_processor_type": "MllamaImageProcessor"}, UnsupportedError, "MllamaImageProcessor"),
+    "none": ({}, UnsupportedError, "image_processor_type None"),
+    "a list": ([], FormatError, "not a JSON object"),
+    "unknown key": (CLIP | {"do_flip": True}, UnsupportedError, "keys do_flip"),
+    "no resizing": (CLIP | {"do_resize": False}, UnsupportedError, "do_resize False"),
+    "padding": (CLIP | {"do_pad": True}, UnsupportedError, "do_pad True"),
+    "no crop": (CLIP | {"do_center_crop": False}, UnsupportedError, "size"),
+    "a border": (CLIP | {"crop_size": 400}, UnsupportedError, "with a border"),
+    "other patches": (QWEN | {"patch_size": 16}, UnsupportedError, "patch_size 16 is not supported; only 14"),
+    "filter": (CLIP | {"resample": 9}, UnsupportedError, "resample 9"),
+    "size": (SIGLIP | {"size": {"max_height": 3}}, UnsupportedError, "size"),
+    "huge": (QWEN | {"max_pixels": 1 << 40}, FormatError, "max_pixels is 1099511627776"),
+    "negative": (QWEN | {"min_pixels": -1}, FormatError, "min_pixels is -1"),
+    "above": (QWEN | {"min_pixels": 1 << 25, "max_pixels": 1 << 24}, FormatError, "above max_pixels"),
+    "text": (QWEN | {"min_pixels": "3136"}, FormatError, "min_pixels is '3136'"),
+    "four means": (CLIP | {"image_mean": [0.5] * 4}, FormatError, "expected three numbers"),
+    "a mean of text": (CLIP | {"image_mean": ["a"] * 3}, FormatError, "mean is 'a'"),
+    "no spread": (CLIP | {"image_std": [0, 1, 1]}, FormatError, "std is 0"),
+    "nan": (CLIP | {"image_std": [float("nan")] * 3}, FormatError, "std is nan"),
+    "rescale": (CLIP | {"rescale_factor": 1e9}, FormatError, "rescale"),
+    "zero edge": (SIGLIP | {"size": {"height": 0, "width": 384}}, FormatError, "height is 0"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_settings_of_published_checkpoints_are_read(name: str) -> None:
+    data, expected = READ[name]
+    found = ImageConfig.from_preprocessor(data, SIZES if "Qwen" in str(data) else {"patch_size": 14})
+    assert {key: getattr(found, key) for key in expected} == expected
+    if "mean" not in expected:
+        assert found.mean == (CLIP_MEAN if data.get("image_processor_type") != "SiglipImageProcessor" else (0.5,) * 3)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_settings_are_refused_by_name(name: str) -> None:
+    data, kind, message = REFUSED[name]
+    with pytest.raises(EdgeqError, match=message) as found:
+        ImageConfig.from_preprocessor(data, SIZES)
+    assert type(found.value) is kind
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"sizing": "tiles"}, "image sizing 'tiles'"),
+    "filter": ({"resampling": "x" * 1000}, "image resampling"),
+    "pixels": ({"max_pixels": 1 << 50}, "max_pixels"),
+    "no pixels": ({"min_pixels": 0}, "min_pixels is 0"),
+    "true": ({"min_pixels": True}, "min_pixels is True"),
+    "an edge that is not used": ({"height": 5}, "height is 5"),
+    "a mean of nested lists": ({"mean": [[1], [2], [3]]}, "mean is"),
+    "infinity": ({"std": [float("inf")] * 3}, "std is inf"),
+    "key": ({"newer": 1}, "unknown keys newer"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_settings_of_a_file_are_refused(name: str) -> None:
+    sound = {"sizing": "factor", "mean": list(CLIP_MEAN), "std": list(CLIP_STD), "min_pixels": 784, "max_pixels": 50176}
+    assert ImageConfig.from_json(sound, "config vision image").std == CLIP_STD
+    changed, message = HOSTILE[name]
+    with pytest.raises(EdgeqError, match=message):
+        ImageConfig.from_json(sound | changed, "config vision image")
+
+
+def test_settings_that_are_missing_are_named() -> None:
+    with pytest.raises(FormatError, match="config vision image lacks mean, std"):
+        ImageConfig.from_json({"sizing": "factor"}, "config vision image")
+    with pytest.raises(FormatError, match="not a JSON object"):
+        ImageConfig.from_json(None, "config vision image")

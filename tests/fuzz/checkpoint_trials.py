@@ -1,0 +1,97 @@
+"""Hostile checkpoints: config.json, the index of shards, headers of safetensors files."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+from mutation import VALUES, changed_bytes, changed_json, refused
+
+from edgeq.converters.checkpoint import INDEX, Checkpoint, read_header
+from edgeq.converters.families import FAMILIES, recognise
+from edgeq.errors import EdgeqError
+
+COMMON: dict[str, Any] = {
+    **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 16},
+    **{"rope_theta": 1e4, "tie_word_embeddings": True, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+    **{
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+}
+
+
+def config(rng: random.Random) -> str:
+    """config.json of a random family with some keys removed and others changed, through everything that reads no file."""
+    name = rng.choice(list(FAMILIES))
+    # Keys of another kind of model are refused before anything else is looked at.
+    other = ("expert", "moe") if "Mo" not in name and "Mix" not in name else ("use_sliding_window", "layer_types")
+    config = {key: value for key, value in COMMON.items() if rng.random() < 0.97 and not any(part in key for part in other)}
+    config["architectures"] = [name]
+    try:
+        family, found = recognise(changed_json(rng, config) if rng.random() < 0.95 else config)
+        if found.num_hidden_layers * max(1, found.num_experts) < 4096:
+            family.sources()
+            family.tensor_shapes()
+        json.dumps(json.loads(found.to_json()), allow_nan=False)
+    except EdgeqError as error:
+        return refused(error)
+    except AttributeError as error:
+        # The JSON value as a whole was replaced; read_json gives objects alone.
+        if "has no attribute 'get'" not in str(error):
+            raise
+        return "no object"
+    return "recognised"
+
+
+def header(rng: random.Random, path: Path) -> str:
+    """A safetensors file of three tensors whose header, or any byte, is changed."""
+    tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for i, (dtype, shape, begin, end) in enumerate((("BF16", [4, 3], 0, 24), ("F32", [2], 24, 32), ("I64", [1, 1], 32, 40))):
+        tensors[f"t{i}"] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(changed_json(rng, tensors, (*VALUES, "F16", "F64", [40, 48]))).encode("utf-8", "surrogatepass")
+    length = rng.choice((0, 1, 2, 2**32, 2**63, 2**64 - 1, len(text) + 1)) if rng.random() < 0.1 else len(text)
+    data = struct.pack("<Q", length) + text + bytes(40)
+    path.write_bytes(changed_bytes(rng, data) if rng.random() < 0.4 else data)
+    try:
+        for tensor in read_header(path).values():
+            assert 8 <= tensor.offset <= path.stat().st_size, tensor
+    except EdgeqError as error:
+        return refused(error)
+    return "read"
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def shards(folder: Path) -> Path:
+    """A folder with two small shards, for `index`."""
+    folder.mkdir()
+    for i, shard in enumerate(SHARDS):
+        names = [f"t{i}", f"u{i}"]
+        text = json.dumps({n: {"dtype": "F32", "shape": [2], "data_offsets": [8 * k, 8 * k + 8]} for k, n in enumerate(names)})
+        (folder / shard).write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(16))
+    return folder
+
+
+def index(rng: random.Random, folder: Path) -> str:
+    """model.safetensors.index.json whose entries, or bytes, are changed; then the headers of the shards that it names."""
+    value = {"metadata": {"total_size": 32}, "weight_map": {f"{n}{i}": SHARDS[i] for i in (0, 1) for n in "tu"}}
+    names = (*SHARDS, "../x.safetensors", "/etc/passwd", f"./{SHARDS[0]}", ".safetensors", "t9", f"{SHARDS[1]}\0")
+    data = json.dumps(changed_json(rng, value, (*VALUES, *names))).encode("utf-8", "surrogatepass")
+    (folder / INDEX).write_bytes(changed_bytes(rng, data) if rng.random() < 0.3 else data)
+    checkpoint = Checkpoint(folder, "shards", {})
+    try:
+        checkpoint.open_weights()
+    except EdgeqError as error:
+        return refused(error)
+    assert all(tensor.shard in SHARDS for tensor in checkpoint.tensors.values()), checkpoint.tensors
+    return "read"

@@ -1,0 +1,81 @@
+"""Tiny checkpoints with a vision tower, random and trained, and what transformers computes from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+TRAINED = Path(__file__).parent.parent / "models" / "tiny-qwen2vl"
+START, IMAGE, END = 2048, 2049, 2050
+COMMON: dict[str, Any] = {
+    "vocab_size": 2052,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Sizes that differ from each other; the second has widths that are no multiple of 16, other patches and a head of its own.
+MODELS: dict[str, dict[str, Any]] = {
+    "head80": {
+        "text": {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
+        "rope": {"mrope_section": [4, 6, 6], "rope_theta": 10000.0, "rope_type": "default"},
+        "vision": {"depth": 2, "embed_dim": 160, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
+        "tied": True,
+    },
+    "padded": {
+        "text": {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 3, "num_key_value_heads": 1},
+        "rope": {"mrope_section": [2, 4, 6], "rope_theta": 1000.0, "rope_type": "default"},
+        "vision": {"depth": 3, "embed_dim": 120, "num_heads": 3, "mlp_ratio": 3, "patch_size": 6},
+        "tied": False,
+    },
+}
+
+
+def build(folder: Path, name: str) -> Path:
+    """Save a random Qwen2-VL in float32; norms and biases are random too: a lost one shows."""
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    torch.set_num_threads(1)
+    settings = MODELS[name]
+    text = {**COMMON, **settings["text"], "rope_parameters": settings["rope"]}
+    vision = {**settings["vision"], "hidden_size": text["hidden_size"], "spatial_merge_size": 2, "initializer_range": 0.1}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=settings["tied"])
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = Qwen2VLForConditionalGeneration(config)
+        for key, parameter in model.named_parameters():
+            if "norm" in key or "ln_q" in key:
+                parameter.data = float(key.endswith("weight")) + 0.3 * torch.randn_like(parameter)
+            elif key.endswith("bias"):
+                parameter.data = 0.3 * torch.randn_like(parameter)
+            elif "visual" in key:
+                # Of the size that keeps the variance, so that every layer shows.
+                parameter.data = torch.randn_like(parameter) * (1.5 / parameter[0].numel()) ** 0.5
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TRAINED / file, folder / file)
+    processor = json.loads((TRAINED / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | {"patch_size": settings["vision"]["patch_size"]}))
+    return folder
+
+
+def reference(folder: Path) -> Any:
+    """transformers' model in float32 that rounds keys and values to f16, in the tower too, as edgeq's cache does."""
+    import torch
+    from transformers import Qwen2VLForConditionalGeneration
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import eager_attention_forward
+
+    def rounded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **settings: Any) -> Any:
+        return eager_attention_forward(module, query, key.half().float(), value.half().float(), attention_mask, **settings)
+
+    ALL_ATTENTION_FUNCTIONS.register("rounded", rounded)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("rounded", eager_mask)
+    torch.set_num_threads(1)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="rounded")
+    return model.eval()

@@ -1,0 +1,58 @@
+"""What can be had of a model, as a table: ten allocations with their sizes, their predicted divergence and their speed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from edgeq.devices import DEVICES, Device
+
+if TYPE_CHECKING:
+    from edgeq.converters.allocation.frontier import Point
+
+
+def devices_shown(asked: Device | None) -> list[Device]:
+    """The device that was asked for; without one, those that this version runs on."""
+    return [asked] if asked else [device for device in DEVICES.values() if device.supported]
+
+
+def rows(points: Sequence[Point], chosen: Point, devices: Sequence[Device]) -> list[dict[str, Any]]:
+    """The points and the chosen allocation, by rising bytes per token, as plain values."""
+    every = sorted([*points, chosen], key=lambda point: (point.read, point is chosen))
+    return [
+        {
+            "chosen": point is chosen,
+            "bits_per_weight": point.bits,
+            "file_bytes": point.size,
+            "bytes_per_token": point.read,
+            "kl_predicted": point.kl,
+            "tokens_per_second": {device.name: device.decode_bandwidth / point.read for device in devices},
+        }
+        for point in every
+    ]
+
+
+def show(found: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
+    """Print the table; None: to standard error."""
+    # A narrow terminal would break names apart: lines that are too long go on in the next one instead.
+    names = [*found[0]["tokens_per_second"]]
+    console = Console(
+        file=stream or sys.stderr, highlight=False, soft_wrap=True, width=max(60 + 20 * len(names), Console().width)
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "bits/weight", "file MB", "MB per token", "KL predicted", *(f"{name} tok/s" for name in names)):
+        table.add_column(name, justify="right")
+    for row in found:
+        table.add_row(
+            ">" if row["chosen"] else "",
+            f"{row['bits_per_weight']:.2f}",
+            f"{row['file_bytes'] / 1e6:,.2f}",
+            f"{row['bytes_per_token'] / 1e6:,.2f}",
+            f"{row['kl_predicted']:.2g}",
+            *(f"{row['tokens_per_second'][name]:,.1f}" for name in names),
+        )
+    console.print(table)
