@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.config import ModelConfig
-from edgeq.converters.calibration.moments import fast_products
 from edgeq.converters.calibration.torch_decoder import DecoderLayer, angles
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, POSITIONS, Family
@@ -78,9 +77,8 @@ class BlockForward:
         """Run the layer as it is: its outputs take the place of its inputs in `hidden`."""
         arguments = self.attention_arguments(index)
         for batch in batches(self.hidden):
-            with fast_products():
-                # Batches are views.
-                batch.copy_(layer(batch, **arguments))
+            # Batches are views.
+            batch.copy_(layer(batch, **arguments))
 
     @torch.no_grad()
     def watch(self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]]) -> None:
@@ -98,8 +96,7 @@ class BlockForward:
     def run(self, index: int, layer: nn.Module, inputs: Tensor) -> Tensor:
         """The outputs of the layer for `inputs` [rows, tokens, hidden]; nothing is advanced."""
         arguments = self.attention_arguments(index)
-        with fast_products():
-            return torch.cat([layer(batch, **arguments) for batch in batches(inputs)])
+        return torch.cat([layer(batch, **arguments) for batch in batches(inputs)])
 
     def unload(self, layer: nn.Module) -> None:
         layer.to("meta")

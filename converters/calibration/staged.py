@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.forward import BlockForward, batches
-from edgeq.converters.calibration.moments import Moments, fast_products
+from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import DecoderLayer, Experts, quantized_linears
 
 
@@ -52,8 +52,7 @@ class StagedLayer:
         for batch in batches(self._forward.hidden):
             handle = module.register_forward_pre_hook(stop)
             try:
-                with fast_products():
-                    self._run_to(path, batch)
+                self._run_to(path, batch)
             except _Reached as reached:
                 x = reached.inputs.reshape(-1, reached.inputs.shape[-1])
                 if len(x):
@@ -103,10 +102,9 @@ class StagedLayer:
             return
         layer = self._layer
         for batch in batches(self._forward.hidden):
-            with fast_products():
-                attended = layer.self_attn(layer.input_layernorm(batch), **self._arguments)
-                # Batches are views: the hidden states are advanced in place.
-                batch += layer.attention_output_norm(attended)
+            attended = layer.self_attn(layer.input_layernorm(batch), **self._arguments)
+            # Batches are views: the hidden states are advanced in place.
+            batch += layer.attention_output_norm(attended)
         self._passed = True
 
     @torch.no_grad()
@@ -115,8 +113,7 @@ class StagedLayer:
         self._pass_attention()
         self._kept = None
         for batch in batches(self._forward.hidden):
-            with fast_products():
-                batch += self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(batch)))
+            batch += self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(batch)))
 
 
 def sites(layer: nn.Module) -> list[tuple[str, ...]]:

@@ -15,7 +15,7 @@ from edgeq.codec import Codec
 from edgeq.container import ModelFile
 from edgeq.converters.calibration import choose_precision
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.converters.quantizer import fake
+from edgeq.converters.quantizer import fake, quantize
 from edgeq.quantization import quantize_blocks
 
 CODE = "def f(x):\n    return x + 1\n" * 400
@@ -37,7 +37,7 @@ def test_divergence_summed_over_slabs_is_the_divergence() -> None:
     head, exact, targets = torch.randn(130, 32), torch.randn(40, 32), torch.randint(0, 130, (40,))
     rounded, codec = exact + 0.05 * torch.randn(40, 32), Codec("int", 4, 32)
     slabs = iter([head[:48].numpy(), head[48:64].numpy(), head[64:].numpy()])
-    kl, rise = choose_precision._measure(slabs, [exact, rounded], targets, {4: codec, 16: None})
+    kl, rise = choose_precision._measure(slabs, [exact, rounded], targets, {4: codec, 16: None}, quantize)
     p, q = ((exact.double() @ w.double().T).log_softmax(1) for w in (head, fake(head, codec)))
     assert kl[4] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-4)
     assert kl[16] == pytest.approx(0, abs=1e-6)
