@@ -3,8 +3,8 @@
 `edgeq.converters.preflight` makes a plan after all checks; `edgeq.converters.convert` carries it out.
 
 Memory promise, beside Python and torch themselves (BASELINE): one slab of rows of at most 64 MB in float32, working arrays of
-its size, and the scales of one matrix; with calibration text also four times one decoder layer in float32 and the calibration
-activations of one layer; and what the method declares (`Method.memory_bytes`).
+its size, and the scales of one matrix; with calibration text also twice one decoder layer in float32, its inputs for the whole
+text and what it computes from a batch; and what the method declares (`Method.memory_bytes`).
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ class ConversionPlan:
             return streaming
         c, (_, length) = self.method.config, self.calibration.rows.shape
         layer = 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-        hidden = 3 * 4 * tokens * c.hidden_size
+        hidden = 4 * tokens * c.hidden_size
         # Scores of attention, where torch keeps them whole, and what a layer computes from a batch.
         batch = 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
-        return streaming + 4 * layer + hidden + batch
+        return streaming + 2 * layer + hidden + batch
 
     def metadata(self) -> Metadata:
         """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
