@@ -133,6 +133,8 @@ class _Run:
         else:
             for index in range(self.skip, last):
                 self._write(index, steps[index], tensors.rows, self._deliver(steps[index], tensors.rows, {}))
+                if index == self.stages.trial_after:
+                    self._try_pass(steps[index].layer or 0, tensors)
         if self.plan.calibration is not None:
             self.plan = self.plan.with_choice(self._measure(tensors))
         if self.skip <= last:
@@ -200,9 +202,11 @@ class _Run:
             deliveries = self.method.prepare(Block(number, layer, linears, read, blocks, self.warn, on_part))
         self._write(index, step, read, self._deliver(step, read, deliveries), PREPARED)
         blocks.unload(layer)
-        stored = blocks.load(number, self._stored())
-        self.method.install(number, stored)
-        self._report(index, output=output_error(inputs, before, blocks.run(number, stored, inputs)))
+        with self.stages.passing():
+            stored = blocks.load(number, self._stored())
+            self.method.install(number, stored)
+            after = blocks.run(number, stored, inputs)
+        self._report(index, output=output_error(inputs, before, after))
         blocks.unload(stored)
 
     def _deliver(self, step: WriteStep, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
@@ -256,6 +260,18 @@ class _Run:
         self.journal.record(self.writer.sync())
         if step.layer is not None and not begun:
             self._report(index, weights=error.relative)
+
+    def _try_pass(self, number: int, tensors: Tensors) -> None:
+        """Run the first layer as the measurement at the end will run all, so that the time left is known from here on."""
+        assert self.plan.calibration is not None
+        rows = self.plan.calibration.rows
+        few = rows[:: -(-len(rows) // ROWS)]
+        forward = BlockForward(self.plan.checkpoint, self.method.family, self.method.config, few, tensors)
+        with self.stages.passing():
+            layer = forward.load(number, self._stored())
+            self.method.install(number, layer)
+            forward.run(number, layer, forward.hidden)
+        forward.unload(layer)
 
     def _report(self, index: int, output: float | None = None, weights: float | None = None) -> None:
         """Report the decoder layer of step `index`, which is finished."""

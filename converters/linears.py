@@ -7,7 +7,7 @@ What has to be computed from the weights comes as a `Delivery` when the layer is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from edgeq.codec import AnyArray, Codec, pack_floats, pack_groups, pack_integers
 from edgeq.converters.quantizer import AWQ, Preset, Quantized, quantize
-from edgeq.converters.slabs import RowReader, fitting_f16, slabs, stored
-from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Transform, Weight
+from edgeq.converters.slabs import RowReader, fits_f16, fitting_f16, slabs, stored
+from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, SplitRow, Transform, Weight
 from edgeq.writer import Writer
 
 Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
@@ -40,6 +40,8 @@ class Recipe:
     transform     size, stride and the constant base f32 [K, K] or None, of edgeq.records.Transform; the matrix is already
                   multiplied by its inverse
     activation    how the input is quantized
+    scales        how many constant scales `activation` has, delivered; 0: none
+    split         the first column in stored order is kept apart as f16 (SplitRow)
     rank          of the low-rank part, delivered, stored in f16; 0: none
     master        codec of the master: the rows that the weight is rounded from, at higher precision
     """
@@ -51,6 +53,8 @@ class Recipe:
     order: NDArray[np.int32] | None = None
     transform: tuple[int, int, NDArray[np.float32] | None] | None = None
     activation: Activation | None = None
+    scales: int = 0
+    split: bool = False
     rank: int = 0
     master: Codec | None = None
 
@@ -69,11 +73,13 @@ class Delivery:
     read          rows of its tensors; fused layers are read as one matrix whose rows are those of its parts
     quantized     integers of each weight block, columns in stored order; empty: rows are rounded by the recipe's preset
     low_rank      b float32 [rows, rank] and a float32 [rank, columns]; `read` gives the weight less b a
+    scales        constant scales of the input, float32 [scales of the recipe]
     """
 
     read: RowReader
     quantized: tuple[Quantized, ...] = ()
     low_rank: tuple[Tensor, Tensor] | None = None
+    scales: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,11 +148,15 @@ def _lay(item: LinearItem, segment: int) -> tuple[LinearSpec, tuple[int, ...]]:
     if recipe.transform:
         size, stride, base = recipe.transform
         transform = Transform(size, stride, None if base is None else out.array("f32", (len(base), len(base))))
+    activation = recipe.activation
+    if activation and recipe.scales:
+        activation = replace(activation, scales=out.array("f32", (recipe.scales,)))
+    split = SplitRow(0, out.array("f16", (rows,))) if recipe.split else None
     low_rank = None
     if recipe.rank:
         low_rank = LowRank(out.weight(FACTOR, rows, recipe.rank), out.weight(FACTOR, recipe.rank, columns))
     master = out.weight(recipe.master, rows, columns) if recipe.master else None
-    spec = LinearSpec(item.name, weights, bias, order, transform, None, recipe.activation, low_rank, master)
+    spec = LinearSpec(item.name, weights, bias, order, transform, None, activation, split, low_rank, master)
     return spec, tuple(out.nbytes)
 
 
@@ -160,7 +170,11 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
     def rows(codec: Codec, block: slice) -> Iterator[NDArray[np.float32]]:
         read = fitting_f16(delivery.read) if codec.kind == "f16" else delivery.read
         for slab in slabs(item.tensors, item.columns, read):
-            yield slab[:, block] if recipe.order is None else slab[:, recipe.order[block]]
+            found = slab[:, block] if recipe.order is None else slab[:, recipe.order[block]]
+            if recipe.split and block.start == 0:
+                found = found.copy()
+                found[:, 0] = 0
+            yield found
 
     for index, (codec, block) in enumerate(recipe.blocks(item.columns)):
         if delivery.quantized:
@@ -174,6 +188,13 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
         writer.append(counted(iter([np.ascontiguousarray(recipe.order, np.int32)])))
     if recipe.transform and recipe.transform[2] is not None:
         writer.append(counted(iter([np.ascontiguousarray(recipe.transform[2], np.float32)])))
+    if recipe.scales:
+        assert delivery.scales is not None
+        writer.append(counted(iter([np.ascontiguousarray(delivery.scales, np.float32)])))
+    if recipe.split:
+        first = 0 if recipe.order is None else int(recipe.order[0])
+        column = [fits_f16(slab[:, first], item.title) for slab in slabs(item.tensors, item.columns, delivery.read)]
+        writer.append(counted(iter([np.concatenate(column).astype(np.float16)])))
     if recipe.rank:
         assert delivery.low_rank is not None
         for factor in delivery.low_rank:

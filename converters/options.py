@@ -30,9 +30,11 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "symmetric": ("--sym/--asym", (True, False)),
     "act_order": ("--act-order", (True, False)),
     "gptq": ("--gptq", (True, False)),
+    "split_row": ("--split-row", (True, False)),
     "master": ("--master", ("i8", "bf16")),
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
+    "activations": ("--activations", ("token", "static")),
     "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
     "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
 }
@@ -59,8 +61,10 @@ class ConvertOptions:
                       size that divides the columns
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
+    split_row         QuaRot: the first column of the down projection apart, unrounded
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
+    activations       SmoothQuant: a scale for every token, or one constant scale for each layer, measured on the text
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
     head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
@@ -87,9 +91,11 @@ class ConvertOptions:
     symmetric: bool | None = None
     act_order: bool | None = None
     gptq: bool | None = None
+    split_row: bool | None = None
     rank: int | None = None
     master: Literal["i8", "bf16"] | None = None
     alpha: float | None = None
+    activations: Literal["token", "static"] | None = None
     high_fraction: float | None = None
     dtype: Literal["f32", "f16", "bf16"] | None = None
     head: HeadBits | None = None

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
-import edgeq
 from edgeq.codec import Codec, Kind
 from edgeq.config import VisionConfig
 from edgeq.container import DATA_OFFSET
@@ -38,6 +37,7 @@ from edgeq.converters.slabs import SLAB_BYTES
 from edgeq.converters.tokenizer import TextAssets
 from edgeq.manifest import FLOAT_PARTS, Shape, StackContents, layer_contents, layer_prefix, patch_contents, projector_contents
 from edgeq.metadata import Metadata
+from edgeq.version import __version__
 
 BASELINE = 500 << 20
 """Anonymous memory of Python, torch and transformers with their thread pools."""
@@ -62,9 +62,9 @@ class ConversionPlan:
     """What will be written and how; `options` are those asked for, `method.options` have the defaults filled in.
 
     method, tower   of the decoder, and of the vision tower where there is one
-    choice      what was measured for the head and the mode
-    prediction  of the allocation that the budget led to
-    divergence  mean KL divergence of the finished file on calibration text, in nats; measured with an allocation
+    choice          what was measured for the head and the mode
+    prediction      of the allocation that the budget led to
+    divergence      mean KL divergence of the finished file on calibration text, in nats; measured with an allocation
     """
 
     options: ConvertOptions
@@ -141,7 +141,7 @@ class ConversionPlan:
                 "sha256": self.calibration.sha256,
                 "tokens": self.calibration.rows.numel(),
             },
-            "edgeq": edgeq.__version__,
+            "edgeq": __version__,
             "measured": self._measured(),
             "quantizer": None
             if self.method.options.bits is None
@@ -174,7 +174,7 @@ class ConversionPlan:
         """Everything the bytes of the result depend on, flat, so that a difference can be named."""
         import torch
 
-        found: dict[str, object] = {"edgeq": edgeq.__version__, "torch": torch.__version__, "source": self.checkpoint.name}
+        found: dict[str, object] = {"edgeq": __version__, "torch": torch.__version__, "source": self.checkpoint.name}
         for path in self.checkpoint.files():
             if path.name.endswith(ENDING):
                 # That of an output beside the checkpoint's own files.

@@ -222,7 +222,10 @@ comparison = section("Comparison")
 @TARGET_OPTIONS
 @JSON
 def compare(**options: Any) -> None:
-    """Measure what a file lost: perplexity, KL divergence and top-1 agreement against SRC, with 95 % intervals."""
+    """Measure what a file lost: perplexity, KL divergence and top-1 agreement against SRC, with 95 % intervals.
+
+    A checkpoint is run block by block, once for a text: what the comparison needs of it is kept in the cache folder.
+    """
     from edgeq.tools.compare import compare as command
 
     command(**options)

@@ -16,6 +16,7 @@ from edgeq.tools.params import Amount, Bits, Bytes, CalibrationText, GroupSize, 
 METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
 TYPES = ("f32", "f16", "bf16")
 MASTERS = ("i8", "bf16")
+ACTIVATIONS = ("token", "static")
 
 output = section("Output")
 quantization = section("Quantization")
@@ -105,6 +106,12 @@ CONVERT_OPTIONS = decorated(
         help="gptq: quantize columns with large activations first.  [default: no]",
     ),
     single("--gptq/--no-gptq", "gptq", default=None, help="quarot, resq: round by gptq.  [default: round to nearest]"),
+    single(
+        "--split-row/--no-split-row",
+        "split_row",
+        default=None,
+        help="quarot: keep the column that holds the means of the down projection's weights apart in 16 bits.  [default: no]",
+    ),
     single("--rank", type=int, metavar="N", help="ttq: rank of the 16-bit correction; 0: none.  [default: 16]"),
     single(
         "--master", type=OneOf(*MASTERS), help="ttq: type of the master weights that the device rounds from.  [default: i8]"
@@ -114,6 +121,11 @@ CONVERT_OPTIONS = decorated(
         type=float,
         metavar="0..1",
         help="smoothquant: share of the range of activations that moves into the weights.  [default: 0.5]",
+    ),
+    single(
+        "--activations",
+        type=OneOf(*ACTIVATIONS),
+        help="smoothquant: a scale for every token, or constant ones, measured on the calibration text.  [default: token]",
     ),
     single(
         "--high-fraction", type=float, metavar="0..0.5", help="resq: share of the channels kept in 8 bits.  [default: 0.125]"

@@ -96,6 +96,7 @@ def test_values_of_options_are_those_of_the_library_and_a_shell_completes_them()
     assert options.DRAFTS == DRAFT_SOURCES and options.WHEN == WHEN
     assert tuple(METHODS) == convert_options.METHODS
     assert CHOICES["dtype"][1] == convert_options.TYPES and CHOICES["master"][1] == convert_options.MASTERS
+    assert CHOICES["activations"][1] == convert_options.ACTIVATIONS
     for words, expected in (
         (["run", "x", "--mode"], ["a16", "a8", "a4"]),
         (["chat", "x", "--kv"], ["file", "f16", "int8", "int4"]),
