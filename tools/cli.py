@@ -12,6 +12,7 @@ from edgeq.tools.convert_options import CONVERT_OPTIONS
 from edgeq.tools.entry import Commands
 from edgeq.tools.help_sections import section
 from edgeq.tools.options import (
+    BENCH_TESTS,
     DRAFT_OPTIONS,
     GENERATION_OPTIONS,
     IMAGE_TOKENS,
@@ -26,10 +27,8 @@ from edgeq.tools.options import (
     prompt,
 )
 from edgeq.tools.params import (
-    Count,
     EdgeqFile,
     OneOf,
-    PixelSize,
     Several,
     Threads,
 )
@@ -137,9 +136,6 @@ def chat(**options: Any) -> None:
     command(**options)
 
 
-tests = section("Tests (lists: every combination is measured)")
-
-
 @main.command(
     short_help="Measure speed: prompts (pp) and decoding (tg).",
     epilog="""
@@ -149,61 +145,7 @@ tests = section("Tests (lists: every combination is measured)")
     """,
 )
 @MODEL
-@tests(
-    "-p",
-    "--prompt",
-    "prompts",
-    type=Several(Count(0)),
-    metavar="N,N",
-    default="512",
-    show_default=True,
-    help="Tokens of the prompt (pp512); 0: no such test.",
-)
-@tests(
-    "-n",
-    "--tokens",
-    type=Several(Count(0)),
-    metavar="N,N",
-    default="128",
-    show_default=True,
-    help="Tokens decoded one by one (tg128); 0: no such test.",
-)
-@tests(
-    "-d",
-    "--depth",
-    "depths",
-    type=Several(Count(0)),
-    metavar="N,N",
-    default="0",
-    show_default=True,
-    help="Tokens already in the cache (tg128 @ d512).",
-)
-@tests(
-    "--batch",
-    "batches",
-    type=Several(Count(1)),
-    metavar="N,N",
-    default="1",
-    show_default=True,
-    help="Texts decoded at once.",
-)
-@tests(
-    "--image",
-    "images",
-    type=Several(PixelSize()),
-    metavar="WxH,WxH",
-    default=None,
-    help="Pictures of so many pixels, for a model that sees: vision tower and time to the first token.",
-)
-@tests(
-    "-r",
-    "--repetitions",
-    type=click.IntRange(1, 1000),
-    metavar="N",
-    default=5,
-    show_default=True,
-    help="How often each test is run; the table has the median.",
-)
+@BENCH_TESTS
 @execution(
     "-t",
     "--threads",
@@ -280,7 +222,10 @@ comparison = section("Comparison")
 @TARGET_OPTIONS
 @JSON
 def compare(**options: Any) -> None:
-    """Measure what a file lost: perplexity, KL divergence and top-1 agreement against SRC, with 95 % intervals."""
+    """Measure what a file lost: perplexity, KL divergence and top-1 agreement against SRC, with 95 % intervals.
+
+    A checkpoint is run block by block, once for a text: what the comparison needs of it is kept in the cache folder.
+    """
     from edgeq.tools.compare import compare as command
 
     command(**options)

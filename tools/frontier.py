@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from edgeq.converters.allocation.frontier import Point
 
 
+SHOWN = ("raspberry-pi-4", "raspberry-pi-5", "x86-avx2", "x86-avx512-vnni")
+"""Devices in the table where none was asked for."""
+
+
 def devices_shown(asked: Device | None) -> list[Device]:
-    """The device that was asked for; without one, those that this version runs on."""
-    return [asked] if asked else [device for device in DEVICES.values() if device.supported]
+    """The device that was asked for; without one, a few from slow to fast."""
+    return [asked] if asked else [DEVICES[name] for name in SHOWN]
 
 
 def rows(points: Sequence[Point], chosen: Point, devices: Sequence[Device]) -> list[dict[str, Any]]:
@@ -41,7 +45,7 @@ def show(found: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
     # A narrow terminal would break names apart: lines that are too long go on in the next one instead.
     names = [*found[0]["tokens_per_second"]]
     console = Console(
-        file=stream or sys.stderr, highlight=False, soft_wrap=True, width=max(60 + 20 * len(names), Console().width)
+        file=stream or sys.stderr, highlight=False, soft_wrap=True, width=max(60 + 24 * len(names), Console().width)
     )
     table = Table(box=None, pad_edge=False)
     for name in ("", "bits/weight", "file MB", "MB per token", "KL predicted", *(f"{name} tok/s" for name in names)):

@@ -65,10 +65,11 @@ class Part:
 
 
 def parts_of(items: Iterable[Item], config: ModelConfig) -> tuple[Part, ...]:
-    """The parts of a file made of `items`, in execution order."""
+    """The parts of a file made of `items`, in execution order; a vision tower has none."""
     found: dict[str, list[LinearItem]] = {}
     for item in items:
-        if isinstance(item, LinearItem) and item.name.split(".")[-1] not in FLOAT_PARTS:
+        mine = item.name == HEAD or item.name.startswith("layers.")
+        if mine and isinstance(item, LinearItem) and item.name.split(".")[-1] not in FLOAT_PARTS:
             found.setdefault(part_of(item.name), []).append(item)
     used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
     return tuple(
