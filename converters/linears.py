@@ -7,7 +7,7 @@ What has to be computed from the weights comes as a `Delivery` when the layer is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,13 +16,15 @@ from torch import Tensor
 
 from edgeq.codec import AnyArray, Codec, pack_floats, pack_groups, pack_integers
 from edgeq.converters.quantizer import AWQ, Preset, Quantized, quantize
-from edgeq.converters.slabs import RowReader, fitting_f16, slabs, stored
-from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Transform, Weight
+from edgeq.converters.slabs import RowReader, fits_f16, fitting_f16, slabs, stored
+from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, SplitRow, Transform, Weight
 from edgeq.writer import Writer
 
 Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
 Rounded = Callable[[Tensor, Quantized, Codec], None]
 """Takes rows of a weight, float32 [rows, columns], what they were rounded to, and in which codec."""
+RoundRows = Callable[[Tensor, Codec, str], Quantized]
+"""Rounds rows of a weight, float32 [rows, columns], to a codec; with the name of the tensor, for messages."""
 
 
 FACTOR = Codec("f16")
@@ -40,6 +42,8 @@ class Recipe:
     transform     size, stride and the constant base f32 [K, K] or None, of edgeq.records.Transform; the matrix is already
                   multiplied by its inverse
     activation    how the input is quantized
+    scales        how many constant scales `activation` has, delivered; 0: none
+    split         the first column in stored order is kept apart as f16 (SplitRow)
     rank          of the low-rank part, delivered, stored in f16; 0: none
     master        codec of the master: the rows that the weight is rounded from, at higher precision
     """
@@ -51,6 +55,8 @@ class Recipe:
     order: NDArray[np.int32] | None = None
     transform: tuple[int, int, NDArray[np.float32] | None] | None = None
     activation: Activation | None = None
+    scales: int = 0
+    split: bool = False
     rank: int = 0
     master: Codec | None = None
 
@@ -69,11 +75,15 @@ class Delivery:
     read          rows of its tensors; fused layers are read as one matrix whose rows are those of its parts
     quantized     integers of each weight block, columns in stored order; empty: rows are rounded by the recipe's preset
     low_rank      b float32 [rows, rank] and a float32 [rank, columns]; `read` gives the weight less b a
+    round_rows    how rows are rounded instead of by the recipe's preset
+    scales        constant scales of the input, float32 [scales of the recipe]
     """
 
     read: RowReader
     quantized: tuple[Quantized, ...] = ()
     low_rank: tuple[Tensor, Tensor] | None = None
+    round_rows: RoundRows | None = None
+    scales: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,11 +152,15 @@ def _lay(item: LinearItem, segment: int) -> tuple[LinearSpec, tuple[int, ...]]:
     if recipe.transform:
         size, stride, base = recipe.transform
         transform = Transform(size, stride, None if base is None else out.array("f32", (len(base), len(base))))
+    activation = recipe.activation
+    if activation and recipe.scales:
+        activation = replace(activation, scales=out.array("f32", (recipe.scales,)))
+    split = SplitRow(0, out.array("f16", (rows,))) if recipe.split else None
     low_rank = None
     if recipe.rank:
         low_rank = LowRank(out.weight(FACTOR, rows, recipe.rank), out.weight(FACTOR, recipe.rank, columns))
     master = out.weight(recipe.master, rows, columns) if recipe.master else None
-    spec = LinearSpec(item.name, weights, bias, order, transform, None, recipe.activation, low_rank, master)
+    spec = LinearSpec(item.name, weights, bias, order, transform, None, activation, split, low_rank, master)
     return spec, tuple(out.nbytes)
 
 
@@ -157,16 +171,23 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
     """
     recipe = item.recipe
 
+    def by_preset(weight: Tensor, codec: Codec, title: str) -> Quantized:
+        return quantize(weight, codec, title, recipe.preset)
+
     def rows(codec: Codec, block: slice) -> Iterator[NDArray[np.float32]]:
         read = fitting_f16(delivery.read) if codec.kind == "f16" else delivery.read
         for slab in slabs(item.tensors, item.columns, read):
-            yield slab[:, block] if recipe.order is None else slab[:, recipe.order[block]]
+            found = slab[:, block] if recipe.order is None else slab[:, recipe.order[block]]
+            if recipe.split and block.start == 0:
+                found = found.copy()
+                found[:, 0] = 0
+            yield found
 
     for index, (codec, block) in enumerate(recipe.blocks(item.columns)):
         if delivery.quantized:
             _write_integers(writer, codec, delivery.quantized[index].slabs(), counted)
         else:
-            _write_weight(writer, codec, rows(codec, block), recipe.preset, item.title, counted, rounded)
+            _write_weight(writer, codec, rows(codec, block), delivery.round_rows or by_preset, item.title, counted, rounded)
     if item.biases:
         bias = np.concatenate([delivery.read(name, 0, count) for name, count in item.biases])
         writer.append(counted(iter([stored(bias, item.bias_dtype, item.biases[0][0])])))
@@ -174,20 +195,27 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
         writer.append(counted(iter([np.ascontiguousarray(recipe.order, np.int32)])))
     if recipe.transform and recipe.transform[2] is not None:
         writer.append(counted(iter([np.ascontiguousarray(recipe.transform[2], np.float32)])))
+    if recipe.scales:
+        assert delivery.scales is not None
+        writer.append(counted(iter([np.ascontiguousarray(delivery.scales, np.float32)])))
+    if recipe.split:
+        first = 0 if recipe.order is None else int(recipe.order[0])
+        column = [fits_f16(slab[:, first], item.title) for slab in slabs(item.tensors, item.columns, delivery.read)]
+        writer.append(counted(iter([np.concatenate(column).astype(np.float16)])))
     if recipe.rank:
         assert delivery.low_rank is not None
         for factor in delivery.low_rank:
-            _write_weight(writer, FACTOR, iter([factor.numpy()]), recipe.preset, item.title, counted)
+            _write_weight(writer, FACTOR, iter([factor.numpy()]), by_preset, item.title, counted)
     if recipe.master:
         # A master serves other input scales: its own rounding is the plain one.
-        _write_weight(writer, recipe.master, rows(recipe.master, slice(0, item.columns)), AWQ, item.title, counted)
+        _write_weight(writer, recipe.master, rows(recipe.master, slice(0, item.columns)), quantize, item.title, counted)
 
 
 def _write_weight(
     writer: Writer,
     codec: Codec,
     matrix: Iterator[NDArray[np.float32]],
-    preset: Preset,
+    round_rows: RoundRows,
     title: str,
     counted: Counted,
     rounded: Rounded | None = None,
@@ -197,7 +225,7 @@ def _write_weight(
     def integers() -> Iterator[Quantized]:
         for slab in matrix:
             weight = torch.from_numpy(np.ascontiguousarray(slab))
-            found = quantize(weight, codec, title, preset)
+            found = round_rows(weight, codec, title)
             if rounded:
                 rounded(weight, found, codec)
             yield found

@@ -42,10 +42,10 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "awq": _ROUNDED,
     "gptq": {**_ROUNDED, "act_order": False, **_ALLOCATED},
     "awq+gptq": {**_ROUNDED, "act_order": False},
-    "smoothquant": _SMOOTHED,
+    "smoothquant": {**_SMOOTHED, "activations": None},
     "smoothquant+gptq": {**_SMOOTHED, "act_order": False},
     "ttq": {**_ROUNDED, "group_size": 32, "rank": 16, "master": "i8"},
-    "quarot": _ROTATED,
+    "quarot": {**_ROTATED, "split_row": None},
     "resq": {**_ROTATED, "high_fraction": 0.125},
 }
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.

@@ -20,6 +20,8 @@ EVERY_METHOD = ("method", "revision", "restart", "force", "token", "offline")
 ONE_CODEC = ("bits", "group_size", "symmetric", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
 MAX_RANK = 256
+BEST = "awq+gptq"
+"""The method with the lowest KL divergence at its bytes (docs/quality.md)."""
 
 # Option -> (how it is called on the command line, the values it may have).
 CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -30,9 +32,11 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "symmetric": ("--sym/--asym", (True, False)),
     "act_order": ("--act-order", (True, False)),
     "gptq": ("--gptq", (True, False)),
+    "split_row": ("--split-row", (True, False)),
     "master": ("--master", ("i8", "bf16")),
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
+    "activations": ("--activations", ("token", "static")),
     "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
     "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
 }
@@ -52,6 +56,7 @@ UNITS |= {"group_size": "group size {}", "head": "a head of {} bits", "vision_bi
 class ConvertOptions:
     """How to convert.  None: not given; the method then takes its own default (`completed`).
 
+    method            not given: with a calibration text the one that loses least at its bytes (BEST), else rounding to nearest
     bits              of weights, 2 to 8
     activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
@@ -59,8 +64,10 @@ class ConvertOptions:
                       size that divides the columns
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
+    split_row         QuaRot: the first column of the down projection apart, unrounded
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
+    activations       SmoothQuant: a scale for every token, or one constant scale for each layer, measured on the text
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
     head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
@@ -79,7 +86,7 @@ class ConvertOptions:
     InputError: a value out of range.  `edgeq.converters.method_options` refuses what the method has no use for.
     """
 
-    method: str = "rtn"
+    method: str = ""
     bits: int | None = None
     activation_bits: int | None = None
     kv_bits: int | None = None
@@ -87,9 +94,11 @@ class ConvertOptions:
     symmetric: bool | None = None
     act_order: bool | None = None
     gptq: bool | None = None
+    split_row: bool | None = None
     rank: int | None = None
     master: Literal["i8", "bf16"] | None = None
     alpha: float | None = None
+    activations: Literal["token", "static"] | None = None
     high_fraction: float | None = None
     dtype: Literal["f32", "f16", "bf16"] | None = None
     head: HeadBits | None = None
@@ -107,6 +116,8 @@ class ConvertOptions:
     offline: bool = False
 
     def __post_init__(self) -> None:
+        if not self.method:
+            object.__setattr__(self, "method", BEST if self.calibration else "rtn")
         for name, value in asdict(self).items():
             if value is not None:
                 _check(name, value)

@@ -63,6 +63,9 @@ def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -
         spec = item.spec(segment)
         blocks = [weights(weight) for weight in spec.weights]
         found = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
+        if spec.split_row:
+            found = found.copy()
+            found[:, spec.split_row.index] = array(spec.split_row.row)
         if item.recipe.order is not None:
             in_file, found = found, np.empty_like(found)
             found[:, item.recipe.order] = in_file

@@ -2,13 +2,15 @@
 
 import os.path
 
+from edgeq.version import __version__ as __version__
+
 # typing's own constant of this name, without the time that importing typing takes.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from edgeq.converters.from_python import convert
     from edgeq.runtime import Answer, Batch, Generation, Measurement, Model, Requantization, Sampling, Session
 
-__version__ = "0.1.0"
-__all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Requantization", "Sampling", "Session"]
+__all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Requantization", "Sampling", "Session", "convert"]
 
 # In a checkout runtime/, converters/, targets/ and tools/ lie beside edgeq/, not in it.
 if not os.path.isdir(os.path.join(__path__[0], "runtime")):
@@ -19,6 +21,11 @@ def __getattr__(name: str) -> object:
     """What `__all__` names, imported when it is first used: `import edgeq` alone takes no time."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "convert":
+        from edgeq.converters.from_python import convert
+
+        globals()[name] = convert
+        return convert
     from edgeq import runtime
 
     globals()[name] = found = getattr(runtime, name)

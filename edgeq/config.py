@@ -37,7 +37,7 @@ readers."""
 LIMITS_VISION = {
     "patch_size": 256,
     "temporal_patch_size": 16,
-    "merge": 16,
+    "merge": 4,
     "project_size": LIMITS["intermediate_size"],
     "out_hidden_size": LIMITS["hidden_size"],
 }
@@ -125,9 +125,7 @@ class Stack:
         longest = LIMITS["max_position_embeddings"]
         if any(type(w) is not int or not 0 <= w <= longest for w in self.sliding_windows):
             raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
-        plain, layers = self.layers_without_rope, self.num_hidden_layers
-        if any(type(i) is not int or not 0 <= i < layers for i in plain) or list(plain) != sorted(set(plain)):
-            raise FormatError(f"config layers_without_rope must be ascending integers from 0 to {layers - 1}")
+        check_layers("layers_without_rope", self.layers_without_rope, self.num_hidden_layers)
 
     def _check_experts(self) -> None:
         limits = {
@@ -199,6 +197,9 @@ class VisionConfig(Stack):
     project_size          inner channels of the projector project.1(act(project.0(joined)))
     project_act           its activation
     out_hidden_size       channels of a feature
+    window_size           features of a side of a window: frames are cut into windows from their first feature on, those at the
+                          last rows and columns perhaps smaller; 0: there are none
+    window_layers         indices of layers in which a patch sees only its window, ascending (Qwen2.5-VL)
 
     Rows of pixels are [channel, frame, row, column] of a patch, patches that are joined follow one another.
     """
@@ -212,6 +213,8 @@ class VisionConfig(Stack):
     project_size: int
     project_act: str
     out_hidden_size: int
+    window_size: int = 0
+    window_layers: tuple[int, ...] = ()
 
     prefix: ClassVar[str] = "vision."
     CHANNELS: ClassVar[int] = 3
@@ -220,6 +223,8 @@ class VisionConfig(Stack):
         super().__post_init__()
         for name, limit in LIMITS_VISION.items():
             check_integer(name, getattr(self, name), 1, limit)
+        check_integer("window_size", self.window_size, 1 if self.window_layers else 0, MOST_CHANNELS)
+        check_layers("window_layers", self.window_layers, self.num_hidden_layers)
         check_integer("image_token_id", self.image_token_id, 0, LIMITS["vocab_size"])
         for name, width in {"patch_width": self.patch_width, "joined_size": self.joined_size}.items():
             if width > MOST_CHANNELS:
@@ -300,12 +305,19 @@ class ModelConfig(Stack):
         return _stack(cls, data, "config", vision=None if vision is None else VisionConfig.read(vision, "config vision"))
 
 
+def check_layers(name: str, indices: tuple[int, ...], layers: int) -> None:
+    """FormatError unless `indices` are ascending numbers of layers."""
+    if any(type(i) is not int or not 0 <= i < layers for i in indices) or list(indices) != sorted(set(indices)):
+        raise FormatError(f"config {name} must be ascending integers from 0 to {layers - 1}")
+
+
 def _stack(cls: type[Config], data: dict[str, Any], where: str, **made: Any) -> Config:
     """A Stack of the JSON object `data`; `made`: fields that were read already."""
     ropes: dict[str, Any] = {"rope": Rope.from_json(data.pop("rope", {}), f"{where} rope")}
     if (local := data.pop("local_rope", None)) is not None:
         ropes["local_rope"] = Rope.from_json(local, f"{where} local_rope")
     most = LIMITS["num_hidden_layers"]
-    lists: dict[str, Any] = {key: list_of(data, key, most, where) for key in ("sliding_windows", "layers_without_rope")}
+    keys = [f.name for f in fields(cls) if f.name in ("sliding_windows", "layers_without_rope", "window_layers")]
+    lists: dict[str, Any] = {key: list_of(data, key, most, where) for key in keys}
     apart = frozenset({"rope", "local_rope", *lists, *made})
     return cls(**ropes, **lists, **made, **known(cls, data, where, apart))

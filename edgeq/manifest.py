@@ -134,7 +134,7 @@ def check(metadata: Metadata) -> None:
             raise FormatError(f"{name} is {linear.rows} x {linear.columns}; its configuration implies {shape[0]} x {shape[1]}")
         _check_parts(linear)
     head = metadata.linears["head"]
-    changing = (head.input_order, head.transform, head.input_scale, head.low_rank, *head.weights[1:])
+    changing = (head.input_order, head.transform, head.input_scale, head.low_rank, head.split_row, *head.weights[1:])
     if config.tie_word_embeddings and any(part is not None for part in changing):
         raise FormatError("a head that is also the embedding can have one weight block and no part that changes its input")
     arrays = array_shapes(config)
@@ -171,6 +171,13 @@ def _check_parts(linear: LinearSpec) -> None:
         if not 2 <= bits <= 8 or (not 2 <= high <= 8 if len(linear.weights) > 1 else high != 0):
             raise FormatError(f"{name}: {bits} and {high} activation bits for {len(linear.weights)} weight blocks")
         _check_scales(linear)
+    if linear.split_row:
+        _check_vector(name, "split_row", linear.split_row.row, rows, ("f32", "f16", "bf16"))
+        if linear.split_row.index >= linear.weights[0].columns or linear.input_scale or linear.master:
+            raise FormatError(
+                f"{name}: a split row {linear.split_row.index} of {linear.weights[0].columns} columns; it must be one of them, "
+                "without an input_scale and a master"
+            )
     if linear.low_rank:
         a, b = linear.low_rank.a, linear.low_rank.b
         _check_weights(name, (a, b))

@@ -19,7 +19,7 @@ from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.metadata import ALIGNMENT, DIGEST_BYTES, Metadata, Segment
-from edgeq.records import KV_KINDS, MODES, Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Mode, Transform, Weight
+from edgeq.records import KV_KINDS, MODES, Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Mode, SplitRow, Transform, Weight
 
 T = TypeVar("T")
 
@@ -114,6 +114,9 @@ def _linear(linear: LinearSpec) -> Any:
         t.activation.bits, t.activation.highBits = linear.activation.bits, linear.activation.high_bits
         t.activation.symmetric = linear.activation.symmetric
         t.activation.scales = _array(linear.activation.scales)
+    if linear.split_row:
+        t.splitRow = fb.SplitRowT()
+        t.splitRow.index, t.splitRow.row = linear.split_row.index, _array(linear.split_row.row)
     if linear.low_rank:
         t.lowRankB, t.lowRankA = _weight(linear.low_rank.b), _weight(linear.low_rank.a)
     t.master = _weight(linear.master)
@@ -314,8 +317,6 @@ def _read_weight(name: str, w: Any) -> Weight:
 
 def _read_linear(x: Any) -> LinearSpec:
     name = _text(x.Name(), "layer name", MAX_NAME)
-    if x.SplitRow() is not None:
-        raise UnsupportedError(f"{name}: part 'split_row' is not supported by this version; this file needs a newer edgeq")
     weights = _items("weight blocks", x.WeightsLength(), MAX_WEIGHTS, x.Weights, lambda w: _read_weight(name, w))
     if not weights:
         raise FormatError(f"{name}: a linear layer without a weight")
@@ -330,9 +331,19 @@ def _read_linear(x: Any) -> LinearSpec:
         transform=_read_transform(x.Transform()),
         input_scale=_read_array(x.InputScale()),
         activation=_read_activation(name, x.Activation()),
+        split_row=_read_split_row(name, x.SplitRow()),
         low_rank=None if a is None else LowRank(_read_weight(name, b), _read_weight(name, a)),
         master=None if x.Master() is None else _read_weight(name, x.Master()),
     )
+
+
+def _read_split_row(name: str, s: Any) -> SplitRow | None:
+    if s is None:
+        return None
+    row = _read_array(s.Row())
+    if row is None:
+        raise FormatError(f"{name}: a split row without data")
+    return SplitRow(int(s.Index()), row)
 
 
 def _read_transform(t: Any) -> Transform | None:
@@ -343,5 +354,5 @@ def _read_activation(name: str, a: Any) -> Activation | None:
     if a is None:
         return None
     if a.Granularity() != fb.Granularity.token or a.StaticScalesLength():
-        raise UnsupportedError(f"{name}: activations with static_scales or groups are not supported by this version")
+        raise UnsupportedError(f"{name}: activations of granularity group or tensor are not supported by this version")
     return Activation(int(a.Bits()), int(a.HighBits()), bool(a.Symmetric()), _read_array(a.Scales()))

@@ -127,6 +127,15 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class SplitRow:
+    """x'[index] row, added to the result: an input channel whose weights, row, a float [rows], are kept apart and zero in
+    the weight itself (MQuant, arXiv 2502.00425, section 3.3)."""
+
+    index: int
+    row: ArrayRef
+
+
+@dataclass(frozen=True)
 class LowRank:
     """b (a x), added to the result: a float [rank, columns], b float [rows, rank] (TTQ)."""
 
@@ -147,6 +156,7 @@ class LinearSpec:
     input_scale   f32 [columns]: x' = input_scale * x'
     activation    how x' is quantized in the modes a8 and a4
     weights       one or two blocks of consecutive channels of x'; the second is the one of higher precision
+    split_row     added; reads x' unrounded
     low_rank      added; reads x as it came
     bias          added
     master        the weight (less the low-rank part) at higher precision, from which a device requantizes `weights` for other
@@ -160,6 +170,7 @@ class LinearSpec:
     transform: Transform | None = None
     input_scale: ArrayRef | None = None
     activation: Activation | None = None
+    split_row: SplitRow | None = None
     low_rank: LowRank | None = None
     master: Weight | None = None
 
@@ -177,6 +188,8 @@ class LinearSpec:
             yield "input_scale", self.input_scale
         if self.activation and self.activation.scales:
             yield "activation scales", self.activation.scales
+        if self.split_row:
+            yield "split row", self.split_row.row
         if self.low_rank:
             yield from ((f"low_rank b {part}", ref) for part, ref in self.low_rank.b.arrays())
             yield from ((f"low_rank a {part}", ref) for part, ref in self.low_rank.a.arrays())

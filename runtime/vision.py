@@ -7,7 +7,7 @@ cache holds the keys and values of one layer: each layer overwrites those of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -25,8 +25,8 @@ from edgeq.targets.target import OnProgress, Options, Target, no_progress
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of a picture, in patches."""
-FRAME = 0
-"""The kind of visible range of all layers: the patches of the frame."""
+FRAME, WINDOW = 0, 1
+"""Kinds of visible ranges: the patches of the frame, those of the window."""
 OnPatches = Callable[[int, int], None]
 """Progress callback of a tower: (patches done, total patches)."""
 
@@ -39,7 +39,8 @@ def tower(metadata: Metadata) -> Graph:
         Linear(-1, "pixels", metadata.linears["vision.patch"], "x"),
     ]
     for layer in range(config.num_hidden_layers):
-        operations += attention_block(metadata, config, layer, cache=0, span=FRAME)
+        span = WINDOW if layer in config.window_layers else FRAME
+        operations += attention_block(metadata, config, layer, cache=0, span=span)
         operations += mlp_block(metadata, config, layer)
     operations += projector(metadata, config)
     return Graph(
@@ -88,6 +89,34 @@ def patch_places(grid: Grid, merge: int) -> NDArray[np.int32]:
         part.reshape(rows // merge, merge, columns // merge, merge).transpose(0, 2, 1, 3).reshape(-1) for part in (row, column)
     ]
     return np.stack(blocks)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The patches of a frame in the order of a run: window by window, so that what a patch sees is one range of slots.
+
+    order     of the patches as a picture has them, in which those that are joined follow one another: int32 [patches]
+    places    int32 [2, patches], row and column of each
+    spans     int32 [2, 2, patches], by kind: the first patch that each sees, and the one after the last
+    """
+
+    order: NDArray[np.int32]
+    places: NDArray[np.int32]
+    spans: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, grid: Grid, config: VisionConfig) -> Frame:
+        places, together = patch_places(grid, config.merge), config.merge**2
+        count = places.shape[1]
+        row, column = places[:, ::together] // config.merge // (config.window_size or count)
+        window = row * count + column
+        tokens = np.argsort(window, kind="stable")
+        order = (tokens[:, None] * together + np.arange(together)).reshape(-1).astype(np.int32)
+        _, first, members = np.unique(window[tokens], return_index=True, return_counts=True)
+        begins = np.repeat(first, members * together) * together
+        ends = begins + np.repeat(members * together, members * together)
+        spans = np.stack([np.broadcast_to([[0], [count]], (2, count)), np.stack([begins, ends])]).astype(np.int32)
+        return cls(order, places[:, order], spans)
 
 
 class Tower:
@@ -146,26 +175,27 @@ class Tower:
             count = rows * columns
             if rows % config.merge or columns % config.merge or not 0 < count <= self.most_patches:
                 raise ValueError(f"a picture of {rows} x {columns} patches; at most {self.most_patches}, in whole tokens")
-            places = patch_places(grid, config.merge)
+            frame = Frame.of(grid, config)
             for _ in range(frames):
-                features.append(self.program.run(self._frame(pixels[done : done + count], places)).copy())
+                features.append(self.program.run(self._rows(pixels[done : done + count], frame)).copy())
                 done += count
                 if on_progress is not None:
                     on_progress(done, total)
         return np.concatenate(features) if features else np.zeros((0, config.out_hidden_size), np.float32)
 
-    def _frame(self, pixels: NDArray[np.float32], places: NDArray[np.int32]) -> Rows:
+    def _rows(self, pixels: NDArray[np.float32], frame: Frame) -> Rows:
+        """Rows whose result are the features in the order of the picture."""
         count = len(pixels)
-        order = np.arange(count, dtype=np.int32)
+        slots = np.arange(count, dtype=np.int32)
         return Rows(
             tokens=np.zeros(count, np.int32),
-            positions=places,
-            slots=order,
+            positions=frame.places,
+            slots=slots,
             sessions=np.zeros(count, np.int32),
             pages=[self._pages],
-            wanted=order,
+            wanted=np.argsort(frame.order).astype(np.int32),
             vectors=pixels,
-            vector_of=order,
+            vector_of=frame.order,
             modality=np.full(count, VISION, np.uint8),
-            spans=np.tile(np.array([[0], [count]], np.int32), (1, 1, count)),
+            spans=frame.spans,
         )

@@ -57,8 +57,8 @@ def test_the_schema_generates_exactly_the_committed_code(tmp_path: Path) -> None
 
 def test_there_is_one_version() -> None:
     """The package, its metadata (from the same line), the citation and the newest entry of the changelog."""
-    assert '__version__ = "' + edgeq.__version__ in (ROOT / "edgeq" / "__init__.py").read_text(encoding="utf-8")
-    assert 'version = { attr = "edgeq.__version__" }' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '__version__ = "' + edgeq.__version__ in (ROOT / "edgeq" / "version.py").read_text(encoding="utf-8")
+    assert 'version = { attr = "edgeq.version.__version__" }' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f"\nversion: {edgeq.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     newest = re.search(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest and newest[1] == edgeq.__version__

@@ -31,22 +31,40 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision": {"depth": 3, "embed_dim": 120, "num_heads": 3, "mlp_ratio": 3, "patch_size": 6},
         "tied": False,
     },
+    "windows": {
+        "kind": "Qwen2_5_VL",
+        "text": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+        "rope": {"mrope_section": [2, 3, 3], "rope_theta": 10000.0, "rope_type": "default"},
+        "vision": {
+            "depth": 3,
+            "hidden_size": 96,
+            "num_heads": 4,
+            "intermediate_size": 84,
+            "patch_size": 6,
+            "out_hidden_size": 64,
+        }
+        | {"window_size": 24, "fullatt_block_indexes": [1]},
+        "tied": True,
+    },
 }
 
 
 def build(folder: Path, name: str) -> Path:
-    """Save a random Qwen2-VL in float32; norms and biases are random too: a lost one shows."""
+    """Save a random Qwen2-VL or Qwen2.5-VL in float32; norms and biases are random too: a lost one shows."""
     import torch
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    import transformers
 
     torch.set_num_threads(1)
     settings = MODELS[name]
     text = {**COMMON, **settings["text"], "rope_parameters": settings["rope"]}
-    vision = {**settings["vision"], "hidden_size": text["hidden_size"], "spatial_merge_size": 2, "initializer_range": 0.1}
-    config = Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=settings["tied"])
+    vision = {"hidden_size": text["hidden_size"], **settings["vision"], "spatial_merge_size": 2, "initializer_range": 0.1}
+    kind = settings.get("kind", "Qwen2VL")
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=settings["tied"]
+    )
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        model = Qwen2VLForConditionalGeneration(config)
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
         for key, parameter in model.named_parameters():
             if "norm" in key or "ln_q" in key:
                 parameter.data = float(key.endswith("weight")) + 0.3 * torch.randn_like(parameter)
@@ -66,7 +84,7 @@ def build(folder: Path, name: str) -> Path:
 def reference(folder: Path) -> Any:
     """transformers' model in float32 that rounds keys and values to f16, in the tower too, as edgeq's cache does."""
     import torch
-    from transformers import Qwen2VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.qwen2_vl.modeling_qwen2_vl import eager_attention_forward
@@ -77,5 +95,5 @@ def reference(folder: Path) -> Any:
     ALL_ATTENTION_FUNCTIONS.register("rounded", rounded)
     ALL_MASK_ATTENTION_FUNCTIONS.register("rounded", eager_mask)
     torch.set_num_threads(1)
-    model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="rounded")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="rounded")
     return model.eval()

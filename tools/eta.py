@@ -22,7 +22,7 @@ NOTICEABLE = 1 / 400
 class Eta:
     """Told of progress as a progress callback is; `left` is right from the first finished stage on.
 
-    A stage lasts as long as the label stays the same.
+    A stage lasts as long as the label stays the same.  The total may change with what is learned; work that begins at 0 is new.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -34,7 +34,7 @@ class Eta:
 
     def report(self, done: float, total: float, label: str) -> None:
         now = self._clock()
-        if self._label is None or total != self._total:
+        if self._label is None or not self._total or (done == 0 < self._done):
             # Other work, of which nothing is known yet.
             self._finished.clear()
             self._first, self._began, self._opened, self._started = done, done, now, now

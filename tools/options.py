@@ -15,13 +15,10 @@ import click
 
 from edgeq.devices import DEVICES
 from edgeq.tools.help_sections import decorated, section
-from edgeq.tools.params import EdgeqFile, Gamma, OneOf, Seed, Threads
+from edgeq.tools.params import Count, EdgeqFile, Gamma, OneOf, PixelSize, Seed, Several, Threads
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
-TYPES = ("f32", "f16", "bf16")
-MASTERS = ("i8", "bf16")
 MODES = ("a16", "a8", "a4")
 TARGETS = ("cpu", "reference")
 CACHES = ("file", "f16", "int8", "int4")
@@ -49,6 +46,7 @@ prompt = section("Prompt")
 text = section("Text")
 sampling = section("Sampling (a model file may recommend other defaults)")
 execution = section("Execution")
+tests = section("Tests (lists: every combination is measured)")
 drafts = section("Drafts (speculative decoding)")
 requantize = section("Test-time quantization")
 
@@ -159,6 +157,63 @@ DRAFT_OPTIONS = decorated(
         default="auto",
         show_default=True,
         help="Draft length, 1 to 7 tokens; auto chooses the length with the best measured speed-up.",
+    ),
+)
+BENCH_TESTS = decorated(
+    tests(
+        "-p",
+        "--prompt",
+        "prompts",
+        type=Several(Count(0)),
+        metavar="N,N",
+        default="512",
+        show_default=True,
+        help="Tokens of the prompt (pp512); 0: no such test.",
+    ),
+    tests(
+        "-n",
+        "--tokens",
+        type=Several(Count(0)),
+        metavar="N,N",
+        default="128",
+        show_default=True,
+        help="Tokens decoded one by one (tg128); 0: no such test.",
+    ),
+    tests(
+        "-d",
+        "--depth",
+        "depths",
+        type=Several(Count(0)),
+        metavar="N,N",
+        default="0",
+        show_default=True,
+        help="Tokens already in the cache (tg128 @ d512).",
+    ),
+    tests(
+        "--batch",
+        "batches",
+        type=Several(Count(1)),
+        metavar="N,N",
+        default="1",
+        show_default=True,
+        help="Texts decoded at once.",
+    ),
+    tests(
+        "--image",
+        "images",
+        type=Several(PixelSize()),
+        metavar="WxH,WxH",
+        default=None,
+        help="Pictures of so many pixels, for a model that sees: vision tower and time to the first token.",
+    ),
+    tests(
+        "-r",
+        "--repetitions",
+        type=click.IntRange(1, 1000),
+        metavar="N",
+        default=5,
+        show_default=True,
+        help="How often each test is run; the table has the median.",
     ),
 )
 elsewhere = section("Kernels for another machine")

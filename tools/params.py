@@ -142,6 +142,18 @@ class Bits(click.ParamType):  # type: ignore[type-arg]
         self.fail(f"{value!r}: expected bits of weights, activations and cache, such as 4, 4/8 or 4/4/4", param, ctx)
 
 
+class VisionBits(click.ParamType):  # type: ignore[type-arg]
+    """W or W/A: bits of a vision tower's weights and activations."""
+
+    name = "bits"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        parts = str(value).split("/")
+        if len(parts) <= 2 and all(number(part, 64) is not None for part in parts):
+            return dict(zip(("vision_bits", "vision_activation_bits"), map(int, parts), strict=False))
+        self.fail(f"{value!r}: expected bits of weights and activations, such as 8/8 or 4/8", param, ctx)
+
+
 class Amount(click.ParamType):  # type: ignore[type-arg]
     """A number above 0."""
 
@@ -163,18 +175,6 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
         if not found or float(found[1]) <= 0:
             self.fail(f"{value!r}: expected a size such as 600MB, 0.5GB or 512MiB", param, ctx)
         return float(found[1]) * UNITS[found["unit"].casefold()]
-
-
-class VisionBits(click.ParamType):  # type: ignore[type-arg]
-    """W or W/A: bits of a vision tower's weights and activations."""
-
-    name = "bits"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        parts = str(value).split("/")
-        if len(parts) <= 2 and all(number(part, 64) is not None for part in parts):
-            return dict(zip(("vision_bits", "vision_activation_bits"), map(int, parts), strict=False))
-        self.fail(f"{value!r}: expected bits of weights and activations, such as 8/8 or 4/8", param, ctx)
 
 
 class CalibrationText(click.Path):

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq import __version__
-from edgeq.errors import CheckpointError, ResourceError
+from edgeq.container import ModelFile
+from edgeq.errors import CheckpointError, InputError, ResourceError
 from edgeq.machine import available_bytes
 from edgeq.runtime import Model
 from edgeq.tools.convert import quiet_libraries
@@ -43,9 +44,12 @@ class Scorer(Protocol):
 
 
 class FileScorer:
-    """An .edgeq file."""
+    """An .edgeq file.  InputError: it takes no windows of that many tokens; otherwise as Model.load."""
 
     def __init__(self, path: Path, window: int | None, options: dict[str, Any]) -> None:
+        longest = ModelFile.open(path).metadata.config.max_position_embeddings
+        if window and window > longest:
+            raise InputError(f"--window {window}: {path.name} takes at most {longest} tokens")
         self.model = Model.load(path, context=window, max_logits=ROWS, **options)
         self.name, self.facts = path.name, facts_of(self.model)
         self.vocab_size = self.model.config.vocab_size

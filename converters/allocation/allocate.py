@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from edgeq.codec import Codec
+from edgeq.config import VisionConfig
 from edgeq.converters.allocation.budget import Unit
 from edgeq.converters.allocation.estimate import grid
 from edgeq.converters.allocation.frontier import Costs, Frontier, Point
@@ -86,7 +87,7 @@ def _costs(plan: ConversionPlan, parts: tuple[Part, ...]) -> Costs:
     """What the file takes besides the weights of its parts: norms, text, biases, metadata."""
     metadata = plan.metadata()
     sizes = metadata.bytes_per_token()
-    linears = metadata.linears
+    linears = {name: linear for name, linear in metadata.linears.items() if not name.startswith(VisionConfig.prefix)}
     total: dict[Unit, int] = {
         "bits": sum(linear.nbytes for linear in linears.values()),
         "size": plan.output_bytes + PROVENANCE_BYTES * len(parts),

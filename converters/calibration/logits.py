@@ -21,7 +21,7 @@ from edgeq.converters.download import HubAccess
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, Family
 from edgeq.converters.network import described, open_tensors
 from edgeq.converters.plan import BASELINE
-from edgeq.converters.slabs import SLAB_BYTES, slabs
+from edgeq.converters.slabs import SLAB_BYTES, Tensors, slabs
 from edgeq.machine import available_bytes
 
 Collect = Callable[[int, int, NDArray[np.float32]], None]
@@ -74,32 +74,38 @@ class Network:
 
 @torch.no_grad()
 def stream_logits(
-    network: Network, tokens: NDArray[np.int64], collect: Collect, on_progress: Callable[[float, float, str], None]
+    network: Network,
+    tokens: NDArray[np.int64],
+    collect: Collect,
+    on_progress: Callable[[float, float, str], None],
+    tensors: Tensors | None = None,
 ) -> None:
     """Run windows of tokens [windows, length], each from an empty cache, through the model; its logits go to `collect`.
 
+    tensors       of the model; None: the checkpoint's own
     on_progress   as edgeq.converters.stages.OnProgress, in weights
     CheckpointError: a weight is NaN or infinite, or a file changed while it was read.
     """
-    config, checkpoint = network.config, network.checkpoint
+    config, name = network.config, network.checkpoint.name
+    tensors = tensors or network.checkpoint
     layers = config.num_hidden_layers
     weights = sum(math.prod(shape) for _, shape in network.family.layer_parts(0).values())
     total = layers * weights + config.vocab_size * config.hidden_size
-    forward = BlockForward(checkpoint, network.family, config, torch.from_numpy(tokens))
+    forward = BlockForward(network.checkpoint, network.family, config, torch.from_numpy(tokens), tensors)
     for index in range(layers):
-        on_progress(index * weights, total, f"{checkpoint.name}: layer {index + 1} of {layers}")
+        on_progress(index * weights, total, f"{name}: layer {index + 1} of {layers}")
         layer = forward.load(index)
         forward.advance(index, layer)
         forward.unload(layer)
     norm = Norm(config, config.hidden_size, config.layer_norm)
     names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
-    norm.load_state_dict({name: torch.from_numpy(checkpoint.whole(tensor)) for name, tensor in names.items()})
+    norm.load_state_dict({part: torch.from_numpy(tensors.whole(tensor)) for part, tensor in names.items()})
     windows, predicted = tokens.shape[0], tokens.shape[1] - 1
     for window in forward.hidden:
         window.copy_(norm(window))
     entry = 0
-    for rows in slabs(((network.head, config.vocab_size),), config.hidden_size, checkpoint.rows):
-        on_progress(layers * weights + entry * config.hidden_size, total, f"{checkpoint.name}: head")
+    for rows in slabs(((network.head, config.vocab_size),), config.hidden_size, tensors.rows):
+        on_progress(layers * weights + entry * config.hidden_size, total, f"{name}: head")
         weight = torch.from_numpy(rows)
         for window in range(windows):
             for start in range(0, predicted, POSITIONS):

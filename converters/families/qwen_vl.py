@@ -1,10 +1,11 @@
-"""Qwen2-VL (Wang et al. 2024, arXiv 2409.12191): a Qwen2 decoder with M-RoPE, and a vision tower."""
+"""Qwen2-VL (Wang et al. 2024, arXiv 2409.12191) and Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923): a Qwen2 decoder with
+M-RoPE, and a vision tower."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from edgeq.config import VisionConfig
+from edgeq.config import LIMITS, VisionConfig
 from edgeq.converters.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, QWEN_WINDOW, head_settings
@@ -21,6 +22,14 @@ BLOCK = {
     "mlp.up_proj": "mlp.fc1",
     "mlp.down_proj": "mlp.fc2",
 }
+GATED_BLOCK = {
+    "input_layernorm": "norm1",
+    "self_attn.o_proj": "attn.proj",
+    "post_attention_layernorm": "norm2",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
 SMALLEST, LARGEST = 1, 1 << 20
 
 
@@ -30,17 +39,46 @@ def qwen2_vl_settings(values: Values) -> dict[str, Any]:
 
 def qwen2_vl_tower(values: Values) -> dict[str, Any]:
     keys = ("depth", "embed_dim", "num_heads", "mlp_ratio", "patch_size", "temporal_patch_size", "spatial_merge_size")
-    for key in (*keys, "hidden_size"):
+    _check_sizes(values, (*keys, "hidden_size"))
+    return _tower(values, values["embed_dim"], values["hidden_size"]) | {
+        "intermediate_size": values["embed_dim"] * values["mlp_ratio"],
+        "gated_mlp": False,
+        "layer_norm": True,
+    }
+
+
+def qwen2_5_vl_tower(values: Values) -> dict[str, Any]:
+    keys = ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "temporal_patch_size", "spatial_merge_size")
+    _check_sizes(values, (*keys, "out_hidden_size", "window_size"))
+    full, depth = values["fullatt_block_indexes"], values["depth"]
+    if not isinstance(full, list) or any(type(i) is not int or not 0 <= i < depth for i in full):
+        raise FormatError(f"vision_config: fullatt_block_indexes is {str(full)[:80]}; expected numbers from 0 to {depth - 1}")
+    window = values["window_size"] // values["spatial_merge_size"] // values["patch_size"]
+    if not window:
+        raise FormatError(f"vision_config: window_size is {values['window_size']}; expected that of a merged patch at least")
+    return _tower(values, values["hidden_size"], values["out_hidden_size"]) | {
+        "intermediate_size": values["intermediate_size"],
+        "gated_mlp": True,
+        "window_size": window,
+        "window_layers": tuple(i for i in range(min(depth, LIMITS["num_hidden_layers"])) if i not in full),
+    }
+
+
+def _check_sizes(values: Values, keys: tuple[str, ...]) -> None:
+    for key in keys:
         if type(values[key]) is not int or not SMALLEST <= values[key] <= LARGEST:
             raise FormatError(f"vision_config: {key} is {values[key]!r}; expected an integer from {SMALLEST} to {LARGEST}")
-    hidden, heads, merge = values["embed_dim"], values["num_heads"], values["spatial_merge_size"]
+
+
+def _tower(values: Values, hidden: int, features: int) -> dict[str, Any]:
+    """What both towers have."""
+    heads, merge = values["num_heads"], values["spatial_merge_size"]
     if hidden % (4 * heads):
-        raise FormatError(f"vision_config: embed_dim {hidden} is not a multiple of 4 times num_heads {heads}")
+        raise FormatError(f"vision_config: {hidden} channels are not a multiple of 4 times num_heads {heads}")
     if values["spatial_patch_size"] not in (None, values["patch_size"]):
         raise UnsupportedError("vision_config: spatial_patch_size differs from patch_size; supported: the same")
     return {
         "hidden_size": hidden,
-        "intermediate_size": hidden * values["mlp_ratio"],
         "num_hidden_layers": values["depth"],
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -48,15 +86,13 @@ def qwen2_vl_tower(values: Values) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope": Rope(_theta(values), "axial", sections=(hidden // heads // 4,) * 2),
         "hidden_act": values["hidden_act"],
-        "gated_mlp": False,
-        "layer_norm": True,
         "patch_size": values["patch_size"],
         "temporal_patch_size": values["temporal_patch_size"],
         "merge": merge,
         "project_norm": "patch",
         "project_size": hidden * merge**2,
         "project_act": "gelu",
-        "out_hidden_size": values["hidden_size"],
+        "out_hidden_size": features,
     }
 
 
@@ -68,10 +104,11 @@ def _theta(values: Values) -> Any:
     return settings.get("rope_theta", 10000.0)
 
 
-def qwen2_vl_tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
+def tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
     hidden, inner, joined = config.hidden_size, config.intermediate_size, config.joined_size
     side, frames = config.patch_size, config.temporal_patch_size
-    sizes: dict[str, tuple[int, ...]] = {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    sizes: dict[str, tuple[int, ...]] = {"mlp.down_proj": (hidden, inner)}
+    sizes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))
     pixels = (hidden, config.CHANNELS, frames, side, side)
     sources = {"vision.patch.weight": TensorSource("visual.patch_embed.proj.weight", pixels, (hidden, config.patch_width))}
     ends: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -81,11 +118,15 @@ def qwen2_vl_tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
     }
     for kind in ("weight", "bias"):
         for ours, (theirs, shape) in ends.items():
+            if kind == "bias" and ours == "norm" and not config.layer_norm:
+                continue
             shape = shape if kind == "weight" and ours != "norm" else shape[:1]
             sources[f"vision.{ours}.{kind}"] = TensorSource(f"visual.merger.{theirs}.{kind}", shape, shape)
         for layer in range(config.num_hidden_layers):
             block, p = f"visual.blocks.{layer}.", f"vision.layers.{layer}."
-            for module, theirs in BLOCK.items():
+            for module, theirs in (GATED_BLOCK if config.gated else BLOCK).items():
+                if kind == "bias" and module.endswith("norm") and not config.layer_norm:
+                    continue
                 shape = sizes.get(module, (hidden, hidden))
                 shape = shape[:1] if kind == "bias" or module.endswith("norm") else shape
                 sources[f"{p}{module}.{kind}"] = TensorSource(f"{block}{theirs}.{kind}", shape, shape)
@@ -114,27 +155,49 @@ QWEN2_VL_TOWER = FamilyDescription(
     {"in_channels": (None, 3), "in_chans": (None, 3)},
     qwen2_vl_tower,
     biases=("q", "k", "v", "o", "up", "down", "project.0", "project.1"),
-    sources=qwen2_vl_tower_sources,
+    sources=tower_sources,
 )
-QWEN_VL_FAMILIES = (
-    FamilyDescription(
-        "Qwen2VLForConditionalGeneration",
+QWEN2_5_VL_TOWER = FamilyDescription(
+    "the vision tower of Qwen2_5_VLForConditionalGeneration",
+    {
+        "depth": 32,
+        "hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_patch_size": None,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "out_hidden_size": 3584,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "rope_parameters": None,
+    },
+    {"in_channels": (None, 3), "in_chans": (None, 3)},
+    qwen2_5_vl_tower,
+    biases=("q", "k", "v", "o", "gate", "up", "down", "project.0", "project.1"),
+    sources=tower_sources,
+)
+
+
+def _family(architecture: str, tower: FamilyDescription) -> FamilyDescription:
+    return FamilyDescription(
+        architecture,
         DEFAULTS
-        | {
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "image_token_id": 151655,
-        }
-        | QWEN_WINDOW
-        | {"max_window_layers": 80},
+        | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+        | {"image_token_id": 151655, **QWEN_WINDOW, "max_window_layers": 80},
         NEUTRAL,
         qwen2_vl_settings,
         qwen_windows,
         biases=QKV,
         derived=(".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq"),
-        tower=QWEN2_VL_TOWER,
+        tower=tower,
         renamed=RENAMED,
-    ),
+    )
+
+
+QWEN_VL_FAMILIES = (
+    _family("Qwen2VLForConditionalGeneration", QWEN2_VL_TOWER),
+    _family("Qwen2_5_VLForConditionalGeneration", QWEN2_5_VL_TOWER),
 )

@@ -4,6 +4,10 @@ Hadamard matrices everywhere: diag(+-1) H on the residual stream, H of head_dim 
 bits, on queries and keys; online H across the heads before the output projection, which with the per-head ones makes the
 whole H (x) H, and H before the down projection.  Any order is allowed, not only powers of two.  Activations are symmetric,
 one scale per token; keys and values asymmetric, a scale per position and head.
+
+With a split row the transform before the down projection has a constant row: the mean of each output channel's weights, which
+it gathers in one column, is kept apart unrounded and no longer widens their range (MQuant's rotation magnitude suppression,
+arXiv 2502.00425, section 3.3).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from edgeq.converters.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.orthogonal import signs
+from edgeq.errors import UnsupportedError
 from edgeq.records import Activation
 
 SIGNS_SEED = 0
@@ -32,18 +37,21 @@ class QuaRot(Rotated):
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
+        if self.options.split_row and self.options.gptq:
+            raise UnsupportedError("--split-row with --gptq is not supported: gptq rounds all columns; leave one out")
         self._head: Hadamard = hadamard(config.head_dim)
         self._across: Hadamard = hadamard(config.num_attention_heads)
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
         bits, part = self.options.activation_bits, name.rpartition(".")[2]
         transform = None
+        split = part == "down" and bool(self.options.split_row)
         if part == "down":
-            transform = stored_transform(hadamard(columns))
+            transform = stored_transform(hadamard(columns, split))
         elif part == "o" and self.before_o():
             transform = stored_transform(self._across, self.config.head_dim)
         activation = Activation(bits) if bits in (4, 8) else None
-        return Recipe(self.codec(columns), self.preset, transform=transform, activation=activation)
+        return Recipe(self.codec(columns), self.preset, transform=transform, activation=activation, split=split)
 
     @property
     def details(self) -> dict[str, object]:
@@ -51,6 +59,9 @@ class QuaRot(Rotated):
 
     def transformed_sizes(self) -> tuple[int, ...]:
         return (*super().transformed_sizes(), self.config.hidden_size)
+
+    def before_down(self, x: Tensor) -> Tensor:
+        return hadamard(x.shape[-1], bool(self.options.split_row))(x)
 
     def residual(self, study: Study) -> Rotation:
         size = self.config.hidden_size

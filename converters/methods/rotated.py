@@ -76,6 +76,10 @@ class Rotated(Method):
         """The online transform of the output projection's input; None: there is none."""
         return None
 
+    def before_down(self, x: Tensor) -> Tensor:
+        """The online transform of the down projection's input [..., channels], of an expert's, too: over all its channels."""
+        return hadamard(x.shape[-1])(x)
+
     # What follows from it -----------------------------------------------------------------------------------------------------
 
     def codec(self, columns: int) -> Codec:
@@ -111,7 +115,7 @@ class Rotated(Method):
         residual, before_o = self.residual(study), self.before_o()
 
         def layer(index: int) -> LayerRotation:
-            return LayerRotation(residual, self.values(index, study), before_o, before_down)
+            return LayerRotation(residual, self.values(index, study), before_o, self.before_down)
 
         constants: dict[str, NDArray[np.float32]] = {}
         if self.rotates_keys:
@@ -127,7 +131,7 @@ class Rotated(Method):
             if path == LINEARS["o"] and before_o:
                 found.register_forward_pre_hook(_before(before_o))
             elif path.endswith(".down_proj"):
-                found.register_forward_pre_hook(_before(before_down))
+                found.register_forward_pre_hook(_before(self.before_down))
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         return gptq_layer(block, act_order=False)
@@ -137,11 +141,6 @@ def to_int8(q: Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """A matrix as integers of -127 ... 127 and one scale [1] for all of them, both float32."""
     scale = (q.abs().max() / 127).float()
     return (q / scale).round().float().numpy(), scale[None].numpy()
-
-
-def before_down(x: Tensor) -> Tensor:
-    """The online transform of the down projection's input [..., channels], of an expert's, too: over all its channels."""
-    return hadamard(x.shape[-1])(x)
 
 
 def stored_transform(transform: Hadamard, stride: int = 1) -> tuple[int, int, NDArray[np.float32] | None]:

@@ -68,14 +68,22 @@ class Hadamard:
 
 
 @lru_cache(maxsize=64)
-def hadamard(size: int) -> Hadamard:
+def hadamard(size: int, constant_row: bool = False) -> Hadamard:
     """The transform of `size` channels with the smallest base.
+
+    constant_row   its first output is the sum of all inputs over sqrt(size), as without a base: columns of the base change sign
 
     UnsupportedError: no construction with a base of at most LARGEST_BASE, and the odd part of `size` is larger than that.
     """
     odd = size // (size & -size)
     if odd == 1:
         return Hadamard(size, None)
+    if constant_row:
+        found = hadamard(size)
+        assert found.base is not None
+        if bool((found.base[0].abs() != 1).any()):
+            raise UnsupportedError(f"{size} channels have no transform with a constant row; convert without --split-row")
+        return Hadamard(size, found.base * found.base[0].sign())
     order = 4 * odd
     while size % order == 0 and order <= LARGEST_BASE:
         base = base_matrix(order)

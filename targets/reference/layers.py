@@ -34,7 +34,8 @@ ArrayF32 = NDArray[np.float32]
 def mean_square(x: NDArray[np.float32 | np.float64]) -> NDArray[np.float64]:
     """Over the channels of x [..., channels]; NaN where float32, in which the other targets sum, does not hold the sum."""
     total = np.square(x, dtype=np.float64).sum(axis=-1, keepdims=True)
-    return np.where(total <= np.finfo(np.float32).max, total, np.nan) / x.shape[-1]
+    mean: NDArray[np.float64] = np.where(total <= np.finfo(np.float32).max, total, np.nan) / x.shape[-1]
+    return mean
 
 
 def normalized(x: ArrayF32, gain: ArrayF32, eps: float) -> ArrayF32:

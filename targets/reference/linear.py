@@ -24,6 +24,8 @@ def linear(context: Context, op: Linear, rows: Rows, state: State) -> None:
         block = x[:, start : start + weight.columns]
         y += matrices.product(weight, quantized_input(block, layer, index, mode_of(op, context.mode), scales))
         start += weight.columns
+    if layer.split_row is not None:
+        y += x[:, layer.split_row.index, None] * context.array(layer.split_row.row)
     if layer.low_rank is not None:
         y += context.matrices.product(layer.low_rank.b, context.matrices.product(layer.low_rank.a, raw))
     if layer.bias is not None:

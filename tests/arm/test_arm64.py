@@ -66,7 +66,7 @@ def test_kernels_compiled_here_run_there(model_file: Path, tmp_path: Path) -> No
     warm(model=model_file, device="raspberry-pi-5", out=kernels, source=None, trust=None, **settings)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
-    def there(*arguments: object) -> str:
+    def there(*arguments: str | Path) -> str:
         emulated = [BUILT / "qemu-aarch64-static", "-L", root, "-cpu", "cortex-a76", root / "usr/bin/python3.11", "-m", "edgeq"]
         result = subprocess.run([*emulated, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
@@ -74,7 +74,7 @@ def test_kernels_compiled_here_run_there(model_file: Path, tmp_path: Path) -> No
 
     there("warm", "--from", kernels, "--trust", archive.digest_of(kernels))
     made = {path.name for path in (tmp_path / "cache").rglob("*.o")}
-    written = json.loads(there("run", model_file, "-p", PROMPT, "-n", 8, "--mode", "a8", "--json"))
+    written = json.loads(there("run", model_file, "-p", PROMPT, "-n", "8", "--mode", "a8", "--json"))
     assert made and {path.name for path in (tmp_path / "cache").rglob("*.o")} == made
     generation = Model.load(model_file, context=256, threads=1, mode="a8").generate(PROMPT, max_tokens=8)
     assert written["text"] == generation.text()

@@ -436,6 +436,7 @@ def test_bench_without_anything_to_measure_and_beyond_the_context(edgeq: Run, de
 
 
 def test_compare_with_another_model_or_without_enough_text(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    refused(edgeq("compare", demo, "--against", demo, "--window", 2000), "--window 2000", "at most 1024 tokens")
     text = tmp_path / "short.txt"
     text.write_text("short")
     refused(edgeq("compare", demo, "--against", demo, "--text", text, *REFERENCE), "too few for two windows")

@@ -28,7 +28,7 @@ from edgeq.devices import DEVICES
 from edgeq.runtime import Model
 from edgeq.runtime.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
-from edgeq.tools import chat, cli, options
+from edgeq.tools import chat, convert_options, options
 from edgeq.tools.cli import main
 
 Run = Callable[..., Result]
@@ -94,7 +94,9 @@ def test_values_of_options_are_those_of_the_library_and_a_shell_completes_them()
     assert options.MODES == records.MODES and options.TARGETS == targets.TARGETS
     assert ("file", *records.KV_KINDS) == options.CACHES
     assert options.DRAFTS == DRAFT_SOURCES and options.WHEN == WHEN
-    assert tuple(METHODS) == cli.METHODS and CHOICES["dtype"][1] == cli.TYPES and CHOICES["master"][1] == cli.MASTERS
+    assert tuple(METHODS) == convert_options.METHODS
+    assert CHOICES["dtype"][1] == convert_options.TYPES and CHOICES["master"][1] == convert_options.MASTERS
+    assert CHOICES["activations"][1] == convert_options.ACTIVATIONS
     for words, expected in (
         (["run", "x", "--mode"], ["a16", "a8", "a4"]),
         (["chat", "x", "--kv"], ["file", "f16", "int8", "int4"]),

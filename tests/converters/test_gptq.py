@@ -88,7 +88,7 @@ def test_the_range_of_a_group_is_searched_by_what_its_columns_cost(x: torch.Tens
     """GPTQ over searched ranges loses less of the output than over whole ones."""
     codec = Codec("int", 3, 32, symmetric=False)
     _, searched = gptq(weight, x, Recipe(codec, GPTQ))
-    _, whole = gptq(weight, x, Recipe(codec, Preset("gptq", zero_inside=True, full_range=True)))
+    _, whole = gptq(weight, x, Recipe(codec, Preset(zero_inside=True, full_range=True)))
     assert output_error(x, weight, searched) < 0.95 * output_error(x, weight, whole)
 
 
@@ -104,7 +104,7 @@ def test_every_sweep_over_the_integers_lowers_the_error(
 
 
 def test_with_uncorrelated_inputs_it_is_rounding(weight: torch.Tensor) -> None:
-    recipe = Recipe(Codec("int", 4, 32, symmetric=False), Preset("gptq", zero_inside=True, full_range=True))
+    recipe = Recipe(Codec("int", 4, 32, symmetric=False), Preset(zero_inside=True, full_range=True))
     factor = factorize(torch.eye(COLUMNS), recipe, act_order=False)
     (q,), _ = quantize_matrix(weight, factor, recipe, "w")
     assert torch.equal(q.q, quantize(weight, recipe.codec, "w", GPTQ).q)

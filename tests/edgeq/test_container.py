@@ -193,6 +193,19 @@ def config(**changes: Any) -> Callable[[Any], None]:
     return change
 
 
+def split_row(index: int, rows: int = 64) -> Any:
+    """A split row of linear layer 0, 64 x 32."""
+    t = fb.SplitRowT()
+    t.index, t.row = index, array(dtype=1, shape=[rows])
+    return t
+
+
+def scales(count: int, symmetric: bool = True) -> Any:
+    t = fb.ActivationT()
+    t.bits, t.symmetric, t.scales = 8, symmetric, array(dtype=0, shape=[count])
+    return t
+
+
 def setting(path: str, value: Any) -> Callable[[Any], None]:
     """`segments.0.offset`: set an attribute deep in the model."""
 
@@ -301,7 +314,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "static activation": (
         setting("linears.1.activation", fb.ActivationT(bits=8, granularity=2, staticScales=[1.0])),
         UnsupportedError,
-        "static scales",
+        "granularity group or tensor",
     ),
     "half of a low-rank part": (
         lambda m: setattr(m.linears[1], "lowRankB", m.linears[1].weights[0]),
@@ -316,7 +329,19 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
         FormatError,
         "low-rank parts",
     ),
-    "part split_row": (setting("linears.0.splitRow", fb.SplitRowT()), UnsupportedError, "part 'split_row'"),
+    "a split row without data": (setting("linears.0.splitRow", fb.SplitRowT()), FormatError, "a split row without data"),
+    "a split row beyond the columns": (setting("linears.0.splitRow", split_row(32)), FormatError, "split row 32 of 32 columns"),
+    "a split row of another length": (setting("linears.0.splitRow", split_row(0, 5)), FormatError, r"split_row is f16 \(5,\)"),
+    "activation scales of three": (
+        setting("linears.0.activation", scales(3)),
+        FormatError,
+        r"activation scales are f32 \(3,\)",
+    ),
+    "activation scales with a zero point": (
+        setting("linears.0.activation", scales(2, False)),
+        FormatError,
+        "scales need symmetric integers",
+    ),
     "master of another shape": (
         lambda m: setattr(m.linears[1], "master", m.linears[0].weights[0]),
         FormatError,

@@ -36,9 +36,9 @@ def disturbed(seed: int, factor: float = 1.0) -> Iterator[None]:
             size = np.abs(x).max(axis=1, keepdims=True, initial=0) * np.float32(relative) + np.abs(x) * np.float32(own)
             return np.asarray(x + rng.standard_normal(x.shape, np.float32) * size * np.float32(factor), np.float32)
 
-    def quantized_input(x: Any, layer: LinearSpec, index: int, mode: Mode) -> Any:
+    def quantized_input(x: Any, layer: LinearSpec, index: int, mode: Mode, scales: Any = None) -> Any:
         fixed = mode == "a16" and layer.weights[index].codec.kind == "int"
-        return plain_input(noisy(x, FIXED_POINT if fixed else FLOAT), layer, index, mode)
+        return plain_input(noisy(x, FIXED_POINT if fixed else FLOAT), layer, index, mode, scales)
 
     def product(self: Matrices, weight: Any, x: Any) -> Any:
         return plain_product(self, weight, noisy(x, FLOAT / 8, FLOAT / 8))

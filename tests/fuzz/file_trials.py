@@ -26,7 +26,7 @@ from edgeq.writer import Writer
 sys.path.append(str(Path(__file__).parent.parent / "edgeq"))
 from sample_file import seal, split, write_body  # noqa: E402
 
-SEEDS = (2090, 2526, 1926, 1216, 2135, 1069, 1685, 1723)
+SEEDS = (166, 164, 199, 279, 117, 466, 212, 402)
 """Files of model_files.py that together have every part and codec: experts, masters, two weight blocks, low rank, transforms,
 orders, scales, rotations, every kind of cache and of rotary positions."""
 
@@ -47,7 +47,7 @@ class Sample:
 
 
 def samples(folder: Path) -> list[Sample]:
-    """Sound files of 27 to 200 KB."""
+    """Sound files of 40 to 280 KB."""
     path = folder / "sample.edgeq"
     writer = Writer(path)
     writer.finish(write_body(writer))

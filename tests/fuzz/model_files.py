@@ -12,7 +12,7 @@ import numpy as np
 from edgeq.codec import GROUP_SIZES, Codec, pack_floats, pack_integers, to_bf16
 from edgeq.config import ModelConfig, Rope
 from edgeq.errors import FormatError
-from edgeq.manifest import array_shapes, fused_shapes, rotation_shapes
+from edgeq.manifest import MODALITIES, array_shapes, fused_shapes, rotation_shapes
 from edgeq.metadata import Metadata
 from edgeq.records import Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Transform, Weight
 from edgeq.rope import frequencies
@@ -186,6 +186,10 @@ class _Maker:
         rank, lows = self.r.choice((1, 2, 16, 17)), [Codec(self.r.choice(FLOATS)) for _ in range(2)]  # type: ignore[arg-type]
         high = self.r.randint(2, 8) if two else 0
         activation = Activation(self.r.randint(2, 8), high, self.chance(0.5)) if active else None
+        if activation and not two and not style and self.chance(0.3):
+            count, step = self.r.choice((1, MODALITIES)), 4 / max(1, (1 << (activation.bits - 1)) - 1)
+            scales = self.writer.array(self.n.uniform(0.7, 1.4, count).astype(np.float32) * np.float32(step), "f32")
+            activation = Activation(activation.bits, 0, True, scales)
         of_master = self.r.choice((Codec("int", 8, 32), Codec("int", 8, 0, False), Codec("f32"), Codec("f16"), Codec("bf16")))
         bias, transform_seed = self.chance(0.2), self.r.random()
         self.r = random.Random(transform_seed) if style else kept

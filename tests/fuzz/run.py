@@ -93,7 +93,8 @@ class Worker:
         (self.folder / "state").write_bytes(STATE.pack(first, *([0] * (STATE.size // 8 - 1))))
         (self.folder / "names").write_text("[]")
         words = [self.kind, "--seed", str(self.seed), "--work", f"{first},{self.step},{self.end},{self.folder}"]
-        self.process = subprocess.Popen([sys.executable, __file__, *words])
+        # Matrices of this size gain nothing from threads.
+        self.process = subprocess.Popen([sys.executable, __file__, *words], env=os.environ | {"OMP_NUM_THREADS": "1"})
         self._seen, self._since, self._used = first, time.monotonic(), 0.0
 
     def _state(self) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 With --signs a model that sees is also asked about pictures of signs (signs.py).  A recipe is what follows
 `edgeq convert SRC -o OUT` on the command line; a list in braces stands for each of its items, so
 `--method {rtn,awq} --bits {2,3}` are four recipes.  Each is converted and compared with SRC in processes of their own, several
-at a time.  Results are kept in WORK, one file each, and are not computed again.
+at a time.  Results are kept in WORK, one file each, and are not computed again.  With `--llama-cpp` the types of llama.cpp are
+rows of the same table (edgeq.tools.lab.llama_cpp_types), and `--plot` draws the loss over the bytes that a token reads.
 """
 
 from __future__ import annotations
@@ -30,14 +31,31 @@ from edgeq import __version__
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
 from edgeq.tools.entry import Command
+from edgeq.tools.lab.chart import Point, chart
+from edgeq.tools.lab.llama_cpp_types import missing
 from edgeq.tools.lab.signs import write as write_signs
 from edgeq.tools.report import bits_per_weight, in_decoder
 from edgeq.tools.statistics import Interval, paired_difference
 from edgeq.tools.terminal import note, progress
 
 Json = dict[str, Any]
-COLUMNS = ("recipe", "bits", "head", "mode", "kv", "MB", "perplexity", "KL mean", "KL p99", "top-1 %", "s", "peak MB")
-"""bits: per weight of the layers without the head; s and peak MB: time and peak memory of the conversion."""
+COLUMNS = (
+    "recipe",
+    "bits",
+    "head",
+    "mode",
+    "kv",
+    "MB",
+    "MB read",
+    "perplexity",
+    "KL mean",
+    "KL p99",
+    "top-1 %",
+    "s",
+    "peak MB",
+)
+"""bits: per weight of the layers without the head; MB read: per token, of all layers and the head; s and peak MB: time and peak
+memory of the conversion."""
 _LIST = re.compile(r"\{([^{}]*)\}")
 
 
@@ -105,9 +123,11 @@ def conversion(source: str, recipe: str, file: Path) -> Job:
 
     def after(printed: str) -> Json:
         metadata = ModelFile.open(file).metadata
+        sizes = metadata.bytes_per_token()
         return {
             "recipe": recipe,
             "file_bytes": file.stat().st_size,
+            "read_bytes": sizes["weights"] + sizes["head"],
             "bits_per_weight": bits_per_weight(metadata, in_decoder),
             "head": metadata.linears["head"].weights[0].codec.name,
             "mode": metadata.default_mode,
@@ -127,6 +147,18 @@ def comparison(source: str, recipe: str, file: Path, text: str, window: int, lim
     return Job(f"compare {recipe} on {text}", command, file.with_name(name), json.loads)
 
 
+def of_llama_cpp(
+    source: str, work: Path, kinds: Sequence[str], made_of: Sequence[object], texts: Sequence[str], window: int, limit: int
+) -> Job:
+    """The job that makes the rows of all `kinds`."""
+    options = [part for text in texts for part in ("--text", text)] + ["--window", str(window), "--limit", str(limit)]
+    types = [part for kind in kinds for part in ("--type", kind)]
+    settings = json.dumps([*made_of, *types, *options, *(stamps(Path(text)) for text in texts)])
+    result = work / f"llama.cpp.{hashlib.sha256(settings.encode()).hexdigest()[:16]}.json"
+    command = (sys.executable, "-m", "edgeq.tools.lab.llama_cpp_types", source, *types, *options)
+    return Job(f"llama.cpp {', '.join(kinds)}", command, result, json.loads)
+
+
 def reading(recipe: str, file: Path, folder: Path, signs: int) -> Job:
     """The job that asks the model in `file` about the signs of `folder`."""
     command = (sys.executable, "-m", "edgeq.tools.lab.signs", "read", str(file), str(folder), "--json", "-t", "1")
@@ -134,9 +166,20 @@ def reading(recipe: str, file: Path, folder: Path, signs: int) -> Job:
 
 
 def measure(
-    source: str, work: Path, recipes: Sequence[str], texts: Sequence[str], window: int, limit: int, jobs: int, signs: int = 0
+    source: str,
+    work: Path,
+    recipes: Sequence[str],
+    texts: Sequence[str],
+    window: int,
+    limit: int,
+    jobs: int,
+    signs: int = 0,
+    llama_cpp: Sequence[str] = (),
 ) -> Json:
-    """Everything that the tables show, as plain values.  InputError: a recipe given twice, or a job that failed."""
+    """Everything that the tables show, as plain values; `llama_cpp`: its types.
+
+    InputError: a recipe given twice, or a job that failed.
+    """
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -159,6 +202,10 @@ def measure(
         for row, result in zip(rows, asked, strict=True):
             gap = paired_difference(result["right"], asked[0]["right"], [1] * signs)
             row["signs"] = {"accuracy": result["accuracy"], "right": result["right"], "difference": vars(gap)}
+    if llama_cpp and texts:
+        (found,) = run_all([of_llama_cpp(source, work, llama_cpp, made_of, texts, window, limit)], 1)
+        # Time and memory are those of all types together.
+        rows += [row | {"seconds": None, "peak_bytes": None} for row in found["rows"]]
     orders = {text: order(rows, text) for text in texts}
     return {"source": source, "window": window, "signs": signs, "rows": rows, "orders": orders}
 
@@ -176,6 +223,17 @@ def order(rows: Sequence[Json], text: str) -> list[Json]:
         gap: Interval = paired_difference(b["files"][0]["window_nll"], a["files"][0]["window_nll"], counts)
         steps.append({"better": better["recipe"], "worse": worse["recipe"], "nll": vars(gap), "separable": gap.low > 0})
     return steps
+
+
+def points(rows: Sequence[Json], text: str) -> list[Point]:
+    """Series by method, those of llama.cpp as one."""
+    found = []
+    for row in rows:
+        words = row["recipe"].split()
+        method = words[words.index("--method") + 1] if "--method" in words else "rtn"
+        series, label = ("llama.cpp", words[1]) if words[0] == "llama.cpp" else (f"edgeq {method}", "")
+        found.append(Point(series, label, row["read_bytes"] / 1e6, row["texts"][text]["files"][0]["kl_mean"]))
+    return found
 
 
 def table(result: Json) -> str:
@@ -196,9 +254,12 @@ def table(result: Json) -> str:
             f = row["texts"][text]["files"][0]
             top1 = f"{100 * f['top1_agreement']:.1f}"
             numbers = (f"{f['perplexity']:.3f}", f"{f['kl_mean']:.4f}", f"{f['kl_p99']:.3f}", top1)
-            made = (f"{row['seconds']:.0f}", f"{row['peak_bytes'] / 1e6:.0f}")
-            size = (f"{row['bits_per_weight']:.2f}", row["head"], row["mode"], row["kv"], f"{row['file_bytes'] / 1e6:.2f}")
-            lines.append("| " + " | ".join((f"`{row['recipe']}`", *size, *numbers, *made)) + " |")
+            made = ("", "")
+            if row["seconds"] is not None:
+                made = (f"{row['seconds']:.0f}", f"{row['peak_bytes'] / 1e6:.0f}")
+            codecs = (f"{row['bits_per_weight']:.2f}", row["head"], row["mode"], row["kv"])
+            megabytes = (f"{row['file_bytes'] / 1e6:.2f}", f"{row['read_bytes'] / 1e6:.2f}")
+            lines.append("| " + " | ".join((f"`{row['recipe']}`", *codecs, *megabytes, *numbers, *made)) + " |")
         lines += ["", "From the lowest perplexity up, each with the next; 95 % interval of the difference per token:", ""]
         for step in steps:
             gap = step["nll"]
@@ -221,7 +282,7 @@ def sign_table(result: Json) -> list[str]:
         "| recipe | bits | mode | MB | exact % | difference, points |",
         "|" + "---|" * 6,
     ]
-    for row in result["rows"]:
+    for row in (row for row in result["rows"] if "signs" in row):
         gap, size = row["signs"]["difference"], (f"{row['bits_per_weight']:.2f}", row["mode"], f"{row['file_bytes'] / 1e6:.2f}")
         points = f"{100 * gap['value']:+.2f} ({100 * gap['low']:+.2f} to {100 * gap['high']:+.2f})"
         lines.append("| " + " | ".join((f"`{row['recipe']}`", *size, f"{100 * row['signs']['accuracy']:.2f}", points)) + " |")
@@ -244,6 +305,8 @@ def sign_table(result: Json) -> list[str]:
 @click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens per window.")
 @click.option("--limit", type=click.IntRange(2), default=32768, show_default=True, help="Use at most so many tokens of a text.")
 @click.option("-j", "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Conversions or comparisons at once.")
+@click.option("--llama-cpp", metavar="TYPE,...", help="Types of llama.cpp as further rows, such as Q2_K,IQ3_XS,Q4_K_M.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Write a chart (SVG) of the KL over bytes read.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of markdown.")
 @click.pass_context
 def main(
@@ -253,13 +316,21 @@ def main(
     work: Path,
     recipes: tuple[str, ...],
     texts: tuple[str, ...],
+    llama_cpp: str | None,
+    plot: Path | None,
     as_json: bool,
     **options: int,
 ) -> None:
     """Convert SRC by every recipe, measure each against SRC, and print one table per text.  Results are kept in WORK."""
+    kinds = llama_cpp.split(",") if llama_cpp else []
+    if kinds and (absent := missing()):
+        note(f"llama.cpp's types are left out: {' and '.join(absent)} not installed (pip install {' '.join(absent)})")
+        kinds = []
     if options["signs"] and ctx.get_parameter_source("texts") is click.core.ParameterSource.DEFAULT:
         texts = ()
-    result = measure(source, work, recipes, texts, **options)
+    result = measure(source, work, recipes, texts, llama_cpp=kinds, **options)
+    if plot is not None:
+        plot.write_text(chart({text: points(result["rows"], text) for text in texts}), encoding="utf-8")
     click.echo(json.dumps(result, indent=1) if as_json else table(result))
     note(f"files and results are kept in {work}")
 

@@ -1,13 +1,15 @@
-"""Products with the thin matrices of a low-rank part: few rows or few columns, floats, read straight from the rows of x.
+"""Products with the thin matrices of a low-rank part: few rows or few columns, floats, read straight from the rows of x.  And
+the thinnest, a split row.
 
 Four partial sums, of every fourth column each, hide the latency of the additions also for a token alone.
 """
 
 from __future__ import annotations
 
+from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.pipeline import inline
-from edgeq.targets.cpu.jit.simd import get_f32, get_i64, lane_bf16, lane_f16, vadd, vfma, vload, vsplat, vstore
+from edgeq.targets.cpu.jit.simd import LANES, get_f32, get_i64, lane_bf16, lane_f16, put_f32, vadd, vfma, vload, vsplat, vstore
 from edgeq.targets.cpu.kernels.args import BF16_KIND, F32_KIND, ProductArgs
 from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, finish, share
 
@@ -81,5 +83,34 @@ def thin_matmul(kind: int) -> Kernel:
                 else:
                     one_token(kind, block, x, columns, scratch)
                     finish(args, scratch, 1, n, r)
+
+    return kernel
+
+
+class SplitRowArgs(Args):
+    """x: the channel that is kept apart, of the first row;  row f32 [width], its weights, padded to 16 with zeros."""
+
+    x = pointer()
+    x_stride = nbytes()
+    row = pointer()
+    width = number()
+    y = pointer()
+    y_stride = nbytes()
+
+
+def split_row() -> Kernel:
+    """y += x * row."""
+
+    def kernel(record, part, parts, thread):
+        args = SplitRowArgs(record)
+        width = args.width
+        whole = width // LANES * LANES
+        for r in range(part, get_i64(args.rows), parts):
+            value, y = get_f32(args.x + r * args.x_stride), args.y + r * args.y_stride
+            for c in range(0, whole, LANES):
+                vstore(y + 4 * c, vfma(vload(args.row + 4 * c), vsplat(value), vload(y + 4 * c)))
+            # Another thread may write what lies after the last channel.
+            for c in range(whole, width):
+                put_f32(y + 4 * c, get_f32(y + 4 * c) + value * get_f32(args.row + 4 * c))
 
     return kernel

@@ -93,7 +93,7 @@ def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
     for o in context.graph.operations[position + 1 :]:
         if isinstance(o, op.Linear) and o.x == buffer and buffer not in o.writes():
             layer = o.linear
-            if len(layer.weights) > 1 or _changes_input(layer) or layer.low_rank:
+            if len(layer.weights) > 1 or _changes_input(layer) or layer.low_rank or layer.split_row:
                 return True
             found.update(layouts(context, o))
         elif _makes_a_row(o) and o.writes() == (buffer,) != o.reads():
@@ -109,7 +109,7 @@ def _does_swiglu(context: Context, position: int, o: op.Linear) -> bool:
     result is read in one quantized layout alone."""
     layer, following = layer_read(context, o.linear), context.graph.operations[position + 1 : position + 2]
     weight, *more = layer.weights
-    if more or weight.codec.kind != "int" or layer.bias or layer.low_rank or o.add or o.offset:
+    if more or weight.codec.kind != "int" or layer.bias or layer.low_rank or layer.split_row or o.add or o.offset:
         return False
     if not following or not _is_swiglu(following[0]):
         return False

@@ -4,6 +4,7 @@ input_order, transform      operations that write a prepared input, which layers
 input_scale                 inside the quantization, whoever does that
 activation, mode            the maker of a buffer also writes it quantized; scales per token take their own operation
 weights                     a product for each block, the second adds
+split_row                   a pass over the result
 low_rank                    two thin products
 bias, residual              inside the first product
 """
@@ -59,6 +60,13 @@ def linear(context: Context, o: op.Linear, fusion: Fusion) -> None:
             _integer_product(context, product, activation)
         else:
             _float_product(context, product, activation)
+    if layer.split_row:
+        source = context.place(x)
+        split = low_rank.SplitRowArgs(
+            x=source.address + 4 * layer.split_row.index, x_stride=source.stride,
+            row=context.memory.floats(layer.split_row.row), width=layer.rows, y=y.address, y_stride=y.stride,
+        )  # fmt: skip
+        context.emit(kernel(low_rank.split_row), split)
     if layer.low_rank:
         a, b = layer.low_rank.a, layer.low_rank.b
         width = 4 * padded(a.rows)

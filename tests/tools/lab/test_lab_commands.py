@@ -31,6 +31,7 @@ def test_all_commands_are_found() -> None:
     expected = {
         "arm_roofline",
         "assembly",
+        "llama_cpp_types",
         "make_checkpoint",
         "peers",
         "plant_outliers",

@@ -67,15 +67,14 @@ def _joined(rows: int, *parts: AnyArray) -> ArrayU8:
     return np.ascontiguousarray(np.concatenate(parts, axis=-1).reshape(rows, -1))
 
 
-def interleaved(q: ArrayU8, heads: int) -> ArrayU8:
+def interleaved(q: AnyArray, heads: int) -> AnyArray:
     """Output channels of a head in GGUF's order for Llama: channel i next to i + head_dim / 2, which RoPE rotates together."""
     return q.reshape(heads, 2, -1, q.shape[1]).swapaxes(1, 2).reshape(q.shape)
 
 
-def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
-    gguf = import_module("gguf")
-    types, pack = gguf.GGMLQuantizationType, {6: q6_k, 8: q8_0}[variant.head_bits]
-    writer = gguf.GGUFWriter(str(folder / NAME), "llama", use_temp_file=True)
+def new_file(config: ModelConfig, path: Path) -> Any:
+    """A GGUFWriter of a Llama without a tokenizer; tensors and the end are still to be written."""
+    writer = import_module("gguf").GGUFWriter(str(path), "llama", use_temp_file=True)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -89,16 +88,26 @@ def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
+    return writer
+
+
+def finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
+    types, pack = import_module("gguf").GGMLQuantizationType, {6: q6_k, 8: q8_0}[variant.head_bits]
+    writer = new_file(config, folder / NAME)
     weights = 0
     for name, array, quantized in _tensors(config):
         writer.add_tensor(name, array, raw_dtype=types.Q4_0 if quantized else None)
         weights += array.nbytes
     head = np.concatenate([pack(slab, head_step(variant.head_bits)) for slab in head_slabs(config, variant.head_bits)])
     writer.add_tensor("token_embd.weight", head, raw_dtype={6: types.Q6_K, 8: types.Q8_0}[variant.head_bits])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return Stored(weights, head.nbytes)
 
 

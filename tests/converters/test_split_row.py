@@ -1,0 +1,75 @@
+"""QuaRot with a split row: the column of means apart, which a rotation with a constant row makes the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edgeq.codec import Codec
+from edgeq.container import ModelFile
+from edgeq.converters.convert import ConvertOptions, convert, preflight
+from edgeq.converters.quantizer import QUAROT, fake
+from edgeq.converters.rotation.hadamard import hadamard
+from edgeq.errors import UnsupportedError
+from edgeq.runtime import Model
+
+BASES = (1, 20, 28, 36, 108, 140, 156, 172)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_first_output_is_the_mean_and_the_rest_have_none_of_it(base: int) -> None:
+    size = 8 * base
+    transform = hadamard(size, constant_row=True)
+    found = transform(torch.full((size,), 3.0, dtype=torch.float64))
+    assert found[0] == pytest.approx(3 * size**0.5) and float(found[1:].abs().max()) < 1e-9
+    matrix = transform.matrix()
+    assert torch.allclose(matrix @ matrix.T, torch.eye(size, dtype=torch.float64), atol=1e-10)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_error_falls_to_a_quarter_where_means_are_large(base: int) -> None:
+    """Columns that meet equation 9 of arXiv 2502.00425, sqrt(n) |mean| > max |w|, in three quarters of the outputs."""
+    size, outputs = 8 * base, 64
+    torch.manual_seed(base)
+    weight = torch.randn(outputs, size)
+    weight[: 3 * outputs // 4] += 6 / size**0.5 * weight[: 3 * outputs // 4].abs().amax(1, keepdim=True)
+    marked = size**0.5 * weight.mean(1).abs() > weight.abs().amax(1)
+    assert marked.sum() >= 3 * outputs // 4
+    rotated = hadamard(size, constant_row=True)(weight.double()).float()
+    codec = Codec("int", 4, 0, symmetric=True)
+    split = rotated.clone()
+    split[:, 0] = 0
+    plain, without = ((fake(w, codec, QUAROT) - w).square().sum() for w in (rotated, split))
+    assert without < 0.25 * plain
+
+
+def made(source: Path, output: Path, **options: object) -> ModelFile:
+    return convert(str(source), output, ConvertOptions(method="quarot", **options), lambda *_: None)  # type: ignore[arg-type]
+
+
+def test_the_file_has_the_column_apart_and_computes_the_same(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = checkpoint("llama_gqa", dtype="float32", intermediate_size=320)
+    tokens = [int(t) for t in np.random.default_rng(2).integers(2, 2048, 30)]
+    found = {}
+    for split in (False, True):
+        file = made(source, tmp_path / f"{split}.edgeq", bits=8, kv_bits=16, activation_bits=16, split_row=split)
+        model = Model.load(file.path, target="cpu", mode="a16", max_logits=32, context=64)
+        found[split] = next(model.session().all_logits(tokens)).copy()
+    exact = convert(str(source), tmp_path / "exact.edgeq", ConvertOptions(method="none"), lambda *_: None).path
+    wanted = next(Model.load(exact, target="cpu", mode="a16", max_logits=32, context=64).session().all_logits(tokens))
+    for split, logits in found.items():
+        assert np.abs(logits - wanted).mean() < 0.03 * np.abs(wanted).mean(), split
+    down = file.metadata.linears["layers.1.down"]
+    assert down.split_row and down.split_row.index == 0 and file.metadata.linears["layers.1.o"].split_row is None
+    plan = preflight(str(source), ConvertOptions(method="quarot", split_row=True))
+    rotated = plan.method.tensors(plan.checkpoint, {}).whole("model.layers.1.mlp.down_proj.weight")
+    assert np.array_equal(file.array(down.split_row.row), rotated[:, 0].astype(np.float16))
+
+
+def test_it_is_refused_with_gptq(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedError, match="--split-row with --gptq"):
+        preflight(str(checkpoint("llama_gqa")), ConvertOptions(method="quarot", split_row=True, gptq=True))
