@@ -50,8 +50,8 @@ $(DEMO_VISION): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VEN
 
 $(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert
 	@mkdir -p $(dir $(DEMO))
-	@echo "== convert: AWQ, 4 bits, a scale per 128 weights"
-	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --method awq --bits 4 --group-size 128
+	@echo "== convert: 4 bits, a scale per 128 weights, by what is lost on a calibration text"
+	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --calibration built-in --bits 4 --group-size 128
 
 # Files are dealt out whole, so that tests of a file share what they convert and compile.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

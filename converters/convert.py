@@ -15,18 +15,20 @@ from edgeq.container import ModelFile
 from edgeq.converters.allocation.allocate import allocate
 from edgeq.converters.allocation.outcome import divergence_of_file
 from edgeq.converters.allocation.probe import probe_rows
-from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose
+from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, last_norm
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.existing import already_there
 from edgeq.converters.items import Deliver, write
 from edgeq.converters.journal import Journal
 from edgeq.converters.layer_report import ROWS, LayerReport, WeightError, bits_per_weight, output_error
-from edgeq.converters.linears import Delivery, LinearItem
+from edgeq.converters.linears import Delivery, LinearItem, RoundRows
 from edgeq.converters.method import Block, Study
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.output import check_output
 from edgeq.converters.plan import ConversionPlan, WriteStep
 from edgeq.converters.preflight import check_disk, preflight
+from edgeq.converters.quantizer import quantize
 from edgeq.converters.readback import stored_rows, stored_tensors
 from edgeq.converters.slabs import RowReader, Tensors
 from edgeq.converters.stages import DIVERGENCE, MEASURE, PREPARED, STUDY, VERIFY, OnProgress, Stages
@@ -128,18 +130,22 @@ class _Run:
         """Writes what is missing; returns the finished file, verified."""
         steps, last = self.plan.steps, len(self.plan.steps) - 1
         tensors = self.method.tensors(self.plan.checkpoint, self._study())
+        round_rows: RoundRows | None = None
         if self.method.calibrates:
-            self._calibrated(tensors)
+            blocks = self._calibrated(tensors)
+            # An allocation rests on what the probe measured of a head rounded to nearest.
+            if self.method.rounds_head and self.plan.options.allocation is None:
+                round_rows = gptq_rounding(blocks.hidden, last_norm(self.method.stored_config, tensors))
         else:
             for index in range(self.skip, last):
                 self._write(index, steps[index], tensors.rows, self._deliver(steps[index], tensors.rows, {}))
                 if index == self.stages.trial_after:
                     self._try_pass(steps[index].layer or 0, tensors)
         if self.plan.calibration is not None:
-            self.plan = self.plan.with_choice(self._measure(tensors))
+            self.plan = self.plan.with_choice(self._measure(tensors, round_rows or quantize))
         if self.skip <= last:
-            # The head is rounded as it is: a method's parts are those of decoder layers.
-            self._write(last, self.plan.steps[last], tensors.rows, lambda item: Delivery(tensors.rows))
+            # A method's parts are those of decoder layers: the head has a weight alone.
+            self._write(last, self.plan.steps[last], tensors.rows, lambda i: Delivery(tensors.rows, round_rows=round_rows))
         if self.plan.options.allocation is not None and self.plan.calibration is not None:
             self.plan = replace(self.plan, divergence=self._divergence())
         file = self.writer.finish(self.plan.metadata())
@@ -167,8 +173,11 @@ class _Run:
         assert self.plan.calibration is not None
         return BlockForward(self.plan.checkpoint, self.method.family, self.method.config, self.plan.calibration.rows, tensors)
 
-    def _calibrated(self, tensors: Tensors) -> None:
-        """All steps but the last.  Layers written by an earlier run are only run: their outputs are the inputs of the next."""
+    def _calibrated(self, tensors: Tensors) -> BlockForward:
+        """All steps but the last.  Layers written by an earlier run are only run: their outputs are the inputs of the next.
+
+        Returns the run over the text, whose hidden states are now the outputs of the last layer.
+        """
         blocks: BlockForward | None = None
         for index, step in enumerate(self.plan.steps[:-1]):
             if step.layer is None:
@@ -185,6 +194,8 @@ class _Run:
                 blocks.unload(layer)
             else:
                 self._prepared(index, step.layer, layer, blocks, tensors)
+        assert blocks is not None
+        return blocks
 
     def _prepared(self, index: int, number: int, layer: nn.Module, blocks: BlockForward, tensors: Tensors) -> None:
         """Prepare, write and report decoder layer `number`, step `index` of the plan."""
@@ -217,7 +228,7 @@ class _Run:
         items = [item for step in self.plan.steps for item in step.items]
         return stored_tensors(self.writer.partial, self.writer.segments, items)
 
-    def _measure(self, tensors: Tensors) -> PrecisionChoice:
+    def _measure(self, tensors: Tensors, round_rows: RoundRows) -> PrecisionChoice:
         """The bits of the head and the mode, chosen on the layers already written."""
         assert self.plan.calibration is not None
         self.stages.at(MEASURE)
@@ -230,6 +241,7 @@ class _Run:
             self.plan.heads(),
             self.plan.codecs(),
             lambda share: self.stages.at(MEASURE, share),
+            round_rows,
         )
 
     def _divergence(self) -> float:

@@ -23,6 +23,8 @@ from edgeq.writer import Writer
 Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
 Rounded = Callable[[Tensor, Quantized, Codec], None]
 """Takes rows of a weight, float32 [rows, columns], what they were rounded to, and in which codec."""
+RoundRows = Callable[[Tensor, Codec, str], Quantized]
+"""Rounds rows of a weight, float32 [rows, columns], to a codec; with the name of the tensor, for messages."""
 
 
 FACTOR = Codec("f16")
@@ -73,12 +75,14 @@ class Delivery:
     read          rows of its tensors; fused layers are read as one matrix whose rows are those of its parts
     quantized     integers of each weight block, columns in stored order; empty: rows are rounded by the recipe's preset
     low_rank      b float32 [rows, rank] and a float32 [rank, columns]; `read` gives the weight less b a
+    round_rows    how rows are rounded instead of by the recipe's preset
     scales        constant scales of the input, float32 [scales of the recipe]
     """
 
     read: RowReader
     quantized: tuple[Quantized, ...] = ()
     low_rank: tuple[Tensor, Tensor] | None = None
+    round_rows: RoundRows | None = None
     scales: NDArray[np.float32] | None = None
 
 
@@ -167,6 +171,9 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
     """
     recipe = item.recipe
 
+    def by_preset(weight: Tensor, codec: Codec, title: str) -> Quantized:
+        return quantize(weight, codec, title, recipe.preset)
+
     def rows(codec: Codec, block: slice) -> Iterator[NDArray[np.float32]]:
         read = fitting_f16(delivery.read) if codec.kind == "f16" else delivery.read
         for slab in slabs(item.tensors, item.columns, read):
@@ -180,7 +187,7 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
         if delivery.quantized:
             _write_integers(writer, codec, delivery.quantized[index].slabs(), counted)
         else:
-            _write_weight(writer, codec, rows(codec, block), recipe.preset, item.title, counted, rounded)
+            _write_weight(writer, codec, rows(codec, block), delivery.round_rows or by_preset, item.title, counted, rounded)
     if item.biases:
         bias = np.concatenate([delivery.read(name, 0, count) for name, count in item.biases])
         writer.append(counted(iter([stored(bias, item.bias_dtype, item.biases[0][0])])))
@@ -198,17 +205,17 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
     if recipe.rank:
         assert delivery.low_rank is not None
         for factor in delivery.low_rank:
-            _write_weight(writer, FACTOR, iter([factor.numpy()]), recipe.preset, item.title, counted)
+            _write_weight(writer, FACTOR, iter([factor.numpy()]), by_preset, item.title, counted)
     if recipe.master:
         # A master serves other input scales: its own rounding is the plain one.
-        _write_weight(writer, recipe.master, rows(recipe.master, slice(0, item.columns)), AWQ, item.title, counted)
+        _write_weight(writer, recipe.master, rows(recipe.master, slice(0, item.columns)), quantize, item.title, counted)
 
 
 def _write_weight(
     writer: Writer,
     codec: Codec,
     matrix: Iterator[NDArray[np.float32]],
-    preset: Preset,
+    round_rows: RoundRows,
     title: str,
     counted: Counted,
     rounded: Rounded | None = None,
@@ -218,7 +225,7 @@ def _write_weight(
     def integers() -> Iterator[Quantized]:
         for slab in matrix:
             weight = torch.from_numpy(np.ascontiguousarray(slab))
-            found = quantize(weight, codec, title, preset)
+            found = round_rows(weight, codec, title)
             if rounded:
                 rounded(weight, found, codec)
             yield found

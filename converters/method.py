@@ -87,6 +87,7 @@ class Method:
     calibrates   needs calibration text; decoder layers go through `prepare`
     propagates   with `calibrates`: the inputs of a layer are the outputs of the layers before it as stored, not as they were; a
                  resumed run then loads finished layers from the unfinished file
+    rounds_head  with `calibrates`: the head is rounded by GPTQ over the outputs of the layers, not to nearest
     studies      has a `study`
     passes       with `calibrates`: how often, about, the calibration text goes through a layer while it is prepared
     effort       how many times the work of plain rounding, about, a weight takes apart from that; both are for progress only
@@ -95,6 +96,7 @@ class Method:
     name: ClassVar[str]
     calibrates: bool = False
     propagates: bool = False
+    rounds_head: ClassVar[bool] = False
     studies: bool = False
     passes: ClassVar[int] = 2
     effort: ClassVar[int] = 1

@@ -20,6 +20,8 @@ EVERY_METHOD = ("method", "revision", "restart", "force", "token", "offline")
 ONE_CODEC = ("bits", "group_size", "symmetric", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
 MAX_RANK = 256
+BEST = "awq+gptq"
+"""The method with the lowest KL divergence at its bytes (docs/quality.md)."""
 
 # Option -> (how it is called on the command line, the values it may have).
 CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -54,6 +56,7 @@ UNITS |= {"group_size": "group size {}", "head": "a head of {} bits", "vision_bi
 class ConvertOptions:
     """How to convert.  None: not given; the method then takes its own default (`completed`).
 
+    method            not given: with a calibration text the one that loses least at its bytes (BEST), else rounding to nearest
     bits              of weights, 2 to 8
     activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
@@ -83,7 +86,7 @@ class ConvertOptions:
     InputError: a value out of range.  `edgeq.converters.method_options` refuses what the method has no use for.
     """
 
-    method: str = "rtn"
+    method: str = ""
     bits: int | None = None
     activation_bits: int | None = None
     kv_bits: int | None = None
@@ -113,6 +116,8 @@ class ConvertOptions:
     offline: bool = False
 
     def __post_init__(self) -> None:
+        if not self.method:
+            object.__setattr__(self, "method", BEST if self.calibration else "rtn")
         for name, value in asdict(self).items():
             if value is not None:
                 _check(name, value)

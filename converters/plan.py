@@ -3,8 +3,8 @@
 `edgeq.converters.preflight` makes a plan after all checks; `edgeq.converters.convert` carries it out.
 
 Memory promise, beside Python and torch themselves (BASELINE): one slab of rows of at most 64 MB in float32, working arrays of
-its size, and the scales of one matrix; with calibration text also four times one decoder layer in float32 and the calibration
-activations of one layer; and what the method declares (`Method.memory_bytes`).
+its size, and the scales of one matrix; with calibration text also twice one decoder layer in float32, its inputs for the whole
+text and what it computes from a batch; and what the method declares (`Method.memory_bytes`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -91,7 +91,7 @@ class ConversionPlan:
 
     def parts(self) -> tuple[Part, ...]:
         """The parts that an allocation gives a codec each."""
-        return parts_of(decoder_items(self.steps, self.method), self.method.config)
+        return parts_of((item for step in self.steps for item in step.items), self.method.config)
 
     def codecs(self) -> dict[str, Codec]:
         """The codec of every weight of a decoder layer, by tensor; of one with two blocks that of the first."""
@@ -122,10 +122,10 @@ class ConversionPlan:
             return streaming
         c, (_, length) = self.method.config, self.calibration.rows.shape
         layer = 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-        hidden = 3 * 4 * tokens * c.hidden_size
+        hidden = 4 * tokens * c.hidden_size
         # Scores of attention, where torch keeps them whole, and what a layer computes from a batch.
         batch = 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
-        return streaming + 4 * layer + hidden + batch
+        return streaming + 2 * layer + hidden + batch
 
     def metadata(self) -> Metadata:
         """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
@@ -234,11 +234,6 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i) for i in range(layers)),
         WriteStep("norm and head", (*norms, head), method),
     )
-
-
-def decoder_items(steps: Iterable[WriteStep], method: Method) -> list[Item]:
-    """What `method` delivers of a file that may have a tower, which has a method of its own."""
-    return [item for step in steps if step.method is method for item in step.items]
 
 
 def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:

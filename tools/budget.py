@@ -26,7 +26,7 @@ def resolved(options: dict[str, Any], device: Device | None) -> dict[str, Any]:
     if len(given) > 1:
         first, second = (_NAMES.get(name, f"--{name}") for name in given[:2])
         raise InputError(f"{first} and {second}: a conversion keeps to one of them; give one of them")
-    options["method"] = options["method"] or ("gptq" if given else "rtn")
+    options["method"] = options["method"] or ("gptq" if given else "")
     if not given:
         return options
     (name,), value = given, found[given[0]]

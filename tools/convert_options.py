@@ -44,7 +44,7 @@ CONVERT_OPTIONS = decorated(
         metavar="NAME",
         type=OneOf(*METHODS),
         help="How weights are quantized: none, rtn (round to nearest), awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, "
-        "ttq, quarot or resq.  [default: rtn; with a budget or a plan: gptq]",
+        "ttq, quarot or resq.  [default: rtn; awq+gptq with --calibration; gptq with a budget or a plan]",
     ),
     quantization(
         "--bits",

@@ -32,9 +32,9 @@ class _Axis:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Powers of ten with 2 and 5 times each that lie on the axis; only the powers where these are many."""
+        """Powers of ten and multiples of each that lie on the axis; only the powers where these are many."""
         powers = range(math.floor(self._low / math.log(10)), math.ceil(self._high / math.log(10)) + 1)
-        every = [factor * 10.0**power for power in powers for factor in (1, 2, 3, 5, 7)]
+        every = [factor * 10.0**power for power in powers for factor in (1, 1.5, 2, 3, 4, 5, 7)]
         inside = [value for value in every if self._low <= math.log(value) <= self._high]
         if len(inside) <= 8:
             return inside

@@ -26,8 +26,9 @@ from edgeq.converters.calibration.forward import BlockForward, WholeReader
 from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
+from edgeq.converters.linears import RoundRows
 from edgeq.converters.method import Method
-from edgeq.converters.quantizer import fake
+from edgeq.converters.quantizer import quantize, restored
 from edgeq.converters.slabs import RowReader, Tensors, slabs
 from edgeq.quantization import activation_block, activation_limit
 from edgeq.records import Mode
@@ -96,12 +97,14 @@ def choose(
     heads: Mapping[int, Codec | None],
     codecs: Mapping[str, Codec],
     on_share: Callable[[float], None] = lambda share: None,
+    round_rows: RoundRows = quantize,
 ) -> PrecisionChoice:
     """Measure on a few rows of `tokens` [rows, length]; `on_share` is called with the share of the layers' work that is done.
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
     heads    candidates, smallest first: bits -> codec, None for an unrounded head
     codecs   of the weights of decoder layers, by tensor
+    round_rows  how rows of the head are rounded
     """
     tokens = tokens[:: -(-len(tokens) // ROWS)]
     config = method.stored_config
@@ -110,12 +113,10 @@ def choose(
     rounded = exact
     if not method.mode:
         rounded = _hidden(method, checkpoint, tensors, tokens, stored, codecs, lambda share: on_share((1 + share) / 2))
-    norm = Norm(config, config.hidden_size, config.layer_norm)
-    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
-    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    norm = last_norm(config, tensors)
     # Inputs of the head at every position that has a next token: [tokens, hidden].
     inputs = [norm(hidden[:, :-1].flatten(0, 1)) for hidden in (exact, rounded)]
-    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, tokens[:, 1:].reshape(-1), heads)
+    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, tokens[:, 1:].reshape(-1), heads, round_rows)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
@@ -123,6 +124,14 @@ def choose(
     return PrecisionChoice(
         head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]}
     )
+
+
+def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
+    """The norm before the head."""
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
+    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    return norm
 
 
 def _hidden(
@@ -157,7 +166,11 @@ def _head_slabs(read: RowReader, config: ModelConfig) -> Iterator[NDArray[np.flo
 
 
 def _measure(
-    head: Iterator[NDArray[np.float32]], inputs: list[Tensor], targets: Tensor, heads: Mapping[int, Codec | None]
+    head: Iterator[NDArray[np.float32]],
+    inputs: list[Tensor],
+    targets: Tensor,
+    heads: Mapping[int, Codec | None],
+    round_rows: RoundRows,
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Per candidate: mean KL from the unrounded head, and mean rise of the negative log-likelihood from a16 to a8.
 
@@ -175,7 +188,7 @@ def _measure(
         logits = exact @ weight.T
         share, inside = everything.add(logits), logits.softmax(1)
         for bits, codec in heads.items():
-            candidate = weight if codec is None else fake(weight, codec)
+            candidate = weight if codec is None else restored(round_rows(weight, codec, HEAD), codec)
             views = (exact, rounded_activations(rounded, codec) if codec else rounded)
             for i, x in enumerate(views):
                 approximate = x @ candidate.T

@@ -22,7 +22,7 @@ from edgeq.converters.slabs import Tensors
 
 WholeReader = Callable[[str], NDArray[np.float32]]
 """Tensor name -> the whole tensor in float32."""
-BATCH_ROWS = 4
+BATCH_ROWS = 2
 """Calibration rows in one forward: bounds the activations inside a layer."""
 
 
@@ -74,8 +74,11 @@ class BlockForward:
 
     @torch.no_grad()
     def advance(self, index: int, layer: nn.Module) -> None:
-        """Run the layer as it is: its outputs become the next layer's inputs."""
-        self.hidden = self.run(index, layer, self.hidden)
+        """Run the layer as it is: its outputs take the place of its inputs in `hidden`."""
+        arguments = self.attention_arguments(index)
+        for batch in batches(self.hidden):
+            # Batches are views.
+            batch.copy_(layer(batch, **arguments))
 
     @torch.no_grad()
     def watch(self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]]) -> None:

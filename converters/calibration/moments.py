@@ -29,8 +29,9 @@ class Moments:
         """Inputs [tokens, columns]."""
         self.tokens += len(x)
         self._magnitude += x.abs().sum(0)
-        for left in range(0, x.shape[1], TILE):
-            self._sums[left : left + TILE, left:].addmm_(x[:, left : left + TILE].T, x[:, left:])
+        with fast_products():
+            for left in range(0, x.shape[1], TILE):
+                self._sums[left : left + TILE, left:].addmm_(x[:, left : left + TILE].T, x[:, left:])
         self._mirrored = False
 
     @property

@@ -30,6 +30,7 @@ class Gptq(Method):
     name = "gptq"
     calibrates = True
     propagates = True
+    rounds_head = True
     passes = 4
 
     @property

@@ -56,7 +56,7 @@ class SmoothQuant(Method):
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
-        inputs = block.forward.hidden
+        inputs = block.forward.hidden.clone()
         # Of the layer as it was: a resumed run has no other, and its sums have to be the same to the last bit.
         block.forward.advance(block.index, block.module)
         outputs, block.forward.hidden = block.forward.hidden, inputs
@@ -68,6 +68,10 @@ class SmoothQuant(Method):
             deliveries = {name: Delivery(block.read, scales=scale) for name, scale in scales.items()}
         block.forward.hidden = outputs
         return deliveries
+
+    def memory_bytes(self, tokens: int) -> int:
+        """Inputs beside the outputs."""
+        return 4 * tokens * self.config.hidden_size
 
 
 class SmoothQuantGptq(Gptq):

@@ -15,7 +15,7 @@ from edgeq.codec import Codec
 from edgeq.container import ModelFile
 from edgeq.converters.calibration import choose_precision
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.converters.quantizer import fake
+from edgeq.converters.quantizer import fake, quantize
 from edgeq.quantization import quantize_blocks
 
 CODE = "def f(x):\n    return x + 1\n" * 400
@@ -37,7 +37,7 @@ def test_divergence_summed_over_slabs_is_the_divergence() -> None:
     head, exact, targets = torch.randn(130, 32), torch.randn(40, 32), torch.randint(0, 130, (40,))
     rounded, codec = exact + 0.05 * torch.randn(40, 32), Codec("int", 4, 32)
     slabs = iter([head[:48].numpy(), head[48:64].numpy(), head[64:].numpy()])
-    kl, rise = choose_precision._measure(slabs, [exact, rounded], targets, {4: codec, 16: None})
+    kl, rise = choose_precision._measure(slabs, [exact, rounded], targets, {4: codec, 16: None}, quantize)
     p, q = ((exact.double() @ w.double().T).log_softmax(1) for w in (head, fake(head, codec)))
     assert kl[4] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-4)
     assert kl[16] == pytest.approx(0, abs=1e-6)
@@ -64,7 +64,7 @@ def test_the_smallest_head_under_the_gate_is_taken(
     checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoint("llama_gqa", initializer_range=0.2)
-    options = ConvertOptions(calibration=text)
+    options = ConvertOptions(method="rtn", calibration=text)
     _, measured = made(folder, tmp_path / "a.edgeq", options)
     kl = measured["head_kl"]
     assert kl["4"] > kl["6"] > kl["8"] >= 0
@@ -78,7 +78,7 @@ def test_the_smallest_head_under_the_gate_is_taken(
 def test_the_default_mode_is_8_bit_only_if_that_costs_little(
     checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, options = checkpoint("llama_mha"), ConvertOptions(calibration=text, head=8)
+    folder, options = checkpoint("llama_mha"), ConvertOptions(method="rtn", calibration=text, head=8)
     for limit, mode in ((1.0, "a8"), (-0.5, "a16")):
         monkeypatch.setattr(choose_precision, "MAX_A8_RISE", limit)
         assert made(folder, tmp_path / "a.edgeq", options)[0].metadata.default_mode == mode
@@ -95,7 +95,7 @@ def test_what_is_measured_is_the_file(checkpoint: Callable[..., Path], tmp_path:
     from edgeq.runtime import Model
 
     folder = checkpoint("qwen2", initializer_range=0.1)
-    file, measured = made(folder, tmp_path / "a.edgeq", ConvertOptions(calibration=text, head=16, group_size=32))
+    file, measured = made(folder, tmp_path / "a.edgeq", ConvertOptions(method="rtn", calibration=text, head=16, group_size=32))
     model = Model.load(file.path, target="reference", max_logits=256)
     tokens = model.text.encode(CODE)[:512]
     nll = {}

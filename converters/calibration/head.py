@@ -1,0 +1,33 @@
+"""GPTQ of the head: its inputs, the outputs of the last layer as stored, are at hand when all layers are written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from edgeq.codec import Codec
+from edgeq.converters.calibration.forward import batches
+from edgeq.converters.calibration.moments import Moments
+from edgeq.converters.calibration.torch_decoder import Norm
+from edgeq.converters.columns import factorize, quantize_matrix
+from edgeq.converters.linears import Recipe, RoundRows
+from edgeq.converters.quantizer import GPTQ, Quantized, quantize
+
+
+@torch.no_grad()
+def gptq_rounding(hidden: Tensor, norm: Norm) -> RoundRows:
+    """Rounding of rows of the head over these outputs of the last layer, [rows, tokens, hidden]; `norm`: the last one.
+
+    Output channels do not depend on each other: rows may come in slabs of any size.
+    """
+    moments = Moments(hidden.shape[-1])
+    for batch in batches(hidden):
+        moments.add(norm(batch).flatten(0, -2))
+    factor = factorize(moments.matrix, Recipe(Codec("int", 8)), act_order=False)
+
+    def round_rows(weight: Tensor, codec: Codec, title: str) -> Quantized:
+        if factor is None:
+            return quantize(weight, codec, title)
+        return quantize_matrix(weight, factor, Recipe(codec, GPTQ), title)[0][0]
+
+    return round_rows
