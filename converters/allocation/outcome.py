@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,29 +10,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from edgeq.converters.allocation.divergence import Rounded, Variant, divergences
+from edgeq.converters.calibration.choose_precision import last_norm
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
-from edgeq.converters.calibration.torch_decoder import Norm
-from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
+from edgeq.converters.families import EMBEDDING, HEAD
 from edgeq.converters.plan import ConversionPlan
 from edgeq.converters.slabs import Tensors, slabs
 
+SPAN = 1024
+"""Rows of an embedding that are changed at a time."""
 
-@dataclass(frozen=True)
+
 class ChangedTable:
-    """The tensors of a model, the rows of the embedding changed."""
+    """The tensors of a model, the rows of the embedding changed: a span at a time, since single rows cost nearly as much."""
 
-    source: Tensors
-    changed: Rounded
+    def __init__(self, source: Tensors, height: int, changed: Rounded) -> None:
+        self._source, self._height, self._changed = source, height, changed
+        self._first, self._span = 0, np.empty((0, 0), np.float32)
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        rows = self.source.rows(name, start, stop)
         if name != EMBEDDING:
-            return rows
-        found: NDArray[np.float32] = self.changed(torch.from_numpy(rows), start).numpy()
-        return found
+            return self._source.rows(name, start, stop)
+        if not self._first <= start <= stop <= self._first + len(self._span):
+            self._first = start // SPAN * SPAN
+            last = min(max(self._first + SPAN, stop), self._height)
+            rows = torch.from_numpy(self._source.rows(name, self._first, last))
+            self._span = self._changed(rows, self._first).numpy()
+        return self._span[start - self._first : stop - self._first]
 
     def whole(self, name: str) -> NDArray[np.float32]:
-        return self.source.whole(name)
+        return self._source.whole(name)
 
 
 @torch.no_grad()
@@ -46,7 +51,7 @@ def divergence_of_file(
     on_share is called with the share of the layers' work that is done
     """
     config, tied = plan.method.config, plan.method.stored_config.tie_word_embeddings
-    tensors: Tensors = ChangedTable(plan.checkpoint, head) if tied else plan.checkpoint
+    tensors: Tensors = ChangedTable(plan.checkpoint, config.vocab_size, head) if tied else plan.checkpoint
     exact = BlockForward(plan.checkpoint, plan.method.family, config, rows)
     changed = BlockForward(plan.checkpoint, plan.method.family, config, rows, tensors)
     for index in range(config.num_hidden_layers):
@@ -65,9 +70,7 @@ def divergences_through(plan: ConversionPlan, exact: Tensor, ends: Sequence[tupl
     """Divergences from `exact`, the outputs of the last layer [rows, length, hidden], of others, each with what becomes of the
     head."""
     config, tensors = plan.method.config, plan.checkpoint
-    norm = Norm(config, config.hidden_size, config.layer_norm)
-    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
-    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    norm = last_norm(config, tensors)
     table = EMBEDDING if config.tie_word_embeddings else HEAD
     head = slabs(((table, config.vocab_size),), config.hidden_size, tensors.rows)
     variants = [Variant(norm(end).flatten(0, 1), rounded) for end, rounded in ends]

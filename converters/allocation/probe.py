@@ -4,7 +4,7 @@ A layer-wise error says nothing certain about the output of the model: a lower o
 is what is wanted, and it is affordable: the hidden states that enter a layer are at hand when its turn comes, so a probe of a
 layer runs only that layer and what follows it, on a few rows of the calibration text.  Weights are rounded as the conversion
 rounds them, by GPTQ over all of the text: what it saves against rounding to nearest differs from part to part by a factor of
-eight, so rounding to nearest would order the parts wrongly.
+ten, so rounding to nearest would order the parts wrongly.
 
 For every layer: the moments X^T X of its inputs, the rounded weights of its parts, the outputs of the layer with each of them,
 and these through all later layers.  Memory beyond a conversion's: `probe_bytes`.
@@ -25,13 +25,15 @@ from edgeq.converters.allocation.estimate import GRID_BITS
 from edgeq.converters.allocation.outcome import ChangedTable, divergences_through
 from edgeq.converters.allocation.parts import HEAD, Part
 from edgeq.converters.allocation.record import Record
+from edgeq.converters.calibration.choose_precision import last_norm
 from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.columns import factorize, quantize_matrix
-from edgeq.converters.linears import LinearItem, Recipe
+from edgeq.converters.linears import LinearItem, Recipe, RoundRows
 from edgeq.converters.methods.gptq import moments_bytes
 from edgeq.converters.plan import ConversionPlan
-from edgeq.converters.quantizer import Preset, fake
+from edgeq.converters.quantizer import quantize, restored
 from edgeq.converters.slabs import SLAB_BYTES
 from edgeq.errors import InputError
 
@@ -93,7 +95,7 @@ class Probe:
         exact = self._through(short, 0, [short.hidden])[0]
         for layer in range(layers):
             parts = [part for part in missing if part.layer == layer]
-            if not parts and all(part.layer is None or part.layer < layer for part in missing):
+            if not any(part.name == HEAD or (part.layer or 0) >= layer for part in missing):
                 break
             progress.layer(layer)
             module = forward.load(layer)
@@ -108,7 +110,7 @@ class Probe:
         for part in missing:
             if part.name == HEAD:
                 progress.layer(layers)
-                self._head(part, exact, record)
+                self._head(part, exact, self._head_rounding(forward.hidden), record)
                 record.keep()
         self.on_progress(1, 1, "probe")
 
@@ -147,11 +149,16 @@ class Probe:
             for matrix, weight in zip(matrices, kept, strict=True):
                 matrix.put(weight)
 
-    def _head(self, part: Part, exact: Tensor, record: Record) -> None:
+    def _head_rounding(self, hidden: Tensor) -> RoundRows:
+        """How the conversion will round the head; `hidden`: outputs of the last layer over the calibration text."""
+        if not self.plan.method.rounds_head:
+            return quantize
+        return gptq_rounding(hidden, last_norm(self.plan.method.stored_config, self.plan.checkpoint))
+
+    def _head(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
         """Measure the head; one that is also the embedding changes what enters the first layer too."""
-        (item,) = part.items
         for codec in self.grid(part):
-            rounded = partial(_nearest, codec=codec, preset=item.recipe.preset)
+            rounded = partial(_rounded, codec=codec, round_rows=round_rows)
             end = exact
             if self.plan.method.stored_config.tie_word_embeddings:
                 changed = BlockForward(
@@ -159,7 +166,7 @@ class Probe:
                     self.plan.method.family,
                     self.plan.method.config,
                     self.rows,
-                    ChangedTable(self.plan.checkpoint, rounded),
+                    ChangedTable(self.plan.checkpoint, self.plan.method.config.vocab_size, rounded),
                 )
                 end = self._through(changed, 0, [changed.hidden])[0]
             (value,) = self._measured(exact, [end], rounded)
@@ -204,8 +211,8 @@ def _moments(forward: BlockForward, layer: int, module: nn.Module, matrices: Seq
     return found
 
 
-def _nearest(rows: Tensor, first: int, codec: Codec, preset: Preset) -> Tensor:
-    return fake(rows, codec, preset)
+def _rounded(rows: Tensor, first: int, codec: Codec, round_rows: RoundRows) -> Tensor:
+    return restored(round_rows(rows, codec, HEAD), codec)
 
 
 class _Progress:
