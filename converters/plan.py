@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -91,7 +91,7 @@ class ConversionPlan:
 
     def parts(self) -> tuple[Part, ...]:
         """The parts that an allocation gives a codec each."""
-        return parts_of(decoder_items(self.steps, self.method), self.method.config)
+        return parts_of((item for step in self.steps for item in step.items), self.method.config)
 
     def codecs(self) -> dict[str, Codec]:
         """The codec of every weight of a decoder layer, by tensor; of one with two blocks that of the first."""
@@ -234,11 +234,6 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i) for i in range(layers)),
         WriteStep("norm and head", (*norms, head), method),
     )
-
-
-def decoder_items(steps: Iterable[WriteStep], method: Method) -> list[Item]:
-    """What `method` delivers of a file that may have a tower, which has a method of its own."""
-    return [item for step in steps if step.method is method for item in step.items]
 
 
 def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:

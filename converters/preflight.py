@@ -19,7 +19,7 @@ from edgeq.converters.method import Method
 from edgeq.converters.methods import chosen
 from edgeq.converters.network import described, open_tensors
 from edgeq.converters.options import ConvertOptions
-from edgeq.converters.plan import ConversionPlan, decoder_items, write_steps
+from edgeq.converters.plan import ConversionPlan, write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
 from edgeq.errors import InputError, ResourceError
 from edgeq.machine import available_bytes
@@ -51,7 +51,7 @@ def preflight(
     open_tensors(checkpoint, family)
     steps = write_steps(checkpoint, method, tower, text)
     if allocation is not None:
-        parts = parts_of(decoder_items(steps, method), config)
+        parts = parts_of((item for step in steps for item in step.items), config)
         options = replace(options, allocation=checked(allocation, parts))
         method = chosen(options)(options, family, config)
         steps = write_steps(checkpoint, method, tower, text)

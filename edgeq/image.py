@@ -139,7 +139,7 @@ def _decoded(file: IO[bytes], settings: ImageConfig, edge: int, most_tokens: int
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         with Image.open(file, formats=FORMATS) as image:
-            return _prepared(image, settings, edge, most_tokens)
+            return _prepared(image, settings, edge, most_tokens, ours=True)
     except UnidentifiedImageError:
         raise InputError(f"not a picture that can be read; supported: {READ}") from None
     except (EdgeqError, MemoryError, RecursionError):
@@ -151,8 +151,11 @@ def _decoded(file: IO[bytes], settings: ImageConfig, edge: int, most_tokens: int
         Image.MAX_IMAGE_PIXELS = before
 
 
-def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int) -> bytes:
-    """A line of JSON, then the pixels uint8 [height, width, 3] of the resized picture."""
+def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, ours: bool = False) -> bytes:
+    """A line of JSON, then the pixels uint8 [height, width, 3] of the resized picture.
+
+    ours   `image` may be decoded at a part of its size, and its memory freed once it is not needed
+    """
     from PIL import Image as pillow
 
     if image.width * image.height > MOST_PIXELS:
@@ -168,11 +171,14 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int) 
     width, height = (image.height, image.width) if swaps else image.size
     size = settings.size_of(height, width, edge, most_tokens)
     large = width * height > EXACT_PIXELS
-    if large:
+    if large and ours:
         # Twice as large as it gets, so that the filter still decides how it looks.
         image.draft(image.mode, (2 * size[0], 2 * size[1]) if swaps else (2 * size[1], 2 * size[0]))
     if turn:
-        image = image.transpose(pillow.Transpose[turn])
+        turned = image.transpose(pillow.Transpose[turn])
+        if ours:
+            image.close()
+        image = turned
     filters = pillow.Resampling[settings.resampling.upper()]
     image = _rgb(image).resize((size[1], size[0]), filters, reducing_gap=3.0 if large else None)
     if settings.sizing == "factor" and size != settings.size_of(height, width, edge, settings.most_tokens(edge)):
@@ -203,7 +209,7 @@ def _rgb(image: Image) -> Image:
         # The upper byte, as Pillow takes it of 16-bit colours.
         return pillow.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     opaque = pillow.new("RGB", image.size)
     for top in range(0, image.height, STRIP):
         strip = image.crop((0, top, image.width, min(top + STRIP, image.height))).convert("RGBA")

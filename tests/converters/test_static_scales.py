@@ -70,6 +70,7 @@ def test_a_run_by_constant_scales_is_near_the_source(checkpoint: Callable[..., P
     assert 0 < np.abs(static - exact).mean() < 0.1 * np.abs(exact).mean()
 
 
+@pytest.mark.exhaustive
 def test_a_conversion_that_was_interrupted_ends_in_the_same_bytes(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = checkpoint("llama_gqa", dtype="float32")
     whole = made(source, tmp_path / "whole.edgeq", activations="static").path.read_bytes()

@@ -164,6 +164,29 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]]
 }  # fmt: skip
 
 
+WINDOWED = {"hidden_size": 96, "num_heads": 4, "intermediate_size": 84, "out_hidden_size": 72, "depth": 3, "patch_size": 6}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"window_size": 11}, "window_size is 11; expected that of a merged patch"),
+        ({"fullatt_block_indexes": [3]}, "fullatt_block_indexes is .3.; expected numbers from 0 to 2"),
+        ({"fullatt_block_indexes": 1}, "fullatt_block_indexes is 1"),
+        ({"depth": 1 << 19, "fullatt_block_indexes": []}, "num_hidden_layers is 524288"),
+    ],
+)
+def test_windows_that_are_not_possible_are_named(source: Path, keys: dict[str, Any], message: str) -> None:
+    config, preprocessor = read_json(source / "config.json"), read_json(source / "preprocessor_config.json")
+    config["architectures"], given = ["Qwen2_5_VLForConditionalGeneration"], {"fullatt_block_indexes": [1], "window_size": 24}
+    config["vision_config"] = {**WINDOWED, **given}
+    found = recognise(config, preprocessor)[1].vision
+    assert found and (found.window_size, found.window_layers, found.gated, found.layer_norm) == (2, (0, 2), True, False)
+    config["vision_config"] |= keys
+    with pytest.raises(CheckpointError, match=message):
+        recognise(config, preprocessor)
+
+
 @pytest.mark.parametrize(("edit", "kind", "message"), REFUSED.values(), ids=REFUSED)
 def test_keys_that_are_not_supported_are_named(
     source: Path, edit: Callable[[dict[str, Any]], Any], kind: type[Exception], message: str
