@@ -4,7 +4,7 @@ A layer-wise error says nothing certain about the output of the model: a lower o
 is what is wanted, and it is affordable: the hidden states that enter a layer are at hand when its turn comes, so a probe of a
 layer runs only that layer and what follows it, on a few rows of the calibration text.  Weights are rounded as the conversion
 rounds them, by GPTQ over all of the text: what it saves against rounding to nearest differs from part to part by a factor of
-eight, so rounding to nearest would order the parts wrongly.
+ten, so rounding to nearest would order the parts wrongly.
 
 For every layer: the moments X^T X of its inputs, the rounded weights of its parts, the outputs of the layer with each of them,
 and these through all later layers.  Memory beyond a conversion's: `probe_bytes`.

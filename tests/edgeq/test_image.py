@@ -83,8 +83,9 @@ def compare(kind: str, mode: str, width: int, height: int) -> None:
     assert np.abs(found.patches - pixels).max() <= 1e-6
 
 
-@pytest.mark.parametrize("mode", ["RGB", "P with alpha", "LA"])
-@pytest.mark.parametrize("kind", ["qwen2-vl", "clip", "siglip"])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("qwen2-vl", "RGB"), ("qwen2-vl", "LA"), ("clip", "P with alpha"), ("siglip", "RGB")]
+)
 def test_pixels_are_those_of_transformers(kind: str, mode: str) -> None:
     compare(kind, mode, 57, 40)
 
@@ -215,7 +216,7 @@ def test_damaged_exif_leaves_a_picture_as_it_is() -> None:
 def test_a_changed_byte_gives_a_picture_or_one_line() -> None:
     random = np.random.default_rng(1)
     originals = [stored(drawn("RGB", 30, 20), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]
-    for i in range(30):
+    for i in range(15):
         data = bytearray(originals[i % len(originals)])
         data[int(random.integers(0, min(64, len(data))))] = int(random.integers(0, 256))
         try:
