@@ -142,7 +142,10 @@ class _Run:
                 if index == self.stages.trial_after:
                     self._try_pass(steps[index].layer or 0, tensors)
         if self.plan.calibration is not None:
-            self.plan = self.plan.with_choice(self._measure(tensors, round_rows or quantize))
+            # A tied head is the embedding too.  What its rounding costs there is not measured, and GPTQ, which goes by the
+            # head's inputs alone, loses more there: its bits are chosen as for rounding to nearest.
+            tied = self.method.stored_config.tie_word_embeddings
+            self.plan = self.plan.with_choice(self._measure(tensors, quantize if tied else round_rows or quantize))
         if self.skip <= last:
             # A method's parts are those of decoder layers: the head has a weight alone.
             self._write(last, self.plan.steps[last], tensors.rows, lambda i: Delivery(tensors.rows, round_rows=round_rows))

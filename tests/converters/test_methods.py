@@ -182,7 +182,7 @@ def test_presets_differ_as_their_papers_do() -> None:
     assert quantize(positive, symmetric, "w", AWQ).scale.item() == pytest.approx(1.5 / 7, rel=1e-3)
     assert quantize(positive, symmetric, "w", GPTQ).scale.item() == pytest.approx(3 / 15, rel=1e-3)
     names = [preset.title(codec) for preset in (AWQ, GPTQ, QUAROT) for codec in (asymmetric, symmetric)]
-    assert names == ["min-max", "absmax", "min-max-zero", "absmax-full", "min-max-search", "absmax-search"]
+    assert names == ["min-max", "absmax", "min-max-zero-weighed", "absmax-full-weighed", "min-max-search", "absmax-search"]
 
 
 @pytest.mark.parametrize("codec", [Codec("int", 3, 0, True), Codec("int", 4, 32, False)], ids=lambda c: c.name)
