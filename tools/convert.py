@@ -19,9 +19,9 @@ from edgeq.devices import Device, device
 from edgeq.errors import InputError, ResourceError
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.tools.budget import resolved
-from edgeq.tools.frontier import devices_shown, rows, show
+from edgeq.tools.chart import chart
+from edgeq.tools.frontier import devices_shown, marks, rows, show
 from edgeq.tools.params import refuse_gguf
-from edgeq.tools.plot import svg
 from edgeq.tools.report import bits_per_weight
 from edgeq.tools.terminal import note, progress, write
 
@@ -112,7 +112,8 @@ def allocated(
     if save:
         write_plan(save, found.point.names)
     if plot:
-        write_text(plot, svg(frontier, f"{plan.checkpoint.name}: bits where they matter"))
+        title = f"{plan.checkpoint.name}: bits where they matter"
+        write_text(plot, chart({title: marks(frontier)}, "predicted KL divergence, nats"))
     return found.plan, frontier
 
 

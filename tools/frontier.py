@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgeq.devices import DEVICES, Device
+from edgeq.tools.chart import Point as Mark
 
 if TYPE_CHECKING:
     from edgeq.converters.allocation.frontier import Point
@@ -37,6 +38,21 @@ def rows(points: Sequence[Point], chosen: Point, devices: Sequence[Device]) -> l
             "tokens_per_second": {device.name: device.decode_bandwidth / point.read for device in devices},
         }
         for point in every
+    ]
+
+
+def marks(found: Sequence[dict[str, Any]]) -> list[Mark]:
+    """The rows as points of a chart; the chosen allocation is a series of its own."""
+    return [
+        Mark(
+            "chosen" if row["chosen"] else "what can be had",
+            f"chosen: {row['bits_per_weight']:.2f} bits per weight" if row["chosen"] else "",
+            row["bytes_per_token"] / 1e6,
+            # A logarithmic axis has no place for 0, which a model of few weights can have.
+            max(row["kl_predicted"], 1e-9),
+            f"{row['bits_per_weight']:.2f} bits per weight, KL {row['kl_predicted']:.2g}",
+        )
+        for row in found
     ]
 
 

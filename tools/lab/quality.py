@@ -30,8 +30,8 @@ import click
 from edgeq import __version__
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
+from edgeq.tools.chart import Point, chart
 from edgeq.tools.entry import Command
-from edgeq.tools.lab.chart import Point, chart
 from edgeq.tools.lab.llama_cpp_types import missing
 from edgeq.tools.lab.signs import write as write_signs
 from edgeq.tools.report import bits_per_weight, in_decoder
@@ -330,7 +330,8 @@ def main(
         texts = ()
     result = measure(source, work, recipes, texts, llama_cpp=kinds, **options)
     if plot is not None:
-        plot.write_text(chart({text: points(result["rows"], text) for text in texts}), encoding="utf-8")
+        panels = {f"KL divergence from the source: {text}": points(result["rows"], text) for text in texts}
+        plot.write_text(chart(panels, "nats per token"), encoding="utf-8")
     click.echo(json.dumps(result, indent=1) if as_json else table(result))
     note(f"files and results are kept in {work}")
 

@@ -1,10 +1,8 @@
-"""Rows of llama.cpp in the table of quality, and its chart."""
+"""Rows of llama.cpp in the table of quality,"""
 
 from __future__ import annotations
 
 import importlib.util
-import re
-import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 
 from edgeq.errors import InputError
 from edgeq.tools.lab import llama_cpp_types
-from edgeq.tools.lab.chart import Point, chart, ticks
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny-llama"
 installed = pytest.mark.skipif(
@@ -52,26 +49,3 @@ def test_more_bits_lose_less_and_nothing_is_lost_in_floats(tmp_path: Path) -> No
     assert rows[0]["read_bytes"] < rows[1]["read_bytes"] < 3.3e6 and rows[1]["head"] == "Q6_K"
     with pytest.raises(InputError, match="no type 'Q9'; supported: .*Q4_K_M"):
         llama_cpp_types.measure(str(TINY), ["Q9"], ["code"], 64, 1024)
-
-
-def test_a_chart_has_every_point_in_its_place() -> None:
-    points = [
-        Point("edgeq gptq", "", 2.0, 0.06),
-        Point("edgeq gptq", "", 3.2, 0.003),
-        Point("llama.cpp", "Q2_K <1>", 2.2, 0.04),
-    ]
-    text = chart({"code": [*points, Point("lossless", "", 9.0, 0.0)], "docs": points[:1]})
-    root = xml.fromstring(text)
-    width, height = (float(root.attrib[name]) for name in ("width", "height"))
-    spots = [(float(x.attrib["cx"]), float(x.attrib["cy"])) for x in root.iter() if x.tag.endswith("circle")]
-    assert len(spots) == 4 + 2 * 2 and all(0 < x < width and 0 < y < height for x, y in spots)  # points, and the legends
-    assert len(set(spots)) == len(spots)
-    for word in ("Q2_K &lt;1&gt;", "llama.cpp", "edgeq gptq", "MB read per token", "code", "docs", "0.01"):
-        assert word in text
-    assert "lossless" not in text and not re.search(r"nan|inf", text)
-
-
-def test_ticks_are_round_and_few() -> None:
-    assert ticks(1.9, 3.3) == [2, 2.2, 2.4, 2.6, 2.8, 3, 3.2]
-    for first, last in ((0.9, 1.1), (630, 800), (0, 16)):
-        assert 4 <= len(ticks(first, last)) <= 11
