@@ -43,7 +43,8 @@ def on_files(files: Files, config: Any) -> None:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Links to pages of the root; shapes such as [blocks][groups], which are no references, escaped except in code."""
     for name, page in PAGES.items():
-        markdown = markdown.replace(f"](../{name}", f"]({page}")
+        for link in (f"](../{name}", f"]({name}"):
+            markdown = markdown.replace(link, f"]({page}")
     pieces = markdown.split("`")
     pieces[::2] = [piece.replace("][", "]\\[") for piece in pieces[::2]]
     return "`".join(pieces)
