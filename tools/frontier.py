@@ -64,7 +64,8 @@ def show(found: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
         file=stream or sys.stderr, highlight=False, soft_wrap=True, width=max(60 + 24 * len(names), Console().width)
     )
     table = Table(box=None, pad_edge=False)
-    for name in ("", "bits/weight", "file MB", "MB per token", "KL predicted", *(f"{name} tok/s" for name in names)):
+    # Two lines, so that four devices fit 100 columns.
+    for name in ("", "bits per\nweight", "file\nMB", "MB per\ntoken", "predicted\nKL", *(f"{name}\ntok/s" for name in names)):
         table.add_column(name, justify="right")
     for row in found:
         table.add_row(

@@ -24,9 +24,10 @@ def test_the_table_has_every_point_the_chosen_one_marked_and_the_speed_of_every_
     stream = io.StringIO()
     show(found, stream)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 7 and "raspberry-pi-5 tok/s" in lines[0] and lines[4].startswith(">") and "4.40" in lines[4]
+    assert len(lines) == 8 and "raspberry-pi-5" in lines[0] and lines[5].startswith(">") and "4.40" in lines[5]
+    assert lines[1].count("tok/s") == len(SHOWN) and max(map(len, lines)) <= 100
     show(rows(POINTS, CHOSEN, devices_shown(board)), stream)
-    assert "raspberry-pi-4" not in stream.getvalue().splitlines()[7]
+    assert "raspberry-pi-4" not in stream.getvalue().splitlines()[8]
 
 
 def test_the_chosen_allocation_is_a_series_of_its_own() -> None:
