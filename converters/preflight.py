@@ -26,7 +26,7 @@ from edgeq.machine import available_bytes
 from edgeq.rope import Rope, frequencies
 
 VISION_BITS = 8
-"""Of weights and activations of a vision tower where no option says otherwise."""
+"""Bits of weights and activations of a vision tower where no option says otherwise."""
 
 
 def preflight(

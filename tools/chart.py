@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 76, 50, 36, 56, 18
 INK = "#808080"
 COLORS = ("#3b82c4", "#d9722b", "#1f9d77", "#c4709f", "#b58a00", "#4aa3c7", "#8a6fc9")
-"""Of middling lightness: each has contrast with white and with black, and the colour-blind can tell neighbours apart."""
+"""Middling in lightness: each has contrast with white and with black, and the colour-blind can tell neighbours apart."""
 FACTORS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,))
 """Ticks of a decade, the first of these that are not too many for the axis."""
 MOST_TICKS = 10

@@ -45,7 +45,7 @@ from edgeq.tools.params import (
 )
 @click.version_option(__version__, prog_name="edgeq")
 def main() -> None:
-    """Quantize a language model into one packed low-bit file and run it on the device in front of you."""
+    """Quantize a language model into one packed low-bit file and run it on your own device."""
 
 
 output = section("Output")
@@ -249,7 +249,7 @@ def warm(**options: Any) -> None:
 @main.command(short_help="Show this machine, and the devices of --for.")
 @JSON
 def devices(as_json: bool) -> None:
-    """Show this machine, which target and instruction set are used and why, and the devices of convert --for."""
+    """Show this machine, which target and instruction set are used and why, and the devices of --for."""
     from edgeq.tools.devices import devices as command
 
     command(as_json)

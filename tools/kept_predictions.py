@@ -29,7 +29,7 @@ from edgeq.tools.predictions import SAMPLED, TOP, Predictions
 MAGIC = b"edgeqp\r\n"
 DIGEST = 32
 MAX_BYTES = 4 << 30
-"""Of one file; and what all of them together may have: those that were used last stay."""
+"""Size of one file, and of all of them together: those that were used last stay."""
 ENDING = ".predictions"
 
 

@@ -18,7 +18,7 @@ from edgeq.errors import ResourceError
 from edgeq.machine import available_bytes
 
 PROVENANCE_BYTES = 256
-"""Of the provenance, for each part: its codec and its measurements."""
+"""Size in the provenance of each part: its codec and its measurements."""
 
 
 @dataclass(frozen=True)

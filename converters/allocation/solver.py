@@ -122,7 +122,7 @@ def _search(parts: Sequence[_Part], limit: float, price: float, known: float) ->
 
 
 def _pareto(cost: Floats, loss: Floats, kept: Integers, limit: float) -> Integers:
-    """Of the states `kept` those that no other beats in cost and loss."""
+    """Those of the states `kept` that no other beats in cost and loss."""
     order: Integers = kept[np.lexsort((loss[kept], cost[kept]))]
     lowest = np.minimum.accumulate(loss[order])
     order = order[np.concatenate([[True], loss[order][1:] < lowest[:-1]])]

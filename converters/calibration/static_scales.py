@@ -20,7 +20,7 @@ from edgeq.converters.quantizer import Preset, fake
 from edgeq.quantization import static_limit
 
 SMALLEST = 1e-5
-"""Of a layer that the text never reaches."""
+"""The largest input assumed of a layer that the text never reaches."""
 
 
 @torch.no_grad()

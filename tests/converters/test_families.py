@@ -201,7 +201,7 @@ def test_block_by_block_gives_the_logits_of_transformers(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folding_scales_without_rounding_changes_nothing(checkpoint: Callable[..., Path], name: str) -> None:
-    """Of experts the router follows, else tokens would go elsewhere."""
+    """The router of experts is folded as well, else tokens would go elsewhere."""
     source, family, config = opened(checkpoint(name, dtype="float32", initializer_range=0.05))
     with torch.no_grad():
         before, after = hidden_after(source, family, config), hidden_after(source, family, config, scaled=3)

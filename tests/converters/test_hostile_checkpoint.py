@@ -110,7 +110,7 @@ def test_a_tokenizer_that_would_end_the_process_is_refused(llama: Path) -> None:
 
 @pytest.mark.parametrize("kind", ("object", "header"))
 def test_a_json_text_of_too_many_values_is_refused_before_it_is_read(tmp_path: Path, kind: str) -> None:
-    """Of 100 MiB of empty lists 2.6 GB of memory were made."""
+    """100 MiB of empty lists became 2.6 GB of memory."""
     path = tmp_path / "x.json"
     for values, refused in ((MAX_VALUES, False), (MAX_VALUES + 1, True)):
         # One bracket of the object, one of the list, one fewer comma than numbers.

@@ -20,9 +20,9 @@ from edgeq.targets.reference import program
 from edgeq.targets.reference.matrices import Matrices
 
 FIXED_POINT = 2e-5
-"""Of the largest input of a row: half a step of 16 bits is 1.5e-5 of it at most."""
+"""Share of the largest input of a row: half a step of 16 bits is 1.5e-5 of it at most."""
 FLOAT = 1e-6
-"""Of the largest number of a row, and of the number itself: sums and functions in float32."""
+"""Share of the largest number of a row, and of the number itself: sums and functions in float32."""
 
 
 @contextmanager

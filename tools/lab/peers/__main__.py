@@ -90,7 +90,7 @@ def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroun
     loads = " to ".join("/".join(f"{x:.1f}" for x in load) for load in (where.load_before, where.load_after))
     return "\n".join(
         [
-            f"{shape}, random weights, prompt {prompt}, {steps} tokens decoded behind it, {repetitions} rounds",
+            f"{shape}, random weights, prompt {prompt}, {steps} tokens decoded after it, {repetitions} rounds",
             f"{where.processor}, {where.cores} cores{cache}; {limits or 'nothing measured'}; load average {loads}",
             ", ".join(f"{peer} {version}" for peer, version in versions.items()),
         ]
