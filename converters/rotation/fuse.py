@@ -7,9 +7,8 @@ A rotation is a function x -> x Q on the last axis, Q orthogonal, in float64.  I
     value and output projection, for every KV head           rows of W_v <- Q^T W_v, b_v <- b_v Q; columns of W_o <- W_o Q
     a layer whose input is transformed online by x -> x T    W <- W T
 
-RMSNorm commutes with Q once its gain is 1: it divides by a norm, which Q keeps.  LayerNorm becomes RMSNorm by moving its
-subtraction of the mean into the layers that write to the residual stream, and its bias into those that read after it
-(Ashkboos et al. 2024, SliceGPT, arXiv 2401.15024).
+RMSNorm commutes with Q once its gain is 1: it divides by a norm, which Q keeps (Ashkboos et al. 2024, SliceGPT,
+arXiv 2401.15024).
 """
 
 from __future__ import annotations
@@ -100,18 +99,3 @@ def _rotate_inputs(weight: Tensor, rotations: Sequence[Rotation], heads: int) ->
     groups = heads // len(rotations)
     columns = weight.unflatten(1, (heads, -1)).unbind(1)
     return torch.cat([rotations[j // groups](w) for j, w in enumerate(columns)], 1)
-
-
-def after_rms_norm(weight: Tensor, bias: Tensor | None, shift: Tensor) -> Tensor:
-    """The bias float32 [rows] of a layer that read a LayerNorm with bias `shift` and now reads it without."""
-    moved = weight.double() @ shift.double()
-    return (moved if bias is None else moved + bias.double()).float()
-
-
-def centered(x: Tensor) -> Tensor:
-    """x [..., channels] less its mean, for all that is added to the residual stream: embeddings, biases, transposed weights.
-
-    The stream then has mean 0, and x / sqrt(mean(x^2) + eps) is what LayerNorm made of it.
-    """
-    wide = x.double()
-    return (wide - wide.mean(-1, keepdim=True)).float()

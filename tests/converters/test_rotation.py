@@ -12,12 +12,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM
 
 from edgeq.config import ModelConfig
 from edgeq.converters.checkpoint import read_json
 from edgeq.converters.families import EMBEDDING, HEAD, LINEARS, recognise
-from edgeq.converters.rotation.fuse import LayerRotation, Rotation, after_rms_norm, centered, dense
+from edgeq.converters.rotation.fuse import LayerRotation, Rotation, dense
 from edgeq.converters.rotation.hadamard import Hadamard, base_matrix, hadamard
 from edgeq.converters.rotation.model import RotatedModel
 from edgeq.converters.rotation.orthogonal import haar, principal_axes, signs, split_rotation
@@ -191,50 +191,6 @@ def test_a_matrix_comes_in_rows_as_it_comes_whole(checkpoint: Callable[..., Path
         whole = changed.whole(name)
         rows = np.concatenate([changed.rows(name, at, at + 16) for at in range(0, len(whole), 16)])
         assert np.allclose(rows, whole, atol=1e-6), name
-
-
-def test_a_layer_norm_model_becomes_an_rms_norm_model_with_the_same_logits() -> None:
-    config = OPTConfig(
-        vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
-        max_position_embeddings=64, do_layer_norm_before=True,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        model: Any = OPTForCausalLM(config).eval()
-        for name, parameter in model.named_parameters():
-            parameter.data = torch.randn_like(parameter) * 0.3 + ("norm.weight" in name)
-    x = torch.randint(0, 64, (2, 20), generator=generator(1))
-    with torch.no_grad():
-        before = model(x).logits
-        decoder = model.model.decoder
-        head = decoder.embed_tokens.weight.clone()
-        shift = decoder.final_layer_norm.bias.clone()
-        for table in (decoder.embed_tokens, decoder.embed_positions):
-            table.weight.data = centered(table.weight.data)
-        for layer in decoder.layers:
-            attention = layer.self_attn
-            readers = {"self_attn_layer_norm": (attention.q_proj, attention.k_proj, attention.v_proj),
-                       "final_layer_norm": (layer.fc1,)}  # fmt: skip
-            for norm, linears in readers.items():
-                for linear in linears:
-                    linear.bias.data = after_rms_norm(linear.weight, linear.bias, layer.get_submodule(norm).bias)
-                setattr(layer, norm, RmsNorm(layer.get_submodule(norm)))
-            for linear in (attention.out_proj, layer.fc2):
-                linear.weight.data = centered(linear.weight.data.T).T.contiguous()
-                linear.bias.data = centered(linear.bias.data)
-        decoder.final_layer_norm = RmsNorm(decoder.final_layer_norm)
-        after = decoder(x).last_hidden_state @ head.T + after_rms_norm(head, None, shift)
-    assert (after - before).abs().max() < 1e-3
-
-
-class RmsNorm(nn.Module):
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.gain, self.eps = norm.weight, norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.gain
-        return y
 
 
 def test_only_the_base_of_a_transform_is_dense() -> None:
