@@ -26,7 +26,7 @@ STUDY, TRIAL, MEASURE, DIVERGENCE, VERIFY = "study", "trial of a measurement", "
 UNIT = 2e-8
 """Seconds for rounding one weight, in which the guesses count, until a stage is finished; only proportions matter before."""
 MULTIPLICATIONS = 400
-"""Multiplications of a matrix product in float32 in the time that rounding one weight takes (340 measured, one thread of an EPYC)."""
+"""Multiplications of a matrix product in float32 in the time of rounding one weight (340 measured, one thread of an EPYC)."""
 COPYING = 0.2
 """Work of a number that is stored as it is."""
 HASHING = 0.25
