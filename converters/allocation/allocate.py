@@ -9,7 +9,7 @@ from edgeq.codec import Codec
 from edgeq.config import VisionConfig
 from edgeq.converters.allocation.budget import Unit
 from edgeq.converters.allocation.estimate import grid
-from edgeq.converters.allocation.frontier import Costs, Frontier, Point
+from edgeq.converters.allocation.frontier import Costs, Frontier, Point, refuse_unmeetable
 from edgeq.converters.allocation.parts import Part
 from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows
 from edgeq.converters.allocation.record import Prediction, Record
@@ -38,6 +38,9 @@ def allocate(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str]
     InputError: the text is too short, or nothing meets the budget.  ResourceError: too little memory.
     """
     assert plan.options.budget is not None
+    parts = plan.parts()
+    # Before hours of measurements, not after them.
+    refuse_unmeetable(plan.options.budget, parts, _costs(plan, parts))
     frontier = measured_frontier(plan, on_progress, warn)
     point = frontier.best(plan.options.budget)
     return Allocated(with_allocation(plan, point, frontier), frontier, point)

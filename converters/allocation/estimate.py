@@ -1,7 +1,7 @@
 """The divergence of every part in every codec, from those of a few that were measured.
 
 From 3 bits on the divergence of a part falls as the square of its rounding steps, so by (2^b - 1)^-2 with b bits: by 4.6 from 3
-to 4, by 4 from 7 to 8.  It grows by a quarter, about, when the group size doubles.  2 bits follow another law, for their
+to 4, by 4 from 7 to 8.  It grows by 30 %, about, when the group size doubles.  2 bits follow another law, for their
 errors are no longer small, and are measured by themselves.  On the demo model the curve through 2, 3 and 4 bits in groups of
 64 meets the other codecs within 8 to 10 %, which is how much GPTQ itself varies from one codec to its neighbour.
 """

@@ -49,6 +49,18 @@ class Costs:
     weights: int
 
 
+def refuse_unmeetable(budget: Budget, parts: Sequence[Part], costs: Costs) -> None:
+    """InputError: even the cheapest codec of every part takes more than `budget`.  A divergence cannot be judged unmeasured."""
+    unit = budget.unit
+    if unit == "kl":
+        return
+    least = costs.fixed[unit] + sum(min(part.cost(codec, unit) for codec in part.candidates()) for part in parts)
+    amount = 8 * least / costs.weights if unit == "bits" else least
+    if budget.amount < amount:
+        # Rounded up, so that what the message says can be met.
+        raise InputError(f"{budget}: cannot be met; the nearest that can is {Budget(unit, 1.005 * amount)}")
+
+
 @dataclass(frozen=True)
 class Frontier:
     """The parts of a model, what was measured of them, and what the rest of the file takes."""
@@ -72,28 +84,21 @@ class Frontier:
 
         InputError: nothing meets the budget; the message has the nearest that can be met.
         """
+        refuse_unmeetable(budget, self.parts, self.costs)
         losses = [np.array([*table.values()]) for table in self._tables]
         if budget.unit == "kl":
             chosen = solve(self._cost(READ), losses, budget.amount)
         else:
             chosen = solve(losses, self._cost(budget.unit), self._room(budget))
         if chosen is None:
-            raise InputError(self._refusal(budget, losses))
+            least = sum(loss.min() for loss in losses)
+            raise InputError(f"{budget}: cannot be met; the least divergence of all allocations is {least:.3g}")
         return self._point(chosen)
 
     def _room(self, budget: Budget) -> float:
         """Bytes that the parts may take, in the budget's unit."""
         limit = budget.amount * self.costs.weights / 8 if budget.unit == "bits" else budget.amount
         return limit - self.costs.fixed[budget.unit]
-
-    def _refusal(self, budget: Budget, losses: Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]) -> str:
-        if budget.unit == "kl":
-            return f"{budget}: cannot be met; the least divergence of all allocations is {sum(x.min() for x in losses):.3g}"
-        least = self._point([int(np.argmin(cost)) for cost in self._cost(budget.unit)])
-        nearest = Budget(budget.unit, {"bits": least.bits, "size": least.size, "read": least.read}[budget.unit])
-        # Rounded up, so that what the message says can be met.
-        shown = replace(nearest, amount=nearest.amount * 1.005)
-        return f"{budget}: cannot be met; the nearest that can is {shown}, with a divergence of about {least.kl:.3g} nats"
 
     def _point(self, chosen: Sequence[int]) -> Point:
         codecs = {p.name: [*table][i] for p, table, i in zip(self.parts, self._tables, chosen, strict=True)}

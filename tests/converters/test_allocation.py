@@ -203,6 +203,15 @@ def test_a_budget_that_cannot_be_met_names_the_nearest_that_can(folder: Path, un
         frontier.best(Budget("kl", 1.01 * float(str(refused.value).split()[-1])))
 
 
+@pytest.mark.parametrize("unit, amount", [("bits", 1.0), ("size", 1e5), ("read", 1e5)])
+def test_a_budget_below_the_cheapest_file_is_refused_before_anything_is_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, unit: Unit, amount: float
+) -> None:
+    monkeypatch.setattr(Probe, "run", lambda *_: pytest.fail("measured"))
+    with pytest.raises(InputError, match="cannot be met; the nearest that can is --"):
+        allocate(plan_of(folder, Budget(unit, amount)), silent, pytest.fail)
+
+
 def test_text_too_short_for_measuring_says_how_much_is_needed(folder: Path) -> None:
     with pytest.raises(InputError, match="512 tokens.*at least 1024"):
         allocate(preflight(str(folder), replace(SMALL, calibration_rows=4, budget=BUDGET)), silent, silent)
