@@ -48,7 +48,7 @@ RANGES: dict[str, tuple[str, float, float]] = {
     "calibration_length": ("--calibration-length", 16, 16384),
 }
 UNITS = {"bits": "{} bits", "activation_bits": "{} bits of activations", "kv_bits": "a cache of {} bits"}
-NAMES = {"budget": "a budget (--bits with a fraction, --size, --read, --kl or --speed)", "allocation": "--plan"}
+NAMES = {"budget": "a budget (--bits with a decimal point, --size, --read, --kl or --speed)", "allocation": "--plan"}
 UNITS |= {"group_size": "group size {}", "head": "a head of {} bits", "vision_bits": "a vision tower of {} bits"}
 
 

@@ -13,7 +13,7 @@ from edgeq.errors import InputError
 from edgeq.tools.terminal import progress
 
 WAYS = ("average_bits", "size", "read", "kl", "speed", "plan")
-_NAMES = {"average_bits": "--bits with a fraction"}
+_NAMES = {"average_bits": "--bits with a decimal point"}
 
 
 def resolved(options: dict[str, Any], device: Device | None) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def test_options_that_cannot_be_understood(convert: Convert, tiny_llama: Path, o
         (["--method", "awq", "--calibration", "/nonexistent/text"], ["/nonexistent/text"]),
         (["--method", "none", "--calibration", "/nonexistent/text"], ["none"]),
         (["--size", "3MB", "--kl", 0.1], ["--size and --kl", "give one of them"]),
-        (["--bits", "3.5", "--speed", 10], ["--bits with a fraction and --speed"]),
+        (["--bits", "3.5", "--speed", 10], ["--bits with a decimal point and --speed"]),
         (["--plan", "/nonexistent/plan", "--read", "2MB"], ["--read and --plan"]),
         (["--read", "2MB", "--group-size", 64], ["--group-size", "one codec for all parts"]),
         (["--read", "2MB", "--method", "awq"], ["budget", "--method gptq"]),
