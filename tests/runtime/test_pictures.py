@@ -83,6 +83,18 @@ def test_images_and_places_have_to_be_as_many(pictures: list[Picture]) -> None:
         with_pictures([3, IMAGE_TOKEN], pictures, IMAGE_TOKEN, 2)
 
 
+def test_a_picture_that_the_model_cannot_take_is_refused(model: Model) -> None:
+    other = Picture(A.patches[:, 1:], A.grid, A.digest)
+    with pytest.raises(InputError, match="read for another model"):
+        model.prompt([IMAGE_TOKEN, 3], images=[other])
+    with pytest.raises(InputError, match="read for another model"):
+        model.prompt(prompt(other, 3))
+    with pytest.raises(InputError, match="has 110 tokens, and this model is loaded for 100"):
+        model.prompt([IMAGE_TOKEN, 3], images=[picture(10, 11, 4)])
+    with pytest.raises(InputError, match="has its pictures already"):
+        model.prompt(prompt(A, 3), images=[A])
+
+
 def test_what_follows_a_picture_goes_on_after_its_largest_position() -> None:
     places = prompt(3, 5, WIDE, 6, A, 7, 8).places
     found = positions(places, 0, 36, 3)
