@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 READ = "PNG, JPEG, WebP, GIF, BMP"
 MOST_PIXELS = 100_000_000
-"""Of a file."""
+"""The most of a file."""
 EXACT_PIXELS = 1 << 24
 """Above this a JPEG may be decoded at a half, a quarter or an eighth of its size."""
 LIMITS = Limits(memory=8 * MOST_PIXELS + (64 << 20), seconds=60)

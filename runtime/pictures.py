@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ImageSource = Union[str, "os.PathLike[str]", bytes, "Image", Picture]
 """A path, the bytes of a file, a PIL.Image.Image, or what Model.read_image gave."""
 MOST_TOKENS = 1280
-"""Of a picture, unless more are asked for: Qwen2-VL's own limit is 16,384, which takes a processor minutes."""
+"""The most of a picture unless more are asked for: files allow up to 16,384, which takes a processor minutes."""
 MOST_IMAGES = 64
 
 
