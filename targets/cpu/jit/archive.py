@@ -48,12 +48,9 @@ def write(path: Path, folder: Path, device: Device) -> None:
         for name, data in {_DESCRIPTION: json.dumps(about, indent=1).encode(), **files}.items():
             # A fixed date: the same kernels are the same file.
             archive.writestr(zipfile.ZipInfo(name), data)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(written.getvalue())
-        os.replace(temporary, path)
+        compile.put(path, written.getvalue())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise InputError(f"{path}: cannot write it: {error.strerror}") from None
 
 
@@ -158,9 +155,7 @@ class Archive:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self._files.items():
             if not (folder / name).exists():
-                temporary = folder / f"{name}.{os.getpid()}"
-                temporary.write_bytes(data)
-                os.replace(temporary, folder / name)
+                compile.put(folder / name, data)
                 added += 1
         return added
 
