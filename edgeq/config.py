@@ -229,6 +229,11 @@ class VisionConfig(Stack):
         for name, width in {"patch_width": self.patch_width, "joined_size": self.joined_size}.items():
             if width > MOST_CHANNELS:
                 raise FormatError(f"config vision: {name} is {width}; expected at most {MOST_CHANNELS}")
+        if not self.image.most_tokens(self.patch_size * self.merge):
+            raise FormatError(
+                f"config vision: an image of {self.image.height} x {self.image.width} pixels has no token of "
+                f"{self.patch_size * self.merge} x {self.patch_size * self.merge}"
+            )
         if self.project_norm not in PROJECT_NORMS:
             raise UnsupportedError(f"project_norm {self.project_norm!r} is not known; supported: {', '.join(PROJECT_NORMS)}")
         if self.project_act not in PLAIN:

@@ -150,6 +150,11 @@ BAD_TOWERS = {
     "windows": ({"sliding_windows": [4, 0]}, UnsupportedError, "sliding windows"),
     "no image": ({"image": None}, FormatError, "config vision image is not a JSON object"),
     "an image of nothing": ({"image": {"sizing": "factor"}}, FormatError, "lacks mean"),
+    "an image smaller than a token": (
+        {"image": {"sizing": "fixed", "mean": [0, 0, 0], "std": [1, 1, 1], "height": 27, "width": 56}},
+        FormatError,
+        "27 x 56 pixels has no token of 28 x 28",
+    ),
 }
 
 
