@@ -145,6 +145,11 @@ def nested(key: str, **values: Any) -> Callable[[dict[str, Any]], None]:
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
     "no tower": (lambda c: c.pop("vision_config"), CheckpointError, "config.json: vision_config is None"),
+    "no name of a rope": (
+        nested("text_config", rope_parameters={"rope_type": ["mrope"], "mrope_section": [2, 4, 6]}),
+        UnsupportedError,
+        "rope kind .*mrope.* is not supported with mrope_section",
+    ),
     "no sections": (nested("text_config", rope_parameters={"rope_type": "default"}), CheckpointError, "with mrope_section"),
     "stretched": (
         nested("text_config", rope_parameters={"rope_type": "yarn", "mrope_section": [2, 4, 6]}),
