@@ -52,8 +52,8 @@ def probe_rows(plan: ConversionPlan) -> Tensor:
     tokens, length = rows.numel(), rows.shape[1]
     if tokens < LEAST_TOKENS:
         raise InputError(
-            f"calibration text {plan.calibration.source}: {tokens} tokens in rows of {length}; choosing bits by measurement "
-            f"needs at least {LEAST_TOKENS}: give a longer text, or more or longer rows"
+            f"calibration text {plan.calibration.source}: {tokens} tokens in rows of {length}; measuring what bits lose needs "
+            f"at least {LEAST_TOKENS}: give a longer text, or more or longer rows"
         )
     # A probe runs half of the model, on average.
     probes = len(GRID_BITS) * len(plan.parts())

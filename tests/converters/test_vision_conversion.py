@@ -212,6 +212,11 @@ def test_settings_of_pictures_may_lie_in_the_processors(source: Path, tmp_path: 
     assert preflight(str(moved), ConvertOptions()).method.config.vision
 
 
+def test_weights_as_they_are_have_no_rounded_inputs(source: Path) -> None:
+    with pytest.raises(InputError, match="--vision-bits 16/8.*choose 16"):
+        preflight(str(source), ConvertOptions(vision_bits=16, vision_activation_bits=8))
+
+
 def test_bits_of_a_tower_that_is_not_there(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(InputError, match="--vision-bits: LlamaForCausalLM reads text alone"):
         preflight(str(checkpoint("llama_gqa")), ConvertOptions(vision_bits=8))
