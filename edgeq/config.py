@@ -229,6 +229,11 @@ class VisionConfig(Stack):
         for name, width in {"patch_width": self.patch_width, "joined_size": self.joined_size}.items():
             if width > MOST_CHANNELS:
                 raise FormatError(f"config vision: {name} is {width}; expected at most {MOST_CHANNELS}")
+        if not self.image.most_tokens(self.patch_size * self.merge):
+            raise FormatError(
+                f"config vision: an image of {self.image.height} x {self.image.width} pixels has no token of "
+                f"{self.patch_size * self.merge} x {self.patch_size * self.merge}"
+            )
         if self.project_norm not in PROJECT_NORMS:
             raise UnsupportedError(f"project_norm {self.project_norm!r} is not known; supported: {', '.join(PROJECT_NORMS)}")
         if self.project_act not in PLAIN:
@@ -281,6 +286,8 @@ class ModelConfig(Stack):
         for rope in (self.rope, *((self.local_rope,) if self.local_rope else ())):
             if rope.kind == "axial" or (rope.sections and (rope.axes != 3 or self.vision is None)):
                 raise FormatError(f"config rope has {rope.axes} axes ({rope.kind}); a decoder has 1, with a tower or 3")
+        if self.local_rope is not None and self.local_rope.axes != self.rope.axes:
+            raise FormatError(f"config rope has {self.rope.axes} axes and local_rope {self.local_rope.axes}; they must be the same")
         if self.vision is not None and self.vision.out_hidden_size != self.hidden_size:
             raise FormatError(f"config vision gives {self.vision.out_hidden_size} channels; hidden_size is {self.hidden_size}")
         if self.vision is not None and self.vision.image_token_id >= self.vocab_size:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from time import perf_counter
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 READ = "PNG, JPEG, WebP, GIF, BMP"
 MOST_PIXELS = 100_000_000
-"""Of a file."""
+"""The most of a file."""
 EXACT_PIXELS = 1 << 24
 """Above this a JPEG may be decoded at a half, a quarter or an eighth of its size."""
 LIMITS = Limits(memory=8 * MOST_PIXELS + (64 << 20), seconds=60)
@@ -81,7 +82,7 @@ def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionC
     image = _pillow()
     settings, edge = vision.image, vision.patch_size * vision.merge
     if isinstance(source, image.Image):
-        name, answer = "picture", _prepared(source, settings, edge, most_tokens)
+        name, answer = "picture", _of_open(source, settings, edge, most_tokens)
     elif isinstance(source, (str, os.PathLike, bytes)):
         name, file = ("picture", BytesIO(source)) if isinstance(source, bytes) else (os.fspath(source), _opened(source))
         with closing(file):
@@ -92,7 +93,7 @@ def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionC
     facts = json.loads(head)
     height, width = facts["height"], facts["width"]
     pixels = np.frombuffer(data, np.uint8).reshape(height, width, 3)
-    grid = (1, height // vision.patch_size, width // vision.patch_size)
+    grid = (1, height // edge * vision.merge, width // edge * vision.merge)
     digest = hashlib.blake2b(json.dumps(grid).encode() + data, digest_size=DIGEST_BYTES).digest()
     notes = tuple(f"{name}: {note}" for note in facts["notes"])
     return Picture(_patches(pixels, vision), grid, digest, tuple(facts["size"]), notes, perf_counter() - started)
@@ -138,17 +139,34 @@ def _decoded(file: IO[bytes], settings: ImageConfig, edge: int, most_tokens: int
     # The size is checked below, before anything is decoded, and by another limit.
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with _one_error(), Image.open(file, formats=FORMATS) as image:
             return _prepared(image, settings, edge, most_tokens, ours=True)
     except UnidentifiedImageError:
         raise InputError(f"not a picture that can be read; supported: {READ}") from None
-    except (EdgeqError, MemoryError, RecursionError):
-        raise
-    # Readers of damaged files raise anything.
-    except Exception as error:
-        raise InputError(f"the picture is truncated or damaged: {error or type(error).__name__}") from None
     finally:
         Image.MAX_IMAGE_PIXELS = before
+
+
+def _of_open(image: Image, settings: ImageConfig, edge: int, most_tokens: int) -> bytes:
+    """`_prepared` of a picture that the caller opened, which Pillow may not have decoded yet."""
+    try:
+        with _one_error():
+            return _prepared(image, settings, edge, most_tokens)
+    except EdgeqError as error:
+        raise type(error)(f"picture: {error}") from None
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Readers of damaged files raise anything: an InputError of it."""
+    from PIL import UnidentifiedImageError
+
+    try:
+        yield
+    except (EdgeqError, UnidentifiedImageError, MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        raise InputError(f"the picture is truncated or damaged: {error or type(error).__name__}") from None
 
 
 def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, ours: bool = False) -> bytes:

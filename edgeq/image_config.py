@@ -17,7 +17,7 @@ SIZINGS = ("factor", "crop", "fixed")
 RESAMPLINGS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """By Pillow's numbers, which preprocessor_config.json has."""
 MAX_PIXELS = 1 << 26
-"""Of a picture as the tower reads it: Qwen3-VL's limit is 2^24."""
+"""The most of a picture as the tower reads it: Qwen3-VL's limit is 2^24."""
 MAX_EDGE = 1 << 13
 MAX_ASPECT = 200
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

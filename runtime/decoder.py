@@ -61,7 +61,7 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
 
 
 def buffer_widths(config: Stack) -> dict[str, int]:
-    """Of what the layers read and write."""
+    """Channels of the buffers that the layers read and write."""
     return {
         "x": config.hidden_size,  # the residual stream
         "normed": config.hidden_size,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ImageSource = Union[str, "os.PathLike[str]", bytes, "Image", Picture]
 """A path, the bytes of a file, a PIL.Image.Image, or what Model.read_image gave."""
 MOST_TOKENS = 1280
-"""Of a picture, unless more are asked for: Qwen2-VL's own limit is 16,384, which takes a processor minutes."""
+"""The most of a picture unless more are asked for: files allow up to 16,384, which takes a processor minutes."""
 MOST_IMAGES = 64
 
 
@@ -52,8 +52,21 @@ class Pictures:
         self._lock = Lock()
 
     def read(self, source: ImageSource) -> Picture:
-        """InputError: not a picture that can be read.  UnsupportedError: Pillow is not installed."""
-        return source if isinstance(source, Picture) else read_picture(source, self.vision, self.most_tokens)
+        """InputError: not a picture that can be read, or one read for another model.
+
+        UnsupportedError: Pillow is not installed.
+        """
+        if not isinstance(source, Picture):
+            return read_picture(source, self.vision, self.most_tokens)
+        (_, rows, columns), merge, width = source.grid, self.vision.merge, self.vision.patch_width
+        if source.patches.shape[1] != width or rows % merge or columns % merge:
+            raise InputError("the picture was read for another model; read it with Model.read_image of this one")
+        if (tokens := rows * columns // merge**2) > self.most_tokens:
+            raise InputError(
+                f"the picture has {tokens} tokens, and this model is loaded for {self.most_tokens}; "
+                "load it with a larger `image_tokens`, or read the picture again"
+            )
+        return source
 
     def read_all(self, sources: Sequence[ImageSource]) -> tuple[Picture, ...]:
         if not isinstance(sources, (list, tuple)) or len(sources) > MOST_IMAGES:

@@ -43,6 +43,13 @@ class Place:
     def end(self) -> int:
         return self.start + self.kept
 
+    @property
+    def span(self) -> int:
+        """1 + the largest of `picture_positions` from 0 that its kept tokens have."""
+        _, rows, columns = self.grid
+        last = self.kept - 1
+        return 1 + max(last // (rows * columns), min(last, rows * columns - 1) // columns, min(last, columns - 1))
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -117,8 +124,7 @@ def _stretches(places: Sequence[Place], end: int) -> Iterator[tuple[int, int, in
         yield token, place.start, position, None
         position += place.start - token
         yield place.start, place.end, position, place
-        kept = picture_positions(position, place.grid)[:, : place.kept]
-        position, token = int(kept.max()) + 1, place.end
+        position, token = position + place.span, place.end
     yield token, end, position, None
 
 
@@ -145,4 +151,6 @@ def common(tokens: Sequence[int], places: Sequence[Place], prompt: Prompt) -> in
         shared += 1
     ours_at, theirs_at = ({place.start: (place.grid, place.digest) for place in found} for found in (places, prompt.places))
     different = [start for start in {**ours_at, **theirs_at} if ours_at.get(start) != theirs_at.get(start)]
-    return min(shared, *different) if different else shared
+    # What follows a part of a picture has other positions than the rest of it.
+    cuts = [place.end for place in places if place.kept < place.tokens]
+    return min([shared, *different, *cuts])

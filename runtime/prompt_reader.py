@@ -30,6 +30,10 @@ class PromptReader:
 
     def prompt(self, prompt: str | Sequence[int] | Prompt, images: Sequence[ImageSource]) -> Prompt:
         if isinstance(prompt, Prompt):
+            if images:
+                raise InputError("the prompt has its pictures already; leave `images` out")
+            for picture in prompt.pictures:
+                self.seeing().read(picture)
             return prompt
         if isinstance(prompt, (bytes, bytearray)):
             raise wrong("prompt", prompt, "a string or a list of token ids; decode it first")

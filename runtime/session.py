@@ -192,7 +192,7 @@ class Session:
         after each and may raise.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
-        prompt = tokens if isinstance(tokens, Prompt) else Prompt(list(tokens))
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt(token_ids("tokens", tokens, self._vocab_size))
         tokens, seen, begun = self._check(prompt.tokens, prompt.visual_tokens), None, len(self.tokens)
         if prompt.places:
             assert self._pictures is not None

@@ -4,7 +4,7 @@
             magic 8 | version u32 | bytes of a page u32 | tokens u64 | identity of the model 16 | BLAKE2b-128 of the origin 16
             | pictures u32 | zeros 20
     80    tokens, u32 each
-    ...   pictures, 32 bytes each: first token u32 | frames, rows, columns of tokens u32 | digest 16
+    ...   pictures, 36 bytes each: first token u32 | frames, rows, columns of tokens u32 | tokens kept u32 | digest 16
     ...   pages of 64 positions, as the target holds them
     ...   BLAKE2b-128 of everything before
 
@@ -37,7 +37,7 @@ VERSION = 2
 DIGEST_BYTES = 16
 MOST_PICTURE_TOKENS = 1 << 20
 _HEADER = struct.Struct("<8sIIQ16s16sI20s")
-_PICTURE = struct.Struct("<4I16s")
+_PICTURE = struct.Struct("<5I16s")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def write(
     identity = bytes.fromhex(origin.identity)
     version = VERSION if places else 1
     header = _HEADER.pack(MAGIC, version, page_bytes, len(tokens), identity, origin.digest, len(places), bytes(20))
-    pictures = b"".join(_PICTURE.pack(place.start, *place.grid, place.digest) for place in places)
+    pictures = b"".join(_PICTURE.pack(place.start, *place.grid, place.kept, place.digest) for place in places)
     parts = chain([header, np.asarray(tokens, "<u4").tobytes(), pictures], pages)
     total = hashlib.blake2b(digest_size=DIGEST_BYTES)
     partial = path.with_name(f"{path.name}.partial")
@@ -116,14 +116,15 @@ def read(
 
 
 def _places(path: Path, records: bytes, count: int) -> tuple[Place, ...]:
-    """FormatError: pictures that overlap, or that are not among `count` tokens; the last may have more than are there."""
+    """FormatError: pictures that overlap, or whose kept tokens are not among `count`."""
     places, free = list[Place](), 0
-    for start, frames, rows, columns, digest in _PICTURE.iter_unpack(records[: len(records) // _PICTURE.size * _PICTURE.size]):
+    whole = records[: len(records) // _PICTURE.size * _PICTURE.size]
+    for start, frames, rows, columns, kept, digest in _PICTURE.iter_unpack(whole):
         tokens = frames * rows * columns
-        if start < free or start >= count or not 0 < tokens <= MOST_PICTURE_TOKENS:
-            raise FormatError(f"{path}: a picture of {tokens} tokens at {start} of {count}: damaged or hostile")
-        free = start + tokens
-        places.append(Place(start, (frames, rows, columns), digest, min(tokens, count - start)))
+        if not (free <= start < start + kept <= count and kept <= tokens <= MOST_PICTURE_TOKENS):
+            raise FormatError(f"{path}: a picture of {tokens} tokens, {kept} kept, at {start} of {count}: damaged or hostile")
+        free = start + kept
+        places.append(Place(start, (frames, rows, columns), digest, kept))
     return tuple(places)
 
 

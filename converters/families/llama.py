@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeq.config import ModelConfig
+from edgeq.config import GATED, ModelConfig
 from edgeq.converters.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.positions import one_window, partial_rope, qwen_windows, rope
+from edgeq.errors import UnsupportedError
 
 DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
@@ -45,7 +46,10 @@ def llama_settings(values: Values) -> dict[str, Any]:
 
 
 def head_settings(values: Values) -> dict[str, Any]:
-    """What the Llama line reads besides its rope."""
+    """What the Llama line reads besides its rope.  UnsupportedError: an activation that its gate is not tried with."""
+    activation = values.get("hidden_activation", values["hidden_act"])
+    if activation not in GATED:
+        raise UnsupportedError(f"hidden_act {activation!r} is not supported; supported: {', '.join(GATED)}")
     heads, head_dim, kv_heads = values["num_attention_heads"], values["head_dim"], values["num_key_value_heads"]
     return {
         "num_key_value_heads": heads if kv_heads is None else kv_heads,

@@ -200,7 +200,7 @@ def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: fl
 
 
 DECODE_LITERALS = (4, 0, 0, 0)
-"""Of the product by which threads are counted: 4 bits, 8-bit activations, symmetric, groups of 128."""
+"""Literals of the product by which threads are counted: 4 bits, 8-bit activations, symmetric, groups of 128."""
 
 
 def decode_threads(isa: Isa, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:

@@ -150,6 +150,11 @@ BAD_TOWERS = {
     "windows": ({"sliding_windows": [4, 0]}, UnsupportedError, "sliding windows"),
     "no image": ({"image": None}, FormatError, "config vision image is not a JSON object"),
     "an image of nothing": ({"image": {"sizing": "factor"}}, FormatError, "lacks mean"),
+    "an image smaller than a token": (
+        {"image": {"sizing": "fixed", "mean": [0, 0, 0], "std": [1, 1, 1], "height": 27, "width": 56}},
+        FormatError,
+        "27 x 56 pixels has no token of 28 x 28",
+    ),
 }
 
 
@@ -164,6 +169,8 @@ def test_values_of_a_tower_out_of_range_are_named(keys: dict[str, Any], kind: ty
 def test_sections_of_a_text_model_are_refused() -> None:
     with pytest.raises(FormatError, match="3 axes"):
         replace(PLAIN, rope=QWEN_VL.rope)
+    with pytest.raises(FormatError, match="3 axes and local_rope 1"):
+        replace(QWEN_VL, local_rope=Rope(1e4))
     with pytest.raises(UnsupportedError, match="sections with rope kind 'linear'"):
         replace(QWEN_VL, rope=Rope(1e4, "linear", sections=(2, 3, 3)))
     with pytest.raises(FormatError, match="every third pair"):

@@ -162,6 +162,19 @@ def test_a_picture_never_has_more_tokens_than_it_may(size: tuple[int, int], most
         assert f"for at most {most} tokens" in found.notes[0]
 
 
+def test_pixels_beyond_the_last_whole_token_are_left_out() -> None:
+    """384 pixels are 27 patches of 14, and 13 tokens of two patches."""
+    fixed = ImageConfig(sizing="fixed", mean=CLIP_MEAN, std=CLIP_STD, height=384, width=70)
+    picture = read_picture(drawn("RGB", 70, 384), tower(fixed), EVERY)
+    assert picture.grid == (1, 26, 4) and len(picture.patches) == 26 * 4
+
+
+def test_a_damaged_picture_that_a_program_opened_is_an_input_error() -> None:
+    data = stored(drawn("RGB", 300, 300), "PNG")
+    with pytest.raises(InputError, match="picture: the picture is truncated or damaged"):
+        read_picture(Image.open(io.BytesIO(data[: len(data) // 2])), tower(QWEN), EVERY)
+
+
 def test_a_fixed_size_is_refused_where_it_has_too_many_tokens() -> None:
     fixed = ImageConfig(sizing="fixed", mean=CLIP_MEAN, std=CLIP_STD, height=56, width=56)
     with pytest.raises(InputError, match="every picture has 16 tokens for this model, and 15 are allowed"):

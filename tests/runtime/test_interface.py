@@ -53,7 +53,7 @@ def test_the_package_has_what_the_runtime_has_and_imports_it_late() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    assert loaded.stdout.split() == ["edgeq"]
+    assert loaded.stdout.split() == ["edgeq", "edgeq.version"]
 
 
 def test_text_is_all_of_it_however_much_was_iterated_over(model: Model) -> None:

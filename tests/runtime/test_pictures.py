@@ -15,7 +15,7 @@ from edgeq.image import Picture
 from edgeq.rope import picture_positions
 from edgeq.runtime import Model, Prompt, Session
 from edgeq.runtime import vision as vision_module
-from edgeq.runtime.prompt import positions, with_pictures
+from edgeq.runtime.prompt import Place, positions, with_pictures
 from edgeq.runtime.session import BatchItem, run_together
 from edgeq.targets.rows import VISION as SEEN
 from edgeq.targets.rows import Rows
@@ -81,6 +81,18 @@ def test_images_and_places_have_to_be_as_many(pictures: list[Picture]) -> None:
         InputError, match=f"has 1 place for an image .* and {len(pictures)} images are given; give one for each"
     ):
         with_pictures([3, IMAGE_TOKEN], pictures, IMAGE_TOKEN, 2)
+
+
+def test_a_picture_that_the_model_cannot_take_is_refused(model: Model) -> None:
+    other = Picture(A.patches[:, 1:], A.grid, A.digest)
+    with pytest.raises(InputError, match="read for another model"):
+        model.prompt([IMAGE_TOKEN, 3], images=[other])
+    with pytest.raises(InputError, match="read for another model"):
+        model.prompt(prompt(other, 3))
+    with pytest.raises(InputError, match="has 110 tokens, and this model is loaded for 100"):
+        model.prompt([IMAGE_TOKEN, 3], images=[picture(10, 11, 4)])
+    with pytest.raises(InputError, match="has its pictures already"):
+        model.prompt(prompt(A, 3), images=[A])
 
 
 def test_what_follows_a_picture_goes_on_after_its_largest_position() -> None:
@@ -188,6 +200,20 @@ def test_a_session_cut_within_a_picture_is_saved_as_it_is(model: Model, tmp_path
     assert loaded.places == session.places and loaded.places[0].kept == 5
 
 
+def test_text_after_a_part_of_a_picture_keeps_its_positions(model: Model, tmp_path: Path) -> None:
+    session = model.session()
+    session.prefill(prompt(3, A, 4))
+    session.trim(6)
+    session.prefill([IMAGE_TOKEN, 9])
+    session.save(tmp_path / "cut.session")
+    loaded = model.session()
+    loaded.load(tmp_path / "cut.session")
+    assert loaded.places == session.places and loaded.places[0].kept == 5
+    assert np.array_equal(loaded.decode(5), session.decode(5))
+    # The image token after the part is text, not the rest of the picture.
+    assert loaded.keep_prefix(prompt(3, A, 4)) == 6
+
+
 def test_a_session_of_text_is_saved_as_before_pictures(model: Model, tmp_path: Path) -> None:
     session = model.session()
     session.prefill(TEXT)
@@ -195,8 +221,18 @@ def test_a_session_of_text_is_saved_as_before_pictures(model: Model, tmp_path: P
     assert (tmp_path / "text.session").read_bytes()[8:12] == (1).to_bytes(4, "little")
 
 
-@pytest.mark.parametrize(("start", "rows"), [(0, 3), (2, 0), (16, 3), (2, 1 << 31)])
-def test_hostile_places_of_a_saved_session_are_refused(model: Model, tmp_path: Path, start: int, rows: int) -> None:
+def test_the_span_of_a_part_is_that_of_its_positions() -> None:
+    for grid in np.ndindex(3, 3, 4):
+        whole = picture_positions(0, (grid[0] + 1, grid[1] + 1, grid[2] + 1))
+        for kept in range(1, whole.shape[1] + 1):
+            place = Place(5, (grid[0] + 1, grid[1] + 1, grid[2] + 1), b"", kept)
+            assert place.span == whole[:, :kept].max() + 1
+
+
+@pytest.mark.parametrize(
+    ("start", "rows", "kept"), [(0, 3, 18), (14, 0, 18), (15, 3, 18), (16, 3, 18), (14, 1 << 31, 18), (14, 2, 0), (14, 2, 19)]
+)
+def test_hostile_places_of_a_saved_session_are_refused(model: Model, tmp_path: Path, start: int, rows: int, kept: int) -> None:
     """The first picture has tokens 1 to 12, the second begins at 14."""
     import hashlib
 
@@ -204,10 +240,10 @@ def test_hostile_places_of_a_saved_session_are_refused(model: Model, tmp_path: P
     session.prefill(prompt(3, A, 4, WIDE, 5))
     session.save(file)
     data = bytearray(file.read_bytes()[:-16])
-    at = 80 + 4 * len(session.tokens) + 32
-    data[at : at + 12] = b"".join(n.to_bytes(4, "little") for n in (start, 1, rows))
+    at = 80 + 4 * len(session.tokens) + 36
+    data[at : at + 20] = b"".join(n.to_bytes(4, "little") for n in (start, 1, rows, 9, kept))
     file.write_bytes(bytes(data) + hashlib.blake2b(data, digest_size=16).digest())
-    if (start, rows) == (16, 3):
+    if start == 15:
         # Within the tokens and after the first: sound, though another picture.
         model.session().load(file)
         return

@@ -22,7 +22,7 @@ for module, names in {
     for name in names:
         if hasattr(module, name):
             delattr(module, name)
-selectors.DefaultSelector = selectors.PollSelector
+selectors.DefaultSelector, tempfile._O_TMPFILE_WORKS = selectors.PollSelector, False
 sys.platform, platform.system = "darwin", lambda: "Darwin"
 opened = []
 def without(call):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import struct
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -62,7 +63,7 @@ def test_what_was_compiled_elsewhere_runs_once_it_is_trusted(whole: bytes, path:
     path.write_bytes(whole)
     found = Archive(path)
     assert len(found) == 1 and not found.trusted and len(found.digest) == 64 and found.digest == archive.digest_of(path)
-    with pytest.raises(AssertionError):
+    with pytest.raises(InputError, match="not trusted"):
         found.install()
     assert not (path.parent / "cache").exists()
     found.trust()
@@ -100,6 +101,18 @@ def zipped(contents: dict[str, bytes], compression: int = zipfile.ZIP_STORED) ->
     return written.getvalue()
 
 
+def nested(count: int, nbytes: int) -> bytes:
+    """Entries of which each lies in those before it; a few bytes a piece more than the first."""
+    plain = zipped({"kernels.json": b"{}", **{f"a-b{i:03}.o": b"" for i in range(count)}, "a-c.o": bytes(nbytes)})
+    written = bytearray(plain)
+    at = plain.index(b"PK\1\2")
+    while (at := plain.find(b"PK\1\2", at)) >= 0:
+        if plain[at + 46 : at + 49] == b"a-b":
+            struct.pack_into("<2I", written, at + 20, nbytes, nbytes)
+        at += 1
+    return bytes(written)
+
+
 def of(name: str, data: bytes = b"") -> Callable[[bytes], bytes]:
     """A file with an entry that `write` never makes."""
     return lambda whole: zipped({"kernels.json": b"{}", name: data})
@@ -134,6 +147,10 @@ REFUSED: dict[str, tuple[Callable[[bytes], bytes], type[EdgeqError], str]] = {
     "a description that is a list": (lambda whole: zipped({"kernels.json": b"[]"}), UnsupportedError, "another version"),
     "another version": (lambda whole: changed(whole, version=2), UnsupportedError, "another version of edgeq"),
     "no list of features": (lambda whole: changed(whole, features={"a": 1}), FormatError, "not sound"),
+    "a name that steers the terminal": (lambda whole: changed(whole, device="\x1b[2Jpi"), FormatError, "not sound"),
+    "a feature that steers the terminal": (lambda whole: changed(whole, features=["a\n"]), FormatError, "not sound"),
+    "many features": (lambda whole: changed(whole, features=["a"] * 1000), FormatError, "not sound"),
+    "entries in one another": (lambda whole: nested(20, archive.MOST_OF_FILE), FormatError, "bytes together"),
     "numbers for names": (lambda whole: changed(whole, device=5), FormatError, "not sound"),
     "a kernel too few": (lambda whole: changed(whole, files={}), FormatError, "do not agree"),
     "another architecture": (lambda whole: changed(whole, arch="riscv64"), UnsupportedError, r"\(riscv64\); this processor is"),
@@ -166,8 +183,10 @@ def test_what_is_no_file_is_refused_without_waiting(path: Path) -> None:
     with pytest.raises(InputError, match="not a file"):
         Archive(path)
     path.unlink()
+    before = set(os.listdir("/dev/fd"))
     with pytest.raises(InputError, match="Is a directory"):
         Archive(path.parent)
+    assert set(os.listdir("/dev/fd")) == before
     with pytest.raises(InputError, match="cannot read it"):
         Archive(path)
     with open(path, "wb") as file:

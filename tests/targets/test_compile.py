@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +75,16 @@ def test_a_folder_that_cannot_be_written_only_costs_time(folder: Path, monkeypat
     assert not is_kept(select)
 
 
+def test_what_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        compile.put(tmp_path / "kernel.o", b"code")
+    assert not list(tmp_path.iterdir())
+
+
 def _sum(a, b, place):  # type: ignore[no-untyped-def]
     publish(place, a + b)
 
@@ -97,3 +110,19 @@ def test_threads_that_the_system_does_not_give_are_an_error_and_those_it_gave_en
     with pytest.raises(ResourceError, match="gives only 4 of 9 threads; pass fewer `threads`"):
         Pool(9, 4, 9)
     assert len(given) == 3 and not any(thread.is_alive() for thread in given)
+
+
+def test_an_interrupt_between_the_start_of_a_thread_and_its_entry_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        given.append(self)
+        start(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with suppress(KeyboardInterrupt):
+        Pool(2, 4, 9)
+    given[0].join(10)
+    assert not given[0].is_alive()

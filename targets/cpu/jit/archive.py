@@ -27,6 +27,9 @@ MOST_BYTES, MOST_FILES, MOST_OF_FILE, MOST_OF_DESCRIPTION = 64 << 20, 4096, 4 <<
 _END = struct.Struct("<4s4H2LH")
 """The end of a zip without a comment: signature, disks, entries, bytes of the directory, its place, length of the comment."""
 _NAME = re.compile(r"[a-z0-9_]{1,40}(-[a-z0-9_]{1,40}){1,16}\.o", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+"""Words of the description, which messages show: no control characters, which would steer the user's terminal."""
+MOST_FEATURES = 256
 _DESCRIPTION = "kernels.json"
 _VERSION = 1
 _NOT_ONE = "not a whole file of kernels; make one with: edgeq warm MODEL --for DEVICE -o FILE"
@@ -45,12 +48,9 @@ def write(path: Path, folder: Path, device: Device) -> None:
         for name, data in {_DESCRIPTION: json.dumps(about, indent=1).encode(), **files}.items():
             # A fixed date: the same kernels are the same file.
             archive.writestr(zipfile.ZipInfo(name), data)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(written.getvalue())
-        os.replace(temporary, path)
+        compile.put(path, written.getvalue())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise InputError(f"{path}: cannot write it: {error.strerror}") from None
 
 
@@ -75,7 +75,7 @@ class Archive:
         except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, RecursionError) as error:
             raise FormatError(f"{path}: a damaged file of kernels ({error}); copy it again") from None
         self._check(about)
-        self.device = str(about["device"])
+        self.device: str = about["device"]
 
     def _check_end(self, data: bytes) -> None:
         """FormatError: no zip as `write` makes it, or a directory too long to be listed."""
@@ -101,6 +101,9 @@ class Archive:
                 raise FormatError(f"{self.path}: {entry.filename} is compressed or encrypted; kernels are stored as they are")
             if entry.file_size > most:
                 raise FormatError(f"{self.path}: {entry.filename} has {entry.file_size:,} bytes; at most {most:,} are read")
+        # Entries that lie in one another, which not every version of Python refuses, would multiply the memory.
+        if (total := sum(entry.file_size for entry in entries)) > MOST_BYTES:
+            raise FormatError(f"{self.path}: entries of {total:,} bytes together; at most {MOST_BYTES:,} are read")
 
     def _check(self, about: Any) -> None:
         strings = ("device", "arch", "sources")
@@ -108,9 +111,9 @@ class Archive:
             raise UnsupportedError(f"{self.path}: kernels of another version of edgeq; make the file again with this one")
         features, files = about.get("features"), about.get("files")
         if not (
-            all(isinstance(about.get(key), str) for key in strings)
-            and isinstance(features, list)
-            and all(isinstance(each, str) for each in features)
+            isinstance(features, list)
+            and len(features) <= MOST_FEATURES
+            and all(isinstance(each, str) and _WORD.fullmatch(each) for each in (*map(about.get, strings), *features))
             and isinstance(files, dict)
         ):
             raise FormatError(f"{self.path}: its description is not sound")
@@ -144,16 +147,15 @@ class Archive:
     def install(self) -> int:
         """Put the kernels where they are looked for; those that are there stay.  Returns how many were added.
 
-        OSError: the cache folder cannot be written.
+        InputError: they are not trusted.  OSError: the cache folder cannot be written.
         """
-        assert self.trusted
+        if not self.trusted:
+            raise InputError(f"{self.path}: machine code that is not trusted; nothing was installed")
         folder, added = compile.cache_folder(), 0
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self._files.items():
             if not (folder / name).exists():
-                temporary = folder / f"{name}.{os.getpid()}"
-                temporary.write_bytes(data)
-                os.replace(temporary, folder / name)
+                compile.put(folder / name, data)
                 added += 1
         return added
 
@@ -165,7 +167,8 @@ def digest_of(path: Path) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        # A pipe without a writer would wait.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise InputError(f"{path}: not a file")

@@ -106,9 +106,19 @@ def _compiled(factory: Callable[..., Any], *literals: int) -> pipeline.Compiled:
 def _write(path: Path, made: pipeline.Compiled) -> None:
     about = {"needs": made.needs, "digest": hashlib.blake2b(made.code).hexdigest()}
     path.parent.mkdir(parents=True, exist_ok=True)
+    put(path, json.dumps(about).encode() + b"\n" + made.code)
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write under another name and rename: the file is whole or not there.  OSError: it cannot be written."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(json.dumps(about).encode() + b"\n" + made.code)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _read(path: Path) -> pipeline.Compiled | None:

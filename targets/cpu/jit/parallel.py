@@ -38,8 +38,8 @@ _START = "import sys; sys.path[:] = sys.argv[1:]; from edgeq.targets.cpu.jit.wor
 def compile_missing(jobs: Iterable[Job], on_progress: OnProgress) -> None:
     """Compile what is not kept yet; `on_progress` is told how many are, then of the end.
 
-    With several cores by processes.  What they leave undone, because one died, or the folder cannot be written, is compiled
-    when its address is asked for, and an error shows there.
+    With several cores by processes.  What they leave undone, because one died or the folder cannot be written, this process
+    compiles after them, and an error shows here.
     """
     missing = [job for job in dict.fromkeys(jobs) if not compile.is_kept(job[0], *job[1])]
     if not missing:

@@ -110,7 +110,7 @@ class _Context(CPUContext):  # type: ignore[misc]
         self._internal_codegen = _Codegen(self.processor)  # type: ignore[assignment]
 
     def load_additional_registries(self) -> None:
-        """Of all that Numba can lower: numbers, loops over ranges and the functions of `math`."""
+        """Only a part of what Numba can lower: numbers, loops over ranges and the functions of `math`."""
         from numba.cpython import builtins, iterators, mathimpl, numbers, rangeobj, tupleobj  # noqa: F401
 
         self.install_registry(mathimpl.registry)

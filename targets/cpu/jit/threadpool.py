@@ -301,8 +301,9 @@ def _live(shared: Table, row_bytes: int, thread: int) -> None:
     work(shared.ctypes.data, row_bytes, thread)
 
 
-def _stop(shared: Table, workers: list[threading.Thread]) -> None:
-    if workers:
+def _stop(shared: Table, workers: list[threading.Thread], threads: int) -> None:
+    # Not by `workers`: an interrupt may come between the start of one and its entry there.
+    if threads > 1:
         dismiss(shared.ctypes.data)
     for worker in workers:
         worker.join()
@@ -327,7 +328,7 @@ class Pool:
         self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
         workers: list[threading.Thread] = []
         # Before the first thread: whatever interrupts this, those that have begun end with the pool.
-        self.close = weakref.finalize(self, _stop, self._shared, workers)
+        self.close = weakref.finalize(self, _stop, self._shared, workers, threads)
         try:
             for i in range(1, threads):
                 worker = threading.Thread(target=_live, args=(self._shared, self._row_bytes, i), name=f"edgeq-{i}", daemon=True)

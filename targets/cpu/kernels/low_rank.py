@@ -88,18 +88,18 @@ def thin_matmul(kind: int) -> Kernel:
 
 
 class SplitRowArgs(Args):
-    """x: the channel that is kept apart, of the first row;  row f32 [width], its weights, padded to 16 with zeros."""
+    """x: the channel that is kept apart, of the first row;  weights f32 [width], padded to 16 with zeros."""
 
     x = pointer()
     x_stride = nbytes()
-    row = pointer()
+    weights = pointer()
     width = number()
     y = pointer()
     y_stride = nbytes()
 
 
 def split_row() -> Kernel:
-    """y += x * row."""
+    """y += x * weights."""
 
     def kernel(record, part, parts, thread):
         args = SplitRowArgs(record)
@@ -108,9 +108,9 @@ def split_row() -> Kernel:
         for r in range(part, get_i64(args.rows), parts):
             value, y = get_f32(args.x + r * args.x_stride), args.y + r * args.y_stride
             for c in range(0, whole, LANES):
-                vstore(y + 4 * c, vfma(vload(args.row + 4 * c), vsplat(value), vload(y + 4 * c)))
+                vstore(y + 4 * c, vfma(vload(args.weights + 4 * c), vsplat(value), vload(y + 4 * c)))
             # Another thread may write what lies after the last channel.
             for c in range(whole, width):
-                put_f32(y + 4 * c, get_f32(y + 4 * c) + value * get_f32(args.row + 4 * c))
+                put_f32(y + 4 * c, get_f32(y + 4 * c) + value * get_f32(args.weights + 4 * c))
 
     return kernel

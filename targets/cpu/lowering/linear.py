@@ -64,7 +64,7 @@ def linear(context: Context, o: op.Linear, fusion: Fusion) -> None:
         source = context.place(x)
         split = low_rank.SplitRowArgs(
             x=source.address + 4 * layer.split_row.index, x_stride=source.stride,
-            row=context.memory.floats(layer.split_row.row), width=layer.rows, y=y.address, y_stride=y.stride,
+            weights=context.memory.floats(layer.split_row.row), width=layer.rows, y=y.address, y_stride=y.stride,
         )  # fmt: skip
         context.emit(kernel(low_rank.split_row), split)
     if layer.low_rank:

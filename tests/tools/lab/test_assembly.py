@@ -31,7 +31,7 @@ def test_it_prints_instructions() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nothing",), "kernel 'nothing' is not known; there are add_squares,"),
+        (("nothing",), "kernel 'nothing' is not known; there are activate, add_squares,"),
         (("norm",), "norm takes MAX_TILE, not none"),
         (("norm", "twelve"), "literals are numbers or instruction sets"),
     ],
