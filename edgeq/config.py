@@ -287,7 +287,8 @@ class ModelConfig(Stack):
             if rope.kind == "axial" or (rope.sections and (rope.axes != 3 or self.vision is None)):
                 raise FormatError(f"config rope has {rope.axes} axes ({rope.kind}); a decoder has 1, with a tower or 3")
         if self.local_rope is not None and self.local_rope.axes != self.rope.axes:
-            raise FormatError(f"config rope has {self.rope.axes} axes and local_rope {self.local_rope.axes}; they must be the same")
+            found = f"config rope has {self.rope.axes} axes and local_rope {self.local_rope.axes}"
+            raise FormatError(f"{found}; they must be the same")
         if self.vision is not None and self.vision.out_hidden_size != self.hidden_size:
             raise FormatError(f"config vision gives {self.vision.out_hidden_size} channels; hidden_size is {self.hidden_size}")
         if self.vision is not None and self.vision.image_token_id >= self.vocab_size:
