@@ -173,7 +173,8 @@ class _Slab:
             if span.start:
                 before = slice(0, span.start)
                 now = now - (changes[:, before] @ factor.part(before, span)) @ inside
-            here = np.ascontiguousarray(now.cpu().numpy())
+            # A copy: where one span has all columns, `now` is the original weight, which `changes` are counted from.
+            here = np.array(now.cpu().numpy(), order="C")
             self._round_span(here, inside.cpu().contiguous().numpy(), span, integers[:, span])
             rounded[:, span] = torch.from_numpy(here).to(self._w.device)
             changes[:, span] = rounded[:, span] - self._w[:, span]

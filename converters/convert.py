@@ -133,8 +133,7 @@ class _Run:
         round_rows: RoundRows | None = None
         if self.method.calibrates:
             blocks = self._calibrated(tensors)
-            # An allocation rests on what the probe measured of a head rounded to nearest.
-            if self.method.rounds_head and self.plan.options.allocation is None:
+            if self.method.rounds_head:
                 round_rows = gptq_rounding(blocks.hidden, last_norm(self.method.stored_config, tensors))
         else:
             for index in range(self.skip, last):

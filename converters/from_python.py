@@ -28,7 +28,7 @@ def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
-    method: str = "rtn",
+    method: str | None = None,
     bits: int | str | None = None,
     vision_bits: int | str | None = None,
     group_size: int | Literal["row"] | None = None,
@@ -37,9 +37,11 @@ def convert(
     dtype: Literal["f32", "f16", "bf16"] | None = None,
     act_order: bool | None = None,
     gptq: bool | None = None,
+    split_row: bool | None = None,
     rank: int | None = None,
     master: Literal["i8", "bf16"] | None = None,
     alpha: float | None = None,
+    activations: Literal["token", "static"] | None = None,
     high_fraction: float | None = None,
     calibration: str | os.PathLike[str] | None = None,
     calibration_rows: int | None = None,
@@ -60,6 +62,7 @@ def convert(
     Killed at any moment and called again with the same arguments, it goes on where it stopped and ends in the same bytes.  A
     finished file of the same conversion is verified and returned.
 
+    method        None: "rtn"; "awq+gptq" with `calibration`; "gptq" with `budget` or `allocation`
     source        a folder, or a hub id such as "Qwen/Qwen3-0.6B"
     output        the file to write; what is no .edgeq file is never replaced, another one only with `force`
     bits          of weights, or "W/A" or "W/A/KV" with those of activations and of cached keys and values, such as "4/8"
@@ -80,16 +83,18 @@ def convert(
     """
     path = Path(output)
     options = ConvertOptions(
-        method=method,
+        method=method or "",
         **_bits("bits", bits, ("bits", "activation_bits", "kv_bits")),
         **_bits("vision_bits", vision_bits, ("vision_bits", "vision_activation_bits")),
         group_size=0 if group_size == "row" else group_size,
         symmetric=symmetric,
         act_order=act_order,
         gptq=gptq,
+        split_row=split_row,
         rank=rank,
         master=master,
         alpha=alpha,
+        activations=activations,
         high_fraction=high_fraction,
         dtype=dtype,
         head=head,

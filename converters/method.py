@@ -115,6 +115,12 @@ class Method:
         assert isinstance(self.stack, ModelConfig)
         return self.stack
 
+    @property
+    def widest(self) -> int:
+        """The most input channels that a linear layer of the decoder has."""
+        c = self.config
+        return max(c.hidden_size, c.query_size, c.intermediate_size, c.shared_expert_intermediate_size)
+
     def group_size(self, columns: int) -> int:
         """Columns of a group of a weight with `columns`.
 

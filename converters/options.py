@@ -22,6 +22,8 @@ ONE_CODEC = ("bits", "group_size", "symmetric", "head")
 MAX_RANK = 256
 BEST = "awq+gptq"
 """The method with the lowest KL divergence at its bytes (docs/quality.md)."""
+ALLOCATED = "gptq"
+"""The method of budgets and plans."""
 
 # Option -> (how it is called on the command line, the values it may have).
 CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -56,7 +58,8 @@ UNITS |= {"group_size": "group size {}", "head": "a head of {} bits", "vision_bi
 class ConvertOptions:
     """How to convert.  None: not given; the method then takes its own default (`completed`).
 
-    method            not given: with a calibration text the one that loses least at its bytes (BEST), else rounding to nearest
+    method            not given: gptq with a budget or an allocation; else with a calibration text the one that loses least at
+                      its bytes (BEST), without one rounding to nearest
     bits              of weights, 2 to 8
     activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
@@ -117,7 +120,8 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if not self.method:
-            object.__setattr__(self, "method", BEST if self.calibration else "rtn")
+            chosen = self.budget is not None or self.allocation is not None
+            object.__setattr__(self, "method", ALLOCATED if chosen else BEST if self.calibration else "rtn")
         for name, value in asdict(self).items():
             if value is not None:
                 _check(name, value)

@@ -80,12 +80,16 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | None:
 def _tower(options: ConvertOptions, family: Family) -> Method | None:
     """What is done to the vision tower: rounding, or nothing where the decoder stays as it is too.
 
-    InputError: options for a tower, but the model has none.
+    InputError: options for a tower, but the model has none, or none that could round its inputs.
     """
     if family.tower is None:
         if options.vision_bits is not None or options.vision_activation_bits is not None:
             raise InputError(f"--vision-bits: {family.architecture} reads text alone; leave it out")
         return None
+    if options.vision_bits == 16 and options.vision_activation_bits == 8:
+        raise InputError(
+            "--vision-bits 16/8: weights in 16 bits multiply activations as they are; choose 16, or 2 to 8 bits of weights"
+        )
     bits = options.vision_bits or VISION_BITS
     if options.method == "none" or bits == 16:
         chosen_for_tower = ConvertOptions(method="none", dtype=options.dtype)

@@ -19,14 +19,14 @@ _NAMES = {"average_bits": "--bits with a decimal point"}
 def resolved(options: dict[str, Any], device: Device | None) -> dict[str, Any]:
     """Options of the command line as those of a conversion: with `budget` or `allocation` where the user gave one.
 
-    The method is GPTQ where there is a budget and none was named.  InputError: two ways at once, or a plan that cannot be read.
+    InputError: two ways at once, or a plan that cannot be read.
     """
     found = {name: options.pop(name, None) for name in WAYS}
     given = [name for name, value in found.items() if value is not None]
     if len(given) > 1:
         first, second = (_NAMES.get(name, f"--{name}") for name in given[:2])
         raise InputError(f"{first} and {second}: a conversion keeps to one of them; give one of them")
-    options["method"] = options["method"] or ("gptq" if given else "")
+    options["method"] = options["method"] or ""
     if not given:
         return options
     (name,), value = given, found[given[0]]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgeq import __version__
 from edgeq.container import ModelFile
+from edgeq.converters.code_digest import code_digest
 from edgeq.errors import CheckpointError, InputError, ResourceError
 from edgeq.machine import available_bytes
 from edgeq.runtime import Model
@@ -142,7 +143,7 @@ class CheckpointScorer:
         status = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files()]
         return {
             "edgeq": __version__,
-            "code": code_digest(),
+            "code": code_digest(("", "calibration", "families"), (Path(__file__), Path(__file__).with_name("predictions.py"))),
             "source": checkpoint.digest(),
             "files": status,
             "tokens": hashlib.sha256(windows.astype("<i8").tobytes()).hexdigest(),
@@ -171,15 +172,3 @@ def collected(scorer: Scorer, windows: Windows, report: Report) -> Predictions:
         return collector.finish()
     except FloatingPointError as error:
         raise CheckpointError(f"{scorer.name}: its {error}; nothing can be compared with it") from None
-
-
-def code_digest() -> str:
-    """Digest of the sources that score a checkpoint, so that what they computed before a change does not count."""
-    from edgeq import converters
-
-    folder = Path(str(converters.__file__)).parent
-    paths = [*folder.glob("*.py"), *(folder / "calibration").glob("*.py"), *(folder / "families").glob("*.py")]
-    seen = hashlib.blake2b(digest_size=8)
-    for path in (*sorted(paths), Path(__file__), Path(__file__).with_name("predictions.py")):
-        seen.update(path.read_bytes())
-    return seen.hexdigest()

@@ -13,6 +13,7 @@ from edgeq.converters.allocation.frontier import Costs, Frontier, Point, refuse_
 from edgeq.converters.allocation.parts import Part
 from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows
 from edgeq.converters.allocation.record import Prediction, Record
+from edgeq.converters.code_digest import code_digest
 from edgeq.converters.plan import ConversionPlan, write_steps
 from edgeq.errors import ResourceError
 from edgeq.machine import available_bytes
@@ -83,7 +84,7 @@ def _settings(plan: ConversionPlan, shape: tuple[int, ...]) -> dict[str, object]
     """Everything that the measurements depend on."""
     apart = ("option budget", "option allocation")
     found = {key: value for key, value in plan.fingerprint().items() if key not in apart}
-    return found | {"probe rows": list(shape)}
+    return found | {"probe rows": list(shape), "code": code_digest(("", "allocation", "calibration", "families", "methods"))}
 
 
 def _costs(plan: ConversionPlan, parts: tuple[Part, ...]) -> Costs:

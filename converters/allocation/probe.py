@@ -52,8 +52,8 @@ def probe_rows(plan: ConversionPlan) -> Tensor:
     tokens, length = rows.numel(), rows.shape[1]
     if tokens < LEAST_TOKENS:
         raise InputError(
-            f"calibration text {plan.calibration.source}: {tokens} tokens in rows of {length}; choosing bits by measurement "
-            f"needs at least {LEAST_TOKENS}: give a longer text, or more or longer rows"
+            f"calibration text {plan.calibration.source}: {tokens} tokens in rows of {length}; measuring what bits lose needs "
+            f"at least {LEAST_TOKENS}: give a longer text, or more or longer rows"
         )
     # A probe runs half of the model, on average.
     probes = len(GRID_BITS) * len(plan.parts())
@@ -66,9 +66,12 @@ def probe_bytes(plan: ConversionPlan) -> int:
     """Memory that a probe takes beyond that of the conversion (`ConversionPlan.memory_bytes`)."""
     config, parts, tokens = plan.method.config, plan.parts(), probe_rows(plan).numel()
     of_a_layer = max(sum(part.layer == layer for part in parts) for layer in range(config.num_hidden_layers))
-    states = 4 * tokens * config.hidden_size * (3 + len(GRID_BITS) * max(of_a_layer, 1))
+    # What a layer gives with each part in each codec, and at the end its norm.
+    states = 4 * tokens * config.hidden_size * (3 + 2 * len(GRID_BITS) * max(of_a_layer, 1))
     logits = 5 * tokens * (SLAB_BYTES // config.hidden_size)
-    return states + logits + MOMENT_BYTES + moments_bytes(max(part.columns for part in parts))
+    # The weights of a part as they were and in each codec; the conversion's own second layer is not there yet.
+    weights = 4 * len(GRID_BITS) * max(part.weights for part in parts if part.layer is not None)
+    return states + logits + weights + MOMENT_BYTES + moments_bytes(max(part.columns for part in parts))
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,17 @@ class Probe:
                 break
             progress.layer(layer)
             module = forward.load(layer)
-            changed = list(self._changed(parts, module, forward, short))
+            names, ends = list[tuple[str, str]](), list[Tensor]()
+            for part, codec, outputs in self._changed(parts, module, forward, short):
+                names.append((part.name, codec.name))
+                ends.append(outputs)
             forward.advance(layer, module)
             short.advance(layer, module)
             forward.unload(module)
-            ends = self._through(short, layer + 1, [outputs for _, _, outputs in changed])
-            for (part, codec, _), value in zip(changed, self._measured(exact, ends), strict=True):
-                record.add(part.name, codec.name, value)
+            for (name, codec_name), value in zip(
+                names, self._measured(exact, self._through(short, layer + 1, ends)), strict=True
+            ):
+                record.add(name, codec_name, value)
             record.keep()
         for part in missing:
             if part.name == HEAD:
@@ -118,11 +125,12 @@ class Probe:
         return BlockForward(self.plan.checkpoint, self.plan.method.family, self.plan.method.config, rows)
 
     def _through(self, forward: BlockForward, first: int, states: list[Tensor]) -> list[Tensor]:
-        """`states` [rows, length, hidden], inputs of layer `first`, after the last layer."""
+        """`states` [rows, length, hidden], inputs of layer `first`, after the last layer, in the same list."""
         for layer in range(first, self.plan.method.config.num_hidden_layers):
             if states:
                 module = forward.load(layer)
-                states = [forward.run(layer, module, state) for state in states]
+                for place, state in enumerate(states):
+                    states[place] = forward.run(layer, module, state)
                 forward.unload(module)
         return states
 
@@ -138,7 +146,7 @@ class Probe:
             for start in range(0, len(matrices), at_once):
                 batch = matrices[start : start + at_once]
                 for matrix, moments in zip(batch, _moments(forward, part.layer or 0, module, batch), strict=True):
-                    factor = factorize(moments.matrix, matrix.item.recipe, False)
+                    factor = factorize(moments.matrix, matrix.item.recipe, bool(self.plan.method.options.act_order))
                     for codec, weights in rounded.items():
                         recipe = Recipe(codec, matrix.item.recipe.preset)
                         weights.append(quantize_matrix(matrix.weight(), factor, recipe, matrix.item.title)[1])

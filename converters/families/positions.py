@@ -79,9 +79,9 @@ def mrope(values: Values) -> Rope:
     settings = values[where]
     if not isinstance(settings, dict) or not isinstance(settings.get("mrope_section"), list):
         raise FormatError(f"{where} is {str(settings)[:80]}; expected an object with mrope_section")
-    kinds = {settings.get(key, "default") for key in ("rope_type", "type")} - {"mrope", "default"}
-    if kinds:
-        raise UnsupportedError(f"{where}: rope kind {min(map(str, kinds))!r} is not supported with mrope_section")
+    for kind in (settings.get(key, "default") for key in ("rope_type", "type")):
+        if kind not in ("mrope", "default"):
+            raise UnsupportedError(f"{where}: rope kind {str(kind)[:80]!r} is not supported with mrope_section")
     plain = {key: value for key, value in settings.items() if key not in ("mrope_section", "rope_type", "type")}
     found = rope_of(values, where, plain, values["rope_theta"])
     return replace(found, sections=tuple(settings["mrope_section"]))

@@ -53,6 +53,7 @@ def qwen2_5_vl_tower(values: Values) -> dict[str, Any]:
     full, depth = values["fullatt_block_indexes"], values["depth"]
     if not isinstance(full, list) or any(type(i) is not int or not 0 <= i < depth for i in full):
         raise FormatError(f"vision_config: fullatt_block_indexes is {str(full)[:80]}; expected numbers from 0 to {depth - 1}")
+    whole = frozenset(full)
     window = values["window_size"] // values["spatial_merge_size"] // values["patch_size"]
     if not window:
         raise FormatError(f"vision_config: window_size is {values['window_size']}; expected that of a merged patch at least")
@@ -60,7 +61,7 @@ def qwen2_5_vl_tower(values: Values) -> dict[str, Any]:
         "intermediate_size": values["intermediate_size"],
         "gated_mlp": True,
         "window_size": window,
-        "window_layers": tuple(i for i in range(min(depth, LIMITS["num_hidden_layers"])) if i not in full),
+        "window_layers": tuple(i for i in range(min(depth, LIMITS["num_hidden_layers"])) if i not in whole),
     }
 
 

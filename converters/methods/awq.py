@@ -47,8 +47,7 @@ class Awq(Method):
 
     def memory_bytes(self, tokens: int) -> int:
         """The moments of the widest inputs; what a search has of some rows."""
-        widest = max(self.config.hidden_size, self.config.query_size, self.config.intermediate_size)
-        return 4 * widest * (widest + 8 * SEARCH_ROWS)
+        return 4 * self.widest * (self.widest + 8 * SEARCH_ROWS)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         mappings = self.family.awq_mappings(self.config)

@@ -38,7 +38,7 @@ class Gptq(Method):
         return GPTQ
 
     def memory_bytes(self, tokens: int) -> int:
-        return moments_bytes(max(self.config.hidden_size, self.config.query_size, self.config.intermediate_size))
+        return moments_bytes(self.widest)
 
     def scale(self, block: Block) -> None:
         """Change the layer before it is quantized; its function stays the same."""
@@ -115,5 +115,7 @@ def gptq_layer(block: Block, act_order: bool, before: BeforeLinear = lambda run,
             quantized, module.weight.data = quantize_matrix(module.weight.data, factor, item.recipe, item.title)
             parts.append(quantized)
         deliveries[item.name] = Delivery(block.read, tuple(Quantized.joined(blocks) for blocks in zip(*parts, strict=True)))
+        # Two matrices of moments, which the next layer's would stand beside.
+        del factor
     run.finish()
     return deliveries

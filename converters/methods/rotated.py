@@ -106,10 +106,9 @@ class Rotated(Method):
 
     def memory_bytes(self, tokens: int) -> int:
         """One matrix and the rows of a slab, each in float64 too; what GPTQ needs."""
-        c = self.config
-        widest = max(c.hidden_size, c.intermediate_size, c.query_size)
-        rotating = 24 * c.hidden_size * widest + 24 * c.hidden_size**2 + 8 * SLAB_BYTES
-        return rotating + (moments_bytes(widest) if self.options.gptq else 0)
+        hidden = self.config.hidden_size
+        rotating = 24 * hidden * self.widest + 24 * hidden**2 + 8 * SLAB_BYTES
+        return rotating + (moments_bytes(self.widest) if self.options.gptq else 0)
 
     def tensors(self, source: Tensors, study: Study) -> Tensors:
         residual, before_o = self.residual(study), self.before_o()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq.codec import Codec
+from edgeq.codec import Codec, dequantize
 from edgeq.container import ModelFile
 from edgeq.converters.allocation import allocate as allocation
 from edgeq.converters.allocation.allocate import allocate, measured_frontier, with_allocation
@@ -23,11 +23,12 @@ from edgeq.converters.allocation.probe import Probe, probe_rows
 from edgeq.converters.allocation.record import Record
 from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.convert import carry_out, convert
+from edgeq.converters.families import EMBEDDING
 from edgeq.converters.linears import Recipe
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.plan import ConversionPlan
 from edgeq.converters.preflight import preflight
-from edgeq.converters.quantizer import GPTQ
+from edgeq.converters.quantizer import GPTQ, fake
 from edgeq.devices import DEVICES
 from edgeq.errors import InputError
 
@@ -128,7 +129,11 @@ def test_a_second_budget_measures_nothing_and_other_text_does(
     text = tmp_path / "other.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 800)
     allocate(preflight(str(folder), replace(SMALL, budget=BUDGET, calibration=text)), silent, pytest.fail)
-    assert len(runs) > 2
+    assert len(runs) == 4
+    # What other sources measured does not count.
+    monkeypatch.setattr(allocation, "code_digest", lambda folders: "changed")
+    measured_frontier(plan_of(folder), silent, pytest.fail)
+    assert len(runs) == 6
 
 
 def test_without_a_cache_folder_the_user_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +174,13 @@ def test_a_file_keeps_to_its_budget_and_says_what_it_lost(folder: Path, tmp_path
     assert isinstance(options, dict) and options["allocation"] == point.names and "group_size" not in options
     assert isinstance(measured, dict) and measured["kl_predicted"] == point.kl and measured["kl"] > 0
     assert measured["kl_of_parts"] == frontier.measured
+    # The head is rounded as the probe measures it: by GPTQ, which is not to nearest.
+    head = linears["head"].weights[0]
+    assert head.scale is not None and head.zero is not None
+    arrays = (file.array(head.q), file.array(head.scale), file.array(head.zero))
+    stored = torch.from_numpy(dequantize(head.codec, head.rows, head.columns, *arrays))
+    assert not torch.equal(stored, fake(torch.from_numpy(plan.checkpoint.whole(EMBEDDING)), head.codec, GPTQ))
+    assert not torch.equal(stored, fake(torch.from_numpy(plan.checkpoint.whole(EMBEDDING)), head.codec))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "opt", "llama_mha"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import edgeq
+from edgeq.converters.allocation.budget import Budget
 from edgeq.converters.from_python import convert
 from edgeq.converters.options import ConvertOptions
 from edgeq.errors import EdgeqError, InputError
@@ -46,6 +47,17 @@ def test_it_makes_the_file_of_the_command_line(tmp_path: Path) -> None:
     assert edgeq.convert(str(TINY), str(tmp_path / "a.edgeq"), **settings).identity == file.identity, "found, and verified"
     with pytest.raises(InputError, match="force"):
         edgeq.convert(TINY, tmp_path / "a.edgeq", bits=3)
+
+
+def test_the_method_that_is_not_named_follows_from_what_is_given(tmp_path: Path) -> None:
+    assert [ConvertOptions(calibration=text).method for text in (None, "built-in")] == ["rtn", "awq+gptq"]
+    assert ConvertOptions(calibration="built-in", allocation={}).method == "gptq"
+    assert ConvertOptions(method="rtn", allocation={}).method == "rtn"
+    # A budget needs no method: what is refused is the text.
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 4)
+    with pytest.raises(EdgeqError, match="text"):
+        edgeq.convert(TINY, tmp_path / "x.edgeq", budget=Budget("bits", 3.0), calibration=text)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from edgeq.codec import Codec
+from edgeq.converters import columns as columns_of_a_matrix
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.convert import ConvertOptions, convert, preflight
@@ -48,6 +49,19 @@ def gptq(
 
 def output_error(x: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor) -> float:
     return float((x @ (rounded - weight).T).square().sum())
+
+
+@pytest.mark.parametrize("columns", [64, 128, COLUMNS])
+def test_visiting_integers_again_lowers_the_error(
+    x: torch.Tensor, weight: torch.Tensor, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one block of columns is all of them."""
+    x, weight, before = x[:, :columns].clone(), weight[:, :columns].clone(), weight[:, :columns].clone()
+    recipe = Recipe(Codec("int", 3, 32, symmetric=False), GPTQ)
+    visited = output_error(x, weight, gptq(weight, x, recipe)[1])
+    assert torch.equal(weight, before)
+    monkeypatch.setattr(columns_of_a_matrix, "SWEEPS", 0)
+    assert visited < 0.95 * output_error(x, weight, gptq(weight, x, recipe)[1])
 
 
 @pytest.mark.parametrize("act_order", [False, True])

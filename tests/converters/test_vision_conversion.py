@@ -145,6 +145,11 @@ def nested(key: str, **values: Any) -> Callable[[dict[str, Any]], None]:
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
     "no tower": (lambda c: c.pop("vision_config"), CheckpointError, "config.json: vision_config is None"),
+    "no name of a rope": (
+        nested("text_config", rope_parameters={"rope_type": ["mrope"], "mrope_section": [2, 4, 6]}),
+        UnsupportedError,
+        "rope kind .*mrope.* is not supported with mrope_section",
+    ),
     "no sections": (nested("text_config", rope_parameters={"rope_type": "default"}), CheckpointError, "with mrope_section"),
     "stretched": (
         nested("text_config", rope_parameters={"rope_type": "yarn", "mrope_section": [2, 4, 6]}),
@@ -205,6 +210,11 @@ def test_settings_of_pictures_may_lie_in_the_processors(source: Path, tmp_path: 
         preflight(str(moved), ConvertOptions())
     (moved / "processor_config.json").write_text(json.dumps({"image_processor": inner}))
     assert preflight(str(moved), ConvertOptions()).method.config.vision
+
+
+def test_weights_as_they_are_have_no_rounded_inputs(source: Path) -> None:
+    with pytest.raises(InputError, match="--vision-bits 16/8.*choose 16"):
+        preflight(str(source), ConvertOptions(vision_bits=16, vision_activation_bits=8))
 
 
 def test_bits_of_a_tower_that_is_not_there(checkpoint: Callable[..., Path]) -> None:
