@@ -6,11 +6,15 @@ torch and transformers are imported when a checkpoint is first asked for, so tha
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# A shell starts what it runs in the background with interrupts ignored; what a test starts and interrupts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY_LLAMA = Path(__file__).parent.parent / "models" / "tiny-llama"
 
