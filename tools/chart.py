@@ -43,14 +43,14 @@ class _Axis:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Powers of ten and round multiples of them that lie on the axis; where these are fewer than two, finer ones."""
+        """Powers of ten and round multiples of them that lie on the axis; where these are fewer than three, finer ones."""
         powers = range(math.floor(self._low), math.ceil(self._high) + 1)
         found: list[float] = []
         for factors in FACTORS:
             found = [v for p in powers for f in factors if self._low <= math.log10(v := f * 10.0**p) <= self._high]
             if len(found) <= MOST_TICKS:
                 break
-        return found if len(found) > 1 else self._fine()
+        return found if len(found) > 2 else self._fine()
 
     def _fine(self) -> list[float]:
         first, last = 10**self._low, 10**self._high

@@ -56,6 +56,7 @@ COLUMNS = (
 )
 """bits: per weight of the layers without the head; MB read: per token, of all layers and the head; s and peak MB: time and peak
 memory of the conversion."""
+BUDGETS = ("--size", "--read", "--kl", "--speed")
 _LIST = re.compile(r"\{([^{}]*)\}")
 
 
@@ -226,11 +227,13 @@ def order(rows: Sequence[Json], text: str) -> list[Json]:
 
 
 def points(rows: Sequence[Json], text: str) -> list[Point]:
-    """Series by method, those of llama.cpp as one."""
+    """Series by method; files made for a budget are one, those of llama.cpp another."""
     found = []
     for row in rows:
         words = row["recipe"].split()
         method = words[words.index("--method") + 1] if "--method" in words else "rtn"
+        if any(word in BUDGETS for word in words):
+            method = "budget"
         series, label = ("llama.cpp", words[1]) if words[0] == "llama.cpp" else (f"edgeq {method}", "")
         found.append(Point(series, label, row["read_bytes"] / 1e6, row["texts"][text]["files"][0]["kl_mean"]))
     return found

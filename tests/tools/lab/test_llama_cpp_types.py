@@ -1,4 +1,4 @@
-"""Rows of llama.cpp in the table of quality,"""
+"""Rows of llama.cpp in the table of quality."""
 
 from __future__ import annotations
 

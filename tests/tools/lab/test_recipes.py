@@ -90,3 +90,10 @@ def test_recipes_are_measured_once_and_ordered_only_where_they_differ(tmp_path: 
 def test_a_recipe_that_cannot_be_converted_says_why(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="convert --bits 9: .*9"):
         quality.measure(str(TINY), tmp_path, ["--bits 9"], ["code"], window=64, limit=512, jobs=1)
+
+
+def test_the_chart_tells_methods_budgets_and_llama_cpp_apart() -> None:
+    recipes = ("--method gptq --bits 4", "--bits 4", "--read 2.4MB", "llama.cpp Q2_K")
+    rows = [{"recipe": recipe, "read_bytes": 2e6, "texts": {"code": {"files": [{"kl_mean": 0.01}]}}} for recipe in recipes]
+    found = [(point.series, point.label) for point in quality.points(rows, "code")]
+    assert found == [("edgeq gptq", ""), ("edgeq rtn", ""), ("edgeq budget", ""), ("llama.cpp", "Q2_K")]
