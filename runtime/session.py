@@ -192,8 +192,12 @@ class Session:
         after each and may raise.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
-        prompt = tokens if isinstance(tokens, Prompt) else Prompt(token_ids("tokens", tokens, self._vocab_size))
-        tokens, seen, begun = self._check(prompt.tokens, prompt.visual_tokens), None, len(self.tokens)
+        seen, begun = None, len(self.tokens)
+        if isinstance(tokens, Prompt):
+            prompt, tokens = tokens, self._check(tokens.tokens, tokens.visual_tokens)
+        else:
+            tokens = self._check(tokens)
+            prompt = Prompt(tokens)
         if prompt.places:
             assert self._pictures is not None
             seen = Seen(self._pictures, prompt, joined(self.places, prompt.places, begun), self._lock)
