@@ -12,19 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
 from edgeq.codec import Codec, Kind
-from edgeq.config import VisionConfig
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.container import DATA_OFFSET
 from edgeq.converters.allocation.parts import Part, parts_of
 from edgeq.converters.allocation.record import Prediction
 from edgeq.converters.calibration.choose_precision import PrecisionChoice
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BATCH_ROWS, token_activations
+from edgeq.converters.calibration.samples import PictureSamples
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS
 from edgeq.converters.items import ArrayItem, BlobItem, Contents, Item
@@ -49,12 +50,14 @@ class WriteStep:
 
     method   that delivers them
     layer    the decoder layer they belong to, if any
+    block    which block of its stack that is, or of a tower: its patches, its layers and its projector
     """
 
     label: str
     items: tuple[Item, ...]
     method: Method
     layer: int | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class ConversionPlan:
     method: Method
     tower: Method | None
     text: TextAssets
-    calibration: Calibration | None
+    calibration: Calibration | PictureSamples | None
     steps: tuple[WriteStep, ...]
     choice: PrecisionChoice | None = None
     prediction: Prediction | None = None
@@ -116,19 +119,34 @@ class ConversionPlan:
     def memory_bytes(self) -> int:
         """The promise: anonymous memory that the conversion will not exceed."""
         scales = max(item.scale_bytes for step in self.steps for item in step.items if isinstance(item, LinearItem))
-        tokens = 0 if self.calibration is None else self.calibration.rows.numel()
+        tokens = 0 if self.calibration is None else self.calibration.tokens
         streaming = BASELINE + 6 * SLAB_BYTES + scales + self.method.memory_bytes(tokens)
         if self.calibration is None:
             return streaming
-        c, (_, length) = self.method.config, self.calibration.rows.shape
+        if isinstance(self.calibration, PictureSamples):
+            streaming += self._picture_bytes(self.calibration)
+        c, length = self.method.config, self.calibration.longest
         layer = 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
         hidden = 4 * tokens * c.hidden_size
         # Scores of attention, where torch keeps them whole, and what a layer computes from a batch.
         batch = 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
         return streaming + 2 * layer + hidden + batch
 
-    def metadata(self) -> Metadata:
-        """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
+    def _picture_bytes(self, samples: PictureSamples) -> int:
+        """Memory that a tower takes over calibration pictures."""
+        assert self.tower is not None and isinstance(self.tower.stack, VisionConfig)
+        c, patches = self.tower.stack, [math.prod(picture.grid) for picture in samples.pictures]
+        widest = max(c.patch_width, c.hidden_size)
+        layer = 4 * sum(math.prod(shape) for _, shape in self.tower.family.layer_parts(0).values())
+        most = max(patches)
+        batch = 4 * most * (3 * c.num_attention_heads * most + token_activations(c) + 2 * c.joined_size)
+        return 4 * sum(patches) * widest + 2 * layer + batch + self.tower.memory_bytes(sum(patches))
+
+    def metadata(self, found: Mapping[str, object] | None = None) -> Metadata:
+        """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made.
+
+        found   what linear layers say of the columns that are kept apart, by name
+        """
         provenance: dict[str, object] = {
             "source": self.checkpoint.name,
             "source_digest": self.checkpoint.digest(),
@@ -139,7 +157,7 @@ class ConversionPlan:
             else {
                 "source": self.calibration.source,
                 "sha256": self.calibration.sha256,
-                "tokens": self.calibration.rows.numel(),
+                "tokens": self.calibration.tokens,
             },
             "edgeq": __version__,
             "measured": self._measured(),
@@ -147,11 +165,12 @@ class ConversionPlan:
             if self.method.options.bits is None
             else self.method.preset.title(self.method.codec(self.method.config.hidden_size)),
             **({"details": self.method.details} if self.method.details else {}),
+            **({"split_rows": dict(found)} if found else {}),
             **({"vision": {"method": self.tower.name, **self.tower.options.recorded()}} if self.tower else {}),
         }
         contents = self.contents
         return Metadata(
-            config=self.method.stored_config,
+            config=self.stored_config,
             generation=self.text.generation,
             provenance=provenance,
             default_mode=self.choice.mode if self.choice else self.method.mode or "a16",
@@ -161,6 +180,15 @@ class ConversionPlan:
             kv=self.method.kv,
             vision_mode=self.tower.mode if self.tower else None,
         )
+
+    @property
+    def stored_config(self) -> ModelConfig:
+        """The network of the file, its tower as that is stored."""
+        config = self.method.stored_config
+        if self.tower is None:
+            return config
+        assert isinstance(self.tower.stack, VisionConfig)
+        return replace(config, vision=self.tower.stack)
 
     def _measured(self) -> dict[str, object] | None:
         if self.choice is None:
@@ -231,7 +259,7 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
     return (
         WriteStep("text and embedding", tuple(first), method),
         *(tower_steps(checkpoint, tower) if tower else ()),
-        *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i) for i in range(layers)),
+        *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i, i) for i in range(layers)),
         WriteStep("norm and head", (*norms, head), method),
     )
 
@@ -241,10 +269,10 @@ def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:
     config, stack = method.stack, StackItems(checkpoint, method)
     assert isinstance(config, VisionConfig)
     layers = config.num_hidden_layers
-    yield WriteStep("vision patches", tuple(stack.ends(patch_contents(config))), method)
+    yield WriteStep("vision patches", tuple(stack.ends(patch_contents(config))), method, block=0)
     for i in range(layers):
-        yield WriteStep(f"vision layer {i + 1} of {layers}", tuple(stack.layer(i)), method)
-    yield WriteStep("vision projector", tuple(stack.ends(projector_contents(config))), method)
+        yield WriteStep(f"vision layer {i + 1} of {layers}", tuple(stack.layer(i)), method, block=i + 1)
+    yield WriteStep("vision projector", tuple(stack.ends(projector_contents(config))), method, block=layers + 1)
 
 
 class StackItems:

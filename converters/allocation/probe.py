@@ -26,6 +26,7 @@ from edgeq.converters.allocation.outcome import ChangedTable, divergences_throug
 from edgeq.converters.allocation.parts import HEAD, Part
 from edgeq.converters.allocation.record import Record
 from edgeq.converters.calibration.choose_precision import last_norm
+from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.calibration.moments import Moments
@@ -47,7 +48,7 @@ MOMENT_BYTES = 512 << 20
 
 def probe_rows(plan: ConversionPlan) -> Tensor:
     """The rows of the calibration text that a probe runs, evenly spaced.  InputError: the text is too short."""
-    assert plan.calibration is not None
+    assert isinstance(plan.calibration, Calibration)
     rows = plan.calibration.rows
     tokens, length = rows.numel(), rows.shape[1]
     if tokens < LEAST_TOKENS:
@@ -92,7 +93,7 @@ class Probe:
     def run(self, record: Record) -> None:
         """Add the measurements to `record`, which is kept after every layer."""
         layers, missing = self.plan.method.config.num_hidden_layers, self.missing
-        assert self.plan.calibration is not None
+        assert isinstance(self.plan.calibration, Calibration)
         forward, short = self._forward(self.plan.calibration.rows), self._forward(self.rows)
         progress = _Progress(self)
         exact = self._through(short, 0, [short.hidden])[0]
@@ -117,7 +118,7 @@ class Probe:
         for part in missing:
             if part.name == HEAD:
                 progress.layer(layers)
-                self._head(part, exact, self._head_rounding(forward.hidden), record)
+                self._head(part, exact, self._head_rounding(forward.states), record)
                 record.keep()
         self.on_progress(1, 1, "probe")
 
@@ -157,11 +158,11 @@ class Probe:
             for matrix, weight in zip(matrices, kept, strict=True):
                 matrix.put(weight)
 
-    def _head_rounding(self, hidden: Tensor) -> RoundRows:
-        """How the conversion will round the head; `hidden`: outputs of the last layer over the calibration text."""
+    def _head_rounding(self, states: Sequence[Tensor]) -> RoundRows:
+        """How the conversion will round the head; `states`: outputs of the last layer over the calibration text."""
         if not self.plan.method.rounds_head:
             return quantize
-        return gptq_rounding(hidden, last_norm(self.plan.method.stored_config, self.plan.checkpoint))
+        return gptq_rounding(states, last_norm(self.plan.method.stored_config, self.plan.checkpoint))
 
     def _head(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
         """Measure the head; one that is also the embedding changes what enters the first layer too."""
@@ -232,7 +233,7 @@ class _Progress:
         weights = [sum(part.weights for part in probe.plan.parts() if part.layer == layer) for layer in range(layers)]
         head = sum(part.weights for part in probe.plan.parts() if part.name == HEAD)
         assert probe.plan.calibration is not None
-        tokens, short = probe.plan.calibration.rows.numel(), probe.rows.numel()
+        tokens, short = probe.plan.calibration.tokens, probe.rows.numel()
         self._work = []
         for layer in range(layers):
             variants = sum(len(probe.grid(part)) for part in probe.missing if part.layer == layer)

@@ -12,7 +12,7 @@ Neither can be measured without text that the model was trained for; then the he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from edgeq.codec import Codec
 from edgeq.config import ModelConfig
-from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.calibration.forward import TokenForward, WholeReader
 from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
-from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
 from edgeq.converters.linears import RoundRows
 from edgeq.converters.method import Method
@@ -36,7 +35,7 @@ from edgeq.records import Mode
 MAX_HEAD_KL = 0.005
 MAX_A8_RISE = 0.003
 ROWS = 4
-"""Calibration rows that are run, evenly spaced."""
+"""Calibration rows, or samples, that are run, evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -90,35 +89,38 @@ def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
 @torch.no_grad()
 def choose(
     method: Method,
-    checkpoint: Checkpoint,
     tensors: Tensors,
-    tokens: Tensor,
+    forward: Callable[[], TokenForward],
     stored: WholeReader,
     heads: Mapping[int, Codec | None],
     codecs: Mapping[str, Codec],
     on_share: Callable[[float], None] = lambda share: None,
     round_rows: RoundRows = quantize,
 ) -> PrecisionChoice:
-    """Measure on a few rows of `tokens` [rows, length]; `on_share` is called with the share of the layers' work that is done.
+    """Measure on what `forward` holds, each time from the first layer on; `on_share` is called with the share of the work of
+    the layers that is done.
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
     heads    candidates, smallest first: bits -> codec, None for an unrounded head
     codecs   of the weights of decoder layers, by tensor
     round_rows  how rows of the head are rounded
     """
-    tokens = tokens[:: -(-len(tokens) // ROWS)]
-    config = method.stored_config
+    config, began = method.stored_config, forward()
+    tokens = began.tokens
     runs = 1 if method.mode else 2
-    exact = _hidden(method, checkpoint, tensors, tokens, stored, None, lambda share: on_share(share / runs))
+    exact = _hidden(method, began, stored, None, lambda share: on_share(share / runs))
     rounded = exact
     if not method.mode:
-        rounded = _hidden(method, checkpoint, tensors, tokens, stored, codecs, lambda share: on_share((1 + share) / 2))
+        rounded = _hidden(method, forward(), stored, codecs, lambda share: on_share((1 + share) / 2))
     norm = last_norm(config, tensors)
+    # What comes next is a picture's token at some positions: no model is asked for those.
+    following = torch.cat([each[:, 1:].reshape(-1) for each in tokens])
+    asked = following != (config.vision.image_token_id if config.vision else -1)
     # Inputs of the head at every position that has a next token: [tokens, hidden].
-    inputs = [norm(hidden[:, :-1].flatten(0, 1)) for hidden in (exact, rounded)]
-    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, tokens[:, 1:].reshape(-1), heads, round_rows)
+    inputs = [norm(torch.cat([x[:, :-1].flatten(0, 1) for x in states])[asked]) for states in (exact, rounded)]
+    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, following[asked], heads, round_rows)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
-    measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
+    measured = {"tokens": sum(each.numel() for each in tokens), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
         return PrecisionChoice(head, method.mode, measured)
     return PrecisionChoice(
@@ -136,15 +138,12 @@ def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
 
 def _hidden(
     method: Method,
-    checkpoint: Checkpoint,
-    tensors: Tensors,
-    tokens: Tensor,
+    forward: TokenForward,
     stored: WholeReader,
     rounded: Mapping[str, Codec] | None,
     on_share: Callable[[float], None],
-) -> Tensor:
-    """Outputs of the last layer as stored, [rows, length, hidden]; `rounded`: inputs rounded for these codecs, by tensor."""
-    forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
+) -> Sequence[Tensor]:
+    """Outputs of the last layer as stored, batch by batch; `rounded`: inputs rounded for these codecs, by tensor."""
     layers = method.config.num_hidden_layers
     for index in range(layers):
         on_share(index / layers)
@@ -157,7 +156,7 @@ def _hidden(
             )
         forward.advance(index, layer)
         forward.unload(layer)
-    return forward.hidden
+    return forward.states
 
 
 def _head_slabs(read: RowReader, config: ModelConfig) -> Iterator[NDArray[np.float32]]:

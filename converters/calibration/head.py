@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from edgeq.codec import Codec
-from edgeq.converters.calibration.forward import batches
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.columns import factorize, quantize_matrix
@@ -15,13 +16,13 @@ from edgeq.converters.quantizer import GPTQ, Quantized, quantize
 
 
 @torch.no_grad()
-def gptq_rounding(hidden: Tensor, norm: Norm) -> RoundRows:
-    """Rounding of rows of the head over these outputs of the last layer, [rows, tokens, hidden]; `norm`: the last one.
+def gptq_rounding(states: Sequence[Tensor], norm: Norm) -> RoundRows:
+    """Rounding of rows of the head over these outputs of the last layer, each [rows, tokens, hidden]; `norm`: the last one.
 
     Output channels do not depend on each other: rows may come in slabs of any size.
     """
-    moments = Moments(hidden.shape[-1])
-    for batch in batches(hidden):
+    moments = Moments(states[0].shape[-1])
+    for batch in states:
         moments.add(norm(batch).flatten(0, -2))
     factor = factorize(moments.matrix, Recipe(Codec("int", 8)), act_order=False)
 

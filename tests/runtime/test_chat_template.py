@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from edgeq import chat_template
 from edgeq.chat_template import LIMITS, MAX_SOURCE, MAX_TRANSLATED, MAX_VALUE, ChatTemplate
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.runtime import chat_template
 from edgeq.text import Text
 
 DATA = json.loads(
