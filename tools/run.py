@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import sys
@@ -119,23 +120,22 @@ def most_visual(model: Path, images: int, image_tokens: int | None) -> int:
     if not images:
         return 0
     vision = ModelFile.open(model).metadata.config.vision
-    limit = vision.image.most_tokens(vision.patch_size * vision.merge) if vision else 0
-    return images * min(limit, image_tokens or MOST_TOKENS)
+    return images * min(vision.most_tokens, image_tokens or MOST_TOKENS) if vision else 0
 
 
 def shown(paths: Sequence[Path], pictures: Sequence[Picture], model: Model) -> dict[str, Any]:
     """What --json says of each picture, where the model sees: its size in the file, and as the model sees it."""
     if model.config.vision is None:
         return {}
-    patch, merge = model.config.vision.patch_size, model.config.vision.merge
+    vision = model.config.vision
     lines = [
         {
             "path": str(path),
             "width": picture.size[0],
             "height": picture.size[1],
-            "seen_width": picture.grid[2] * patch,
-            "seen_height": picture.grid[1] * patch,
-            "tokens": len(picture.patches) // merge**2,
+            "seen_width": picture.grid[2] * vision.patch_size,
+            "seen_height": picture.grid[1] * vision.patch_size,
+            "tokens": math.prod(vision.token_grid(picture.grid)),
             "read_s": picture.read_s,
             "notes": list(picture.notes),
         }
