@@ -30,23 +30,30 @@ MOST_TOKENS = 1280
 MOST_IMAGES = 64
 
 
+def check_image_tokens(config: ModelConfig, image_tokens: int | None) -> None:
+    """InputError: `image_tokens` is out of range, or the model reads text alone."""
+    if image_tokens is None:
+        return
+    if config.vision is None:
+        raise InputError(f"`image_tokens` is given, and this model ({config.model_type}) reads text alone; leave it out")
+    limit = config.vision.most_tokens
+    integer("image_tokens", image_tokens, 1, limit, f"1 to {limit}, the most that this model takes")
+
+
 class Pictures:
     """most_tokens   of one picture;  axes: rotary positions of a token."""
 
     def __init__(
         self, config: ModelConfig, context: int, image_tokens: int | None, compile_tower: Callable[[int, OnProgress], Tower]
     ) -> None:
-        """image_tokens    the most of one picture; None: as many as the file allows, at most 1,280 and half the context
+        """config          of a model with a tower
+        image_tokens    the most of one picture, which `check_image_tokens` has seen; None: as many as the file allows, at most
+                        1,280 and half the context
         compile_tower   the vision tower for so many patches of a frame
-
-        InputError: `image_tokens` is out of range, or the model reads text alone.
         """
-        if config.vision is None:
-            raise InputError(f"`image_tokens` is given, and this model ({config.model_type}) reads text alone; leave it out")
+        assert config.vision is not None
         self.vision, self.axes = config.vision, config.rope.axes
         limit = self.vision.most_tokens
-        if image_tokens is not None:
-            integer("image_tokens", image_tokens, 1, limit, f"1 to {limit}, the most that this model takes")
         # Where all pictures have one size there is nothing to choose.
         self.most_tokens = image_tokens or max(1, min(limit, MOST_TOKENS, context // 2) if self.vision.sizes_vary else limit)
         self._compile = compile_tower

@@ -25,6 +25,7 @@ from edgeq.runtime.pictures import MOST_TOKENS
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.runtime.tokenizer import Text
+from edgeq.runtime.vision import vision_of
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe, identification, read_bandwidth
 from edgeq.tools.terminal import compilation, note, progress, write
@@ -160,7 +161,7 @@ def context_for(model: Path, text: str, messages: list[dict[str, str]] | None, t
         return None
     else:
         rendered = template if template is not None else (blob or b"").decode("utf-8", "replace")
-        count = len(ChatTemplate(rendered, reader).encode(messages))
+        count = len(ChatTemplate(rendered, reader, file.metadata.config.vision is not None).encode(messages))
     wanted = min(count + max(0, tokens), file.metadata.config.max_position_embeddings)
     return wanted if wanted > DEFAULT_CONTEXT else None
 
@@ -213,6 +214,8 @@ def load(model: Path, chat_template: str | None, options: dict[str, Any], sees: 
 
     InputError: it has none.
     """
+    if sees:
+        vision_of(ModelFile.open(model).metadata)
     cores = machine.cpu().cores
     most = max(options["threads"], options["threads_prefill"])
     if most > cores:
