@@ -18,6 +18,7 @@ from edgeq.converters.allocation.allocate import allocate
 from edgeq.converters.allocation.outcome import divergence_of_file
 from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, last_norm
+from edgeq.converters.calibration.compute import Compute, within_memory
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
 from edgeq.converters.calibration.head import gptq_rounding
@@ -98,8 +99,13 @@ def carry_out(
             on_begin()
             for line in plan.notes():
                 warn(line)
-            run = _Run(plan, Writer(output, segments, partial), journal, on_progress, warn, on_layer)
-            return Converted(run.finish(), False)
+
+            def attempt(compute: Compute) -> ModelFile:
+                # Where the device ran out of memory, from the last layer that is safe.
+                writer = Writer(output, journal.resume(restart=False), partial)
+                return _Run(replace(plan, compute=compute), writer, journal, on_progress, warn, on_layer).finish()
+
+            return Converted(within_memory(plan.compute, attempt, warn), False)
     finally:
         partial.close()
     for done, size in file.verify():
@@ -142,7 +148,7 @@ class _Run:
         if self.method.calibrates:
             blocks = self._calibrated(tensors)
             if self.method.rounds_head:
-                round_rows = gptq_rounding(blocks.states, last_norm(self.method.stored_config, tensors))
+                round_rows = gptq_rounding(blocks.states, last_norm(self.method.stored_config, tensors), self.plan.compute)
         else:
             for index in range(self.skip, last):
                 self._write(index, steps[index], tensors.rows, self._deliver(steps[index], tensors.rows, {}))
@@ -193,7 +199,8 @@ class _Run:
         calibration = calibration or self.plan.calibration
         assert calibration is not None
         if isinstance(calibration, Calibration):
-            return BlockForward(self.plan.checkpoint, self.method.family, self.method.config, calibration.rows, tensors)
+            plan, method = self.plan, self.method
+            return BlockForward(plan.checkpoint, method.family, method.config, calibration.rows, tensors, plan.compute)
         tower = self.plan.tower
         assert tower is not None
         if features is None:
@@ -281,6 +288,7 @@ class _Run:
             self.plan.codecs(),
             lambda share: self.stages.at(MEASURE, share),
             round_rows,
+            self.plan.compute,
         )
 
     def _divergence(self) -> float:
@@ -347,7 +355,7 @@ def _block_reader(prefix: str, block: nn.Module, others: RowReader) -> RowReader
 
     def read(name: str, start: int, stop: int) -> NDArray[np.float32]:
         found = block.state_dict().get(name.removeprefix(prefix))
-        rows: NDArray[np.float32] = others(name, start, stop) if found is None else found[start:stop].numpy()
+        rows: NDArray[np.float32] = others(name, start, stop) if found is None else found[start:stop].cpu().numpy()
         return rows
 
     return read

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.codec import Codec, Kind
-from edgeq.config import ModelConfig, Stack, VisionConfig
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.converters.allocation.parts import part_of
 from edgeq.converters.calibration.forward import Forward, TokenForward, WholeReader
 from edgeq.converters.calibration.samples import PictureFile
@@ -41,6 +41,7 @@ from edgeq.converters.quantizer import AWQ, Preset, fitting_group_size
 from edgeq.converters.slabs import RowReader, Tensors
 from edgeq.manifest import MODALITIES
 from edgeq.records import Activation, KvCodec, Mode
+from edgeq.stack import Stack
 
 Study = dict[str, NDArray[Any]]
 MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 6: "a8", 4: "a4"}

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.config import VisionConfig
 from edgeq.errors import InputError
 from edgeq.image import Picture
 from edgeq.rope import picture_positions
@@ -73,12 +74,12 @@ class Prompt:
         return sum(place.tokens for place in self.places)
 
 
-def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], image_token: int, merge: int) -> Prompt:
+def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], vision: VisionConfig) -> Prompt:
     """`tokens` with as many image tokens as each picture needs, in place of one each.
 
     InputError: there are more image tokens than pictures, or fewer.
     """
-    expanded, places = placed(tokens, pictures, image_token, merge)
+    expanded, places = placed(tokens, pictures, vision)
     return Prompt(expanded, tuple(pictures), places)
 
 
@@ -92,10 +93,9 @@ class Gridded(Protocol):
     def digest(self) -> bytes: ...
 
 
-def placed(
-    tokens: Sequence[int], pictures: Sequence[Gridded], image_token: int, merge: int
-) -> tuple[list[int], tuple[Place, ...]]:
+def placed(tokens: Sequence[int], pictures: Sequence[Gridded], vision: VisionConfig) -> tuple[list[int], tuple[Place, ...]]:
     """The tokens of `with_pictures`, and the places of the pictures."""
+    image_token = vision.image_token_id
     slots = [i for i, token in enumerate(tokens) if token == image_token]
     if len(slots) != len(pictures):
         raise InputError(
@@ -106,8 +106,7 @@ def placed(
     places, done = [], 0
     for slot, picture in zip(slots, pictures, strict=True):
         expanded += tokens[done:slot]
-        frames, rows, columns = picture.grid
-        grid = (frames, rows // merge, columns // merge)
+        grid = vision.token_grid(picture.grid)
         places.append(Place(len(expanded), grid, picture.digest, math.prod(grid)))
         expanded += [image_token] * math.prod(grid)
         done = slot + 1

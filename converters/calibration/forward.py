@@ -1,7 +1,7 @@
 """Runs what a model is calibrated with through it, one layer at a time, in torch (torch_decoder.py).
 
-Only the layer at hand is in memory.  The inputs of a layer are the outputs of the layer before it, unquantized
-as in AWQ, or as it is stored as in GPTQ: the method decides.
+Only the layer at hand is in memory, on the device that computes (compute.py).  The inputs of a layer are the outputs of the
+layer before it, unquantized as in AWQ, or as it is stored as in GPTQ: the method decides.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.config import ModelConfig, Stack
-from edgeq.converters.calibration.torch_decoder import DecoderLayer, angles
+from edgeq.config import ModelConfig
+from edgeq.converters.calibration.compute import Compute
+from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, angles
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, POSITIONS, Family
 from edgeq.converters.slabs import Tensors
+from edgeq.rope import Rope
+from edgeq.stack import Stack
 
 WholeReader = Callable[[str], NDArray[np.float32]]
 """Tensor name -> the whole tensor in float32."""
-BATCH_ROWS = 2
-"""Calibration rows in one forward: bounds the activations inside a layer."""
 
 
 def token_activations(c: Stack) -> int:
@@ -56,8 +57,9 @@ class Forward(ABC):
     states   float32 [rows, tokens, channels] of each batch
     """
 
-    def __init__(self, family: Family, config: Stack, tensors: Tensors) -> None:
-        self.family, self.config, self._tensors = family, config, tensors
+    def __init__(self, family: Family, config: Stack, tensors: Tensors, compute: Compute) -> None:
+        """`compute`: where blocks run; the states stay on the CPU."""
+        self.family, self.config, self._tensors, self.compute = family, config, tensors, compute
 
     @property
     @abstractmethod
@@ -82,8 +84,8 @@ class Forward(ABC):
     def load_layer(self, number: int, prefix: str, read: WholeReader | None) -> nn.Module:
         with torch.device("meta"):
             layer = DecoderLayer(self.config, self.family.description.biases)
-        names, read = self.family.layer_tensors(number), read or self._tensors.whole
-        state = {name.removeprefix(prefix): torch.from_numpy(read(name)) for name in names.values()}
+        names, read, put = self.family.layer_tensors(number), read or self._tensors.whole, self.compute.put
+        state = {name.removeprefix(prefix): put(torch.from_numpy(read(name))) for name in names.values()}
         layer.load_state_dict(state, strict=True, assign=True)
         return layer.requires_grad_(False).eval()
 
@@ -91,12 +93,12 @@ class Forward(ABC):
     def advance(self, index: int, layer: nn.Module) -> None:
         """Run the layer as it is: its outputs take the place of its inputs in `states`."""
         for batch in self.batches(index):
-            batch.x.copy_(layer(batch.x, **batch.arguments))
+            batch.x.copy_(layer(self.compute.put(batch.x), **batch.arguments))
 
     @torch.no_grad()
     def outputs(self, index: int, layer: nn.Module) -> list[Tensor]:
         """The outputs of the layer; nothing is advanced."""
-        return [layer(batch.x, **batch.arguments) for batch in self.batches(index)]
+        return [layer(self.compute.put(batch.x), **batch.arguments).cpu() for batch in self.batches(index)]
 
     @torch.no_grad()
     def swap(self, states: Sequence[Tensor]) -> None:
@@ -113,7 +115,7 @@ class Forward(ABC):
             layer.get_submodule(path).register_forward_hook(_input_hook(f), with_kwargs=True) for path, f in observers.items()
         ]
         for batch in self.batches(index):
-            layer(batch.x, **batch.arguments)
+            layer(self.compute.put(batch.x), **batch.arguments)
         for hook in hooks:
             hook.remove()
 
@@ -137,14 +139,24 @@ class BlockForward(TokenForward):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, family: Family, config: ModelConfig, tokens: Tensor, tensors: Tensors | None = None
+        self,
+        checkpoint: Checkpoint,
+        family: Family,
+        config: ModelConfig,
+        tokens: Tensor,
+        tensors: Tensors | None = None,
+        compute: Compute | None = None,
     ) -> None:
-        """`tensors`: those of the model; None: the checkpoint's own."""
-        super().__init__(family, config, tensors or checkpoint)
+        """`tensors`: those of the model; None: the checkpoint's own.  `compute`: where layers run; None: on the CPU."""
+        super().__init__(family, config, tensors or checkpoint, compute or Compute())
         ropes = {config.layer_rope(layer) for layer in range(config.num_hidden_layers)}
-        self._angles = {rope: rope and angles(rope, config.head_dim, tokens.shape[1]) for rope in ropes}
-        self.tokens = batches(tokens)
+        self._angles = {rope: rope and self._put_angles(rope, tokens.shape[1]) for rope in ropes}
+        self.tokens = self.compute.batches(tokens)
         self.hidden = self._embed(config, tokens)
+
+    def _put_angles(self, rope: Rope, length: int) -> Angles:
+        cosines, sines = angles(rope, self.config.head_dim, length)
+        return self.compute.put(cosines), self.compute.put(sines)
 
     def _embed(self, config: ModelConfig, tokens: Tensor) -> Tensor:
         x = embedded(self._tensors, config, tokens)
@@ -154,11 +166,11 @@ class BlockForward(TokenForward):
 
     @property
     def states(self) -> Sequence[Tensor]:
-        return batches(self.hidden)
+        return self.compute.batches(self.hidden)
 
     def attention_arguments(self, layer: int) -> dict[str, Any]:
         """Rotary tables and the mask: causal, and only the last `window` positions where the layer has a window."""
-        mask = causal(self.hidden.shape[1], self.config.window(layer))
+        mask = self.compute.put(causal(self.hidden.shape[1], self.config.window(layer)))
         return {"position_embeddings": self._angles[self.config.layer_rope(layer)], "attention_mask": mask}
 
     def batches(self, index: int) -> Iterator[Batch]:
@@ -169,14 +181,15 @@ class BlockForward(TokenForward):
     def few(self, count: int) -> BlockForward:
         found = copy(self)
         step = -(-len(self.hidden) // count)
-        found.hidden, found.tokens = self.hidden[::step].clone(), batches(torch.cat(list(self.tokens))[::step])
+        found.hidden, found.tokens = self.hidden[::step].clone(), self.compute.batches(torch.cat(list(self.tokens))[::step])
         return found
 
     @torch.no_grad()
     def run(self, index: int, layer: nn.Module, inputs: Tensor) -> Tensor:
         """The outputs of the layer for `inputs` [rows, tokens, hidden]; nothing is advanced."""
         arguments = self.attention_arguments(index)
-        return torch.cat([layer(batch, **arguments) for batch in batches(inputs)])
+        compute = self.compute
+        return torch.cat([layer(compute.put(batch), **arguments).cpu() for batch in compute.batches(inputs)])
 
 
 def embedded(tensors: Tensors, config: ModelConfig, tokens: Tensor) -> Tensor:
@@ -197,8 +210,3 @@ def _input_hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
         observer(args[0] if args else kwargs["hidden_states"])
 
     return observe
-
-
-def batches(x: Tensor) -> tuple[Tensor, ...]:
-    """Rows of tokens in portions."""
-    return torch.split(x, BATCH_ROWS)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from edgeq.config import ModelConfig
+from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import Batch, TokenForward, causal, embedded
 from edgeq.converters.calibration.samples import Sample
 from edgeq.converters.calibration.torch_decoder import angles_at
@@ -29,7 +30,7 @@ class SampleForward(TokenForward):
         tensors: Tensors,
     ) -> None:
         """`features`: float32 [1, tokens, hidden] of each picture, sample by sample."""
-        super().__init__(family, config, tensors)
+        super().__init__(family, config, tensors, Compute())
         self._samples, waiting = list(samples), iter(features)
         self.tokens = [torch.tensor([sample.tokens]) for sample in samples]
         self._visual = [torch.zeros(len(sample.tokens), dtype=torch.bool) for sample in samples]

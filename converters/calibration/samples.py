@@ -15,6 +15,7 @@ from typing import Any
 
 from edgeq.chat_template import ChatTemplate, with_images
 from edgeq.config import ModelConfig, VisionConfig
+from edgeq.converters.calibration.torch_tower import refusal
 from edgeq.converters.tokenizer import TextAssets
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
 from edgeq.image import Picture, read_picture
@@ -94,11 +95,16 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
     """At most `most` samples of `folder`; None: MOST_SAMPLES.
 
     InputError: there are none, a line is not one, a picture is missing or cannot be read, or a sample is longer than what the
-    model takes.  UnsupportedError: the model has no chat template; Pillow is not installed.
+    model takes.  UnsupportedError: the model has no chat template, or a tower of another kind; Pillow is not
+    installed.
     """
     vision = config.vision
     if vision is None:
         raise InputError(f"--calibration {folder}: a folder of pictures, and this model reads text alone; give a text file")
+    if part := refusal(vision):
+        raise UnsupportedError(
+            f"--calibration {folder}: a tower with {part} cannot be calibrated with pictures; give a text file"
+        )
     lines = _lines(folder / FILE)
     count = min(most or MOST_SAMPLES, len(lines))
     chosen = [lines[i * len(lines) // count] for i in range(count)]
@@ -106,8 +112,7 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
         raise UnsupportedError("the checkpoint has no chat template, which says where a picture goes; calibrate with a text")
     encoder = Text(text.blobs["tokenizer.json"], text.generation)
     template = ChatTemplate(text.blobs["chat_template"].decode("utf-8"), encoder)
-    limit = vision.image.most_tokens(vision.patch_size * vision.merge)
-    most_tokens = max(1, min(limit, MOST_TOKENS, config.max_position_embeddings // 2))
+    most_tokens = max(1, min(vision.most_tokens, MOST_TOKENS, config.max_position_embeddings // 2))
     digest, found = hashlib.sha256(), []
     for number, line in chosen:
         where = f"{folder / FILE} line {number}"
@@ -170,7 +175,7 @@ def _sample(
     question = with_images([{"role": "user", "content": values["question"]}], len(pictures))
     try:
         tokens = template.encode([*question, {"role": "assistant", "content": values["answer"]}], add_generation_prompt=False)
-        tokens, places = placed(tokens, pictures, config.vision.image_token_id, config.vision.merge)
+        tokens, places = placed(tokens, pictures, config.vision)
     except EdgeqError as error:
         raise type(error)(f"{where}: {error}") from None
     if len(tokens) > (most := config.max_position_embeddings):

@@ -9,6 +9,7 @@ outlives a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class Staged:
         for batch in self._forward.batches(self._index):
             handle = module.register_forward_pre_hook(stop)
             try:
-                self._run_to(path, batch)
+                self._run_to(path, replace(batch, x=self._forward.compute.put(batch.x)))
             except _Reached as reached:
                 x = reached.inputs.reshape(-1, reached.inputs.shape[-1])
                 if len(x):
@@ -69,9 +70,9 @@ class Staged:
         """The moments of the inputs of module `path`; of the module asked for last they are kept until `changed`."""
         if self._kept is None or self._kept[0] != path:
             self._kept = None
-            module = self._block.get_submodule(path)
+            module, device = self._block.get_submodule(path), self._forward.compute.device
             assert isinstance(module, nn.Linear)
-            found, largest = Moments(module.in_features), torch.zeros(MODALITIES, module.in_features)
+            found, largest = Moments(module.in_features, device), torch.zeros(MODALITIES, module.in_features, device=device)
             for x, visual in self.inputs(path):
                 found.add(x)
                 add_largest(largest, x, visual)
@@ -124,9 +125,10 @@ class StagedLayer(Staged):
             return
         layer = self._layer
         for batch in self._forward.batches(self._index):
-            attended = layer.self_attn(layer.input_layernorm(batch.x), **batch.arguments)
+            x = self._forward.compute.put(batch.x)
+            x += layer.attention_output_norm(layer.self_attn(layer.input_layernorm(x), **batch.arguments))
             # The hidden states are advanced in place.
-            batch.x.add_(layer.attention_output_norm(attended))
+            batch.x.copy_(x)
         self._passed = True
 
     @torch.no_grad()
@@ -134,7 +136,9 @@ class StagedLayer(Staged):
         self._pass_attention()
         self._kept = None
         for batch in self._forward.batches(self._index):
-            batch.x.add_(self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(batch.x))))
+            x = self._forward.compute.put(batch.x)
+            x += self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(x)))
+            batch.x.copy_(x)
 
 
 def staged(forward: Forward, index: int, block: nn.Module) -> Staged:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgeq.config import Stack
 from edgeq.rope import Rope, frequencies, rotation
+from edgeq.stack import Stack
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines [positions, pairs]."""

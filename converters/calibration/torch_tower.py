@@ -46,3 +46,15 @@ class Projector(nn.Module):
         first, second = self.project
         found: Tensor = second(self.activation(first(x)))
         return found
+
+
+def refusal(config: VisionConfig) -> str | None:
+    """What a tower has that the modules here have not; None: nothing."""
+    parts = {
+        "learned positions": config.position_rows > 0,
+        "a class row": config.class_row,
+        "a norm before its first layer": config.pre_norm,
+        "taps": bool(config.tap_layers),
+        "a projector without a norm": config.project_norm == "none",
+    }
+    return next((part for part, there in parts.items() if there), None)

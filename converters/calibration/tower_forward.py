@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.config import VisionConfig
+from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import Batch, Forward, WholeReader
 from edgeq.converters.calibration.samples import PictureFile
 from edgeq.converters.calibration.torch_decoder import angles_at
@@ -26,7 +27,7 @@ class TowerForward(Forward):
 
     def __init__(self, family: Family, config: VisionConfig, pictures: Sequence[PictureFile], tensors: Tensors) -> None:
         """CheckpointError: a picture is no longer what it was."""
-        super().__init__(family, config, tensors)
+        super().__init__(family, config, tensors, Compute())
         self.vision = config
         self._frames = [Frame.of(picture.grid, config) for picture in pictures]
         self._states = [

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.codec import Codec, Kind
-from edgeq.config import ModelConfig, Stack, VisionConfig
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method, Study
@@ -42,6 +42,7 @@ from edgeq.converters.rotation.orthogonal import signs
 from edgeq.converters.rotation.tower import LAST, RotatedTower, WithoutMeans, behind_rms_norm
 from edgeq.converters.slabs import SLAB_BYTES, Tensors
 from edgeq.errors import InputError, UnsupportedError
+from edgeq.stack import Stack
 
 TOWER_SEED = 1
 StoredTransform = tuple[int, int, NDArray[np.float32] | None]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgeq.codec import Kind
-from edgeq.config import Stack
 from edgeq.converters.calibration.static_scales import observed
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
 from edgeq.converters.options import ConvertOptions
+from edgeq.stack import Stack
 
 
 class RoundToNearest(Method):

@@ -63,7 +63,7 @@ def prompt_of(file: ModelFile) -> Prompt:
         Picture(rng.standard_normal((h * w, vision.patch_width), np.float32), (t, h, w), bytes([h])) for t, h, w in grids
     ]
     tokens = [*rng.integers(2, 2048, 6).tolist(), START, IMAGE, 7, 8, START, IMAGE, *rng.integers(2, 2048, 9).tolist()]
-    return with_pictures(tokens, pictures, IMAGE, vision.merge)
+    return with_pictures(tokens, pictures, vision)
 
 
 def logits_of(path: Path, target: str, rows: int = 256) -> NDArray[np.float32]:
