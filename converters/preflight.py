@@ -50,7 +50,7 @@ def preflight(
     allocation, options = options.allocation, replace(options, allocation=None)
     method = chosen(options)(options, family, config)
     tower = _tower(options, family)
-    _check_scales(method)
+    _check_pictures(method, tower)
     rows = _calibration(method, text)
     open_tensors(checkpoint, family)
     steps = write_steps(checkpoint, method, tower, text)
@@ -70,18 +70,19 @@ def preflight(
     return plan
 
 
-def _check_scales(method: Method) -> None:
-    """InputError, UnsupportedError: the method would measure constant scales, and cannot for this model with what it has."""
+def _check_pictures(method: Method, tower: Method | None) -> None:
+    """InputError, UnsupportedError: something would be measured on pictures, or as constant scales, and cannot be."""
     options, kind = method.options, f"--activations {method.options.activations}"
-    if not method.scales:
+    if not (method.scales or (tower and tower.calibrates)):
         return
-    if method.config.num_experts or options.activation_bits == 16:
+    if method.scales and (method.config.num_experts or options.activation_bits == 16):
         what = "experts" if method.config.num_experts else "activations of 16 bits"
         raise UnsupportedError(f"{kind}: {what} have no constant scales; leave it out")
     pictures = isinstance(options.calibration, Path) and options.calibration.is_dir()
     if method.config.vision and not pictures:
+        what = kind if method.scales else f"--method {method.name}"
         raise InputError(
-            f"{kind} needs calibration pictures for a model that reads pictures: give --calibration DIR, a folder with "
+            f"{what} needs calibration pictures for a model that reads pictures: give --calibration DIR, a folder with "
             "pictures and samples.jsonl, a line with image, question and answer for each"
         )
     if options.activations == "modality" and not method.config.vision:

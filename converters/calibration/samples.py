@@ -102,9 +102,7 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
     if vision is None:
         raise InputError(f"--calibration {folder}: a folder of pictures, and this model reads text alone; give a text file")
     if part := refusal(vision):
-        raise UnsupportedError(
-            f"--calibration {folder}: a tower with {part} cannot be calibrated with pictures; give a text file"
-        )
+        raise UnsupportedError(f"--calibration {folder}: pictures cannot pass a tower with {part} here; give a text file")
     lines = _lines(folder / FILE)
     count = min(most or MOST_SAMPLES, len(lines))
     chosen = [lines[i * len(lines) // count] for i in range(count)]

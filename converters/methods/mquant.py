@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig, VisionConfig
+from edgeq.converters.calibration.torch_tower import refusal
 from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method, Study
@@ -121,6 +122,8 @@ class MQuantTower(Method):
     def __init__(self, options: ConvertOptions, family: Family, config: VisionConfig) -> None:
         self._source_family, self._source = family, config
         self._shapes: Mapping[str, tuple[int, ...]] = {}
+        if part := refusal(config):
+            raise UnsupportedError(f"mquant: calibration pictures cannot pass a tower with {part} here; choose awq or gptq")
         if options.rotate is not False:
             if config.project_norm != "patch":
                 raise UnsupportedError(

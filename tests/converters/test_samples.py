@@ -141,6 +141,7 @@ def test_models_that_cannot_use_them_are_refused(model: tuple[Any, TextAssets], 
     ("options", "message"),
     [
         ({"method": "mquant"}, "--activations modality needs calibration pictures"),
+        ({"method": "mquant", "activations": "block"}, "--method mquant needs calibration pictures"),
         ({"method": "rtn", "activations": "static"}, "--activations static needs calibration pictures"),
         ({"method": "resq", "calibration": "here"}, "--method resq calibrates with a text"),
         ({"method": "mquant", "calibration": "here", "calibration_length": 64}, "--calibration-length goes with a"),
