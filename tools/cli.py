@@ -67,7 +67,7 @@ def convert(
     output: Path | None,
     dry_run: bool,
     as_json: bool,
-    device: str | None,
+    target: str | None,
     bits: dict[str, float] | None,
     vision_bits: dict[str, int] | None,
     **options: Any,
@@ -81,7 +81,7 @@ def convert(
         raise click.UsageError("missing option '-o' / '--output'", click.get_current_context())
     from edgeq.tools.convert import convert as command
 
-    command(source, None if dry_run else output, device, as_json, options | (bits or {}) | (vision_bits or {}))
+    command(source, None if dry_run else output, target, as_json, options | (bits or {}) | (vision_bits or {}))
 
 
 @main.command(
