@@ -18,7 +18,7 @@ import click
 from edgeq.tools.entry import Command
 from edgeq.tools.profile.comparison import compare
 from edgeq.tools.profile.record import read
-from edgeq.tools.terminal import progress
+from edgeq.tools.terminal import note, progress
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def main(file: Path, options: tuple[str, ...], threads: int, pairs: int, share: 
             for count, save in ((threads, a), (threads, b), (threads - 1, fewer)):
                 measured(file, count, save, options)
             found.append(outcome(a, b, fewer, share))
+            note(f"{i + 1} of {pairs}: {found[-1]}")
     click.echo(json.dumps([asdict(each) for each in found], indent=1) if as_json else text(found, share))
 
 

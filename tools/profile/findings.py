@@ -5,8 +5,9 @@ A sentence is said when its condition holds and only then; where what it needs w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NEAR_LIMIT = 0.85
@@ -38,7 +39,7 @@ class Finding:
 
 
 def findings(document: dict[str, Any]) -> list[Finding]:
-    """Of a document (document.py); of each rule at most one per combination of settings."""
+    """Of a document (document.py).  Where a rule holds of several tests, the first is named and the others are counted."""
     records = document["measurements"]
     found = [
         *_bandwidth(records),
@@ -51,7 +52,15 @@ def findings(document: dict[str, Any]) -> list[Finding]:
     ]
     for operations in document["operations"]:
         found += [*_bubble(operations), *_waiting(operations)]
-    return found
+    counts = Counter(finding.name for finding in found)
+    firsts = {finding.name: finding for finding in reversed(found)}
+    return [_counted(firsts[name], count - 1) for name, count in counts.items()]
+
+
+def _counted(finding: Finding, others: int) -> Finding:
+    if not others:
+        return finding
+    return replace(finding, text=f"{finding.text}; so it is in {others} other test{'s' * (others > 1)}")
 
 
 def named(record: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from edgeq.tools.options import BENCH_TESTS, CACHES, IMAGE_TOKENS, JSON, MODEL, 
 from edgeq.tools.params import Amount, Count, EdgeqFile, OneOf, Several, Threads
 
 output = section("Output")
-FORMATS = ("md", "json", "csv", "trace")
+FORMATS = ("md", "json", "csv", "html", "trace")
 
 THIS_MACHINE = "this-machine"
 comparison = section("Comparison (nothing is measured)")

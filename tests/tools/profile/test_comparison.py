@@ -66,6 +66,15 @@ def test_what_is_slower_faster_or_neither(calm: Document) -> None:
     assert {line.verdict for line in compare(scaled(calm, 1, 0.05, 1), scaled(calm, 0.7, 0.05, 2))} == {"faster"}
     # A large difference within a larger spread, or from few repetitions, is none.
     assert {x.verdict for x in compare(scaled(calm, 1, 0.6, 1), scaled(calm, 1.3, 0.6, 2))} == {"not separable"}
+    # So is one that the fastest repetitions do not have: neighbours.
+    one, crowded = scaled(calm, 1, 0.02, 1), scaled(calm, 1.5, 0.02, 2)
+    for record in crowded["measurements"]:
+        if record["step_s"]:
+            record["step_s"][0] = 0.25
+        record["samples_s"][0] = 1.0
+    crowded["measurements"] = [r for r in crowded["measurements"] if r["kind"] == "tg"]
+    (line,) = compare(one, crowded)
+    assert line.low is not None and line.low > 1 and line.best < 1.05 and line.verdict == "not separable"
     few = compare(scaled(calm, 1, 0.01, 1, repetitions=4), scaled(calm, 2, 0.01, 2, repetitions=4))
     assert {(line.verdict, line.low) for line in few} == {("not separable", None)}
 
