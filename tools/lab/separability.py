@@ -42,8 +42,8 @@ def measured(file: Path, threads: int, save: Path, options: tuple[str, ...]) -> 
 def outcome(a: Path, b: Path, fewer: Path, share: float) -> Outcome:
     """What the two comparisons report."""
     same, other = compare(read(a), read(b)), compare(read(a), read(fewer))
-    slower = [max((line.ratio for line in lines if line.slower_by(share)), default=None) for lines in (same, other)]
-    return Outcome(*slower, min(line.ratio for line in other))
+    reported = [max((line.ratio for line in lines if line.slower_by(share)), default=None) for lines in (same, other)]
+    return Outcome(reported[0], reported[1], min(line.ratio for line in other))
 
 
 def text(found: list[Outcome], share: float) -> str:

@@ -7,7 +7,7 @@ see it, and each mark says its numbers where the pointer rests on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -84,7 +84,7 @@ def frame(x: Axis, y: Axis, x_label: str, y_label: str) -> Iterator[str]:
     yield text(14, middle, y_label, "middle", f' transform="rotate(-90 14 {middle:g})"')
 
 
-def lines(name: str, series: dict[str, Sequence[Mark]], x_label: str, y_label: str) -> str:
+def lines(name: str, series: Mapping[str, Sequence[Mark]], x_label: str, y_label: str) -> str:
     """A line for each series, both axes from 0."""
     marks = [mark for each in series.values() for mark in each]
     x, y = axis([m.x for m in marks], LEFT, WIDTH - RIGHT), axis([m.y for m in marks], HEIGHT - BOTTOM, TOP)
@@ -97,7 +97,7 @@ def lines(name: str, series: dict[str, Sequence[Mark]], x_label: str, y_label: s
     return figure(name, f"{len(series)} series", body) + legend(list(series))
 
 
-def distribution(name: str, series: dict[str, Sequence[float]], x_label: str) -> str:
+def distribution(name: str, series: Mapping[str, Sequence[float]], x_label: str) -> str:
     """What share of the values is at most so large; the largest hundredth is left out where there are many."""
     cut = {
         key: sorted(values)[: max(1, math.ceil(len(values) * (0.99 if len(values) >= 100 else 1)))]
@@ -115,7 +115,7 @@ def distribution(name: str, series: dict[str, Sequence[float]], x_label: str) ->
     return figure(name, ", ".join(series), body) + legend(list(series))
 
 
-def roofline(name: str, marks: dict[str, Sequence[Mark]], bytes_per_s: float, operations_per_s: float) -> str:
+def roofline(name: str, marks: Mapping[str, Sequence[Mark]], bytes_per_s: float, operations_per_s: float) -> str:
     """Operations per second over operations per byte, both logarithmic; the roof is the lesser of the two limits.
 
     Marks are in operations per byte and operations per second.
@@ -139,7 +139,7 @@ def roofline(name: str, marks: dict[str, Sequence[Mark]], bytes_per_s: float, op
     ) + legend(list(marks))
 
 
-def stacked(name: str, rows: dict[str, dict[str, float]], unit: str) -> str:
+def stacked(name: str, rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
     """A bar for each row, made of its parts."""
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     most = max(sum(row.values()) for row in rows.values()) or 1.0

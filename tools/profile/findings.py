@@ -127,7 +127,7 @@ def _depth(records: list[dict[str, Any]]) -> Iterator[Finding]:
         low, high = min(group, key=lambda r: r["depth"]), max(group, key=lambda r: r["depth"])
         if high["depth"] > low["depth"] and high["p50"] >= DEEP * low["p50"]:
             text = f"a token takes {high['p50'] / low['p50']:.2f} times as long as after {low['depth']} tokens "
-            text += f"({1000 * high['p50']:.2f} against {1000 * low['p50']:.2f} ms): attention reads the cache"
+            text += f"({1000 * high['p50']:.2f} against {1000 * low['p50']:.2f} ms)"
             figures = {"p50": high["p50"], "p50_at_least_depth": low["p50"], "depth": high["depth"]}
             yield Finding("depth", f"{named(high)}: {text}", figures)
 
@@ -135,8 +135,8 @@ def _depth(records: list[dict[str, Any]]) -> Iterator[Finding]:
 def _unsteady(records: list[dict[str, Any]]) -> Iterator[Finding]:
     for record in _tg(records):
         if record["p99"] is not None and record["p99"] >= UNSTEADY * record["p50"]:
-            text = f"1 token in 100 takes {1000 * record['p99']:.2f} ms, {record['p99'] / record['p50']:.1f} times the median: "
-            text += "something else uses the processor"
+            times = record["p99"] / record["p50"]
+            text = f"1 token in 100 takes {1000 * record['p99']:.2f} ms or more, {times:.1f} times the median"
             figures = {"p99": record["p99"], "p50": record["p50"]}
             yield Finding("unsteady", f"{named(record)}: {text}", figures)
 
