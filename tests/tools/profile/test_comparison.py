@@ -92,6 +92,12 @@ def test_a_setting_that_is_constant_may_differ(calm: Document) -> None:
         compare(one, scaled(calm, 1, 0.01, 2, kv="int8"))
 
 
+@pytest.mark.parametrize(("load", "busy"), [(None, False), (2.9, False), (3.1, True)])
+def test_nothing_is_separable_on_a_busy_machine(calm: Document, load: float | None, busy: bool) -> None:
+    for line in compare(scaled(calm, 1, 0.02, 1), scaled(calm, 2, 0.02, 2, load=load)):
+        assert line.busy == busy and line.verdict == ("not separable" if busy else "slower")
+
+
 def edgeq(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
