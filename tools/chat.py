@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -239,7 +240,7 @@ class Conversation:
         assert self._model.config.vision is not None
         self._shown.append({"type": "image", "path": path, "digest": picture.digest.hex()})
         self._pictures[picture.digest.hex()] = picture
-        tokens = len(picture.patches) // self._model.config.vision.merge**2
+        tokens = math.prod(self._model.config.vision.token_grid(picture.grid))
         width, height = picture.size
         return "\n".join([f"{path}: {width} x {height} pixels, {tokens} tokens", *picture.notes])
 

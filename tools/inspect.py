@@ -203,14 +203,14 @@ def show(facts: dict[str, Any]) -> None:
 
 
 def tower_line(vision: dict[str, Any]) -> str:
-    """Sizes of the vision tower, and of the pictures that it takes."""
+    """Sizes of the vision tower, and of the pictures that it takes: two lines."""
     image, edge = vision["image"], vision["patch_size"] * vision["merge"]
     pixels = f"{image['min_pixels']:,} to {image['max_pixels']:,} pixels"
     size = pixels if image["sizing"] == "factor" else f"{image['height']} x {image['width']} pixels"
     return (
         f"vision tower: {vision['num_hidden_layers']} layers, hidden {vision['hidden_size']}, inner "
-        f"{vision['intermediate_size']}, {vision['num_attention_heads']} heads of {vision['head_dim']}, patches of "
-        f"{vision['patch_size']}, a token for {edge} x {edge} pixels; pictures of {size}"
+        f"{vision['intermediate_size']}, {vision['num_attention_heads']} heads of {vision['head_dim']}\n"
+        f"patches of {vision['patch_size']}, a token for {edge} x {edge} pixels; pictures of {size}"
     )
 
 

@@ -90,7 +90,7 @@ def test_values_are_taken_in_any_case_that_the_help_shows() -> None:
     given = convert.make_context(
         "convert", ["x", "-o", "y", "--group-size", "ROW", "--method", "AWQ", "--for", "RTX-4090"]
     ).params
-    assert (given["group_size"], given["method"], given["device"]) == (0, "awq", "rtx-4090")
+    assert (given["group_size"], given["method"], given["target"]) == (0, "awq", "rtx-4090")
 
 
 def test_values_of_options_are_those_of_the_library_and_a_shell_completes_them() -> None:
