@@ -44,6 +44,7 @@ class IdleProgram:
         """Nothing is compiled."""
 
     def new_page(self) -> Page:
+        self._check_device()
         return Page()
 
     def copy_page(self, page: Page) -> Page:
@@ -59,13 +60,16 @@ class IdleProgram:
         return None
 
     def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> Any:
-        if len(self.runs) >= self._last:
-            raise DeviceError(LOST)
+        self._check_device()
         assert len(rows) <= self.options.max_rows
         self.runs.append(len(rows))
         logits = np.zeros((len(rows.wanted), self._width), np.float32)
         logits[:, LETTER] = 1
         return logits
+
+    def _check_device(self) -> None:
+        if len(self.runs) >= self._last:
+            raise DeviceError(LOST)
 
 
 class IdleTarget:
