@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgeq.errors import InputError, ResourceError, UnsupportedError
+from edgeq.errors import DeviceError, InputError, ResourceError, UnsupportedError
 from edgeq.image import Picture
 from edgeq.runtime import Generation, Measurement, Model
 from edgeq.runtime.chat_template import parts
@@ -174,6 +174,10 @@ def answer(conversation: Conversation, question: Content) -> None:
     except InputError as error:
         note(in_options(str(error)))
         return
+    except DeviceError:
+        # The device is lost for the next questions too.  The message begins a line.
+        write("\n" if pieces else "")
+        raise
     except KeyboardInterrupt:
         note(" (stopped)")
     write("\n")

@@ -16,7 +16,7 @@ import click
 
 from edgeq import machine
 from edgeq.container import ModelFile
-from edgeq.errors import InputError
+from edgeq.errors import DeviceError, InputError
 from edgeq.image import Picture
 from edgeq.runtime import Generation, Model, Sampling
 from edgeq.runtime.chat_template import ChatTemplate
@@ -102,9 +102,14 @@ def run(
         note(line)
     if not (as_json or as_lines):
         note(label)
-        write(first.text)
-        for piece in pieces:
-            write(piece.text)
+        try:
+            write(first.text)
+            for piece in pieces:
+                write(piece.text)
+        except DeviceError:
+            # Its message begins a line.
+            write("\n")
+            raise
         write("\n")
         for line in summary(loaded, generation):
             note(line)
