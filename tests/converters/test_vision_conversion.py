@@ -365,3 +365,13 @@ def test_what_a_qwen3_vl_cannot_have_is_named(taps: Path, keys: dict[str, Any], 
 def test_architectures_near_a_supported_one_say_what_to_do(architecture: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         recognise({"architectures": [architecture]}, None)
+
+
+def test_the_chat_template_may_lie_beside_the_tokenizer(clip: Path, tmp_path: Path) -> None:
+    """Processors kept it in chat_template.json before transformers 5."""
+    other = edited(tmp_path / "other", clip, lambda values: None)
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").unlink()
+    assert "chat_template" not in preflight(str(other), ConvertOptions()).text.blobs
+    (other / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert preflight(str(other), ConvertOptions()).text.blobs["chat_template"] == template.encode()
