@@ -21,7 +21,7 @@ from typing import cast
 from edgeq.codec import Codec, Kind
 from edgeq.config import VisionConfig
 from edgeq.container import DATA_OFFSET
-from edgeq.converters.allocation.parts import Part, parts_of
+from edgeq.converters.allocation.parts import TABLE, Part, parts_of
 from edgeq.converters.allocation.record import Prediction
 from edgeq.converters.calibration.choose_precision import ROWS, PrecisionChoice
 from edgeq.converters.calibration.compute import BATCH_ROWS, Compute
@@ -247,7 +247,7 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
     stack = StackItems(checkpoint, method)
     first: list[Item] = [BlobItem(name, data) for name, data in text.blobs.items()]
     if not stored_config.tie_word_embeddings:
-        first.append(stack.array("embedding", "embedding", EMBEDDING))
+        first.append(_embedding(stack, method))
     if config.rope.kind == "learned":
         first.append(stack.array("positions", "positions", POSITIONS))
     table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
@@ -265,6 +265,15 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i) for i in range(layers)),
         WriteStep("norm and head", (*norms, head), method),
     )
+
+
+def _embedding(stack: StackItems, method: Method) -> Item:
+    """An embedding that is not the head: a part of its own where parts get their codecs one by one, else as it is."""
+    options, config = method.options, method.config
+    if options.budget is None and options.allocation is None:
+        return stack.array(TABLE, TABLE, EMBEDDING)
+    codec = method.allocated(TABLE) or Codec(cast(Kind, method.dtype(TABLE, stack.kind(EMBEDDING))))
+    return LinearItem(TABLE, ((EMBEDDING, config.vocab_size),), config.hidden_size, Recipe(codec))
 
 
 def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:

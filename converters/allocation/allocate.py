@@ -10,7 +10,7 @@ from edgeq.config import VisionConfig
 from edgeq.converters.allocation.budget import Unit
 from edgeq.converters.allocation.estimate import grid
 from edgeq.converters.allocation.frontier import Costs, Frontier, Point, refuse_unmeetable
-from edgeq.converters.allocation.parts import Part
+from edgeq.converters.allocation.parts import TABLE, Part
 from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows
 from edgeq.converters.allocation.record import Prediction, Record
 from edgeq.converters.calibration.compute import Compute, within_memory
@@ -98,7 +98,8 @@ def _costs(plan: ConversionPlan, parts: tuple[Part, ...]) -> Costs:
     """What the file takes besides the weights of its parts: norms, text, biases, metadata."""
     metadata = plan.metadata()
     sizes = metadata.bytes_per_token()
-    linears = {name: linear for name, linear in metadata.linears.items() if not name.startswith(VisionConfig.prefix)}
+    apart = (VisionConfig.prefix, TABLE)
+    linears = {name: linear for name, linear in metadata.linears.items() if not name.startswith(apart)}
     total: dict[Unit, int] = {
         "bits": sum(linear.nbytes for linear in linears.values()),
         "size": plan.output_bytes + PROVENANCE_BYTES * len(parts),

@@ -43,15 +43,15 @@ class ChangedTable:
 
 @torch.no_grad()
 def divergence_of_file(
-    plan: ConversionPlan, rows: Tensor, stored: WholeReader, head: Rounded, on_share: Callable[[float], None]
+    plan: ConversionPlan, rows: Tensor, stored: WholeReader, head: Rounded, table: Rounded, on_share: Callable[[float], None]
 ) -> float:
     """Mean KL divergence in nats over token rows [rows, length].
 
-    stored   tensors of the decoder layers as the file has them;  head   rows of the head as the file has them
+    stored   tensors of the decoder layers as the file has them;  head, table   rows of head and embedding as the file has them
     on_share is called with the share of the layers' work that is done
     """
-    config, tied = plan.method.config, plan.method.stored_config.tie_word_embeddings
-    tensors: Tensors = ChangedTable(plan.checkpoint, config.vocab_size, head) if tied else plan.checkpoint
+    config = plan.method.config
+    tensors: Tensors = ChangedTable(plan.checkpoint, config.vocab_size, table)
     exact = BlockForward(plan.checkpoint, plan.method.family, config, rows, compute=plan.compute)
     changed = BlockForward(plan.checkpoint, plan.method.family, config, rows, tensors, plan.compute)
     for index in range(config.num_hidden_layers):

@@ -23,7 +23,7 @@ from edgeq.codec import Codec
 from edgeq.converters.allocation.divergence import Rounded, unchanged
 from edgeq.converters.allocation.estimate import GRID_BITS
 from edgeq.converters.allocation.outcome import ChangedTable, divergences_through
-from edgeq.converters.allocation.parts import HEAD, Part
+from edgeq.converters.allocation.parts import HEAD, TABLE, Part
 from edgeq.converters.allocation.record import Record
 from edgeq.converters.calibration.choose_precision import last_norm
 from edgeq.converters.calibration.forward import BlockForward
@@ -115,9 +115,9 @@ class Probe:
                 record.add(name, codec_name, value)
             record.keep()
         for part in missing:
-            if part.name == HEAD:
+            if part.layer is None:
                 progress.layer(layers)
-                self._head(part, exact, self._head_rounding(forward.hidden), record)
+                self._table(part, exact, self._head_rounding(forward.hidden) if part.name == HEAD else quantize, record)
                 record.keep()
         self.on_progress(1, 1, "probe")
 
@@ -164,12 +164,12 @@ class Probe:
             return quantize
         return gptq_rounding(hidden, last_norm(self.plan.method.stored_config, self.plan.checkpoint), self.plan.compute)
 
-    def _head(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
-        """Measure the head; one that is also the embedding changes what enters the first layer too."""
+    def _table(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
+        """Measure the head or the embedding, or what is both; an embedding changes what enters the first layer."""
         for codec in self.grid(part):
             rounded = partial(_rounded, codec=codec, round_rows=round_rows)
             end = exact
-            if self.plan.method.stored_config.tie_word_embeddings:
+            if part.name == TABLE or self.plan.method.stored_config.tie_word_embeddings:
                 changed = BlockForward(
                     self.plan.checkpoint,
                     self.plan.method.family,
@@ -179,7 +179,7 @@ class Probe:
                     self.plan.compute,
                 )
                 end = self._through(changed, 0, [changed.hidden])[0]
-            (value,) = self._measured(exact, [end], rounded)
+            (value,) = self._measured(exact, [end], rounded if part.name == HEAD else unchanged)
             record.add(part.name, codec.name, value)
 
     def _measured(self, exact: Tensor, ends: list[Tensor], head: Rounded = unchanged) -> list[float]:
@@ -240,7 +240,7 @@ class _Progress:
             variants = sum(len(probe.grid(part)) for part in probe.missing if part.layer == layer)
             self._work.append(3 * tokens * weights[layer] + variants * short * (sum(weights[layer:]) + head))
         self._work.append(
-            sum(len(probe.grid(part)) for part in probe.missing if part.name == HEAD) * short * (sum(weights) + 2 * head)
+            sum(len(probe.grid(part)) for part in probe.missing if part.layer is None) * short * (sum(weights) + 2 * head)
         )
 
     def layer(self, index: int) -> None:
