@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from edgeq.codec import Codec, dequantize
 from edgeq.container import ModelFile
@@ -21,14 +22,17 @@ from edgeq.converters.allocation.frontier import Frontier
 from edgeq.converters.allocation.parts import Part
 from edgeq.converters.allocation.probe import Probe, probe_rows
 from edgeq.converters.allocation.record import Record
+from edgeq.converters.calibration.staged import StagedLayer
 from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.convert import carry_out, convert
-from edgeq.converters.families import EMBEDDING
+from edgeq.converters.families import EMBEDDING, ScaleMapping, linear_module
 from edgeq.converters.linears import Recipe
+from edgeq.converters.methods import gptq
+from edgeq.converters.methods.awq import CodecOfModule, search_scale
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.plan import ConversionPlan
 from edgeq.converters.preflight import preflight
-from edgeq.converters.quantizer import GPTQ, fake
+from edgeq.converters.quantizer import GPTQ, Preset, fake
 from edgeq.devices import DEVICES
 from edgeq.errors import InputError
 from edgeq.tools.report import bits_per_weight
@@ -286,6 +290,27 @@ def test_a_budget_and_one_codec_for_all_exclude_each_other(folder: Path, given: 
 def test_methods_without_parts_of_their_own_refuse_a_budget(folder: Path) -> None:
     with pytest.raises(InputError, match="goes with --method gptq"):
         preflight(str(folder), ConvertOptions(method="quarot", budget=BUDGET))
+
+
+def test_scales_before_gptq_are_chosen_in_the_codecs_of_the_allocation(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plans(folder) | {"layers.0.qkv": "i2 g16 zero", "layers.1.down": "i7 g64 zero"}
+    seen: list[tuple[str, str]] = []
+
+    def search(run: StagedLayer, layer: nn.Module, mapping: ScaleMapping, codec: CodecOfModule, preset: Preset) -> Tensor:
+        seen.extend((path, codec(path).name) for path in map(linear_module, mapping.consumers))
+        return search_scale(run, layer, mapping, codec, preset)
+
+    monkeypatch.setattr(gptq, "search_scale", search)
+    options = replace(SMALL, method="awq+gptq", allocation=plan)
+    file = convert(str(folder), tmp_path / "o.edgeq", options, silent)
+    stored = {name: linear.weights[0].codec.name for name, linear in file.metadata.linears.items()}
+    assert stored == plan
+    assert seen.count(("self_attn.q_proj", "i2 g16 zero")) == 1 and seen.count(("mlp.down_proj", "i7 g64 zero")) == 1
+    parts = {"self_attn.q_proj": "qkv", "mlp.gate_proj": "gate_up", "mlp.down_proj": "down"}
+    for path, part in parts.items():
+        assert sorted(codec for name, codec in seen if name == path) == sorted(plan[f"layers.{i}.{part}"] for i in range(2))
 
 
 def test_a_speed_is_bytes_of_the_device() -> None:
