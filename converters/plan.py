@@ -123,18 +123,26 @@ class ConversionPlan:
         always, writing = BASELINE + self.method.memory_bytes(tokens), 6 * SLAB_BYTES + scales
         if self.calibration is None:
             return always + writing
-        c, (_, length) = self.method.config, self.calibration.rows.shape
-        layer = 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-        hidden = 4 * tokens * c.hidden_size
-        # Scores of attention, where torch keeps them whole, and what a layer computes from a batch.
-        batch = 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
+        c, length, layer, batch = self.method.config, self.calibration.rows.shape[1], self.layer_bytes, self.batch_bytes
         # When all layers are written, a few rows are run again for what the head and the whole file lose.
         allocates = self.options.budget is not None or self.options.allocation is not None
         measured = min(tokens, max(ROWS * length, MOST_TOKENS + length if allocates else 0))
         states, logits = measurement_bytes(c, measured)
         # One after another: a layer is run, written, run again for its report; so are those few rows, and the head.
         work = (2 * layer + batch, 2 * layer + writing, layer + batch + states, states + logits + writing)
-        return always + hidden + max(work)
+        return always + 4 * tokens * c.hidden_size + max(work)
+
+    @property
+    def layer_bytes(self) -> int:
+        """A decoder layer in float32."""
+        return 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+
+    @property
+    def batch_bytes(self) -> int:
+        """What a layer computes from a batch of the calibration text, and scores of attention, where torch keeps them whole."""
+        assert self.calibration is not None
+        c, length = self.method.config, self.calibration.rows.shape[1]
+        return 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
 
     def metadata(self) -> Metadata:
         """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""

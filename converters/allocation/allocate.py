@@ -56,7 +56,7 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
         wanted = [part for part in parts if not record.has(part.name, [codec.name for codec in codecs.get(part.name, ())])]
         if not wanted:
             return
-        needed, available = plan.memory_bytes + probe_bytes(plan), available_bytes()
+        needed, available = probe_bytes(plan), available_bytes()
         if needed > available:
             raise ResourceError(
                 f"{plan.checkpoint.name}: measuring for a budget needs {needed / 1e9:.1f} GB of memory, "

@@ -7,7 +7,7 @@ rounds them, by GPTQ over all of the text: what it saves against rounding to nea
 ten, so rounding to nearest would order the parts wrongly.
 
 For every layer: the moments X^T X of the inputs of all parts in one pass of the text, the rounded weights of each part, the
-outputs of the layer with each of them, and these through all later layers.  Memory beyond a conversion's: `probe_bytes`.
+outputs of the layer with each of them, and these through all later layers.  Memory: `probe_bytes`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from edgeq.converters.calibration.choose_precision import last_norm, measurement
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.calibration.moments import Moments
-from edgeq.converters.columns import factorize, quantize_matrix
+from edgeq.converters.columns import SLAB_ELEMENTS, factorize, quantize_matrix
 from edgeq.converters.linears import LinearItem, Recipe, RoundRows
 from edgeq.converters.methods.gptq import moments_bytes
-from edgeq.converters.plan import ConversionPlan
+from edgeq.converters.plan import BASELINE, ConversionPlan
 from edgeq.converters.quantizer import quantize, restored
+from edgeq.converters.slabs import SLAB_BYTES
 from edgeq.errors import CheckpointError, InputError
 
 OnProgress = Callable[[float, float, str], None]
-WORK = 6.0
-"""Passes of the calibration text, about, that the rows of the probe are chosen for."""
+WORK = 7.0
+"""Passes of the calibration text through the decoder layers, about, that running the rows of the probe may take."""
 LEAST_TOKENS = 1024
 MOMENT_BYTES = 512 << 20
 """Moments that are collected in one pass; a layer with more, of many experts, is passed several times."""
@@ -63,23 +64,39 @@ def probe_rows(plan: ConversionPlan) -> Tensor:
     assert plan.calibration is not None
     rows = plan.calibration.rows
     tokens, length = rows.numel(), rows.shape[1]
-    # A probe runs half of the model, on average.
-    probes = len(GRID_BITS) * len(plan.parts())
-    wanted = min(max(LEAST_TOKENS, WORK * tokens / (0.5 * probes)), MOST_TOKENS)
+    wanted = min(max(LEAST_TOKENS, WORK * tokens / _probes(plan.parts())), MOST_TOKENS)
     count = min(-(-int(wanted) // length), len(rows))
     return rows[[i * len(rows) // count for i in range(count)]]
 
 
+def _probes(parts: Sequence[Part]) -> float:
+    """The work of probing every part, per token, in passes through all decoder layers: each runs its layer, those after it, and
+    the head."""
+    used = {part.name: float(part.weights * part.share) for part in parts}
+    decoder = sum(used[part.name] for part in parts if part.layer is not None)
+    first = {part.layer or 0 for part in parts}
+    after = {layer: sum(used[x.name] for x in parts if x.layer is None or x.layer >= layer) for layer in first}
+    return len(GRID_BITS) * sum(after[part.layer or 0] for part in parts) / decoder
+
+
 def probe_bytes(plan: ConversionPlan) -> int:
-    """Memory that a probe takes beyond that of the conversion (`ConversionPlan.memory_bytes`)."""
+    """The promise of a probe: anonymous memory that it will not exceed."""
+    assert plan.calibration is not None
     config, parts, tokens = plan.method.config, plan.parts(), probe_rows(plan).numel()
     of_a_layer = max(sum(part.layer == layer for part in parts) for layer in range(config.num_hidden_layers))
     # What a layer gives with each part in each codec, and at the end its norm.
     states = 4 * tokens * config.hidden_size * (3 + 2 * len(GRID_BITS) * max(of_a_layer, 1))
     _, logits = measurement_bytes(config, tokens)
-    # The weights of a part as they were and in each codec; the conversion's own second layer is not there yet.
-    weights = 4 * len(GRID_BITS) * max(part.weights for part in parts if part.layer is not None)
-    return states + logits + weights + MOMENT_BYTES + moments_bytes(max(part.columns for part in parts))
+    first, working = [part for part in parts if part.layer == 0], list[int]()
+    for place, part in enumerate(first):
+        # Moments of this part and those after it; its factor; its weights as they were, rounded before, and rounded now: of one
+        # matrix one codec at a time, of many, experts, all codecs.
+        left = sum(4 * len(x.items) * x.columns**2 for x in first[place:])
+        weights = 4 * part.weights * (2 if len(part.items) == 1 else 1 + len(GRID_BITS))
+        working.append(max(min(MOMENT_BYTES, left), 4 * part.columns**2) + 4 * part.columns**2 + weights)
+    layer = plan.layer_bytes + max(plan.batch_bytes, 6 * 4 * SLAB_ELEMENTS) + max(working)
+    head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)
+    return BASELINE + 4 * plan.calibration.rows.numel() * config.hidden_size + states + max(layer, head)
 
 
 @dataclass(frozen=True)
@@ -160,21 +177,39 @@ class Probe:
         for part in parts:
             matrices = [Matrix.of(item, module) for item in part.items]
             kept = [matrix.weight() for matrix in matrices]
-            rounded = {codec: list[Tensor]() for codec in self.grid(part)}
-            for matrix in matrices:
-                factor = factorize(next(moments).matrix, matrix.item.recipe, bool(self.plan.method.options.act_order))
-                for codec, weights in rounded.items():
-                    recipe = Recipe(codec, matrix.item.recipe.preset)
-                    weights.append(quantize_matrix(matrix.weight(), factor, recipe, matrix.item.title)[1])
-                del factor
-            for codec, weights in rounded.items():
+            for codec, weights in self._rounded(part, matrices, kept, moments):
                 for matrix, weight in zip(matrices, weights, strict=True):
                     matrix.put(weight)
+                del weights, weight
                 yield part, codec, short.run(layer, module, short.hidden)
             for matrix, weight in zip(matrices, kept, strict=True):
                 matrix.put(weight)
         if not parts:
             forward.advance(layer, module)
+
+    def _rounded(
+        self, part: Part, matrices: Sequence[Matrix], kept: Sequence[Tensor], moments: Iterator[Moments]
+    ) -> Iterator[tuple[Codec, list[Tensor]]]:
+        """The weights `kept` of the matrices of a part, in each codec of the grid.
+
+        Of one matrix they are in memory one codec at a time; of several, experts, in all, since their moments are not kept.
+        """
+        act_order = bool(self.plan.method.options.act_order)
+        if len(matrices) == 1:
+            (matrix,), (weight,) = matrices, kept
+            factor = factorize(next(moments).matrix, matrix.item.recipe, act_order)
+            for codec in self.grid(part):
+                recipe = Recipe(codec, matrix.item.recipe.preset)
+                yield codec, [quantize_matrix(weight, factor, recipe, matrix.item.title)[1]]
+            return
+        rounded = {codec: list[Tensor]() for codec in self.grid(part)}
+        for matrix, weight in zip(matrices, kept, strict=True):
+            factor = factorize(next(moments).matrix, matrix.item.recipe, act_order)
+            for codec, weights in rounded.items():
+                recipe = Recipe(codec, matrix.item.recipe.preset)
+                weights.append(quantize_matrix(weight, factor, recipe, matrix.item.title)[1])
+            del factor
+        yield from rounded.items()
 
     def _head_rounding(self, hidden: Tensor) -> RoundRows:
         """How the conversion will round the head; `hidden`: outputs of the last layer over the calibration text."""
