@@ -56,6 +56,11 @@ def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:
     return 8 * sum(x.nbytes for x in layers) / sum(x.rows * x.columns for x in layers)
 
 
+def overall_bits(metadata: Metadata) -> float:
+    """Effective bits per weight of decoder and head, as `--bits` and `--vision-bits` ask for them: a tower is counted apart."""
+    return bits_per_weight(metadata, lambda name: not in_tower(name))
+
+
 def describe(file: ModelFile) -> str:
     """Name, codec and size in one line."""
     return f"{model_name(file.metadata)}, {codec_label(file.metadata)}, {file.size / 1e6:,.1f} MB"

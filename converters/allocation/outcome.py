@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from edgeq.converters.allocation.divergence import Rounded, Variant, divergences
-from edgeq.converters.calibration.choose_precision import last_norm
+from edgeq.converters.calibration.choose_precision import head_slabs, last_norm
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
-from edgeq.converters.families import EMBEDDING, HEAD
+from edgeq.converters.families import EMBEDDING
 from edgeq.converters.plan import ConversionPlan
-from edgeq.converters.slabs import Tensors, slabs
+from edgeq.converters.slabs import Tensors
 
 SPAN = 1024
 """Rows of an embedding that are changed at a time."""
@@ -71,7 +71,6 @@ def divergences_through(plan: ConversionPlan, exact: Tensor, ends: Sequence[tupl
     head."""
     config, tensors = plan.method.config, plan.checkpoint
     norm = last_norm(config, tensors)
-    table = EMBEDDING if config.tie_word_embeddings else HEAD
-    head = slabs(((table, config.vocab_size),), config.hidden_size, tensors.rows)
     variants = [Variant(norm(end).flatten(0, 1), rounded) for end, rounded in ends]
-    return divergences(head, plan.compute.put(norm(exact).flatten(0, 1)), variants)
+    inputs = plan.compute.put(norm(exact).flatten(0, 1))
+    return divergences(head_slabs(tensors.rows, config, len(inputs)), inputs, variants)

@@ -93,14 +93,21 @@ class BlockForward:
             batch.copy_(layer(self.compute.put(batch), **arguments))
 
     @torch.no_grad()
-    def watch(self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Run the layer without advancing; `observers`: module path -> called with its inputs [rows, tokens, channels]."""
+    def watch(
+        self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]], advance: bool = False
+    ) -> None:
+        """Run the layer; `observers`: module path -> called with its inputs [rows, tokens, channels].
+
+        advance   its outputs take the place of its inputs in `hidden`
+        """
         hooks = [
             layer.get_submodule(path).register_forward_hook(_input_hook(f), with_kwargs=True) for path, f in observers.items()
         ]
         arguments = self.attention_arguments(index)
         for batch in self.batches():
-            layer(self.compute.put(batch), **arguments)
+            outputs = layer(self.compute.put(batch), **arguments)
+            if advance:
+                batch.copy_(outputs)
         for hook in hooks:
             hook.remove()
 

@@ -66,7 +66,7 @@ def invented(plan: ConversionPlan) -> Frontier:
         part.name: {codec.name: float(10 ** random.uniform(-3, -2)) / (2**codec.bits - 1) ** 2 for codec in grid(part)}
         for part in plan.parts()
     }
-    return Frontier(plan.parts(), measured, allocation._costs(plan, plan.parts()))
+    return Frontier(plan.parts(), measured, allocation.fixed_costs(plan, plan.parts()))
 
 
 def test_a_part_alone_is_measured_as_a_file_with_only_that_part_quantized(folder: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_second_budget_measures_nothing_and_other_text_does(
     allocate(preflight(str(folder), replace(SMALL, budget=BUDGET, calibration=text)), silent, pytest.fail)
     assert len(runs) == 4
     # What other sources measured does not count.
-    monkeypatch.setattr(allocation, "code_digest", lambda folders: "changed")
+    monkeypatch.setattr("edgeq.converters.plan.quantizing_code", lambda: "changed")
     measured_frontier(plan_of(folder), silent, pytest.fail)
     assert len(runs) == 6
 
