@@ -55,7 +55,7 @@ $(DEMO_VISION): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) $(CALIB
 $(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert
 	@mkdir -p $(dir $(DEMO))
 	@echo "== convert: 4 bits, a scale per 128 weights, by what is lost on a calibration text"
-	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --calibration built-in --bits 4 --group-size 128
+	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --force --calibration built-in --bits 4 --group-size 128
 
 # Files are dealt out whole, so that tests of a file share what they convert and compile.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

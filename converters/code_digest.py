@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+
+from edgeq import codec, quantization
+
+QUANTIZING = ("", "allocation", "calibration", "families", "methods", "rotation")
 
 
 def code_digest(folders: Iterable[str], files: Iterable[Path] = ()) -> str:
@@ -15,3 +20,9 @@ def code_digest(folders: Iterable[str], files: Iterable[Path] = ()) -> str:
     for path in (*sorted(paths), *files):
         seen.update(path.read_bytes())
     return seen.hexdigest()
+
+
+@cache
+def quantizing_code() -> str:
+    """Digest of all sources that a converted file depends on: those of the converters, and of codecs and integer ranges."""
+    return code_digest(QUANTIZING, (Path(codec.__file__), Path(quantization.__file__)))

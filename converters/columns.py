@@ -33,7 +33,7 @@ BLOCK = 128
 DAMPINGS = (0.01, 0.1, 1.0)
 """Shares of the mean of M's diagonal that are added to it: the next one where the one before does not make M positive."""
 SWEEPS = 2
-SLAB_ELEMENTS = 1 << 24
+SLAB_ELEMENTS = 1 << 23
 """Weights that are rounded at a time: their copies bound the memory."""
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from edgeq.config import VisionConfig
 from edgeq.container import ModelFile
 from edgeq.converters.allocation.allocate import allocate
+from edgeq.converters.allocation.divergence import Rounded
 from edgeq.converters.allocation.outcome import divergence_of_file
 from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, last_norm
@@ -294,15 +295,21 @@ class _Run:
     def _divergence(self) -> float:
         """What all that is written lost, on a few rows of the calibration text."""
         assert self.plan.calibration is not None
-        items = [item for step in self.plan.steps for item in step.items]
-        head = stored_rows(self.writer.partial, self.writer.segments, items, "head")
+        tied = self.method.stored_config.tie_word_embeddings
         return divergence_of_file(
             self.plan,
             probe_rows(self.plan),
             self._stored(),
-            lambda rows, first: torch.from_numpy(head("head", first, first + len(rows))),
+            self._stored_rows("head"),
+            self._stored_rows("head" if tied else "embedding"),
             lambda share: self.stages.at(DIVERGENCE, share),
         )
+
+    def _stored_rows(self, name: str) -> Rounded:
+        """Rows of head or embedding as written."""
+        items = [item for step in self.plan.steps for item in step.items]
+        read = stored_rows(self.writer.partial, self.writer.segments, items, name)
+        return lambda rows, first: torch.from_numpy(read(name, first, first + len(rows)))
 
     def _write(self, index: int, step: WriteStep, read: RowReader, deliver: Deliver, begun: float = 0.0) -> None:
         """Write the items of step `index`, of whose work the share `begun` is done."""

@@ -42,6 +42,8 @@ def _difference(plan: ConversionPlan, file: ModelFile) -> str | None:
     wanted, found = _flat(planned.provenance, plan), _flat(file.metadata.provenance, plan)
     for key in [*wanted, *found]:
         if wanted.get(key) != found.get(key):
+            if key == "code" and wanted["edgeq"] == found.get("edgeq"):
+                return f"is there, made by other code of edgeq {wanted['edgeq']}, whose files may differ"
             return f"is there, made with {key} {found.get(key)!r}, now it is {wanted.get(key)!r}"
     generation = json.loads(json.dumps(planned.generation))
     if (planned.config, generation) != (file.metadata.config, file.metadata.generation):

@@ -54,7 +54,13 @@ class Journal:
             raise InputError(f"{self.path}: not a journal of a conversion ({error}); run again with --restart") from None
         changed = [key for key in sorted({*before, *self.fingerprint}) if before.get(key) != self.fingerprint.get(key)]
         if changed:
-            key = changed[0]
+            # Another version has other code too: the version says more.
+            key = next((key for key in changed if key != "code"), "code")
+            if key == "code":
+                raise InputError(
+                    f"{self.partial}: a conversion was interrupted here that other code of edgeq {before.get('edgeq')} had "
+                    "begun; pass --restart to start over"
+                )
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise InputError(
                 f"{self.partial}: a conversion was interrupted here with {key} {before.get(key)!r}, now it is "

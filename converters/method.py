@@ -144,9 +144,9 @@ class Method:
         return Codec("int", self.options.bits, self.group_size(columns), bool(self.options.symmetric))
 
     def allocated(self, name: str) -> Codec | None:
-        """The codec that the allocation gives linear layer `name`; None: there is no allocation."""
+        """The codec that the allocation gives linear layer `name`; None: there is no allocation, or it is still empty."""
         allocation = self.options.allocation
-        return None if allocation is None else Codec.named(allocation[part_of(name)])
+        return Codec.named(allocation[part_of(name)]) if allocation else None
 
     @property
     def activation(self) -> Activation | None:

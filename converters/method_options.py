@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "rtn": {**_ROUNDED, "activations": None, "allocation": None},
     "awq": _ROUNDED,
     "gptq": {**_ROUNDED, "act_order": False, **_ALLOCATED},
-    "awq+gptq": {**_ROUNDED, "act_order": False},
+    "awq+gptq": {**_ROUNDED, "act_order": False, **_ALLOCATED},
     "smoothquant": {**_SMOOTHED, "activations": None},
     "smoothquant+gptq": {**_SMOOTHED, "act_order": False},
     "ttq": {**_ROUNDED, "group_size": 32, "rank": 16, "master": "i8"},

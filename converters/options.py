@@ -62,8 +62,8 @@ UNITS |= {"group_size": "group size {}", "head": "a head of {} bits", "vision_bi
 class ConvertOptions:
     """How to convert.  None: not given; the method then takes its own default (`completed`).
 
-    method            not given: gptq with a budget or an allocation; else with a calibration text the one that loses least at
-                      its bytes (BEST), without one rounding to nearest
+    method            not given: gptq with a budget or an allocation, which awq+gptq takes too; else with a calibration text the
+                      one that loses least at its bytes (BEST), without one rounding to nearest
     bits              of weights, 2 to 8
     activation_bits   4, 6, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for

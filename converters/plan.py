@@ -3,9 +3,10 @@
 `edgeq.converters.preflight` makes a plan after all checks; `edgeq.converters.convert` carries it out.
 
 Memory promise, beside Python and torch themselves (BASELINE): one slab of rows of at most 64 MB in float32, working arrays of
-its size, and the scales of one matrix; with calibration text also twice one decoder layer in float32, its inputs for the whole
-text and what it computes from a batch; and what the method declares (`Method.memory_bytes`).  A GPU has a promise of its own
-(`ConversionPlan.device_bytes`); that of the host then holds all the same.
+its size, and the scales of one matrix; with calibration text also the inputs of a decoder layer for the whole text, twice the
+layer in float32, and in place of the slab, where that is more, what the layer computes from a batch; or, where that is more
+than all these, what the last measurements take; and what the method declares (`Method.memory_bytes`).
+A GPU has a promise of its own (`ConversionPlan.device_bytes`); that of the host then holds all the same.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from typing import cast
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig, VisionConfig
 from edgeq.container import DATA_OFFSET
-from edgeq.converters.allocation.parts import Part, parts_of
+from edgeq.converters.allocation.budget import MOST_TOKENS
+from edgeq.converters.allocation.parts import TABLE, Part, parts_of
 from edgeq.converters.allocation.record import Prediction
-from edgeq.converters.calibration.choose_precision import ROWS, PrecisionChoice
+from edgeq.converters.calibration.choose_precision import ROWS, PrecisionChoice, measurement_bytes
 from edgeq.converters.calibration.compute import BATCH_ROWS, Compute
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import token_activations
 from edgeq.converters.calibration.samples import PictureSamples
 from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.code_digest import quantizing_code
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS
 from edgeq.converters.items import ArrayItem, BlobItem, Contents, Item
 from edgeq.converters.journal import ENDING
@@ -126,13 +129,31 @@ class ConversionPlan:
         """The promise: anonymous memory that the conversion will not exceed."""
         scales = max(item.scale_bytes for step in self.steps for item in step.items if isinstance(item, LinearItem))
         tokens = 0 if self.calibration is None else self.calibration.tokens
-        streaming = BASELINE + 6 * SLAB_BYTES + scales + self.method.memory_bytes(tokens)
+        always, writing = BASELINE + self.method.memory_bytes(tokens), 6 * SLAB_BYTES + scales
         if self.calibration is None:
-            return streaming
+            return always + writing
         if isinstance(self.calibration, PictureSamples):
-            streaming += self._picture_bytes(self.calibration)
-        hidden = 4 * tokens * self.method.config.hidden_size
-        return streaming + 2 * self._layer_bytes + hidden + self._batch_bytes(BATCH_ROWS)
+            always += self._picture_bytes(self.calibration)
+        c, layer, batch = self.method.config, self.layer_bytes, self.batch_bytes
+        # When all layers are written, a few rows are run again for what the head and the whole file lose.
+        allocates = self.options.budget is not None or self.options.allocation is not None
+        measured = max(self.calibration.few(ROWS).tokens, MOST_TOKENS + self.calibration.longest if allocates else 0)
+        states, logits = measurement_bytes(c, min(tokens, measured))
+        # One after another: a layer is run, written, run again for its report; so are those few rows, and the head.
+        work = (2 * layer + batch, 2 * layer + writing, layer + batch + states, states + logits + writing)
+        return always + 4 * tokens * c.hidden_size + max(work)
+
+    @property
+    def layer_bytes(self) -> int:
+        """A decoder layer in float32."""
+        return 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+
+    @property
+    def batch_bytes(self) -> int:
+        """What a layer computes from a batch of the calibration text, and scores of attention, where torch keeps them whole."""
+        assert self.calibration is not None
+        c, length = self.method.config, self.calibration.longest
+        return 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
 
     def device_bytes(self, rows: int) -> int:
         """The promise for a GPU that computes so many rows of tokens at a time: the most memory that is taken of it.
@@ -143,22 +164,10 @@ class ConversionPlan:
         assert self.calibration is not None
         c = self.method.config
         largest = 4 * max(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-        layer = self._layer_bytes + largest + self.method.memory_bytes(self.calibration.tokens) + self._batch_bytes(rows)
-        tokens = self.calibration.few(ROWS).tokens
-        slab = min(c.vocab_size, SLAB_BYTES // (4 * c.hidden_size))
-        head = 4 * (2 * tokens * c.hidden_size + 2 * slab * c.hidden_size + 5 * tokens * slab)
+        batch = rows * self.batch_bytes // BATCH_ROWS
+        layer = self.layer_bytes + largest + self.method.memory_bytes(self.calibration.tokens) + batch
+        head = sum(measurement_bytes(c, self.calibration.few(ROWS).tokens)) + 2 * SLAB_BYTES
         return max(layer, head) + DEVICE_BASELINE
-
-    @property
-    def _layer_bytes(self) -> int:
-        """A decoder layer in float32."""
-        return 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-
-    def _batch_bytes(self, rows: int) -> int:
-        """Scores of attention, where torch keeps them whole, and what a layer computes from so many rows of tokens."""
-        assert self.calibration is not None
-        c, length = self.method.config, self.calibration.longest
-        return 4 * rows * length * (3 * c.num_attention_heads * length + token_activations(c))
 
     def _picture_bytes(self, samples: PictureSamples) -> int:
         """Memory that a tower takes over calibration pictures."""
@@ -188,6 +197,7 @@ class ConversionPlan:
                 "tokens": self.calibration.tokens,
             },
             "edgeq": __version__,
+            "code": quantizing_code(),
             "measured": self._measured(),
             "quantizer": None
             if self.method.options.bits is None
@@ -230,7 +240,8 @@ class ConversionPlan:
         """Everything the bytes of the result depend on, flat, so that a difference can be named."""
         import torch
 
-        found: dict[str, object] = {"edgeq": __version__, "torch": torch.__version__, "source": self.checkpoint.name}
+        found: dict[str, object] = {"edgeq": __version__, "code": quantizing_code(), "torch": torch.__version__}
+        found["source"] = self.checkpoint.name
         for path in self.checkpoint.files():
             if path.name.endswith(ENDING):
                 # That of an output beside the checkpoint's own files.
@@ -275,7 +286,7 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
     stack = StackItems(checkpoint, method)
     first: list[Item] = [BlobItem(name, data) for name, data in text.blobs.items()]
     if not stored_config.tie_word_embeddings:
-        first.append(stack.array("embedding", "embedding", EMBEDDING))
+        first.append(_embedding(stack, method))
     if config.rope.kind == "learned":
         first.append(stack.array("positions", "positions", POSITIONS))
     table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
@@ -293,6 +304,15 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i, i) for i in range(layers)),
         WriteStep("norm and head", (*norms, head), method),
     )
+
+
+def _embedding(stack: StackItems, method: Method) -> Item:
+    """An embedding that is not the head: a part of its own where parts get their codecs one by one, else as it is."""
+    options, config = method.options, method.config
+    if options.budget is None and options.allocation is None:
+        return stack.array(TABLE, TABLE, EMBEDDING)
+    codec = method.allocated(TABLE) or Codec(cast(Kind, method.dtype(TABLE, stack.kind(EMBEDDING))))
+    return LinearItem(TABLE, ((EMBEDDING, config.vocab_size),), config.hidden_size, Recipe(codec))
 
 
 def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:

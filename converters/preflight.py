@@ -47,7 +47,7 @@ def preflight(
         frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(checkpoint, config.vocab_size)
     # Checked against the parts of the model when they are known.
-    allocation, options = options.allocation, replace(options, allocation=None)
+    allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     method = chosen(options)(options, family, config)
     tower = _tower(options, family)
     _check_pictures(method, tower)

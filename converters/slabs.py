@@ -27,9 +27,12 @@ class Tensors(Protocol):
     def whole(self, name: str) -> NDArray[np.float32]: ...
 
 
-def slabs(tensors: tuple[tuple[str, int], ...], width: int, read: RowReader) -> Iterator[NDArray[np.float32]]:
-    """The rows of `tensors`, one below the other, in slabs of whole 16-row blocks and at most SLAB_BYTES."""
-    height = max(ROWS, SLAB_BYTES // (4 * width) // ROWS * ROWS)
+def slabs(
+    tensors: tuple[tuple[str, int], ...], width: int, read: RowReader, most: int | None = None
+) -> Iterator[NDArray[np.float32]]:
+    """The rows of `tensors`, one below the other, in slabs of whole 16-row blocks, at most SLAB_BYTES and `most` rows."""
+    height = min(SLAB_BYTES // (4 * width), most or SLAB_BYTES)
+    height = max(ROWS, height // ROWS * ROWS)
     ends = np.cumsum([rows for _, rows in tensors]).tolist()
     starts = [0, *ends[:-1]]
     for top in range(0, ends[-1], height):

@@ -99,7 +99,10 @@ def fused_shapes(config: Stack, layer: int) -> list[tuple[str, dict[str, Shape]]
 
 
 def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all arrays but key rotations: an untied embedding, learned positions, gains and biases of norms."""
+    """Name -> shape of all arrays but key rotations: an untied embedding, learned positions, gains and biases of norms.
+
+    The embedding may also be a linear layer.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     if not config.tie_word_embeddings:
         shapes["embedding"] = (config.vocab_size, config.hidden_size)
@@ -138,17 +141,24 @@ def check(metadata: Metadata) -> None:
             else:
                 expected.update(parts)
     expected["head"] = (config.vocab_size, config.hidden_size)
+    quantized_table = not config.tie_word_embeddings and "embedding" in metadata.linears
+    if quantized_table:
+        expected["embedding"] = expected["head"]
     _same_names("linear layers", set(expected), set(metadata.linears))
     for name, shape in expected.items():
         linear = metadata.linears[name]
         if (linear.rows, linear.columns) != shape:
             raise FormatError(f"{name} is {linear.rows} x {linear.columns}; its configuration implies {shape[0]} x {shape[1]}")
         _check_parts(linear)
-    head = metadata.linears["head"]
-    changing = (head.input_order, head.transform, head.input_scale, head.low_rank, head.split_row, *head.weights[1:])
+    table = metadata.linears["embedding" if quantized_table else "head"]
+    changing = (table.input_order, table.transform, table.input_scale, table.low_rank, table.split_row, *table.weights[1:])
     if config.tie_word_embeddings and any(part is not None for part in changing):
         raise FormatError("a head that is also the embedding can have one weight block and no part that changes its input")
+    if quantized_table and any(part is not None for part in (*changing, table.bias, table.activation, table.master)):
+        raise FormatError("a quantized embedding can have one weight block and nothing else")
     arrays = array_shapes(config)
+    if quantized_table:
+        del arrays["embedding"]
     rotated = config.num_hidden_layers if "layers.0.key_rotation" in metadata.arrays else 0
     rotations = {name: part for i in range(rotated) for name, part in rotation_shapes(config, i).items()}
     _same_names("arrays", {*arrays, *rotations}, set(metadata.arrays))

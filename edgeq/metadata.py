@@ -33,9 +33,10 @@ class Metadata:
     Names: `layers.3.qkv`, `layers.3.o`, `layers.3.gate_up`, `layers.3.down`, `head`; where the parts of q, k, v (or gate, up)
     differ they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
     `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
-    `layers.3.shared.gate_up`, `layers.3.shared.down`.  Arrays: `embedding` (absent when tied to the head), `positions` where
-    they are learned, `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a
-    LayerNorm also `layers.3.mlp_norm_bias` ..., where attention and MLP end in a norm `layers.3.post_attention_norm` and
+    `layers.3.shared.gate_up`, `layers.3.shared.down`; an embedding that is not the head and has a codec is `embedding`.
+    Arrays: `embedding` (absent when it is that, or tied to the head), `positions` where they are learned,
+    `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a LayerNorm also
+    `layers.3.mlp_norm_bias` ..., where attention and MLP end in a norm `layers.3.post_attention_norm` and
     `layers.3.post_mlp_norm`; where queries and keys are rotated after RoPE `layers.3.key_rotation` i8 [head_dim, head_dim] and
     `layers.3.key_rotation_scale` f32 [1].  A vision tower has the linear layers `vision.patch`, `vision.layers.3.qkv` ... as in
     a decoder, `vision.project.0`, `vision.project.1`, for taps `vision.taps.0.project.0` ..., and the arrays
@@ -69,7 +70,8 @@ class Metadata:
         head = self.linears["head"].nbytes
         norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
         kv = self.kv.head_bytes(self.config.head_dim)
-        all_weights = sum(x.nbytes for x in self.linears.values()) + norms
+        # One row of an embedding is read, which is not worth counting.
+        all_weights = sum(x.nbytes for name, x in self.linears.items() if name != "embedding") + norms
         return {
             "weights": all_weights - self.idle_bytes() - head - self.vision_bytes(),
             "head": head,

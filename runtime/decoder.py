@@ -87,8 +87,8 @@ def expert_widths(config: Stack) -> dict[str, int]:
 
 def embedding(metadata: Metadata) -> Iterator[Operation]:
     """x = table[token] * multiplier (+ positions[position]), or the feature of a picture that a row brings."""
-    config, arrays = metadata.config, metadata.arrays
-    yield Embed(-1, metadata.linears["head"] if config.tie_word_embeddings else arrays["embedding"], "x")
+    config, arrays, linears = metadata.config, metadata.arrays, metadata.linears
+    yield Embed(-1, linears["head"] if config.tie_word_embeddings else linears.get("embedding") or arrays["embedding"], "x")
     if config.embedding_multiplier != 1:
         yield Scale(-1, "x", config.embedding_multiplier, "x")
     if config.vision is not None:

@@ -39,7 +39,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Embed(Operation):
-    """out[r] = table[token of row r]; the table is an array [vocab, width] or the tied head."""
+    """out[r] = table[token of row r]; the table is an array [vocab, width], the tied head, or quantized."""
 
     table: ArrayRef | LinearSpec
     out: str

@@ -154,6 +154,7 @@ def summarize(source: str, reference: Predictions, scores: Sequence[Scores], win
                 "kl_p99": percentile(s.kl.tolist(), 99),
                 "top1_agreement": s.agree / tokens,
                 "window_nll": s.nll,
+                "window_kl": of_windows(s.kl, windows),
                 "nll_difference": vars(difference),
                 "perplexity_ratio": vars(difference.exp()),
             }

@@ -22,7 +22,7 @@ from edgeq.tools.budget import resolved
 from edgeq.tools.chart import chart
 from edgeq.tools.frontier import devices_shown, marks, rows, show
 from edgeq.tools.params import refuse_gguf
-from edgeq.tools.report import bits_per_weight
+from edgeq.tools.report import overall_bits
 from edgeq.tools.terminal import note, progress, write
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def outcome(file: ModelFile) -> list[str]:
         return [line]
     off = found["kl"] / found["kl_predicted"] - 1 if found["kl_predicted"] else 0.0
     lines = [f"{line}, predicted {found['kl_predicted']:.3g} ({100 * off:+.0f} %)"]
-    if abs(off) > WITHIN and 3 <= bits_per_weight(file.metadata, lambda name: True) <= 6:
+    if abs(off) > WITHIN and 3 <= overall_bits(file.metadata) <= 6:
         lines.append(
             f"the prediction missed by more than {100 * WITHIN:.0f} %: sums of single parts do not describe this model well"
         )
@@ -149,7 +149,7 @@ def prospect(plan: ConversionPlan, profile: Device | None) -> dict[str, Any]:
         "source": plan.checkpoint.name,
         "method": plan.method.name,
         "file_bytes": plan.output_bytes,
-        "bits_per_weight": bits_per_weight(metadata, lambda name: True),
+        "bits_per_weight": overall_bits(metadata),
         "bytes_per_token": sizes,
         "memory_bytes": plan.memory_bytes,
         "computes_on": plan.compute.device.type,
@@ -193,5 +193,5 @@ def verdict(facts: dict[str, Any]) -> str:
 
 def summary(file: ModelFile) -> str:
     """Size, effective bits per weight and identity in one line."""
-    bits = bits_per_weight(file.metadata, lambda name: True)
+    bits = overall_bits(file.metadata)
     return f"{file.size / 1e6:,.1f} MB, {bits:.2f} bits per weight, identity {file.identity[:16]}"

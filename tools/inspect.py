@@ -17,7 +17,7 @@ from edgeq import machine, measurements
 from edgeq.container import VERSION, ModelFile
 from edgeq.errors import InputError
 from edgeq.records import LinearSpec
-from edgeq.tools.report import bits_per_weight, in_decoder, in_tower
+from edgeq.tools.report import bits_per_weight, in_decoder, in_tower, overall_bits
 from edgeq.tools.terminal import progress, write
 
 
@@ -78,7 +78,7 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
         "kernels": kernels,
         "other_bytes": file.size - sum(g["bytes"] for g in groups) - arrays - sum([*blobs.values(), *kernels.values()]),
         "bits_per_weight": {
-            "all": bits_per_weight(metadata, lambda name: True),
+            "all": overall_bits(metadata),
             "decoder": bits_per_weight(metadata, in_decoder),
             **({"vision": bits_per_weight(metadata, in_tower)} if metadata.config.vision else {}),
             "head": bits_per_weight(metadata, lambda name: name == "head"),

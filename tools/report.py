@@ -29,8 +29,8 @@ def decoder_codec(metadata: Metadata) -> str:
 
 
 def in_decoder(name: str) -> bool:
-    """Whether a linear layer is one of the decoder's: neither the head nor of the vision tower."""
-    return name != "head" and not in_tower(name)
+    """Whether a linear layer is one of the decoder's: neither the head, nor the embedding, nor of the vision tower."""
+    return name not in ("head", "embedding") and not in_tower(name)
 
 
 def in_tower(name: str) -> bool:
@@ -48,9 +48,17 @@ def codec_label(metadata: Metadata) -> str:
 
 
 def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:
-    """Effective bits per weight of the layers whose name is wanted; scales, zero points, padding and bias count."""
-    layers = [x for name, x in metadata.linears.items() if wanted(name)]
+    """Effective bits per weight of the layers whose name is wanted; scales, zero points, padding and bias count.
+
+    An embedding, whose rows are read one at a time, is none of them.
+    """
+    layers = [x for name, x in metadata.linears.items() if wanted(name) and name != "embedding"]
     return 8 * sum(x.nbytes for x in layers) / sum(x.rows * x.columns for x in layers)
+
+
+def overall_bits(metadata: Metadata) -> float:
+    """Effective bits per weight of decoder and head, as `--bits` and `--vision-bits` ask for them: a tower is counted apart."""
+    return bits_per_weight(metadata, lambda name: not in_tower(name))
 
 
 def describe(file: ModelFile) -> str:

@@ -19,7 +19,7 @@ from edgeq.runtime import Model
 from edgeq.tools.convert import quiet_libraries
 from edgeq.tools.kept_predictions import kept_or_made
 from edgeq.tools.predictions import Collect, Collector, Predictions
-from edgeq.tools.report import bits_per_weight
+from edgeq.tools.report import overall_bits
 from edgeq.tools.terminal import Report, note
 
 Windows = NDArray[np.int64]
@@ -92,7 +92,7 @@ class FileScorer:
 
 def facts_of(model: Model) -> dict[str, Any]:
     """What a result is to be weighed against: effective bits per weight, head included, bytes of the file, mode, cache."""
-    bits = bits_per_weight(model.file.metadata, lambda name: True)
+    bits = overall_bits(model.file.metadata)
     options = model.program.options
     return {"bits_per_weight": bits, "bytes": model.file.size, "mode": options.mode, "kv": options.kv.name}
 

@@ -10,11 +10,10 @@ from edgeq.config import VisionConfig
 from edgeq.converters.allocation.budget import Unit
 from edgeq.converters.allocation.estimate import grid
 from edgeq.converters.allocation.frontier import Costs, Frontier, Point, refuse_unmeetable
-from edgeq.converters.allocation.parts import Part
-from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows
+from edgeq.converters.allocation.parts import TABLE, Part
+from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows, refuse_short_text
 from edgeq.converters.allocation.record import Prediction, Record
 from edgeq.converters.calibration.compute import Compute, within_memory
-from edgeq.converters.code_digest import code_digest
 from edgeq.converters.plan import ConversionPlan, write_steps
 from edgeq.errors import ResourceError
 from edgeq.machine import available_bytes
@@ -42,14 +41,15 @@ def allocate(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str]
     assert plan.options.budget is not None
     parts = plan.parts()
     # Before hours of measurements, not after them.
-    refuse_unmeetable(plan.options.budget, parts, _costs(plan, parts))
+    refuse_unmeetable(plan.options.budget, parts, fixed_costs(plan, parts))
     frontier = measured_frontier(plan, on_progress, warn)
     point = frontier.best(plan.options.budget)
     return Allocated(with_allocation(plan, point, frontier), frontier, point)
 
 
 def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None]) -> Frontier:
-    """The parts with their measured divergences, from the cache or from a probe now."""
+    """The parts with their measured divergences, from the cache or from a probe now.  Errors: as `allocate` and `Probe.run`."""
+    refuse_short_text(plan)
     parts, rows = plan.parts(), probe_rows(plan)
     record = Record.of(_settings(plan, rows.shape))
 
@@ -63,7 +63,7 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
 
         if not missing():
             return
-        needed, available = plan.memory_bytes + probe_bytes(plan), available_bytes()
+        needed, available = probe_bytes(plan), available_bytes()
         if needed > available:
             raise ResourceError(
                 f"{plan.checkpoint.name}: measuring for a budget needs {needed / 1e9:.1f} GB of memory, "
@@ -74,7 +74,7 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
             warn(f"{record.path.parent}: cannot write there; what was measured is not kept for the next run")
 
     measure({part.name: grid(part) for part in parts})
-    frontier = Frontier(parts, record.found, _costs(plan, parts))
+    frontier = Frontier(parts, record.found, fixed_costs(plan, parts))
     measure({name: (codec,) for name, codec in frontier.second_look().items()})
     return Frontier(parts, record.found, frontier.costs)
 
@@ -91,20 +91,21 @@ def _settings(plan: ConversionPlan, shape: tuple[int, ...]) -> dict[str, object]
     """Everything that the measurements depend on."""
     apart = ("option budget", "option allocation")
     found = {key: value for key, value in plan.fingerprint().items() if key not in apart}
-    return found | {"probe rows": list(shape), "code": code_digest(("", "allocation", "calibration", "families", "methods"))}
+    return found | {"probe rows": list(shape)}
 
 
-def _costs(plan: ConversionPlan, parts: tuple[Part, ...]) -> Costs:
+def fixed_costs(plan: ConversionPlan, parts: tuple[Part, ...]) -> Costs:
     """What the file takes besides the weights of its parts: norms, text, biases, metadata."""
     metadata = plan.metadata()
     sizes = metadata.bytes_per_token()
-    linears = {name: linear for name, linear in metadata.linears.items() if not name.startswith(VisionConfig.prefix)}
+    apart = (VisionConfig.prefix, TABLE)
+    linears = [linear for name, linear in metadata.linears.items() if not name.startswith(apart)]
     total: dict[Unit, int] = {
-        "bits": sum(linear.nbytes for linear in linears.values()),
+        "bits": sum(linear.nbytes for linear in linears),
         "size": plan.output_bytes + PROVENANCE_BYTES * len(parts),
         "read": sizes["weights"] + sizes["head"],
     }
     units: tuple[Unit, ...] = ("bits", "size", "read")
     now = {unit: sum(part.cost(part.items[0].recipe.codec, unit) for part in parts) for unit in units}
-    weights = sum(linear.rows * linear.columns for linear in linears.values())
+    weights = sum(linear.rows * linear.columns for linear in linears)
     return Costs({unit: total[unit] - now[unit] for unit in now}, weights)

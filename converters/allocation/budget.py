@@ -10,6 +10,8 @@ from edgeq.errors import InputError
 
 WITHIN = 0.15
 """Share of a prediction by which the measured divergence may differ from it, from 3 to 6 bits per weight."""
+MOST_TOKENS = 4096
+"""Tokens of the calibration text that divergences are measured on, at most, in whole rows."""
 Unit = Literal["bits", "size", "read", "kl"]
 _OPTIONS: dict[Unit, str] = {"bits": "--bits {:g}", "size": "--size {:.4g}MB", "read": "--read {:.4g}MB", "kl": "--kl {:.3g}"}
 
@@ -18,8 +20,8 @@ _OPTIONS: dict[Unit, str] = {"bits": "--bits {:g}", "size": "--size {:.4g}MB", "
 class Budget:
     """The most that an allocation may take.
 
-    unit     bits: per weight of all linear layers, scales and zero points counted; size: bytes of the file; read: bytes read to
-             decode one token, without the cache; kl: mean KL divergence from the source in nats
+    unit     bits: per weight of all linear layers but those of a vision tower, with scales and zero points; size: bytes of the
+             file; read: bytes read to decode one token, without the cache; kl: mean KL divergence from the source in nats
     amount   the number; at 0 or below nothing can be met
     """
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from edgeq.converters.allocation.divergence import Rounded, Variant, divergences
-from edgeq.converters.calibration.choose_precision import last_norm
+from edgeq.converters.calibration.choose_precision import head_slabs, last_norm
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
-from edgeq.converters.families import EMBEDDING, HEAD
+from edgeq.converters.families import EMBEDDING
 from edgeq.converters.plan import ConversionPlan
-from edgeq.converters.slabs import Tensors, slabs
+from edgeq.converters.slabs import Tensors
 
 SPAN = 1024
 """Rows of an embedding that are changed at a time."""
@@ -43,15 +43,15 @@ class ChangedTable:
 
 @torch.no_grad()
 def divergence_of_file(
-    plan: ConversionPlan, rows: Tensor, stored: WholeReader, head: Rounded, on_share: Callable[[float], None]
+    plan: ConversionPlan, rows: Tensor, stored: WholeReader, head: Rounded, table: Rounded, on_share: Callable[[float], None]
 ) -> float:
     """Mean KL divergence in nats over token rows [rows, length].
 
-    stored   tensors of the decoder layers as the file has them;  head   rows of the head as the file has them
+    stored   tensors of the decoder layers as the file has them;  head, table   rows of head and embedding as the file has them
     on_share is called with the share of the layers' work that is done
     """
-    config, tied = plan.method.config, plan.method.stored_config.tie_word_embeddings
-    tensors: Tensors = ChangedTable(plan.checkpoint, config.vocab_size, head) if tied else plan.checkpoint
+    config = plan.method.config
+    tensors: Tensors = ChangedTable(plan.checkpoint, config.vocab_size, table)
     exact = BlockForward(plan.checkpoint, plan.method.family, config, rows, compute=plan.compute)
     changed = BlockForward(plan.checkpoint, plan.method.family, config, rows, tensors, plan.compute)
     for index in range(config.num_hidden_layers):
@@ -71,7 +71,6 @@ def divergences_through(plan: ConversionPlan, exact: Tensor, ends: Sequence[tupl
     head."""
     config, tensors = plan.method.config, plan.checkpoint
     norm = last_norm(config, tensors)
-    table = EMBEDDING if config.tie_word_embeddings else HEAD
-    head = slabs(((table, config.vocab_size),), config.hidden_size, tensors.rows)
     variants = [Variant(norm(end).flatten(0, 1), rounded) for end, rounded in ends]
-    return divergences(head, plan.compute.put(norm(exact).flatten(0, 1)), variants)
+    inputs = plan.compute.put(norm(exact).flatten(0, 1))
+    return divergences(head_slabs(tensors.rows, config, len(inputs)), inputs, variants)

@@ -1,7 +1,8 @@
 """The parts of a model that get a codec each, and what each costs in every codec.
 
 A part is a fused linear layer under its name in the file (`layers.3.qkv`, `layers.3.down`, `head`); the experts of a layer
-share one codec for each projection: `layers.3.experts.gate_up`.
+share one codec for each projection: `layers.3.experts.gate_up`.  An `embedding` that is not the head is a part that takes
+room in the file and, for a token, next to nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from edgeq.errors import EdgeqError, InputError
 from edgeq.manifest import FLOAT_PARTS
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-HEAD = "head"
+HEAD, TABLE = "head", "embedding"
 
 
 def part_of(name: str) -> str:
@@ -34,8 +35,8 @@ def part_of(name: str) -> str:
 class Part:
     """Linear layers, all of the same shape, that get one codec.
 
-    layer    the decoder layer; None: the head
-    share    of its weights that is read for a token: of experts, those that a token uses
+    layer    the decoder layer; None: the head, or the embedding
+    share    of its weights that is read for a token: of experts, those that a token uses; 0 of an embedding
     """
 
     name: str
@@ -57,18 +58,22 @@ class Part:
         return tuple(Codec("int", bits, size, symmetric=False) for bits in BITS for size in sizes)
 
     def cost(self, codec: Codec, unit: Unit) -> int:
-        """Bytes in `codec`, as `unit` counts them: read for a token, in the file with its padding, or of the numbers alone."""
+        """Bytes in `codec`, as `unit` counts them: read for a token, in the file with its padding, or of the numbers alone,
+        those of an embedding left out.
+        """
         segments = [n for item in self.items for n in replace(item, recipe=replace(item.recipe, codec=codec)).nbytes]
         if unit == "size":
             return sum(map(aligned, segments))
-        return -int(-sum(segments) * self.share // 1) if unit != "bits" else sum(segments)
+        if unit == "bits" and self.share:
+            return sum(segments)
+        return -int(-sum(segments) * self.share // 1)
 
 
 def parts_of(items: Iterable[Item], config: ModelConfig) -> tuple[Part, ...]:
     """The parts of a file made of `items`, in execution order; a vision tower has none."""
     found: dict[str, list[LinearItem]] = {}
     for item in items:
-        mine = item.name == HEAD or item.name.startswith("layers.")
+        mine = item.name in (HEAD, TABLE) or item.name.startswith("layers.")
         if mine and isinstance(item, LinearItem) and item.name.split(".")[-1] not in FLOAT_PARTS:
             found.setdefault(part_of(item.name), []).append(item)
     used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
@@ -77,7 +82,7 @@ def parts_of(items: Iterable[Item], config: ModelConfig) -> tuple[Part, ...]:
             name,
             tuple(items),
             int(name.split(".")[1]) if name.startswith("layers.") else None,
-            used if ".experts." in name else Fraction(1),
+            Fraction(0) if name == TABLE else used if ".experts." in name else Fraction(1),
         )
         for name, items in found.items()
     )

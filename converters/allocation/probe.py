@@ -6,73 +6,98 @@ layer runs only that layer and what follows it, on a few rows of the calibration
 rounds them, by GPTQ over all of the text: what it saves against rounding to nearest differs from part to part by a factor of
 ten, so rounding to nearest would order the parts wrongly.
 
-For every layer: the moments X^T X of its inputs, the rounded weights of its parts, the outputs of the layer with each of them,
-and these through all later layers.  Memory beyond a conversion's: `probe_bytes`.
+For every layer: the moments X^T X of the inputs of all parts in one pass of the text, the rounded weights of each part, the
+outputs of the layer with each of them, and these through all later layers.  Memory: `probe_bytes`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from edgeq.codec import Codec
+from edgeq.converters.allocation.budget import MOST_TOKENS
 from edgeq.converters.allocation.divergence import Rounded, unchanged
 from edgeq.converters.allocation.estimate import GRID_BITS
 from edgeq.converters.allocation.outcome import ChangedTable, divergences_through
-from edgeq.converters.allocation.parts import HEAD, Part
+from edgeq.converters.allocation.parts import HEAD, TABLE, Part
 from edgeq.converters.allocation.record import Record
-from edgeq.converters.calibration.choose_precision import last_norm
+from edgeq.converters.calibration.choose_precision import last_norm, measurement_bytes
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.calibration.moments import Moments
-from edgeq.converters.columns import factorize, quantize_matrix
+from edgeq.converters.columns import SLAB_ELEMENTS, factorize, quantize_matrix
 from edgeq.converters.linears import LinearItem, Recipe, RoundRows
 from edgeq.converters.methods.gptq import moments_bytes
-from edgeq.converters.plan import ConversionPlan
+from edgeq.converters.plan import BASELINE, ConversionPlan
 from edgeq.converters.quantizer import quantize, restored
 from edgeq.converters.slabs import SLAB_BYTES
-from edgeq.errors import InputError
+from edgeq.errors import CheckpointError, InputError
 
 OnProgress = Callable[[float, float, str], None]
-WORK = 6.0
-"""Passes of the calibration text, about, that the rows of the probe are chosen for."""
-LEAST_TOKENS, MOST_TOKENS = 1024, 4096
+WORK = 7.0
+"""Passes of the calibration text through the decoder layers, about, that running the rows of the probe may take."""
+LEAST_TOKENS = 1024
 MOMENT_BYTES = 512 << 20
 """Moments that are collected in one pass; a layer with more, of many experts, is passed several times."""
 
 
-def probe_rows(plan: ConversionPlan) -> Tensor:
-    """The rows of the calibration text that a probe runs, evenly spaced.  InputError: the text is too short."""
+def refuse_short_text(plan: ConversionPlan) -> None:
+    """InputError: the calibration text is too short for a probe."""
     assert isinstance(plan.calibration, Calibration)
-    rows = plan.calibration.rows
-    tokens, length = rows.numel(), rows.shape[1]
+    tokens, length = plan.calibration.tokens, plan.calibration.longest
     if tokens < LEAST_TOKENS:
         raise InputError(
             f"calibration text {plan.calibration.source}: {tokens} tokens in rows of {length}; measuring what bits lose needs "
             f"at least {LEAST_TOKENS}: give a longer text, or more or longer rows"
         )
-    # A probe runs half of the model, on average.
-    probes = len(GRID_BITS) * len(plan.parts())
-    wanted = min(max(LEAST_TOKENS, WORK * tokens / (0.5 * probes)), MOST_TOKENS)
+
+
+def probe_rows(plan: ConversionPlan) -> Tensor:
+    """The rows of the calibration text that divergences are measured on, evenly spaced: all rows of a short text."""
+    assert isinstance(plan.calibration, Calibration)
+    rows = plan.calibration.rows
+    tokens, length = rows.numel(), rows.shape[1]
+    wanted = min(max(LEAST_TOKENS, WORK * tokens / _probes(plan.parts())), MOST_TOKENS)
     count = min(-(-int(wanted) // length), len(rows))
     return rows[[i * len(rows) // count for i in range(count)]]
 
 
+def _probes(parts: Sequence[Part]) -> float:
+    """The work of probing every part, per token, in passes through all decoder layers: each runs its layer, those after it, and
+    the head."""
+    used = {part.name: float(part.weights * part.share) for part in parts}
+    decoder = sum(used[part.name] for part in parts if part.layer is not None)
+    first = {part.layer or 0 for part in parts}
+    after = {layer: sum(used[x.name] for x in parts if x.layer is None or x.layer >= layer) for layer in first}
+    return len(GRID_BITS) * sum(after[part.layer or 0] for part in parts) / decoder
+
+
 def probe_bytes(plan: ConversionPlan) -> int:
-    """Memory that a probe takes beyond that of the conversion (`ConversionPlan.memory_bytes`)."""
+    """The promise of a probe: anonymous memory that it will not exceed."""
+    assert plan.calibration is not None
     config, parts, tokens = plan.method.config, plan.parts(), probe_rows(plan).numel()
     of_a_layer = max(sum(part.layer == layer for part in parts) for layer in range(config.num_hidden_layers))
     # What a layer gives with each part in each codec, and at the end its norm.
     states = 4 * tokens * config.hidden_size * (3 + 2 * len(GRID_BITS) * max(of_a_layer, 1))
-    logits = 5 * tokens * (SLAB_BYTES // config.hidden_size)
-    # The weights of a part as they were and in each codec; the conversion's own second layer is not there yet.
-    weights = 4 * len(GRID_BITS) * max(part.weights for part in parts if part.layer is not None)
-    return states + logits + weights + MOMENT_BYTES + moments_bytes(max(part.columns for part in parts))
+    _, logits = measurement_bytes(config, tokens)
+    first, working = [part for part in parts if part.layer == 0], list[int]()
+    for place, part in enumerate(first):
+        # Moments of this part and those after it; its factor; its weights as they were, rounded before, and rounded now: of one
+        # matrix one codec at a time, of many, experts, all codecs.
+        left = sum(4 * len(x.items) * x.columns**2 for x in first[place:])
+        weights = 4 * part.weights * (2 if len(part.items) == 1 else 1 + len(GRID_BITS))
+        working.append(max(min(MOMENT_BYTES, left), 4 * part.columns**2) + 4 * part.columns**2 + weights)
+    layer = plan.layer_bytes + max(plan.batch_bytes, 6 * 4 * SLAB_ELEMENTS) + max(working)
+    head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)
+    return BASELINE + 4 * plan.calibration.tokens * config.hidden_size + states + max(layer, head)
 
 
 @dataclass(frozen=True)
@@ -91,12 +116,20 @@ class Probe:
 
     @torch.no_grad()
     def run(self, record: Record) -> None:
-        """Add the measurements to `record`, which is kept after every layer."""
+        """Add the measurements to `record`, which is kept after every layer.
+
+        CheckpointError: a divergence is not finite.
+        """
         layers, missing = self.plan.method.config.num_hidden_layers, self.missing
         assert isinstance(self.plan.calibration, Calibration)
         forward, short = self._forward(self.plan.calibration.rows), self._forward(self.rows)
         progress = _Progress(self)
         exact = self._through(short, 0, [short.hidden])[0]
+        if not torch.isfinite(exact).all():
+            raise CheckpointError(
+                f"{self.plan.checkpoint.name}: outputs of its last layer on the calibration text are not finite in float32; "
+                "nothing can be measured of such a model: leave out the budget, or check the weights"
+            )
         for layer in range(layers):
             parts = [part for part in missing if part.layer == layer]
             if not any(part.name == HEAD or (part.layer or 0) >= layer for part in missing):
@@ -104,21 +137,20 @@ class Probe:
             progress.layer(layer)
             module = forward.load(layer)
             names, ends = list[tuple[str, str]](), list[Tensor]()
-            for part, codec, outputs in self._changed(parts, module, forward, short):
+            for part, codec, outputs in self._changed(parts, layer, module, forward, short):
                 names.append((part.name, codec.name))
                 ends.append(outputs)
-            forward.advance(layer, module)
             short.advance(layer, module)
             forward.unload(module)
             for (name, codec_name), value in zip(
                 names, self._measured(exact, self._through(short, layer + 1, ends)), strict=True
             ):
-                record.add(name, codec_name, value)
+                self._add(record, name, codec_name, value)
             record.keep()
         for part in missing:
-            if part.name == HEAD:
+            if part.layer is None:
                 progress.layer(layers)
-                self._head(part, exact, self._head_rounding(forward.states), record)
+                self._table(part, exact, self._head_rounding(forward.states) if part.name == HEAD else quantize, record)
                 record.keep()
         self.on_progress(1, 1, "probe")
 
@@ -137,27 +169,49 @@ class Probe:
         return states
 
     def _changed(
-        self, parts: Sequence[Part], module: nn.Module, forward: BlockForward, short: BlockForward
+        self, parts: Sequence[Part], layer: int, module: nn.Module, forward: BlockForward, short: BlockForward
     ) -> Iterator[tuple[Part, Codec, Tensor]]:
-        """The outputs of decoder layer `module` over the rows of the probe, with each part in each codec of the grid."""
+        """The outputs of decoder layer `module` over the rows of the probe, with each part in each codec of the grid.
+
+        `forward`, the calibration text, is advanced, and `short`, the rows of the probe, is not.
+        """
+        moments = moments_over(forward, layer, module, [Matrix.of(item, module) for part in parts for item in part.items])
         for part in parts:
-            matrices = [_Matrix.of(item, module) for item in part.items]
+            matrices = [Matrix.of(item, module) for item in part.items]
             kept = [matrix.weight() for matrix in matrices]
-            rounded = {codec: list[Tensor]() for codec in self.grid(part)}
-            at_once = max(1, MOMENT_BYTES // (4 * part.columns**2))
-            for start in range(0, len(matrices), at_once):
-                batch = matrices[start : start + at_once]
-                for matrix, moments in zip(batch, _moments(forward, part.layer or 0, module, batch), strict=True):
-                    factor = factorize(moments.matrix, matrix.item.recipe, bool(self.plan.method.options.act_order))
-                    for codec, weights in rounded.items():
-                        recipe = Recipe(codec, matrix.item.recipe.preset)
-                        weights.append(quantize_matrix(matrix.weight(), factor, recipe, matrix.item.title)[1])
-            for codec, weights in rounded.items():
+            for codec, weights in self._rounded(part, matrices, kept, moments):
                 for matrix, weight in zip(matrices, weights, strict=True):
                     matrix.put(weight)
-                yield part, codec, short.run(part.layer or 0, module, short.hidden)
+                del weights, weight
+                yield part, codec, short.run(layer, module, short.hidden)
             for matrix, weight in zip(matrices, kept, strict=True):
                 matrix.put(weight)
+        if not parts:
+            forward.advance(layer, module)
+
+    def _rounded(
+        self, part: Part, matrices: Sequence[Matrix], kept: Sequence[Tensor], moments: Iterator[Moments]
+    ) -> Iterator[tuple[Codec, list[Tensor]]]:
+        """The weights `kept` of the matrices of a part, in each codec of the grid.
+
+        Of one matrix they are in memory one codec at a time; of several, experts, in all, since their moments are not kept.
+        """
+        act_order = bool(self.plan.method.options.act_order)
+        if len(matrices) == 1:
+            (matrix,), (weight,) = matrices, kept
+            factor = factorize(next(moments).matrix, matrix.item.recipe, act_order)
+            for codec in self.grid(part):
+                recipe = Recipe(codec, matrix.item.recipe.preset)
+                yield codec, [quantize_matrix(weight, factor, recipe, matrix.item.title)[1]]
+            return
+        rounded = {codec: list[Tensor]() for codec in self.grid(part)}
+        for matrix, weight in zip(matrices, kept, strict=True):
+            factor = factorize(next(moments).matrix, matrix.item.recipe, act_order)
+            for codec, weights in rounded.items():
+                recipe = Recipe(codec, matrix.item.recipe.preset)
+                weights.append(quantize_matrix(weight, factor, recipe, matrix.item.title)[1])
+            del factor
+        yield from rounded.items()
 
     def _head_rounding(self, states: Sequence[Tensor]) -> RoundRows:
         """How the conversion will round the head; `states`: outputs of the last layer over the calibration text."""
@@ -165,12 +219,12 @@ class Probe:
             return quantize
         return gptq_rounding(states, last_norm(self.plan.method.stored_config, self.plan.checkpoint), self.plan.compute)
 
-    def _head(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
-        """Measure the head; one that is also the embedding changes what enters the first layer too."""
+    def _table(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
+        """Measure the head or the embedding, or what is both; an embedding changes what enters the first layer."""
         for codec in self.grid(part):
             rounded = partial(_rounded, codec=codec, round_rows=round_rows)
             end = exact
-            if self.plan.method.stored_config.tie_word_embeddings:
+            if part.name == TABLE or self.plan.method.stored_config.tie_word_embeddings:
                 changed = BlockForward(
                     self.plan.checkpoint,
                     self.plan.method.family,
@@ -180,15 +234,23 @@ class Probe:
                     self.plan.compute,
                 )
                 end = self._through(changed, 0, [changed.hidden])[0]
-            (value,) = self._measured(exact, [end], rounded)
-            record.add(part.name, codec.name, value)
+            (value,) = self._measured(exact, [end], rounded if part.name == HEAD else unchanged)
+            self._add(record, part.name, codec.name, value)
+
+    def _add(self, record: Record, part: str, codec: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise CheckpointError(
+                f"{self.plan.checkpoint.name}: with {part} in {codec} the KL divergence on the calibration text is {value}; "
+                "bits cannot be chosen by such numbers: give the allocation with --plan, or leave out the budget"
+            )
+        record.add(part, codec, value)
 
     def _measured(self, exact: Tensor, ends: list[Tensor], head: Rounded = unchanged) -> list[float]:
         return divergences_through(self.plan, exact, [(end, head) for end in ends]) if ends else []
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """A linear layer of the file with the modules that its rows come from, and the path of the first of them."""
 
     item: LinearItem
@@ -196,7 +258,7 @@ class _Matrix:
     path: str
 
     @classmethod
-    def of(cls, item: LinearItem, module: nn.Module) -> _Matrix:
+    def of(cls, item: LinearItem, module: nn.Module) -> Matrix:
         paths = [name.split(".", 3)[3].removesuffix(".weight") for name, _ in item.tensors]
         found = [module.get_submodule(path) for path in paths]
         return cls(item, tuple(x for x in found if isinstance(x, nn.Linear)), paths[0])
@@ -211,15 +273,25 @@ class _Matrix:
             row += len(module.weight)
 
 
-def _moments(forward: BlockForward, layer: int, module: nn.Module, matrices: Sequence[_Matrix]) -> list[Moments]:
-    """The moments of the inputs of every matrix over the calibration text."""
-    found = [Moments(matrix.item.columns, forward.compute.device) for matrix in matrices]
+def moments_over(forward: BlockForward, layer: int, module: nn.Module, matrices: Sequence[Matrix]) -> Iterator[Moments]:
+    """The moments of the inputs of every matrix over the calibration text, which the last pass advances.
 
-    def add(moments: Moments, x: Tensor) -> None:
-        moments.add(x.reshape(-1, x.shape[-1]))
+    One pass serves as many matrices as MOMENT_BYTES allow.  The module has to be as it was whenever moments are asked for.
+    """
+    left = list(matrices)
+    while left:
+        sizes = accumulate(4 * matrix.item.columns**2 for matrix in left)
+        count = max(1, sum(size <= MOMENT_BYTES for size in sizes))
+        batch, left = left[:count], left[count:]
+        found = [Moments(matrix.item.columns, forward.compute.device) for matrix in batch]
+        observers = {matrix.path: partial(_add, moments) for matrix, moments in zip(batch, found, strict=True)}
+        forward.watch(layer, module, observers, advance=not left)
+        while found:
+            yield found.pop(0)
 
-    forward.watch(layer, module, {matrix.path: partial(add, moments) for matrix, moments in zip(matrices, found, strict=True)})
-    return found
+
+def _add(moments: Moments, x: Tensor) -> None:
+    moments.add(x.reshape(-1, x.shape[-1]))
 
 
 def _rounded(rows: Tensor, first: int, codec: Codec, round_rows: RoundRows) -> Tensor:
@@ -241,7 +313,7 @@ class _Progress:
             variants = sum(len(probe.grid(part)) for part in probe.missing if part.layer == layer)
             self._work.append(3 * tokens * weights[layer] + variants * short * (sum(weights[layer:]) + head))
         self._work.append(
-            sum(len(probe.grid(part)) for part in probe.missing if part.name == HEAD) * short * (sum(weights) + 2 * head)
+            sum(len(probe.grid(part)) for part in probe.missing if part.layer is None) * short * (sum(weights) + 2 * head)
         )
 
     def layer(self, index: int) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from edgeq.machine import cache_folder
 Divergences = dict[str, dict[str, float]]
 """Part -> name of a codec -> mean KL divergence in nats with this part alone in this codec."""
 MAX_BYTES = 1 << 24
+"""Size of one file; one of a model with a hundred thousand parts is smaller."""
+MAX_KEPT_BYTES = 1 << 26
+"""Size of all files together: those that were used last stay."""
 DIGITS = 6
 
 
@@ -46,7 +50,10 @@ class Record:
         self.found.setdefault(part, {})[codec] = float(f"{divergence:.{DIGITS}g}")
 
     def keep(self) -> bool:
-        """Write what was added; False: the folder cannot be written, and nothing is kept."""
+        """Write what was added, and forget what was not used for longest.
+
+        False: the folder cannot be written, and nothing is kept.
+        """
         fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,13 +61,27 @@ class Record:
             os.replace(fresh, self.path)
         except OSError:
             return False
+        _forget_oldest(self.path)
         return True
+
+
+def _forget_oldest(kept: Path) -> None:
+    """Remove files beside `kept`, those first that were not used for longest, until all have at most MAX_KEPT_BYTES."""
+    with suppress(OSError):
+        others = [(path.stat(), path) for path in kept.parent.iterdir() if path != kept]
+        total = kept.stat().st_size
+        for status, path in sorted(others, key=lambda entry: -entry[0].st_mtime_ns):
+            total += status.st_size
+            if total > MAX_KEPT_BYTES:
+                path.unlink(missing_ok=True)
 
 
 def _read(path: Path, settings: object) -> Divergences:
     try:
         with open(path, "rb") as file:
             kept = json.loads(file.read(MAX_BYTES))
+        with suppress(OSError):
+            os.utime(path)
         found = kept["divergences"]
         if kept["settings"] != settings:
             return {}

@@ -37,6 +37,10 @@ MAX_HEAD_KL = 0.005
 MAX_A8_RISE = 0.003
 ROWS = 4
 """Calibration rows, or samples, that are run, evenly spaced."""
+LOGIT_BYTES = 64 << 20
+"""Logits float32 [tokens, part of the vocabulary] of one variant in memory at a time."""
+LOGITS = 5
+"""Arrays of that size that comparing two variants takes."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,8 @@ def choose(
     # Inputs of the head at every position that has a next token: [tokens, hidden].
     states = [torch.cat([x[:, :-1].flatten(0, 1) for x in each])[asked] for each in (exact, rounded)]
     inputs = [compute.put(norm(x)) for x in states]
-    kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, following[asked], heads, round_rows)
+    head_rows = head_slabs(tensors.rows, config, len(inputs[0]))
+    kl, rise = _measure(head_rows, inputs, following[asked], heads, round_rows)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": sum(each.numel() for each in tokens), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
@@ -163,9 +168,15 @@ def _outputs(
     return forward.states
 
 
-def _head_slabs(read: RowReader, config: ModelConfig) -> Iterator[NDArray[np.float32]]:
+def head_slabs(read: RowReader, config: ModelConfig, tokens: int) -> Iterator[NDArray[np.float32]]:
+    """The rows of the head, so many at a time that the logits of `tokens` for them have at most LOGIT_BYTES."""
     name = EMBEDDING if config.tie_word_embeddings else HEAD
-    return slabs(((name, config.vocab_size),), config.hidden_size, read)
+    return slabs(((name, config.vocab_size),), config.hidden_size, read, max(1, LOGIT_BYTES // (4 * tokens)))
+
+
+def measurement_bytes(config: ModelConfig, tokens: int) -> tuple[int, int]:
+    """Memory that comparing two variants over so many tokens takes: of hidden states and their norms, and of logits."""
+    return 6 * 4 * tokens * config.hidden_size, LOGITS * min(LOGIT_BYTES, 4 * tokens * config.vocab_size)
 
 
 def _measure(

@@ -109,13 +109,20 @@ class Forward(ABC):
             theirs.copy_(kept)
 
     @torch.no_grad()
-    def watch(self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Run the layer without advancing; `observers`: module path -> called with its inputs [rows, tokens, channels]."""
+    def watch(
+        self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]], advance: bool = False
+    ) -> None:
+        """Run the layer; `observers`: module path -> called with its inputs [rows, tokens, channels].
+
+        advance   its outputs take the place of its inputs in `states`
+        """
         hooks = [
             layer.get_submodule(path).register_forward_hook(_input_hook(f), with_kwargs=True) for path, f in observers.items()
         ]
         for batch in self.batches(index):
-            layer(self.compute.put(batch.x), **batch.arguments)
+            outputs = layer(self.compute.put(batch.x), **batch.arguments)
+            if advance:
+                batch.x.copy_(outputs)
         for hook in hooks:
             hook.remove()
 

@@ -26,6 +26,8 @@ from edgeq.converters.method import Block, Method
 from edgeq.converters.quantizer import AWQ, Preset, fake, uniform_spans
 
 CodecOfColumns = Callable[[int], Codec]
+CodecOfModule = Callable[[str], Codec]
+"""Path of a linear module of a layer -> the codec of its weight."""
 GRID = 20
 CLIP_STEPS = 10
 CLIP_ROWS = 256
@@ -93,7 +95,7 @@ def awq(
         of_site = codec(linear(layer, paths[0]).in_features)
         mapping = reading.get(paths[0])
         if mapping and mapping not in scales:
-            scales[mapping] = search_scale(run, layer, mapping, of_site, AWQ)
+            scales[mapping] = search_scale(run, layer, mapping, lambda path: codec(linear(layer, path).in_features), AWQ)
         clipped = [path for path in paths if not path.endswith(UNCLIPPED)]
         if not clipped:
             continue
@@ -123,7 +125,7 @@ def linear(layer: nn.Module, path: str) -> nn.Linear:
 
 
 @torch.no_grad()
-def search_scale(run: Staged, layer: nn.Module, mapping: ScaleMapping, codec: Codec, preset: Preset = AWQ) -> Tensor:
+def search_scale(run: Staged, layer: nn.Module, mapping: ScaleMapping, codec: CodecOfModule, preset: Preset = AWQ) -> Tensor:
     """The s float32 [input channels] of the grid with the smallest squared error of the consumers' outputs.
 
     alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.  Where no token came, an
@@ -138,7 +140,8 @@ def search_scale(run: Staged, layer: nn.Module, mapping: ScaleMapping, codec: Co
     for paths in reading:
         moments = run.moments(paths[0])
         if moments.tokens:
-            losses += sum(_errors(linear(layer, path).weight.data, moments.matrix, candidates, codec, preset) for path in paths)
+            for path in paths:
+                losses += _errors(linear(layer, path).weight.data, moments.matrix, candidates, codec(path), preset)
     # A candidate whose loss is no number is skipped; of equal ones the first is taken.
     return candidates[int(losses.nan_to_num(torch.inf).argmin())]
 

@@ -15,7 +15,7 @@ import torch
 from edgeq.converters.calibration.staged import Staged, staged
 from edgeq.converters.calibration.static_scales import static_scales
 from edgeq.converters.columns import DAMPINGS, SLAB_ELEMENTS, factorize, quantize_matrix
-from edgeq.converters.families import ScaleMapping, linear_module
+from edgeq.converters.families import linear_module
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import apply_scale, scaled_dtype, search_scale
@@ -59,8 +59,9 @@ class AwqGptq(Gptq):
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
-        mappings = self.family.awq_mappings(self.config)
-        left = dict.fromkeys(mappings)
+        left = dict.fromkeys(self.family.awq_mappings(self.config))
+        names = {module: name for name, module in block.module.named_modules()}
+        codecs = {names[module]: item.recipe.codec for item in block.linears for module in block.modules(item)}
 
         def scale(run: Staged, paths: Sequence[str]) -> None:
             """Fold the scales that change these modules: those that they absorb first, so that the moments of their own inputs
@@ -69,17 +70,13 @@ class AwqGptq(Gptq):
             absorbed = [m for m in left if linear_module(m.absorber) in paths]
             consumed = [m for m in left if any(linear_module(part) in paths for part in m.consumers)]
             for mapping in (*absorbed, *consumed):
-                self._fold(run, block, mapping)
+                found = search_scale(run, block.module, mapping, codecs.__getitem__, self.preset)
+                apply_scale(block.module, mapping, found)
+                for part in mapping.consumers:
+                    run.divided(linear_module(part), found)
                 del left[mapping]
 
         return gptq_layer(block, bool(self.options.act_order), scale)
-
-    def _fold(self, run: Staged, block: Block, mapping: ScaleMapping) -> None:
-        columns = block.module.get_parameter(f"{linear_module(mapping.consumers[0])}.weight").shape[1]
-        found = search_scale(run, block.module, mapping, self.codec(columns), self.preset)
-        apply_scale(block.module, mapping, found)
-        for part in mapping.consumers:
-            run.divided(linear_module(part), found)
 
 
 def moments_bytes(columns: int) -> int:

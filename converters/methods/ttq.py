@@ -62,8 +62,10 @@ class Ttq(Method):
         return Codec("int", 8, fitting_group_size(columns), symmetric=True)
 
     def memory_bytes(self, tokens: int) -> int:
-        rows = max(self.config.query_size + 2 * self.config.kv_size, 2 * self.config.intermediate_size)
-        return 4 * 4 * (3 * self.rank + SPARE_COLUMNS) * (rows + max(self.config.hidden_size, self.config.intermediate_size))
+        c = self.config
+        inner = max(c.intermediate_size, c.shared_expert_intermediate_size)
+        rows = max(c.query_size + 2 * c.kv_size, 2 * inner)
+        return 4 * 4 * (3 * self.rank + SPARE_COLUMNS) * (rows + self.widest)
 
     def deliver(self, item: LinearItem, read: RowReader) -> Delivery:
         if not self.rank:

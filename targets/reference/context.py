@@ -54,7 +54,7 @@ class Context:
         return as_float32(self.file.array(ref), ref.dtype)
 
     def table_rows(self, table: ArrayRef | LinearSpec, indices: NDArray[np.int64]) -> ArrayF32:
-        """Rows of an embedding [vocab, width] or of a tied head, by index."""
+        """Rows of an embedding [vocab, width], quantized or not, or of a tied head, by index."""
         if isinstance(table, ArrayRef):
             return as_float32(self.file.array(table)[indices], table.dtype)
         return self.matrices.rows(table.weights[0], indices)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from edgeq.codec import Codec, dequantize
 from edgeq.container import ModelFile
@@ -21,16 +22,20 @@ from edgeq.converters.allocation.frontier import Frontier
 from edgeq.converters.allocation.parts import Part
 from edgeq.converters.allocation.probe import Probe, probe_rows
 from edgeq.converters.allocation.record import Record
+from edgeq.converters.calibration.staged import StagedLayer
 from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.convert import carry_out, convert
-from edgeq.converters.families import EMBEDDING
+from edgeq.converters.families import EMBEDDING, ScaleMapping, linear_module
 from edgeq.converters.linears import Recipe
+from edgeq.converters.methods import gptq
+from edgeq.converters.methods.awq import CodecOfModule, search_scale
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.plan import ConversionPlan
 from edgeq.converters.preflight import preflight
-from edgeq.converters.quantizer import GPTQ, fake
+from edgeq.converters.quantizer import GPTQ, Preset, fake
 from edgeq.devices import DEVICES
 from edgeq.errors import InputError
+from edgeq.tools.report import bits_per_weight
 
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 BUDGET = Budget("bits", 3.4)
@@ -61,7 +66,7 @@ def invented(plan: ConversionPlan) -> Frontier:
         part.name: {codec.name: float(10 ** random.uniform(-3, -2)) / (2**codec.bits - 1) ** 2 for codec in grid(part)}
         for part in plan.parts()
     }
-    return Frontier(plan.parts(), measured, allocation._costs(plan, plan.parts()))
+    return Frontier(plan.parts(), measured, allocation.fixed_costs(plan, plan.parts()))
 
 
 def test_a_part_alone_is_measured_as_a_file_with_only_that_part_quantized(folder: Path) -> None:
@@ -131,7 +136,7 @@ def test_a_second_budget_measures_nothing_and_other_text_does(
     allocate(preflight(str(folder), replace(SMALL, budget=BUDGET, calibration=text)), silent, pytest.fail)
     assert len(runs) == 4
     # What other sources measured does not count.
-    monkeypatch.setattr(allocation, "code_digest", lambda folders: "changed")
+    monkeypatch.setattr("edgeq.converters.plan.quantizing_code", lambda: "changed")
     measured_frontier(plan_of(folder), silent, pytest.fail)
     assert len(runs) == 6
 
@@ -193,9 +198,7 @@ def test_bytes_of_an_allocation_are_those_of_its_file(checkpoint: Callable[..., 
         metadata = with_allocation(plan, point, frontier).metadata()
         sizes = metadata.bytes_per_token()
         assert 0 <= point.read - sizes["weights"] - sizes["head"] <= len(names)
-        assert 8 * sum(x.nbytes for x in metadata.linears.values()) == pytest.approx(
-            point.bits * sum(x.rows * x.columns for x in metadata.linears.values())
-        )
+        assert bits_per_weight(metadata, lambda name: True) == pytest.approx(point.bits)
 
 
 def test_more_bytes_never_lose_more(folder: Path) -> None:
@@ -287,6 +290,27 @@ def test_a_budget_and_one_codec_for_all_exclude_each_other(folder: Path, given: 
 def test_methods_without_parts_of_their_own_refuse_a_budget(folder: Path) -> None:
     with pytest.raises(InputError, match="goes with --method gptq"):
         preflight(str(folder), ConvertOptions(method="quarot", budget=BUDGET))
+
+
+def test_scales_before_gptq_are_chosen_in_the_codecs_of_the_allocation(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plans(folder) | {"layers.0.qkv": "i2 g16 zero", "layers.1.down": "i7 g64 zero"}
+    seen: list[tuple[str, str]] = []
+
+    def search(run: StagedLayer, layer: nn.Module, mapping: ScaleMapping, codec: CodecOfModule, preset: Preset) -> Tensor:
+        seen.extend((path, codec(path).name) for path in map(linear_module, mapping.consumers))
+        return search_scale(run, layer, mapping, codec, preset)
+
+    monkeypatch.setattr(gptq, "search_scale", search)
+    options = replace(SMALL, method="awq+gptq", allocation=plan)
+    file = convert(str(folder), tmp_path / "o.edgeq", options, silent)
+    stored = {name: linear.weights[0].codec.name for name, linear in file.metadata.linears.items()}
+    assert stored == plan
+    assert seen.count(("self_attn.q_proj", "i2 g16 zero")) == 1 and seen.count(("mlp.down_proj", "i7 g64 zero")) == 1
+    parts = {"self_attn.q_proj": "qkv", "mlp.gate_proj": "gate_up", "mlp.down_proj": "down"}
+    for path, part in parts.items():
+        assert sorted(codec for name, codec in seen if name == path) == sorted(plan[f"layers.{i}.{part}"] for i in range(2))
 
 
 def test_a_speed_is_bytes_of_the_device() -> None:

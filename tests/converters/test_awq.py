@@ -91,7 +91,7 @@ def test_the_searched_scale_never_loses_more_than_plain_rounding(checkpoint: Cal
     for mapping in described.awq_mappings(config):
         linears = [layer.get_submodule(LINEARS[part]) for part in mapping.consumers]
         original = [linear.weight.data.clone() for linear in linears]
-        scale = search_scale(run, layer, mapping, CODEC)
+        scale = search_scale(run, layer, mapping, lambda path: CODEC)
         assert all(torch.equal(linear.weight, w) for linear, w in zip(linears, original, strict=True))
         x = torch.cat([x for x, _ in run.inputs(LINEARS[mapping.consumers[0]])])
         losses = [
@@ -104,7 +104,7 @@ def test_the_searched_scale_never_loses_more_than_plain_rounding(checkpoint: Cal
 def test_channels_with_large_activations_get_a_larger_scale(checkpoint: Callable[..., Path]) -> None:
     described, config, layer, run = first_layer(checkpoint("llama_gqa"))
     layer.input_layernorm.weight.data[5] *= 100
-    scale = search_scale(run, layer, described.awq_mappings(config)[0], Codec("int", 2, 128, symmetric=False))
+    scale = search_scale(run, layer, described.awq_mappings(config)[0], lambda path: Codec("int", 2, 128, symmetric=False))
     assert scale.argmax() == 5 and scale[5] > 1
 
 
@@ -179,7 +179,7 @@ def test_clipping_lowers_the_error_of_every_group_or_leaves_it(symmetric: bool) 
 def test_queries_and_keys_are_scaled_but_never_clipped(checkpoint: Callable[..., Path]) -> None:
     described, config, layer, run = first_layer(checkpoint("llama_gqa"))
     original = {part: layer.get_submodule(path).weight.data.clone() for part, path in LINEARS.items()}
-    scale = search_scale(run, layer, described.awq_mappings(config)[0], CODEC)
+    scale = search_scale(run, layer, described.awq_mappings(config)[0], lambda path: CODEC)
     awq(run, layer, described.awq_mappings(config), lambda columns: CODEC)
     assert torch.equal(layer.self_attn.q_proj.weight, original["q"] * scale)
     assert torch.equal(layer.self_attn.k_proj.weight, original["k"] * scale)

@@ -121,14 +121,15 @@ def test_memory_that_runs_out_late_costs_no_finished_layer(
     """Whenever it does, the work goes on from the last layer that is safe, to a file as good as the others."""
     plan = planned(checkpoint("llama_gqa"), method="awq+gptq", bits=3, group_size=32)
     with StandIn() as gpu:
-        made(plan, tmp_path / "whole.edgeq")
+        whole = made(plan, tmp_path / "whole.edgeq")
     layers, said = list[int](), list[str]()
     with StandIn(fails_at=int(share * gpu.allocations)) as failing:
         on = replace(plan, compute=Compute(DEVICE))
         file = carry_out(on, tmp_path / "o.edgeq", silent, said.append, lambda report: layers.append(report.index)).file
     assert failing.failures == 1 and "lazy: out of memory with 2 rows of tokens at a time; going on with 1" in said
     assert layers == [0, 1]
-    assert file.size == (tmp_path / "whole.edgeq").stat().st_size
+    # The numbers that provenance has of it may have other lengths.
+    assert [s.length for s in file.segments] == [s.length for s in whole.segments]
     for _ in file.verify():
         pass
 

@@ -12,7 +12,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,10 +178,11 @@ def make(folder: Path, shape: Shape, seed: int) -> None:
 @click.option(
     "--shape", type=click.Choice(list(SHAPES)), default="llama-3.2-1b", show_default=True, help="The published shape."
 )
+@click.option("--layers", type=click.IntRange(1), help="Fewer or more decoder layers than the shape has.")
 @click.option("--seed", default=0, show_default=True, help="Start of the random numbers.")
-def main(out: Path, shape: str, seed: int) -> None:
+def main(out: Path, shape: str, layers: int | None, seed: int) -> None:
     """Write a checkpoint of random weights into the folder OUT."""
-    make(out, SHAPES[shape], seed)
+    make(out, replace(SHAPES[shape], layers=layers or SHAPES[shape].layers), seed)
     note(f"{out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e6:,.0f} MB")
 
 

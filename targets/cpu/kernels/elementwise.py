@@ -56,7 +56,7 @@ class EmbedArgs(Args):
 
 
 class EmbedTileArgs(EmbedArgs):
-    """The table is a tied head in file order; scales, zero points and channels of a group are of integers."""
+    """The table is a tied head or an embedding in file order; scales, zero points and channels of a group are of integers."""
 
     table_block = nbytes()
     scales = pointer(0)

@@ -31,6 +31,8 @@ def test_all_commands_are_found() -> None:
     expected = {
         "arm_roofline",
         "assembly",
+        "beside_uniform",
+        "conversion_cost",
         "llama_cpp_types",
         "make_checkpoint",
         "peers",
