@@ -224,7 +224,7 @@ def llama_config(s: Shape) -> dict[str, Any]:
 
 
 def tokenizer(size: int, last: tuple[str, ...] = ()) -> Tokenizer:
-    """Byte-level BPE with exactly `size` tokens: special ones, bytes, pairs of earlier tokens with a byte, `last` special ones."""
+    """Byte-level BPE with exactly `size` tokens: special ones, bytes, earlier tokens with a byte, `last` special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet]
     merges: list[tuple[str, str]] = []

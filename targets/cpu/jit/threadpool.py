@@ -176,7 +176,7 @@ def note_time(typing: Any, address: Any) -> Any:
 
 
 def _walk(shared, tag, table, length, row_bytes, thread, times, last):
-    """Take part in run `tag`.  The last slot of an op record is its number of parts; `last`, not 0: the run ends before this one.
+    """Take part in run `tag`.  The last slot of an op record is its number of parts; `last`, not 0: the run ends there.
 
     A thread that comes too late finds another run's number on the operation, and leaves.  `times`: 0, or where the clock goes:
     of each operation when it begins and when no part of it is left to take; then of the end.

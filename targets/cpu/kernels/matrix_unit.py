@@ -1,8 +1,8 @@
 """The matrix unit of Intel's processors, AMX: eight registers of 16 rows of 64 bytes, of which one instruction multiplies two.
 
-A product C += A B takes of A [16][64] int8 (32 bf16) a row for each row of C, of B four (two) neighbouring channels for each of
-16 columns side by side: a quad of the file's order (edgeq/codec.py) is a row of B as it lies.  Registers 0 to 3 are the four C of
-two A, 4 and 5, and two B, 6 and 7 (Intel, Architecture Instruction Set Extensions, chapter 3).
+A product C += A B takes of A [16][64] int8 (32 bf16) a row for each row of C, of B four (two) neighbouring channels for each
+of 16 columns side by side: a quad of the file's order (edgeq/codec.py) is a row of B as it lies.  Registers 0 to 3 are the four
+C of two A, 4 and 5, and two B, 6 and 7 (Intel, Architecture Instruction Set Extensions, chapter 3).
 
 Registers have the size that the last `configure` gave them; a kernel ends with `release`.
 """

@@ -25,7 +25,10 @@ from edgeq.targets.cpu.kernels.quantize import place_of, rows_of, write_quantize
 
 
 class LayerNormArgs(Args):
-    """Widths are padded to 16 with zeros in x, gain, bias and out.  `out_of_thread`: bytes from one thread's out to the next."""
+    """Widths are padded to 16 with zeros in x, gain, bias and out.
+
+    out_of_thread   bytes from one thread's out to the next
+    """
 
     x = pointer()
     x_stride = nbytes()

@@ -1,0 +1,49 @@
+"""edgeq, with 4-bit weights of the decoder and 8-bit ones of the tower, activations of 8 bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+
+from edgeq import __version__
+from edgeq.tools import picture_bench
+from edgeq.tools.lab.peers.pictures import Seconds, Size
+
+NAME = "model.edgeq"
+
+
+def version() -> str:
+    return __version__
+
+
+def build(checkpoint: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "edgeq", "convert", str(checkpoint), "-o", str(folder / NAME), "--method", "rtn"]
+    made = subprocess.run([*command, "--bits", "4"], capture_output=True, text=True)
+    if made.returncode:
+        raise ValueError(made.stderr.strip().splitlines()[-1])
+
+
+def load(folder: Path, threads: int, most_patches: int) -> Edgeq:
+    return Edgeq(folder / NAME, threads, most_patches)
+
+
+class Edgeq:
+    """A loaded model; see `Viewer`."""
+
+    def __init__(self, path: Path, threads: int, most_patches: int) -> None:
+        tokens = most_patches // 4
+        self._model = import_module("edgeq.runtime").Model.load(
+            path, mode="a8", threads=threads, threads_prefill=threads, image_tokens=tokens, context=2 * tokens
+        )
+        self._model.prepare_images()
+        self.settings = f"{self._model.description}; tower 8 bits, decoder 4"
+
+    def see(self, size: Size) -> Seconds:
+        prompt = picture_bench.prompt_of(self._model, picture_bench.drawn(self._model, size))
+        with self._model.session() as session:
+            began = perf_counter()
+            session.prefill(prompt)
+            return Seconds(session.vision_s, perf_counter() - began)
