@@ -17,7 +17,7 @@ class Avx2(Isa):
     name = "avx2"
     lanes = 8
     tiles = (4, 1)
-    prefetch_bytes = 8 << 10
+    prefetch_bytes = 16 << 10
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx2", "fma", "f16c"})
 

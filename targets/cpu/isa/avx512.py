@@ -14,7 +14,7 @@ class Avx512Vnni(Isa):
     lanes = 16
     tiles = (12, 4, 1)
     blocks_per_tile = 2
-    prefetch_bytes = 8 << 10
+    prefetch_bytes = 16 << 10
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
 

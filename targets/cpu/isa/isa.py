@@ -14,7 +14,7 @@ class Isa(Protocol):
     lanes       rows of a block that one vector holds: 16, or 8 or 4 and a block takes two or four
     tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
     blocks_per_tile  neighbouring blocks that share what is loaded of the tokens, where one alone leaves registers free
-    prefetch_bytes   how many bytes ahead weights are asked for; 0 leaves that to the processor
+    prefetch_bytes   how many bytes ahead weights are asked for into the second-level cache; 0 leaves that to the processor
     machines    what `platform.machine()` says of the processors it is for; empty for all
     needs       processor features without which the code would not run
     matrix_unit whether products of 8-bit activations with many rows go to a unit that multiplies whole tiles (matrix_unit.py)

@@ -84,9 +84,9 @@ def call(b: Any, name: str, result: ir.Type, *arguments: Any) -> Any:
     return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
 
 
-def prefetch(b: Any, address: Any, nbytes: int, write: bool = False) -> None:
-    """Start to bring the lines of `nbytes` bytes into the first-level cache, to read or to write; any address is allowed."""
-    read, keep, data = (ir.Constant(I32, i) for i in (int(write), 3, 1))
+def prefetch(b: Any, address: Any, nbytes: int, write: bool = False, level: int = 1) -> None:
+    """Start to bring the lines of `nbytes` bytes into the cache of that level, to read or to write; any address is allowed."""
+    read, keep, data = (ir.Constant(I32, i) for i in (int(write), 4 - level, 1))
     for line in range(0, nbytes, 64):
         at = b.inttoptr(b.add(address, ir.Constant(I64, line)), I8.as_pointer())
         call(b, "llvm.prefetch.p0", ir.VoidType(), at, read, keep, data)

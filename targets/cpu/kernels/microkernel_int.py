@@ -195,7 +195,7 @@ class IntegerTile:
         if self.isa.prefetch_bytes:
             # Blocks follow each other in the file, whose small pages end what the processor foresees itself.
             for line in lines:
-                prefetch(b, plus(b, line, self.isa.prefetch_bytes), self.bits * LINE)
+                prefetch(b, plus(b, line, self.isa.prefetch_bytes), self.bits * LINE, level=2)
         if self.blocks > 1:
             places = [(line, place) for line in lines for place in range(self.per_block)]
             self._dots(b, [unpack(b, line, self.bits, place, self.width) for line, place in places], tokens, sums, quads)
