@@ -28,9 +28,11 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Seconds:
-    """The tower; `first`: tower, prompt and the first token, of a peer that has a decoder."""
+    """The tower, and of what the processor worked for it in all threads; `first`: tower, prompt and the first token, of a peer
+    that has a decoder."""
 
     tower: float
+    processor: float
     first: float | None
 
 
@@ -157,13 +159,14 @@ class Contest:
             line.seconds.append(Seconds(**worker.ask(do="see", size=line.size)))
 
 
-def ratios(line: Line, mine: Line) -> tuple[str, str]:
-    """How many times as long this peer takes as edgeq did in the same round: median and range, of the tower and to the first
-    token."""
+def ratios(line: Line, mine: Line) -> tuple[str, str, str]:
+    """How many times as long this peer takes as edgeq did in the same round: median and range, of the tower, of the processor
+    and to the first token."""
     pairs = list(zip(line.seconds, mine.seconds, strict=False))
     towers = [theirs.tower / ours.tower for theirs, ours in pairs]
+    processors = [theirs.processor / ours.processor for theirs, ours in pairs]
     firsts = [theirs.first / ours.first for theirs, ours in pairs if theirs.first and ours.first]
-    return shown(towers, "×", 2), shown(firsts, "×", 2)
+    return shown(towers, "×", 2), shown(processors, "×", 2), shown(firsts, "×", 2)
 
 
 def shown(values: Sequence[float], unit: str, places: int) -> str:
@@ -174,13 +177,15 @@ def shown(values: Sequence[float], unit: str, places: int) -> str:
 
 def cells(lines: Sequence[Line]) -> list[list[str]]:
     """The table, its heading first."""
-    found = [["", "picture", "t", "tower", "edgeq is", "first token", "edgeq is"]]
+    found = [["", "picture", "t", "tower", "edgeq is", "processor", "edgeq is", "first token", "edgeq is"]]
     mine: Mapping[Size, Line] = {line.size: line for line in lines if line.peer == "edgeq"}
     for line in lines:
         towers = [1000 * each.tower for each in line.seconds]
+        processors = [1000 * each.processor for each in line.seconds]
         firsts = [1000 * each.first for each in line.seconds if each.first]
-        against = ("", "") if line.peer == "edgeq" or line.size not in mine else ratios(line, mine[line.size])
+        against = ("", "", "") if line.peer == "edgeq" or line.size not in mine else ratios(line, mine[line.size])
         tower = f"failed: {line.failure}" if line.failure else shown(towers, " ms", 0)
         size = f"{line.size[0]} x {line.size[1]}"
-        found.append([line.peer, size, str(line.threads), tower, against[0], shown(firsts, " ms", 0), against[1]])
+        found.append([line.peer, size, str(line.threads), tower, against[0]])
+        found[-1] += [shown(processors, " ms", 0), against[1], shown(firsts, " ms", 0), against[2]]
     return found
