@@ -358,14 +358,8 @@ def put_f16s(b: Any, address: Any, x: Any) -> None:
 
 
 @primitive(VOID, ADDRESS, f32x16)
-def put_u8s(b: Any, address: Any, x: Any) -> None:
-    """Sixteen whole numbers from 0 to 255 as bytes."""
-    store(b, b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), address)
-
-
-@primitive(VOID, ADDRESS, f32x16)
-def put_i8s(b: Any, address: Any, x: Any) -> None:
-    """Sixteen whole numbers from -128 to 127 as int8."""
+def put_octets(b: Any, address: Any, x: Any) -> None:
+    """Sixteen whole numbers from -128 to 255 as bytes."""
     store(b, b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), address)
 
 

@@ -27,9 +27,9 @@ from edgeq.targets.cpu.jit.simd import (
     get_u8,
     primitive,
     put_f32,
-    put_i8s,
     put_i32,
     put_lanes,
+    put_octets,
     put_quads_i8,
     put_quads_i16,
     vabs,
@@ -137,7 +137,7 @@ def put_integers(kind, whole, data, c, tokens, t):
     quad = (c // 4 * tokens + t) * 4
     if kind == A8:
         if tokens == 1:
-            put_i8s(data + quad, whole)
+            put_octets(data + quad, whole)
         else:
             put_quads_i8(whole, data + quad, 4 * tokens)
     else:
