@@ -91,7 +91,7 @@ def cpu() -> Cpu:
 def _allows_tiles() -> bool:
     """Whether Linux gives this process the matrix unit's registers, which take 8 KB of every thread that uses them."""
     try:
-        return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+        return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
     except (OSError, AttributeError):
         return False
 

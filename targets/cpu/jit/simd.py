@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 LANES = 16
 
 
-class BFloat(ir.Type):
+class BFloat(ir.Type):  # type: ignore[misc]
     """bfloat, which llvmlite does not know and LLVM does."""
 
     def _to_string(self) -> str:
