@@ -26,6 +26,11 @@ _AT_HWCAP = 16
 _HWCAP = {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}
 
 
+# Features of Intel's matrix unit, and how Linux is asked for its registers (arch/x86/include/uapi/asm/prctl.h).
+_AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+
+
 NOT_WINDOWS = "edgeq runs on Linux and macOS, not on Windows; install it in WSL, where Windows runs Linux"
 
 
@@ -74,11 +79,21 @@ def cpu() -> Cpu:
     info = dict(reversed(_lines("/proc/cpuinfo")))
     arm = platform.machine() in ("aarch64", "arm64")
     features = _arm_features() if arm else frozenset(info.get("flags", "").split())
+    if _AMX & features and not _allows_tiles():
+        features -= _AMX
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(cores, cores_of_share(_text("/sys/fs/cgroup/cpu.max")))
     # On Arm the name of the board: /proc/cpuinfo has numbers only.
     name = _text("/proc/device-tree/model") or info.get("model name") or platform.processor() or platform.machine()
     return Cpu(name, platform.machine(), features, cores)
+
+
+def _allows_tiles() -> bool:
+    """Whether Linux gives this process the matrix unit's registers, which take 8 KB of every thread that uses them."""
+    try:
+        return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
+    except (OSError, AttributeError):
+        return False
 
 
 def cores_of_share(limit: str) -> int:

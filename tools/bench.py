@@ -140,6 +140,8 @@ def bench(
         with compilation() as report_of_load:
             options |= {"context": context, "max_logits": most, "on_progress": report_of_load}
             loaded = Model.load(model, threads=count, **options)
+            if images:
+                loaded.prepare_images(report_of_load)
         # Measured again: on a shared machine an earlier number may be far off.
         bandwidth = read_bandwidth(loaded, refresh=True)
         machine.forget_peak()

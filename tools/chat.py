@@ -21,7 +21,7 @@ from edgeq.tools.history import line_editing
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe
 from edgeq.tools.run import argument, load, read_bytes, read_template, sampling_of, utf8
-from edgeq.tools.terminal import note, progress, write
+from edgeq.tools.terminal import compilation, note, progress, write
 
 HELP = """/clear forgets the conversation, /exit ends it, /help shows this; Ctrl-C stops an answer
 /regenerate answers the last question again, /system TEXT sets the system message, /stats shows the cost of the last answer
@@ -237,6 +237,8 @@ class Conversation:
         InputError, UnsupportedError: it cannot be read, or the model reads text alone.
         """
         picture = self._model.read_image(path)
+        with compilation() as report:
+            self._model.prepare_images(report)
         assert self._model.config.vision is not None
         self._shown.append({"type": "image", "path": path, "digest": picture.digest.hex()})
         self._pictures[picture.digest.hex()] = picture

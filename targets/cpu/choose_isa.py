@@ -37,6 +37,6 @@ def choose(name: str | None = None, on_measure: OnMeasure = lambda: None) -> tup
         missing = sorted(isa.needs - features)
         if not missing and (not isa.winograd or probes.winograd_gain(on_measure) >= LEAST_GAIN):
             return isa, "the best this processor has" if not passed else "; ".join(passed)
-        if not isa.winograd:
+        if not (isa.winograd or isa.matrix_unit):
             passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")
     raise AssertionError("the portable set needs nothing")

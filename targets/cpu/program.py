@@ -38,6 +38,10 @@ FEW_PIECES, LEAST_ROWS, MOST_ROWS = 16, 4, 32
 """Pieces of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does
 not.  There are 16 where that leaves each 4 rows, and more of a run so long, a picture's, that each would have more than 32."""
 
+MOST_PRODUCTS, MOST_SCORES = 4e9, 2e9
+"""Multiplications and additions of a product, and of attention, that a board takes 0.1 s for: a run whose rows see ranges, a
+picture, is as long as the picture is large, and its longer operations are cut as well."""
+
 
 class CpuProgram:
     """Weights are read where the file is mapped; everything else a run needs is allocated here, once."""
@@ -210,10 +214,14 @@ class CpuProgram:
         self._selected_page_tables[:selected] = self._page_tables[first]
         table, threads = (made.decode, self.threads) if count == 1 else (made.prefill, self.threads_prefill)
         pieces = pieces or max(1, min(FEW_PIECES, count // LEAST_ROWS), count // MOST_ROWS)
+        cuts = None
+        if rows.spans is not None:
+            widest = int((rows.spans[:, 1] - rows.spans[:, 0]).max())
+            cuts = np.ceil(made.work @ (count / MOST_PRODUCTS, count * widest / MOST_SCORES)).astype(np.int64)
         if times is None:
-            self._pool.run(table, threads, pieces)
+            self._pool.run(table, threads, pieces, cuts)
         else:
-            times.append(StepTimes(made.steps, self._pool.timed(table, threads, pieces)))
+            times.append(StepTimes(made.steps, self._pool.timed(table, threads, pieces, cuts)))
         del vectors
         return self._logits[:selected]
 

@@ -174,7 +174,7 @@ def test_tables_too_long_for_a_pool_that_cannot_grow_are_not_kept(monkeypatch):
 
 
 def test_unknown_instruction_set_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match="'sse9' is not known; supported: avx512-pairs, avx512-vnni"):
+    with pytest.raises(UnsupportedError, match="'sse9' is not known; supported: avx512-amx, avx512-pairs, avx512-vnni"):
         choose("sse9")
 
 
@@ -185,7 +185,7 @@ def test_instruction_set_the_processor_lacks_is_refused_with_what_is_missing(mon
     with pytest.raises(UnsupportedError, match="avx512-vnni needs .*avx512_vnni"):
         choose("avx512-vnni")
     isa, reason = choose()
-    assert isa.name == "avx2" and "avx512_vnni" in reason and "pairs" not in reason
+    assert isa.name == "avx2" and "avx512_vnni" in reason and "pairs" not in reason and "amx" not in reason
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("other", "riscv64", frozenset(), 1))
     assert choose()[0].name == "portable" == all_isas()[-1].name
 
@@ -195,7 +195,10 @@ def test_products_go_by_pairs_of_channels_where_that_was_measured_to_be_faster(g
     from edgeq import machine
     from edgeq.targets.cpu import probes
 
-    features = frozenset.union(*(isa.needs for isa in all_isas() if "x86_64" in isa.machines))
+    features = frozenset.union(*(isa.needs for isa in all_isas() if "x86_64" in isa.machines and not isa.matrix_unit))
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("some", "x86_64", features, 1))
     monkeypatch.setattr(probes, "winograd_gain", lambda on_measure: gain)
     assert choose()[0].name == name
+    amx = all_isas()[0].needs
+    monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("some", "x86_64", features | amx, 1))
+    assert choose()[0].name == "avx512-amx"

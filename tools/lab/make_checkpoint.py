@@ -1,4 +1,4 @@
-"""Make a Llama checkpoint of a published shape with random weights.
+"""Make a checkpoint of a published shape with random weights: a Llama, or a Qwen2-VL with its vision tower.
 
     python -m edgeq.tools.lab.make_checkpoint OUT --shape NAME
 
@@ -31,9 +31,24 @@ SLAB = 1 << 22
 """Weights in memory at a time."""
 
 
+VISION_SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+"""The last tokens of a vocabulary with pictures."""
+PATCH, FRAMES, MERGE = 14, 2, 2
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Sizes of a vision tower: width, that of its feed-forward part, layers and heads."""
+
+    width: int
+    inner: int
+    layers: int
+    heads: int
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama; `tied`: the head is the embedding."""
+    """Sizes of a Llama; `tied`: the head is the embedding.  With `tower` those of a Qwen2-VL."""
 
     vocab: int
     hidden: int
@@ -43,14 +58,18 @@ class Shape:
     kv_heads: int
     head_dim: int
     tied: bool
+    tower: Tower | None = None
 
 
+QWEN2_VL_TOWER = Tower(1280, 5120, 32, 16)
 SHAPES = {
     "tiny": Shape(2048, 256, 768, 2, 8, 4, 32, True),
     "smollm-135m": Shape(49152, 576, 1536, 30, 9, 3, 64, True),
     "llama-3.2-1b": Shape(128256, 2048, 8192, 16, 32, 8, 64, True),
     "llama-3.2-3b": Shape(128256, 3072, 8192, 28, 24, 8, 128, True),
     "llama-3.1-8b": Shape(128256, 4096, 14336, 32, 32, 8, 128, False),
+    "qwen2-vl-2b": Shape(151936, 1536, 8960, 28, 12, 2, 128, True, QWEN2_VL_TOWER),
+    "qwen2-vl-tiny": Shape(2048, 256, 768, 2, 4, 2, 64, True, Tower(160, 640, 2, 2)),
 }
 ROPE = {
     "rope_type": "llama3",
@@ -71,6 +90,10 @@ def tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{p}self_attn.q_proj.weight", (query, s.hidden)
         yield f"{p}self_attn.k_proj.weight", (kv, s.hidden)
         yield f"{p}self_attn.v_proj.weight", (kv, s.hidden)
+        if s.tower:
+            yield f"{p}self_attn.q_proj.bias", (query,)
+            yield f"{p}self_attn.k_proj.bias", (kv,)
+            yield f"{p}self_attn.v_proj.bias", (kv,)
         yield f"{p}self_attn.o_proj.weight", (s.hidden, query)
         yield f"{p}post_attention_layernorm.weight", (s.hidden,)
         yield f"{p}mlp.gate_proj.weight", (s.inner, s.hidden)
@@ -79,10 +102,103 @@ def tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (s.hidden,)
     if not s.tied:
         yield "lm_head.weight", (s.vocab, s.hidden)
+    if s.tower:
+        yield from tower_tensors(s.tower, s.hidden)
+
+
+def tower_tensors(t: Tower, features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Those of the vision tower and its projector."""
+
+    def linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (rows, columns)
+        yield f"{name}.bias", (rows,)
+
+    yield "visual.patch_embed.proj.weight", (t.width, 3, FRAMES, PATCH, PATCH)
+    for i in range(t.layers):
+        p = f"visual.blocks.{i}."
+        for name in ("norm1", "norm2"):
+            yield f"{p}{name}.weight", (t.width,)
+            yield f"{p}{name}.bias", (t.width,)
+        yield from linear(f"{p}attn.qkv", 3 * t.width, t.width)
+        yield from linear(f"{p}attn.proj", t.width, t.width)
+        yield from linear(f"{p}mlp.fc1", t.inner, t.width)
+        yield from linear(f"{p}mlp.fc2", t.width, t.inner)
+    yield "visual.merger.ln_q.weight", (t.width,)
+    yield "visual.merger.ln_q.bias", (t.width,)
+    joined = MERGE**2 * t.width
+    yield from linear("visual.merger.mlp.0", joined, joined)
+    yield from linear("visual.merger.mlp.2", features, joined)
 
 
 def config(s: Shape) -> dict[str, Any]:
     """config.json."""
+    return qwen2_vl_config(s, s.tower) if s.tower else llama_config(s)
+
+
+def qwen2_vl_config(s: Shape, t: Tower) -> dict[str, Any]:
+    """That of a model with a vision tower."""
+    start, image, end, video = range(s.vocab - len(VISION_SPECIAL), s.vocab)
+    quarter = s.head_dim // 8
+    return {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "vocab_size": s.vocab,
+        "hidden_size": s.hidden,
+        "intermediate_size": s.inner,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [quarter, quarter * 3 // 2, quarter * 3 // 2]},
+        "max_position_embeddings": 32768,
+        "max_window_layers": s.layers,
+        "use_sliding_window": False,
+        "tie_word_embeddings": s.tied,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "bfloat16",
+        "vision_start_token_id": start,
+        "image_token_id": image,
+        "vision_end_token_id": end,
+        "video_token_id": video,
+        "vision_config": {
+            "model_type": "qwen2_vl",
+            "depth": t.layers,
+            "embed_dim": t.width,
+            "hidden_size": s.hidden,
+            "hidden_act": "quick_gelu",
+            "mlp_ratio": t.inner // t.width,
+            "num_heads": t.heads,
+            "in_channels": 3,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": FRAMES,
+        },
+    }
+
+
+PICTURES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "patch_size": PATCH,
+    "temporal_patch_size": FRAMES,
+    "merge_size": MERGE,
+    "min_pixels": 56 * 56,
+    "max_pixels": 1280 * 28 * 28,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+}
+"""preprocessor_config.json: how pictures become patches."""
+
+
+def llama_config(s: Shape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -107,12 +223,12 @@ def config(s: Shape) -> dict[str, Any]:
     }
 
 
-def tokenizer(size: int) -> Tokenizer:
-    """Byte-level BPE with exactly `size` tokens: special ones, bytes, then pairs of earlier tokens with a byte."""
+def tokenizer(size: int, last: tuple[str, ...] = ()) -> Tokenizer:
+    """Byte-level BPE with exactly `size` tokens: special ones, bytes, earlier tokens with a byte, `last` special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet]
     merges: list[tuple[str, str]] = []
-    wanted = size - len(SPECIAL)
+    wanted = size - len(SPECIAL) - len(last)
     first = 0
     while len(words) < wanted:
         for byte in alphabet[: wanted - len(words)]:
@@ -123,7 +239,7 @@ def tokenizer(size: int) -> Tokenizer:
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    made.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *last)])
     return made
 
 
@@ -133,10 +249,12 @@ def values(name: str, shape: tuple[int, ...], random: np.random.Generator) -> It
     while left:
         count = min(left, SLAB)
         left -= count
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")):
             yield to_bf16(np.ones(count, np.float32))
+        elif name.endswith(".bias"):
+            yield to_bf16(np.zeros(count, np.float32))
         else:
-            scale = np.float32(0.02 if "embed" in name else shape[-1] ** -0.5)
+            scale = np.float32(0.02 if "embed" in name else math.prod(shape[1:]) ** -0.5)
             yield to_bf16(random.standard_normal(count, np.float32) * scale)
 
 
@@ -168,7 +286,9 @@ def make(folder: Path, shape: Shape, seed: int) -> None:
         (folder / "config.json").write_text(json.dumps(config(shape), indent=2), encoding="utf-8")
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
+        if shape.tower:
+            (folder / "preprocessor_config.json").write_text(json.dumps(PICTURES), encoding="utf-8")
+        tokenizer(shape.vocab, VISION_SPECIAL if shape.tower else ()).save(str(folder / "tokenizer.json"))
     except OSError as error:
         raise InputError(f"{folder}: cannot write it: {error.strerror}") from None
 

@@ -1,4 +1,4 @@
-"""AVX-512 with VNNI: Ice Lake, Sapphire Rapids, Zen 4 and later."""
+"""AVX-512 with VNNI: Ice Lake, Sapphire Rapids, Zen 4 and later; with AMX: Sapphire Rapids and later."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ class Avx512Winograd(Avx512Vnni):
 
     name = "avx512-pairs"
     winograd = True
+
+
+class Avx512Amx(Avx512Vnni):
+    """With a unit that multiplies tiles of 16 x 64 bytes: eight times the products of VNNI in the same time."""
+
+    name = "avx512-amx"
+    needs = Avx512Vnni.needs | {"amx_tile", "amx_int8", "amx_bf16"}
+    matrix_unit = True

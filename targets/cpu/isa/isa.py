@@ -19,6 +19,7 @@ class Isa(Protocol):
     prefetch_bytes   how many bytes ahead weights are asked for into the second-level cache; 0 leaves that to the processor
     machines    what `platform.machine()` says of the processors it is for; empty for all
     needs       processor features without which the code would not run
+    matrix_unit whether products of 8-bit activations with many rows go to a unit that multiplies whole tiles (matrix_unit.py)
     winograd    whether products of 4-bit weights and 8-bit activations go by Winograd's method (winograd.py)
     partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>
     """
@@ -32,6 +33,7 @@ class Isa(Protocol):
     partials16: int = 1
     blocks_per_tile: int = 1
     prefetch_bytes: int = 0
+    matrix_unit: bool = False
     winograd: bool = False
 
     def offset(self, bits: int) -> int:

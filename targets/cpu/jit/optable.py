@@ -24,11 +24,15 @@ Variant = tuple[Callable[..., Kernel], tuple[int, ...]]
 
 
 class Tables(NamedTuple):
-    """The tables of one mode and one kind of weights: for a run of one row and of any number, and what their records do."""
+    """The tables of one mode and one kind of weights: for a run of one row and of any number, and what their records do.
+
+    work   multiplications and additions of each record [operations, 2]: for a row, and for a row and a slot that it sees
+    """
 
     decode: Table
     prefill: Table
     steps: list[Step]
+    work: NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,24 @@ from numba.extending import intrinsic
 
 LANES = 16
 
+
+class BFloat(ir.Type):  # type: ignore[misc]
+    """bfloat, which llvmlite does not know and LLVM does."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 VF32 = ir.VectorType(F32, LANES)
+BF16 = BFloat()
 VI32 = ir.VectorType(I32, LANES)
 VF16 = ir.VectorType(F16, LANES)
 
@@ -343,8 +358,8 @@ def put_f16s(b: Any, address: Any, x: Any) -> None:
 
 
 @primitive(VOID, ADDRESS, f32x16)
-def put_u8s(b: Any, address: Any, x: Any) -> None:
-    """Sixteen whole numbers from 0 to 255 as bytes."""
+def put_octets(b: Any, address: Any, x: Any) -> None:
+    """Sixteen whole numbers from -128 to 255 as bytes."""
     store(b, b.trunc(b.fptosi(x, VI32), ir.VectorType(I8, LANES)), address)
 
 

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from edgeq import machine
 from edgeq.errors import ResourceError
 from edgeq.targets.cpu.jit.compile import Entry
+from edgeq.targets.cpu.jit.pieces import Piece, split
 from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.processor import current
 from edgeq.targets.cpu.jit.simd import I32, I64, call, load, store
@@ -44,7 +45,7 @@ WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
 NAP_MICROSECONDS = 100
 
 # int64 words of the shared block: RUN and SLEEPERS on cache lines of their own, then what describes a run.
-RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END = 0, 8, 16, 17, 18, 19
+RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END, LAST = 0, 8, 16, 17, 18, 19, 20
 # From here a line for each operation: the run's number with the next part to be taken, and how many parts are done.
 STEPS, LINE_BYTES = 24, 64
 TAG_BITS = 32
@@ -174,8 +175,8 @@ def note_time(typing: Any, address: Any) -> Any:
     return types.void(types.intp), codegen
 
 
-def _walk(shared, tag, table, length, row_bytes, thread, times):
-    """Take part in run `tag`.  The last slot of an op record is its number of parts.
+def _walk(shared, tag, table, length, row_bytes, thread, times, last):
+    """Take part in run `tag`.  The last slot of an op record is its number of parts; `last`, not 0: the run ends there.
 
     A thread that comes too late finds another run's number on the operation, and leaves.  `times`: 0, or where the clock goes:
     of each operation when it begins and when no part of it is left to take; then of the end.
@@ -185,12 +186,13 @@ def _walk(shared, tag, table, length, row_bytes, thread, times):
             note_time(times + 16 * i)
         row, step = table + i * row_bytes, shared + 8 * STEPS + LINE_BYTES * i
         parts: int = read(row + row_bytes - 8)
+        end = last if last > 0 else parts
         while True:
             ticket = read(step)
             if ticket >> TAG_BITS != tag:
                 return
             part = ticket & ((1 << TAG_BITS) - 1)
-            if part >= parts:
+            if part >= end:
                 break
             if exchange(step, ticket, ticket + 1):
                 invoke(row, part, parts, thread)
@@ -198,7 +200,7 @@ def _walk(shared, tag, table, length, row_bytes, thread, times):
         if times:
             note_time(times + 16 * i + 8)
         spins = 0
-        while read(step + 8) < parts:
+        while read(step + 8) < end:
             if read(step) >> TAG_BITS != tag:
                 return
             spins += 1
@@ -210,18 +212,23 @@ def _walk(shared, tag, table, length, row_bytes, thread, times):
 walk = inline(_walk)
 
 
-def _walk_alone(table, length, row_bytes, times):
+def _walk_alone(table, length, row_bytes, times, first, last):
     for i in range(length):
+        row = table + i * row_bytes
         if times:
             note_time(times + 16 * i)
-        invoke(table + i * row_bytes, 0, 1, 0)
+        if last > 0:
+            for part in range(first, last):
+                invoke(row, part, read(row + row_bytes - 8), 0)
+        else:
+            invoke(row, 0, 1, 0)
         if times:
             note_time(times + 16 * i + 8)
     if times:
         note_time(times + 16 * length)
 
 
-walk_alone = Entry(_walk_alone, 4)
+walk_alone = Entry(_walk_alone, 6)
 
 
 def _work(shared, row_bytes, thread):
@@ -243,40 +250,43 @@ def _work(shared, row_bytes, thread):
                 add(shared + 8 * SLEEPERS, -1)
             continue
         length, threads, table = read(shared + 8 * LENGTH), read(shared + 8 * ACTIVE), read(shared + 8 * TABLE)
+        last = read(shared + 8 * LAST)
         if read(shared + 8 * RUN) != current:
             continue
         seen, spins = current, 0
         if thread < threads:
-            walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, 0)
+            walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, 0, last)
 
 
 work = Entry(_work, 3)
 
 
 @inline
-def announce(shared, table, length, threads):
-    """Tell the other threads that there is a run, for the first `threads` of them; returns its number."""
+def announce(shared, table, length, threads, first, last):
+    """Tell the other threads that there is a run, for the first `threads` of them, of the parts [first, last) if `last` is not
+    0; returns its number."""
     tag = (add(shared + 8 * RUN, 1) + 2) & 0x7FFFFFFF
     for i in range(length):
         step = shared + 8 * STEPS + LINE_BYTES * i
         # First the ticket, so that a late thread of the last run cannot take what it finds done for its own.
-        publish(step, tag << TAG_BITS)
-        publish(step + 8, 0)
+        publish(step, tag << TAG_BITS | first)
+        publish(step + 8, first)
     publish(shared + 8 * ACTIVE, threads)
     publish(shared + 8 * TABLE, table)
     publish(shared + 8 * LENGTH, length)
+    publish(shared + 8 * LAST, last)
     add(shared + 8 * RUN, 1)
     if read(shared + 8 * SLEEPERS) > 0:
         futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
     return tag
 
 
-def _run_together(shared, table, length, row_bytes, threads, times):
+def _run_together(shared, table, length, row_bytes, threads, times, first, last):
     """A whole run in one call: an interrupt taken in the middle would leave the others at work on what Python then frees."""
-    walk(shared, announce(shared, table, length, threads), table, length, row_bytes, 0, times)
+    walk(shared, announce(shared, table, length, threads, first, last), table, length, row_bytes, 0, times, last)
 
 
-run_together = Entry(_run_together, 6)
+run_together = Entry(_run_together, 8)
 
 
 def _dismiss(shared):
@@ -339,37 +349,41 @@ class Pool:
             given = f"the system gives only {len(workers) + 1} of {threads} threads"
             raise ResourceError(f"{given}; pass fewer `threads`") from None
 
-    def run(self, table: Table, threads: int, pieces: int = 1) -> None:
+    def run(self, table: Table, threads: int, pieces: int = 1, cuts: NDArray[np.int64] | None = None) -> None:
         """Walk the rows of `table` with the first `threads` threads; returns when every operation is done.
 
-        With several pieces Python can take an interrupt between two of them.
+        With several pieces Python can take an interrupt between two of them.  `cuts`, for each row: an operation of several is
+        cut as well, into so many.
         """
-        for piece in self._split(table, pieces):
+        for piece in split(self._roomy(table), pieces, cuts):
             self._walk(piece, threads, 0)
 
-    def timed(self, table: Table, threads: int, pieces: int = 1) -> NDArray[np.float64]:
+    def timed(self, table: Table, threads: int, pieces: int = 1, cuts: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """The same run; seconds [operations, 2] that the caller's thread worked on each and then waited for the others."""
-        return np.concatenate([self._timed(piece, threads) for piece in self._split(table, pieces)])
+        seconds = np.zeros((len(table), 2))
+        for piece in split(self._roomy(table), pieces, cuts):
+            seconds[piece.start : piece.start + len(piece.table)] += self._timed(piece, threads)
+        return seconds
 
-    def _split(self, table: Table, pieces: int) -> list[Table]:
-        """None of the pieces is empty.  ValueError: the whole has no room here."""
+    def _roomy(self, table: Table) -> Table:
+        """ValueError: it has no room here."""
         if len(table) > self.operations:
             raise ValueError(f"{len(table)} operations; this pool has room for {self.operations}")
-        return np.array_split(table, min(pieces, len(table))) if pieces > 1 else [table]
+        return table
 
-    def _walk(self, table: Table, threads: int, times: int) -> None:
-        shared = self._shared.ctypes.data
+    def _walk(self, piece: Piece, threads: int, times: int) -> None:
+        shared, (_, table, first, last) = self._shared.ctypes.data, piece
         # A thread that comes late still reads the table.
         self._tables = (self._tables[1], table)
         if threads > 1:
-            run_together(shared, table.ctypes.data, len(table), self._row_bytes, threads, times)
+            run_together(shared, table.ctypes.data, len(table), self._row_bytes, threads, times, first, last)
         else:
-            walk_alone(table.ctypes.data, len(table), self._row_bytes, times)
+            walk_alone(table.ctypes.data, len(table), self._row_bytes, times, first, last)
 
-    def _timed(self, table: Table, threads: int) -> NDArray[np.float64]:
-        times = np.zeros(2 * len(table) + 1, np.int64)
+    def _timed(self, piece: Piece, threads: int) -> NDArray[np.float64]:
+        times = np.zeros(2 * len(piece.table) + 1, np.int64)
         before = perf_counter()
-        self._walk(table, threads, times.ctypes.data)
+        self._walk(piece, threads, times.ctypes.data)
         after = perf_counter()
         if self._first_time is None:
             self._first_time = before, int(times[0])

@@ -77,12 +77,12 @@ def activate(max_tile: int, function: int, gated: int) -> Kernel:
         count, width = get_i64(args.rows), args.width
         begin, end, first, last = share_of(part, parts, count, max_tile, width)
         for r in range(begin, end):
-            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride + thread * args.out_of_thread
             whole = first + (last - first) // LANES * LANES
             for c in range(first, whole, LANES):
                 vstore(out + 4 * c, activated(function, gated, x + 4 * c, 4 * width))
             if whole < last:
                 vstore(out + 4 * whole, vfirst(activated(function, gated, x + 4 * whole, 4 * width), last - whole))
-            write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
+            write_quantized(args.quantized, out, place_of(args.quantized, r, count, max_tile), first, last)
 
     return kernel

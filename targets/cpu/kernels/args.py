@@ -29,6 +29,7 @@ class QuantizedArgs(Args, part=True):
     winograd_sums   int32 per row and block for products by Winograd's method, or 0
     constants       constant scales: inverse and scale, two f32 for each modality; 0: the scale is taken from x
     modality        u8 per row
+    flat_from       in a run of so many rows or more every row lies by itself, not in tiles; 0: in no run
     """
 
     kind = number(NONE)
@@ -43,6 +44,7 @@ class QuantizedArgs(Args, part=True):
     winograd_sums = pointer(0)
     constants = pointer(0)
     modality = pointer(0)
+    flat_from = number(0)
 
 
 NOT_QUANTIZED = QuantizedArgs()
@@ -62,7 +64,7 @@ class ProductArgs(Args):
     add               1: the product is added to y
     scratch           SCRATCH_BYTES of every thread
     winograd_sums     of the activations, int32 per row and block, or 0
-    winograd_room     of every thread, for the constants of the weights
+    room              of every thread, for what a product makes of the weights
     block_step        of tiles of several blocks: from one block to the next
     """
 
@@ -89,7 +91,7 @@ class ProductArgs(Args):
     add = number(0)
     scratch = pointer()
     winograd_sums = pointer(0)
-    winograd_room = pointer(0)
+    room = pointer(0)
     block_step = number(1)
 
 

@@ -195,7 +195,7 @@ def norm(max_tile: int) -> Kernel:
             for c in range(0, width, 16):
                 vstore(out + 4 * c, vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c)))
             clear_padding(out, width)
-            write_quantized(args.quantized, out, place_of(r, count, max_tile), 0, width)
+            write_quantized(args.quantized, out, place_of(args.quantized, r, count, max_tile), 0, width)
 
     return kernel
 
@@ -240,7 +240,7 @@ def swiglu(max_tile: int, done: int) -> Kernel:
             if whole < last:
                 value = gated(vload(x + 4 * whole), vload(x + 4 * (width + whole)))
                 vstore(out + 4 * whole, vfirst(value, last - whole))
-            write_quantized(args.quantized, out, place_of(r, count, max_tile), first, last)
+            write_quantized(args.quantized, out, place_of(args.quantized, r, count, max_tile), first, last)
 
     return kernel
 

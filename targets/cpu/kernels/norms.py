@@ -25,7 +25,10 @@ from edgeq.targets.cpu.kernels.quantize import place_of, rows_of, write_quantize
 
 
 class LayerNormArgs(Args):
-    """Widths are padded to 16 with zeros in x, gain, bias and out."""
+    """Widths are padded to 16 with zeros in x, gain, bias and out.
+
+    out_of_thread   bytes from one thread's out to the next
+    """
 
     x = pointer()
     x_stride = nbytes()
@@ -36,6 +39,7 @@ class LayerNormArgs(Args):
     out = pointer()
     out_stride = nbytes()
     quantized = nested(QuantizedArgs, NOT_QUANTIZED)
+    out_of_thread = nbytes(0)
 
 
 def layer_norm(max_tile: int) -> Kernel:
@@ -46,7 +50,7 @@ def layer_norm(max_tile: int) -> Kernel:
         count, width = get_i64(args.rows), args.width
         first, last = rows_of(part, parts, count, max_tile)
         for r in range(first, last):
-            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride + thread * args.out_of_thread
             even, odd = vsplat(0.0), vsplat(0.0)
             for c in range(0, width, 32):
                 even = vadd(vload(x + 4 * c), even)
@@ -68,7 +72,7 @@ def layer_norm(max_tile: int) -> Kernel:
                 scaled = vmul(vsub(vload(x + 4 * c), center), factor)
                 vstore(out + 4 * c, vfma(scaled, vload(args.gain + 4 * c), vload(args.bias + 4 * c)))
             clear_padding(out, width)
-            write_quantized(args.quantized, out, place_of(r, count, max_tile), 0, width)
+            write_quantized(args.quantized, out, place_of(args.quantized, r, count, max_tile), 0, width)
 
     return kernel
 

@@ -29,6 +29,7 @@ from edgeq.targets.cpu.jit.simd import (
     put_f32,
     put_i32,
     put_lanes,
+    put_octets,
     put_quads_i8,
     put_quads_i16,
     vabs,
@@ -88,9 +89,11 @@ def tile_of(r, count, max_tile):
 
 
 @inline
-def place_of(r, count, max_tile):
+def place_of(quantized, r, count, max_tile):
     """Where row r of `count` lies: the first row of its tile, the tile's tokens, its place in it, and whether the tile is of
     the largest."""
+    if 0 < quantized.flat_from <= count:
+        return r, 1, 0, False
     base, tokens = tile_of(r, count, max_tile)
     return base, tokens, r - base, tokens == max_tile
 
@@ -133,7 +136,10 @@ def put_integers(kind, whole, data, c, tokens, t):
     """Channels c ... c + 15 of token t of a tile."""
     quad = (c // 4 * tokens + t) * 4
     if kind == A8:
-        put_quads_i8(whole, data + quad, 4 * tokens)
+        if tokens == 1:
+            put_octets(data + quad, whole)
+        else:
+            put_quads_i8(whole, data + quad, 4 * tokens)
     else:
         put_quads_i16(whole, data + 2 * quad, 8 * tokens)
 
@@ -283,7 +289,9 @@ def quantize(max_tile: int) -> Kernel:
         count = get_i64(args.rows)
         begin, end, first, last = share_of(part, parts, count, max_tile, args.quantized.columns)
         for r in range(begin, end):
-            write_quantized(args.quantized, args.x + r * args.x_stride, place_of(r, count, max_tile), first, last)
+            write_quantized(
+                args.quantized, args.x + r * args.x_stride, place_of(args.quantized, r, count, max_tile), first, last
+            )
 
     return kernel
 
@@ -297,6 +305,6 @@ def quantize_tokens(max_tile: int, asymmetric: int) -> Kernel:
         begin, end, first, last = share_of(part, parts, count, max_tile, args.quantized.columns)
         for r in range(begin, end):
             x = args.x + r * args.x_stride
-            write_quantized_tokens(args.quantized, asymmetric, x, place_of(r, count, max_tile), first, last)
+            write_quantized_tokens(args.quantized, asymmetric, x, place_of(args.quantized, r, count, max_tile), first, last)
 
     return kernel

@@ -39,7 +39,7 @@ from edgeq.targets.cpu.jit.simd import (
     lane_f16,
     load,
     put_f16s,
-    put_u8s,
+    put_octets,
     store,
     vabs,
     vadd,
@@ -207,7 +207,7 @@ def requantize(kind: int, master_symmetric: int, bits: int, symmetric: int) -> K
                     put_f16s(args.scales + n * args.scales_block + 32 * (first // group), vfirst(scale, lanes))
                     if not symmetric:
                         zero = vmin(vmax(vsub(none, vrint(vdiv(low, scale))), none), full)
-                        put_u8s(args.zeros + n * args.zeros_block + 16 * (first // group), vfirst(zero, lanes))
+                        put_octets(args.zeros + n * args.zeros_block + 16 * (first // group), vfirst(zero, lanes))
                     for c in range(first, last):
                         at = values + 64 * (c - start)
                         # A number that is none becomes 0 here: `vmax` keeps its second argument then.

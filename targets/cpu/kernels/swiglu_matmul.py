@@ -47,7 +47,9 @@ def write_unit(args, scratch, blocks, rows, max_tile):
     count, (start, stop), (r, here) = get_i64(args.rows), blocks, rows
     for t in range(here):
         x = scratch + RESULTS + RESULT_STRIDE * t - BLOCK_BYTES * start
-        write_quantized(args.swiglu.quantized, x, place_of(r + t, count, max_tile), ROWS * start, ROWS * stop)
+        write_quantized(
+            args.swiglu.quantized, x, place_of(args.swiglu.quantized, r + t, count, max_tile), ROWS * start, ROWS * stop
+        )
 
 
 def gated_loop(weights: IntegerWeights, tokens: int, blocks: int, least: int, max_tile: int) -> Any:

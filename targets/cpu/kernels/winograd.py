@@ -217,7 +217,7 @@ def winograd_matmul(isa: int, zero: int) -> Kernel:
         group = (args.group_blocks + blocks_per_tile - 1) // blocks_per_tile * blocks_per_tile
         first, last = share(args.output_channels, part, parts, blocks_per_tile)
         scratch = args.scratch + thread * SCRATCH_BYTES
-        constants = args.winograd_room + thread * group * CONSTANT_BYTES * args.x_blocks
+        constants = args.room + thread * group * CONSTANT_BYTES * args.x_blocks
         for start in range(first, last, group):
             stop = min(start + group, last)
             r = large(args, start, stop, scratch, constants)
@@ -239,7 +239,7 @@ def gated_winograd_matmul(isa: int, zero: int) -> Kernel:
         args = GatedProductArgs(record)
         scratch = args.scratch + thread * SCRATCH_BYTES
         first, last = share(args.swiglu.width, part, parts, UNIT)
-        constants = args.winograd_room + thread * blocks_per_tile * UNIT * CONSTANT_BYTES * args.x_blocks
+        constants = args.room + thread * blocks_per_tile * UNIT * CONSTANT_BYTES * args.x_blocks
         for start in range(first, last, UNIT):
             stop = min(start + UNIT, last)
             r = large(args, start, stop, scratch, constants)

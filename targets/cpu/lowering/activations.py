@@ -13,7 +13,7 @@ from edgeq.records import ArrayRef, LinearSpec, Mode
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import Buffers
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
-from edgeq.targets.cpu.kernels import quantize, winograd
+from edgeq.targets.cpu.kernels import matrix_matmul, quantize, winograd
 from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, FLOAT, STATIC, TOKEN, TOKEN_ZERO
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
@@ -64,7 +64,8 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
         kind = A16 if limit > LARGEST_BYTE else A8
     fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
     by_winograd = context.isa.winograd and fits and block >= CHUNK
-    return Layout(kind, weight.columns, block, limit, scaling, factors, first, by_winograd, constants)
+    flat_from = matrix_matmul.LEAST_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, weight.columns, block) else 0
+    return Layout(kind, weight.columns, block, limit, scaling, factors, first, by_winograd, constants, flat_from)
 
 
 def _constants(context: Context, scales: ArrayRef) -> int:

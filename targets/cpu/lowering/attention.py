@@ -9,7 +9,7 @@ import numpy as np
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, kernel
-from edgeq.targets.cpu.kernels import attention, elementwise, kv_layout, rope_kv_write
+from edgeq.targets.cpu.kernels import attention, elementwise, kv_layout, matrix_attention, rope_kv_write
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
 
@@ -91,9 +91,14 @@ def _cache_args(context: Context, o: op.CacheWrite | op.Attention, heads: int) -
 def attend(context: Context, o: op.Attention) -> None:
     kv, (out, stride) = context.options.kv, context.place(o.out)
     code = kv_layout.KV_CODES[kv.kind]
-    state_bytes = attention.state_bytes(o.head_dim, kv.high, code)
-    queries = attention.ROWS_PER_UNIT * (o.heads // o.kv_heads)
-    states = context.memory.shared("attention", context.threads * queries * state_bytes)
+    by_matrix_unit = context.isa.matrix_unit and o.span >= 0 and code == kv_layout.F16_KV and context.mode(o) != "a16"
+    if by_matrix_unit:
+        state_bytes = matrix_attention.Room(o.head_dim).nbytes
+        states = context.memory.shared("attention", context.threads * state_bytes)
+    else:
+        state_bytes = attention.state_bytes(o.head_dim, kv.high, code)
+        queries = attention.ROWS_PER_UNIT * (o.heads // o.kv_heads)
+        states = context.memory.shared("attention", context.threads * queries * state_bytes)
     args = attention.AttentionArgs(
         **_cache_args(context, o, o.heads), q_offset=4 * o.q_offset, out=out, out_stride=stride,
         window=o.window, spans=context.spans(o.span), span_stride=context.span_stride,
@@ -102,5 +107,7 @@ def attend(context: Context, o: op.Attention) -> None:
     # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
     tile = 4 if context.isa.lanes == 16 and context.isa.needs else 2
     function = kernel(attention.attend, code, tile, tile, int(o.span >= 0))
+    if by_matrix_unit:
+        function = kernel(matrix_attention.matrix_attend, o.head_dim)
     context.emit(function, args, parts=o.kv_heads, parts_a_thread=FINER * PARTS_A_THREAD)
     context.invalidate(o.out)

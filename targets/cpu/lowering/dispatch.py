@@ -17,7 +17,7 @@ from edgeq.targets.cpu.jit.threadpool import entries
 from edgeq.targets.cpu.lowering import attention, experts, layers, linear
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion, fuse
-from edgeq.targets.target import OnProgress
+from edgeq.targets.target import OnProgress, Step
 
 
 def lower(context: Context) -> None:
@@ -60,7 +60,15 @@ def tables(context: Context, on_progress: OnProgress) -> Tables:
     decode[:, FUNCTION] = [addresses[each.decode] for each in context.records]
     prefill[:, PARTS] = [each.parts_a_thread * threads for each in context.records]
     decode[:, PARTS] = [min(each.decode_parts, most) for each in context.records]
-    return Tables(decode, prefill, context.steps())
+    return Tables(decode, prefill, context.steps(), np.array([_work(each) for each in context.steps()]).reshape(-1, 2))
+
+
+def _work(step: Step) -> tuple[float, float]:
+    """See `Tables`: of what takes long."""
+    o = step.operation
+    if isinstance(o, op.Linear) and step.reads_weights:
+        return 2.0 * o.linear.rows * o.linear.columns, 0.0
+    return (0.0, 4.0 * o.heads * o.head_dim) if isinstance(o, op.Attention) else (0.0, 0.0)
 
 
 def _experts(context: Context, o: op.Experts) -> None:

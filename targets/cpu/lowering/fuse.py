@@ -64,11 +64,6 @@ def _is_swiglu(o: op.Operation) -> bool:
     return isinstance(o, op.Activate) and o.swiglu
 
 
-def _makes_a_row(o: op.Operation) -> bool:
-    """Whether the kernel of `o` can write its result to one row of every thread."""
-    return isinstance(o, op.RmsNorm) or _is_swiglu(o)
-
-
 def _changes_input(layer: LinearSpec) -> bool:
     return bool(layer.input_order or layer.transform)
 
@@ -86,8 +81,9 @@ def _layout_made(context: Context, position: int, buffer: str) -> Layout | None:
 
 
 def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
-    """Whether what the operation at `position` writes is read in any way but in one quantized layout."""
-    if context.source == "masters" or context.stage_of_expert or not _makes_a_row(maker):
+    """Whether what the operation at `position` writes is read in any way but in one quantized layout: else it writes to one
+    row of every thread."""
+    if context.source == "masters" or context.stage_of_expert:
         return True
     buffer, found = maker.out, set[Layout]()
     for o in context.graph.operations[position + 1 :]:
@@ -96,7 +92,7 @@ def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
             if len(layer.weights) > 1 or _changes_input(layer) or layer.low_rank or layer.split_row:
                 return True
             found.update(layouts(context, o))
-        elif _makes_a_row(o) and o.writes() == (buffer,) != o.reads():
+        elif isinstance(o, MAKERS) and o.writes() == (buffer,) != o.reads():
             break
         elif buffer in (*o.reads(), *o.writes()):
             return True

@@ -74,7 +74,7 @@ def layer_norm(context: Context, o: op.LayerNorm, fusion: Fusion) -> None:
     args = norms.LayerNormArgs(
         x=x, x_stride=stride, width=context.width(o.x), gain=context.memory.floats(o.gain),
         bias=context.memory.floats(o.bias), epsilon=o.eps,
-        out=result.place.address, out_stride=result.place.stride, quantized=result.quantized,
+        out=result.place.address, out_stride=result.place.stride, out_of_thread=result.of_thread, quantized=result.quantized,
     )  # fmt: skip
     context.emit(kernel(norms.layer_norm, context.max_tile), args)
 

@@ -24,6 +24,7 @@ class Layout:
     scaling    BLOCK, TOKEN, TOKEN_ZERO or STATIC
     factors    address of one f32 per channel that x is multiplied by first, or 0
     constants  of STATIC: address of inverse and scale of each modality
+    flat_from  in runs of so many rows or more every row lies by itself; 0: in none
     winograd   8-bit integers go to products by Winograd's method, which need a number more of every block (winograd.py)
     """
 
@@ -36,6 +37,7 @@ class Layout:
     first: int = 0
     winograd: bool = False
     constants: int = 0
+    flat_from: int = 0
 
     @property
     def blocks(self) -> int:
@@ -74,5 +76,5 @@ class QuantizedActivation:
         return QuantizedArgs(
             kind=layout.kind, columns=layout.columns, block=layout.block, stride=layout.stride, limit=layout.limit,
             factors=layout.factors, data=self.data, scales=self.scales, sums=self.sums, winograd_sums=self.winograd_sums,
-            constants=layout.constants, modality=self.modality,
+            constants=layout.constants, modality=self.modality, flat_from=layout.flat_from,
         )  # fmt: skip

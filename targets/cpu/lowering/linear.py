@@ -19,7 +19,7 @@ from edgeq.records import LinearSpec, Transform, Weight
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
-from edgeq.targets.cpu.kernels import hadamard, low_rank, matmul, swiglu_matmul, winograd
+from edgeq.targets.cpu.kernels import hadamard, low_rank, matmul, matrix_matmul, matrix_swiglu, swiglu_matmul, winograd
 from edgeq.targets.cpu.kernels.args import A16, FLOAT_KINDS, ProductArgs
 from edgeq.targets.cpu.lowering import requantize
 from edgeq.targets.cpu.lowering.activations import layer_read, layouts, quantized
@@ -29,6 +29,8 @@ from edgeq.targets.cpu.lowering.layout import QuantizedActivation
 
 WINOGRAD = "winograd"
 """The threads' memory for the constants of weights that are multiplied by Winograd's method."""
+UNPACKED = "unpacked"
+"""The threads' memory for weights that are unpacked before they are multiplied."""
 GROUP_BYTES = 256 << 10
 """Weights that stay in a core's second-level cache while the tokens of a chunk pass by."""
 LEAST_PRODUCTS = 1 << 16
@@ -138,14 +140,29 @@ def _integer_product(context: Context, product: Product, x: QuantizedActivation)
         room = context.memory.shared(WINOGRAD, context.threads * nbytes)
         by_winograd = winograd.gated_winograd_matmul if product.swiglu else winograd.winograd_matmul
         prefill = kernel(by_winograd, context.isa_index, zero)
+    if x.layout.flat_from:
+        group, room = _matrix_room(context, product, shared["group_blocks"])
+        shared["group_blocks"] = group
+        by_matrix_unit = matrix_swiglu.gated_matrix_matmul if product.swiglu else matrix_matmul.matrix_matmul
+        prefill = kernel(by_matrix_unit, context.isa_index, codec.bits, zero)
     args = ProductArgs(
         **shared, **_activation_args(x),
         scales=context.memory.stored(weight.scale), scales_block=2 * ROWS * groups, scales_step=2 * ROWS * grouped,
         zeros=context.memory.stored(weight.zero), zeros_block=ROWS * groups, zeros_step=ROWS * grouped,
         chunks=-(-weight.columns // CHUNK), chunks_per_block=max(1, block // CHUNK),
-        block_step=blocks // 2 if product.swiglu else 1, winograd_sums=x.winograd_sums, winograd_room=room,
+        block_step=blocks // 2 if product.swiglu else 1, winograd_sums=x.winograd_sums, room=room,
     )  # fmt: skip
     context.emit(prefill, args, parts=blocks, decode=kernel(matmul.integer_matvec, *literals), reads_weights=True)
+
+
+def _matrix_room(context: Context, product: Product, group_blocks: int) -> tuple[int, int]:
+    """Blocks whose unpacked weights stay in the cache, whole pairs, and the address of the threads' room for them."""
+    bits, chunks = product.weight.codec.bits, -(-product.weight.columns // CHUNK)
+    group_blocks = max(2, min(GROUP_BYTES // (matrix_matmul.BYTES_OF_CHUNK * chunks), padded(group_blocks, 2)) // 2 * 2)
+    nbytes = matrix_matmul.room_bytes(bits, chunks, group_blocks)
+    if product.swiglu:
+        nbytes = matrix_swiglu.room_bytes(bits, chunks)
+    return group_blocks, context.memory.shared(UNPACKED, context.threads * nbytes)
 
 
 def _float_product(context: Context, product: Product, x: QuantizedActivation) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+
 from edgeq.tools import corpus
 from edgeq.tools.lab.make_checkpoint import SHAPES, make, tensors, tokenizer
+from edgeq.tools.lab.peers import edgeq_pictures
 from edgeq.tools.lab.training_corpus import training_texts
 
 
@@ -33,6 +36,7 @@ def test_a_published_shape_has_its_published_size() -> None:
     assert weights("llama-3.2-1b") == 1_235_814_400
     assert weights("llama-3.2-3b") == 3_212_749_824
     assert weights("llama-3.1-8b") == 8_030_261_248
+    assert weights("qwen2-vl-2b") == 2_208_985_600
 
 
 def test_a_made_checkpoint_loads_in_transformers_and_is_the_same_for_a_seed(tmp_path: Path) -> None:
@@ -48,6 +52,22 @@ def test_a_made_checkpoint_loads_in_transformers_and_is_the_same_for_a_seed(tmp_
     ids = loaded(text, return_tensors="pt").input_ids
     assert loaded.decode(ids[0]) == text
     assert torch.isfinite(model(ids).logits).all()
+
+
+def test_a_made_model_that_sees_is_converted_and_sees(tmp_path: Path) -> None:
+    from edgeq.runtime import Model
+    from edgeq.tools import picture_bench
+
+    make(tmp_path / "source", SHAPES["qwen2-vl-tiny"], seed=1)
+    peer = tmp_path / "peer"
+    peer.mkdir()
+    edgeq_pictures.build(tmp_path / "source", peer)
+    seconds = edgeq_pictures.load(peer, 1, 64).see((112, 56))
+    assert seconds.first is not None and 0 < seconds.tower < seconds.first
+    model = Model.load(peer / "model.edgeq", image_tokens=16, context=64)
+    with model.session() as session:
+        logits = session.prefill(picture_bench.prompt_of(model, picture_bench.drawn(model, (112, 56))))
+    assert np.isfinite(logits).all()
 
 
 def test_the_tokenizer_has_exactly_the_size_of_the_vocabulary() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,12 +17,16 @@ from edgeq.errors import InputError
 from edgeq.rope import Rope
 from edgeq.tools.entry import Command
 from edgeq.tools.lab.make_checkpoint import SHAPES
-from edgeq.tools.lab.peers.contest import Contest, Entry
+from edgeq.tools.lab.peers import pictures
+from edgeq.tools.lab.peers.contest import Contest, Entry, PeerError, process
 from edgeq.tools.lab.peers.peer import variants
-from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, Spread, markdown, rows
+from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, Spread, aligned, markdown, rows
+from edgeq.tools.params import PixelSize, Several
 from edgeq.tools.terminal import note, progress
 
 MOST_THREADS = 1024
+EDGE = 28
+"""Pixels of a side of what becomes one token."""
 MOST_TOKENS = 8192
 
 
@@ -130,13 +135,62 @@ def chosen(only: str | None) -> list[str]:
     return wanted
 
 
+def see(
+    shape: str,
+    layers: int | None,
+    sizes: Sequence[tuple[int, int]],
+    threads: int,
+    rounds: int,
+    only: str | None,
+    peer_python: str,
+    work: Path | None,
+) -> None:
+    """Measure pictures; prints a table."""
+    if SHAPES[shape].tower is None:
+        raise InputError(f"--image: a {shape} reads text alone; choose qwen2-vl-2b or qwen2-vl-tiny as --shape")
+    if any(width % EDGE or height % EDGE for width, height in sizes):
+        raise InputError(f"--image: sides are multiples of {EDGE}, so that no peer resizes")
+    wanted = [peer for peer in pictures.PEERS if not only or any(peer.startswith(part) for part in only.split(",") if part)]
+    folder = (work or machine.cache_folder() / "peers").resolve()
+    before = os.getloadavg()
+    with progress() as report:
+        contest = pictures.Contest(
+            folder,
+            shape,
+            layers,
+            sizes,
+            process,
+            lambda peer: sys.executable if peer == "edgeq" else peer_python,
+            report,
+            PeerError,
+        )
+        lines = contest.run(wanted, threads, rounds)
+    loads = " to ".join("/".join(f"{x:.1f}" for x in load) for load in (before, os.getloadavg()))
+    about = f"{shape}, {layers or 'all'} layers, random weights, {rounds} rounds; {machine.cpu().name}, load average {loads}"
+    settings = dict.fromkeys(f"- {line.peer} {contest.versions[line.peer]}: {line.settings}" for line in lines if line.settings)
+    parts = [about, aligned(pictures.cells(lines)), "\n".join(["Settings:", *settings])]
+    parts += (
+        ["\n".join(["Left out:", *(f"- {name}: {why}" for name, why in contest.left_out.items())])] if contest.left_out else []
+    )
+    click.echo("\n\n".join(parts))
+    note(f"models are kept in {folder}")
+
+
 @click.command(cls=Command)
 @click.option(
     "--shape",
-    type=click.Choice(["tiny", "llama-3.2-1b"]),
-    default="llama-3.2-1b",
-    show_default=True,
-    help="Shape of the model.",
+    type=click.Choice(["tiny", "llama-3.2-1b", "qwen2-vl-2b", "qwen2-vl-tiny"]),
+    help="Shape of the model.  [default: llama-3.2-1b; with --image qwen2-vl-2b]",
+)
+@click.option(
+    "--image",
+    "images",
+    type=Several(PixelSize()),
+    metavar="WxH,WxH",
+    help="Measure pictures of so many pixels, multiples of 28, instead of text.",
+)
+@click.option(
+    "--layers", type=click.IntRange(1, 128), help="With --image: layers of decoder and tower.  [default: the shape's]"
 )
 @click.option("-t", "--threads", metavar="N,N", help="Numbers of threads, such as 1,2.  [default: all cores]")
 @click.option(
@@ -157,7 +211,9 @@ def chosen(only: str | None) -> list[str]:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def main(
-    shape: str,
+    shape: str | None,
+    images: tuple[tuple[int, int], ...] | None,
+    layers: int | None,
     threads: str | None,
     prompt: int,
     tokens: int,
@@ -168,6 +224,15 @@ def main(
     as_json: bool,
 ) -> None:
     """Measure edgeq and the other runtimes that are installed, alternating, on the same random model."""
+    if images:
+        if as_json:
+            raise InputError("--json is not there with --image; leave it out")
+        count = numbers(threads or str(machine.cpu().cores))[0]
+        see(shape or "qwen2-vl-2b", layers, images, count, repetitions, only, peer_python, work)
+        return
+    shape = shape or "llama-3.2-1b"
+    if SHAPES[shape].tower or layers:
+        raise InputError(f"--shape {shape}, --layers: a model that sees is measured with --image")
     try:
         config, counts, names = configuration(shape), numbers(threads or str(machine.cpu().cores)), chosen(only)
         folder = (work or machine.cache_folder() / "peers").resolve()

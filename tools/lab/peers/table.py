@@ -172,8 +172,12 @@ BY_BYTES: tuple[Column, ...] = (
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A markdown table with aligned columns."""
-    cells = [[name for name, _ in columns]] + [[show(row).replace("|", "/") for _, show in columns] for row in rows]
-    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(columns))]
+    return aligned([[name for name, _ in columns]] + [[show(row).replace("|", "/") for _, show in columns] for row in rows])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """A markdown table of cells, its heading first."""
+    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(cells[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])

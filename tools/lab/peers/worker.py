@@ -5,6 +5,13 @@
 {"do": "load", "variant": NAME, "config": JSON, "folder": PATH, "threads": N, "context": N}
 {"do": "run", "prompt": [TOKEN ...], "steps": N}
 
+and, of models that see (pictures.py):
+
+{"do": "version_pictures", "peer": NAME}
+{"do": "build_pictures", "peer": NAME, "checkpoint": PATH, "folder": PATH}
+{"do": "load_pictures", "peer": NAME, "folder": PATH, "threads": N, "patches": N}
+{"do": "see", "size": [WIDTH, HEIGHT]}
+
 An answer is {"result": ...} or {"error": "..."}.  Everything that the peer prints goes to standard error, even what its
 libraries write to file descriptor 1.
 """
@@ -20,6 +27,7 @@ from time import perf_counter
 from typing import Any
 
 from edgeq.config import ModelConfig
+from edgeq.tools.lab.peers import pictures
 from edgeq.tools.lab.peers.peer import Runner, module, variants
 
 
@@ -28,9 +36,12 @@ class Worker:
 
     def __init__(self) -> None:
         self._runner: Runner | None = None
+        self._viewer: pictures.Viewer | None = None
 
     def answer(self, request: dict[str, Any]) -> Any:
         do = request["do"]
+        if do == "see" or do.endswith("_pictures"):
+            return self._of_pictures(do, request)
         if do == "version":
             return module(request["peer"]).version()
         if do == "run":
@@ -45,6 +56,19 @@ class Worker:
         began = perf_counter()
         self._runner = peer.load(config, variant, folder, request["threads"], request["context"])
         return {"load_s": perf_counter() - began, "settings": self._runner.settings}
+
+    def _of_pictures(self, do: str, request: dict[str, Any]) -> Any:
+        if do == "see":
+            assert self._viewer is not None
+            return asdict(self._viewer.see(tuple(request["size"])))
+        peer = pictures.module(request["peer"])
+        if do == "version_pictures":
+            return peer.version()
+        folder = Path(request["folder"])
+        if do == "build_pictures":
+            return peer.build(Path(request["checkpoint"]), folder)
+        self._viewer = peer.load(folder, request["threads"], request["patches"])
+        return self._viewer.settings
 
 
 def main() -> None:

@@ -1,0 +1,87 @@
+"""swiglu_matmul.py on a processor's matrix unit (matrix_matmul.py): gate and up, silu(gate) * up and its quantization."""
+
+from __future__ import annotations
+
+from edgeq.codec import ROWS
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.pipeline import always_inline
+from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
+from edgeq.targets.cpu.kernels.elementwise import gated
+from edgeq.targets.cpu.kernels.matmul import BLOCK_BYTES, LEAST_OF_SMALL, SCRATCH_BYTES, SMALL_TILE, share
+from edgeq.targets.cpu.kernels.matrix_matmul import (
+    BYTES_OF_CHUNK,
+    INTEGERS_BYTES,
+    LEAST_ROWS,
+    PANEL,
+    panel_products,
+    unpacked,
+)
+from edgeq.targets.cpu.kernels.matrix_unit import CONFIGURATION_BYTES, SIDE, configure, release
+from edgeq.targets.cpu.kernels.microkernel_int import IntegerWeights
+from edgeq.targets.cpu.kernels.quantize import place_of, write_quantized
+from edgeq.targets.cpu.kernels.swiglu_matmul import RESULT_STRIDE, UNIT, GatedProductArgs, gated_loop
+
+RESULTS_BYTES = PANEL * RESULT_STRIDE
+
+
+def room_bytes(bits: int, chunks: int) -> int:
+    """Room of a thread: results of a unit, f32 [32][128], then weights."""
+    return CONFIGURATION_BYTES + RESULTS_BYTES + (2 * UNIT * BYTES_OF_CHUNK * chunks if bits < 8 else 0)
+
+
+def gated_matrix_matmul(isa: int, bits: int, zero: int) -> Kernel:
+    """`gated_matmul` of 8-bit activations.  Runs of fewer rows than LEAST_ROWS go its way."""
+    max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
+    weights = IntegerWeights(isa, bits, 0, zero, 0)
+    large = gated_loop(weights, max_tile, blocks_per_tile, max_tile, max_tile)
+    small = gated_loop(weights, SMALL_TILE, blocks_per_tile, LEAST_OF_SMALL, max_tile)
+    single = gated_loop(weights, 1, 1, 1, max_tile)
+    products, unpack_chunks, packed = panel_products(bits, zero), unpacked(bits), bits < 8
+
+    @always_inline
+    def unit(args, start, stop, scratch, room):
+        """Blocks [start, stop) of results, at most UNIT."""
+        count, chunks, up, quantized = get_i64(args.rows), args.chunks, args.block_step, args.swiglu.quantized
+        results, step = room + CONFIGURATION_BYTES, BYTES_OF_CHUNK * chunks
+        first, of_up = args.weights + start * args.weights_block, args.weights + (start + up) * args.weights_block
+        if packed:
+            first, of_up = results + RESULTS_BYTES, results + RESULTS_BYTES + UNIT * step
+            for n in range(start, stop):
+                stored, place = args.weights + n * args.weights_block, (n - start) * step
+                unpack_chunks(stored, chunks, first + place)
+                unpack_chunks(stored + up * args.weights_block, chunks, of_up + place)
+        configure(room, SIDE, SIDE)
+        for r in range(0, count, PANEL):
+            here = min(PANEL, count - r)
+            if here < PANEL:
+                configure(room, min(here, SIDE), here - SIDE if here > SIDE else here)
+            for n in range(start, stop):
+                place = (n - start) * step
+                products(args, (n, n + up), (first + place, of_up + place), (r, here), scratch)
+                floats, out = scratch + INTEGERS_BYTES, results + BLOCK_BYTES * (n - start)
+                for t in range(here):
+                    gate, other = vload(floats + BLOCK_BYTES * t), vload(floats + BLOCK_BYTES * (PANEL + t))
+                    vstore(out + RESULT_STRIDE * t, gated(gate, other))
+            for t in range(here):
+                x = results + RESULT_STRIDE * t - BLOCK_BYTES * start
+                write_quantized(quantized, x, place_of(quantized, r + t, count, max_tile), ROWS * start, ROWS * stop)
+
+    def kernel(record, part, parts, thread):
+        args = GatedProductArgs(record)
+        scratch = args.scratch + thread * SCRATCH_BYTES
+        first, last = share(args.swiglu.width, part, parts, UNIT)
+        many = get_i64(args.rows) >= LEAST_ROWS
+        room = CONFIGURATION_BYTES + RESULTS_BYTES + (2 * UNIT * BYTES_OF_CHUNK * args.chunks if packed else 0)
+        for start in range(first, last, UNIT):
+            stop = min(start + UNIT, last)
+            if many:
+                unit(args, start, stop, scratch, args.room + thread * room)
+            else:
+                r = large(args, start, stop, 0, scratch)
+                r = small(args, start, stop, r, scratch)
+                single(args, start, stop, r, scratch)
+        if many:
+            release()
+
+    return kernel
