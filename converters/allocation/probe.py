@@ -29,9 +29,10 @@ from edgeq.converters.allocation.outcome import ChangedTable, divergences_throug
 from edgeq.converters.allocation.parts import HEAD, Part
 from edgeq.converters.allocation.record import Record
 from edgeq.converters.calibration.choose_precision import last_norm, measurement_bytes
+from edgeq.converters.calibration.compute import BATCH_ROWS
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import gptq_rounding
-from edgeq.converters.calibration.moments import Moments
+from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
 from edgeq.converters.columns import SLAB_ELEMENTS, factorize, quantize_matrix
 from edgeq.converters.linears import LinearItem, Recipe, RoundRows
 from edgeq.converters.methods.gptq import moments_bytes
@@ -44,8 +45,6 @@ OnProgress = Callable[[float, float, str], None]
 WORK = 7.0
 """Passes of the calibration text through the decoder layers, about, that running the rows of the probe may take."""
 LEAST_TOKENS = 1024
-MOMENT_BYTES = 512 << 20
-"""Moments that are collected in one pass; a layer with more, of many experts, is passed several times."""
 
 
 def refuse_short_text(plan: ConversionPlan) -> None:
@@ -94,7 +93,7 @@ def probe_bytes(plan: ConversionPlan) -> int:
         left = sum(4 * len(x.items) * x.columns**2 for x in first[place:])
         weights = 4 * part.weights * (2 if len(part.items) == 1 else 1 + len(GRID_BITS))
         working.append(max(min(MOMENT_BYTES, left), 4 * part.columns**2) + 4 * part.columns**2 + weights)
-    layer = plan.layer_bytes + max(plan.batch_bytes, 6 * 4 * SLAB_ELEMENTS) + max(working)
+    layer = plan.layer_bytes + max(plan.batch_bytes(BATCH_ROWS), 6 * 4 * SLAB_ELEMENTS) + max(working)
     head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)
     return BASELINE + 4 * plan.calibration.rows.numel() * config.hidden_size + states + max(layer, head)
 
@@ -154,7 +153,8 @@ class Probe:
         self.on_progress(1, 1, "probe")
 
     def _forward(self, rows: Tensor) -> BlockForward:
-        return BlockForward(self.plan.checkpoint, self.plan.method.family, self.plan.method.config, rows)
+        plan = self.plan
+        return BlockForward(plan.checkpoint, plan.method.family, plan.method.config, rows, compute=plan.compute)
 
     def _through(self, forward: BlockForward, first: int, states: list[Tensor]) -> list[Tensor]:
         """`states` [rows, length, hidden], inputs of layer `first`, after the last layer, in the same list."""
@@ -215,7 +215,7 @@ class Probe:
         """How the conversion will round the head; `hidden`: outputs of the last layer over the calibration text."""
         if not self.plan.method.rounds_head:
             return quantize
-        return gptq_rounding(hidden, last_norm(self.plan.method.stored_config, self.plan.checkpoint))
+        return gptq_rounding(hidden, last_norm(self.plan.method.stored_config, self.plan.checkpoint), self.plan.compute)
 
     def _head(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
         """Measure the head; one that is also the embedding changes what enters the first layer too."""
@@ -229,6 +229,7 @@ class Probe:
                     self.plan.method.config,
                     self.rows,
                     ChangedTable(self.plan.checkpoint, self.plan.method.config.vocab_size, rounded),
+                    self.plan.compute,
                 )
                 end = self._through(changed, 0, [changed.hidden])[0]
             (value,) = self._measured(exact, [end], rounded)
@@ -280,7 +281,7 @@ def moments_over(forward: BlockForward, layer: int, module: nn.Module, matrices:
         sizes = accumulate(4 * matrix.item.columns**2 for matrix in left)
         count = max(1, sum(size <= MOMENT_BYTES for size in sizes))
         batch, left = left[:count], left[count:]
-        found = [Moments(matrix.item.columns) for matrix in batch]
+        found = [Moments(matrix.item.columns, forward.compute.device) for matrix in batch]
         observers = {matrix.path: partial(_add, moments) for matrix, moments in zip(batch, found, strict=True)}
         forward.watch(layer, module, observers, advance=not left)
         while found:

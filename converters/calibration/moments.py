@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+MOMENT_BYTES = 512 << 20
+"""Moments of several layers that are collected in one pass; those of one may be larger."""
 TILE = 1024
 """Columns of a product at a time: M is symmetric, so that only the tiles on and above its diagonal are multiplied."""
 
@@ -29,7 +31,7 @@ class Moments:
         """Inputs [tokens, columns]."""
         self.tokens += len(x)
         self._magnitude += x.abs().sum(0)
-        with fast_products():
+        with fast_products(x.device):
             for left in range(0, x.shape[1], TILE):
                 self._sums[left : left + TILE, left:].addmm_(x[:, left : left + TILE].T, x[:, left:])
         self._mirrored = False
@@ -64,10 +66,10 @@ def has_bf16() -> bool:
 
 
 @contextmanager
-def fast_products() -> Iterator[None]:
-    """Products of float32 matrices in bf16 where the processor has them, added up in float32."""
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Products of float32 matrices in bf16 where `device` is a processor that has them, added up in float32."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if has_bf16() else before)
+    torch.set_float32_matmul_precision("medium" if device.type == "cpu" and has_bf16() else before)
     try:
         yield
     finally:

@@ -64,7 +64,7 @@ def graph_of(file: File, x: np.ndarray, layers: list[LinearSpec], width: int) ->
     first = layers[0].weights[0]
     again = layer(file, "again", matrix(file, layers[0].master)[::-1], first.codec, layers[0].master.codec)
     operations = (
-        Embed(-1, file.add(x, "f32"), "x"), *reads, Scale(0, "x", 0.5), Linear(1, "x", again, "y", 0, add=True),
+        Embed(-1, file.add(x, "f32"), "x"), *reads, Scale(0, "x", 0.5, "x"), Linear(1, "x", again, "y", 0, add=True),
         Select(-1, ("y",)),
     )  # fmt: skip
     return Graph({"x": width, "y": rows}, operations, "y", layers=1, kv_heads=1, head_dim=2)
