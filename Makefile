@@ -27,6 +27,7 @@ demo: $(DEMO)
 SEES := models/tiny-qwen2vl
 DEMO_VISION := build/demo/tiny-qwen2vl.edgeq
 SIGNS := build/demo/signs
+CALIBRATION := build/demo/calibration
 QUESTION := What does the sign say?
 
 demo-vision: $(DEMO_VISION) $(SIGNS)/samples.jsonl
@@ -43,10 +44,13 @@ demo-vision: $(DEMO_VISION) $(SIGNS)/samples.jsonl
 $(SIGNS)/samples.jsonl: tools/lab/signs.py | $(VENV)/installed-convert $(VENV)/installed-vision
 	$(BIN)/python -m edgeq.tools.lab.signs draw $(SIGNS) --count 3
 
-$(DEMO_VISION): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert $(VENV)/installed-vision
+$(CALIBRATION)/samples.jsonl: tools/lab/signs.py | $(VENV)/installed-convert $(VENV)/installed-vision
+	$(BIN)/python -m edgeq.tools.lab.signs draw $(CALIBRATION) --split calibration --count 32
+
+$(DEMO_VISION): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) $(CALIBRATION)/samples.jsonl
 	@mkdir -p $(dir $(DEMO_VISION))
-	@echo "== convert: round to nearest, 4 bits; the vision tower to 8 bits"
-	$(EDGEQ) convert $(SEES) -o $(DEMO_VISION) --force --method rtn --bits 4 --group-size 128
+	@echo "== convert: weights of 4 bits, of the vision tower too; activations of 8 by constant scales for text and for pictures"
+	$(EDGEQ) convert $(SEES) -o $(DEMO_VISION) --method mquant --bits 4/8 --vision-bits 4/8 --calibration $(CALIBRATION) --force
 
 $(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert
 	@mkdir -p $(dir $(DEMO))

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from edgeq.config import VisionConfig
 from edgeq.container import ModelFile
 from edgeq.converters.allocation.allocate import allocate
 from edgeq.converters.allocation.outcome import divergence_of_file
 from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, last_norm
 from edgeq.converters.calibration.compute import Compute, within_memory
-from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.calibration.dataset import Calibration
+from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
 from edgeq.converters.calibration.head import gptq_rounding
+from edgeq.converters.calibration.sample_forward import SampleForward
+from edgeq.converters.calibration.samples import PictureSamples
+from edgeq.converters.calibration.tower_forward import TowerForward
 from edgeq.converters.existing import already_there
 from edgeq.converters.items import Deliver, write
 from edgeq.converters.journal import Journal
 from edgeq.converters.layer_report import ROWS, LayerReport, WeightError, bits_per_weight, output_error
 from edgeq.converters.linears import Delivery, LinearItem, RoundRows
-from edgeq.converters.method import Block, Study
+from edgeq.converters.method import Block, Method, Study, features_of
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.output import check_output
 from edgeq.converters.plan import ConversionPlan, WriteStep
@@ -136,11 +142,13 @@ class _Run:
         """Writes what is missing; returns the finished file, verified."""
         steps, last = self.plan.steps, len(self.plan.steps) - 1
         tensors = self.method.tensors(self.plan.checkpoint, self._study())
+        if self.plan.tower:
+            tensors = self.plan.tower.tensors(tensors, {})
         round_rows: RoundRows | None = None
         if self.method.calibrates:
             blocks = self._calibrated(tensors)
             if self.method.rounds_head:
-                round_rows = gptq_rounding(blocks.hidden, last_norm(self.method.stored_config, tensors), self.plan.compute)
+                round_rows = gptq_rounding(blocks.states, last_norm(self.method.stored_config, tensors), self.plan.compute)
         else:
             for index in range(self.skip, last):
                 self._write(index, steps[index], tensors.rows, self._deliver(steps[index], tensors.rows, {}))
@@ -156,7 +164,7 @@ class _Run:
             self._write(last, self.plan.steps[last], tensors.rows, lambda i: Delivery(tensors.rows, round_rows=round_rows))
         if self.plan.options.allocation is not None and self.plan.calibration is not None:
             self.plan = replace(self.plan, divergence=self._divergence())
-        file = self.writer.finish(self.plan.metadata())
+        file = self.writer.finish(self.plan.metadata(self.journal.found))
         for done, size in file.verify():
             self.stages.at(VERIFY, done / size)
         self.journal.remove()
@@ -177,57 +185,86 @@ class _Run:
             self.journal.keep(found, self.writer.sync())
         return found
 
-    def _forward(self, tensors: Tensors) -> BlockForward:
-        plan, method = self.plan, self.method
-        assert plan.calibration is not None
-        return BlockForward(plan.checkpoint, method.family, method.config, plan.calibration.rows, tensors, plan.compute)
+    def _forward(
+        self,
+        tensors: Tensors,
+        calibration: Calibration | PictureSamples | None = None,
+        features: Sequence[Tensor] | None = None,
+    ) -> TokenForward:
+        """What enters the first layer of the decoder.
 
-    def _calibrated(self, tensors: Tensors) -> BlockForward:
-        """All steps but the last.  Layers written by an earlier run are only run: their outputs are the inputs of the next.
-
-        Returns the run over the text, whose hidden states are now the outputs of the last layer.
+        calibration   None: the plan's
+        features      of its pictures; None: those of the tower as stored
         """
-        blocks: BlockForward | None = None
+        calibration = calibration or self.plan.calibration
+        assert calibration is not None
+        if isinstance(calibration, Calibration):
+            plan, method = self.plan, self.method
+            return BlockForward(plan.checkpoint, method.family, method.config, calibration.rows, tensors, plan.compute)
+        tower = self.plan.tower
+        assert tower is not None
+        if features is None:
+            features = features_of(tower, calibration.pictures, self.plan.checkpoint, self._stored())
+        return SampleForward(self.method.family, self.method.config, calibration.samples, features, tensors)
+
+    def _calibrated(self, tensors: Tensors) -> TokenForward:
+        """All steps but the last.  Blocks written by an earlier run are only run: their outputs are the inputs of the next.
+
+        Returns the run through the decoder, whose states are now the outputs of the last layer.
+        """
+        tower: TowerForward | None = None
+        decoder: TokenForward | None = None
         for index, step in enumerate(self.plan.steps[:-1]):
-            if step.layer is None:
-                if index >= self.skip:
+            method, finished, forward = step.method, index < self.skip, cast(Forward | None, None)
+            if step.block is not None and method.calibrates:
+                if step.layer is None:
+                    forward = tower = tower or self._tower_forward(method, tensors)
+                else:
+                    forward = decoder = decoder or self._forward(tensors, features=tower.states if tower else None)
+            if step.block is None or forward is None:
+                if not finished:
                     self._write(index, step, tensors.rows, self._deliver(step, tensors.rows, {}))
                 continue
-            blocks = blocks or self._forward(tensors)
-            finished = index < self.skip
             self.stages.at(index, label=f"reading {step.label} again" if finished else None)
-            layer = blocks.load(step.layer, self._stored() if finished and self.method.propagates else None)
-            self.method.install(step.layer, layer)
+            block = forward.load(step.block, self._stored() if finished and method.propagates else None)
+            method.install(step.block, block)
             if finished:
-                blocks.advance(step.layer, layer)
-                blocks.unload(layer)
+                forward.advance(step.block, block)
+                forward.unload(block)
             else:
-                self._prepared(index, step.layer, layer, blocks, tensors)
-        assert blocks is not None
-        return blocks
+                self._prepared(index, step.block, block, forward, tensors)
+        assert decoder is not None
+        return decoder
 
-    def _prepared(self, index: int, number: int, layer: nn.Module, blocks: BlockForward, tensors: Tensors) -> None:
-        """Prepare, write and report decoder layer `number`, step `index` of the plan."""
+    def _tower_forward(self, method: Method, tensors: Tensors) -> TowerForward:
+        assert isinstance(self.plan.calibration, PictureSamples) and isinstance(method.stack, VisionConfig)
+        return TowerForward(method.family, method.stack, self.plan.calibration.pictures, tensors)
+
+    def _prepared(self, index: int, number: int, block: nn.Module, forward: Forward, tensors: Tensors) -> None:
+        """Prepare, write and report block `number` of its stack, step `index` of the plan."""
         step = self.plan.steps[index]
         linears = tuple(item for item in step.items if isinstance(item, LinearItem))
-        read = _layer_reader(number, layer, tensors.rows)
-        # A copy: the hidden states are advanced in place.
-        inputs = blocks.hidden[:: -(-len(blocks.hidden) // ROWS)].clone()
-        before = blocks.run(number, layer, inputs)
+        prefix = forward.prefix(number)
+        read = _block_reader(prefix, block, tensors.rows)
+        # A copy: the states are advanced in place.
+        few = forward.few(ROWS)
+        before = few.outputs(number, block)
 
         def on_part(done: int, parts: int) -> None:
             self.stages.at(index, PREPARED * done / parts)
 
         with torch.no_grad():
-            deliveries = self.method.prepare(Block(number, layer, linears, read, blocks, self.warn, on_part))
+            deliveries = step.method.prepare(Block(number, block, linears, read, forward, self.warn, prefix, on_part))
         self._write(index, step, read, self._deliver(step, read, deliveries), PREPARED)
-        blocks.unload(layer)
+        forward.unload(block)
+        if step.layer is None:
+            return
         with self.stages.passing():
-            stored = blocks.load(number, self._stored())
-            self.method.install(number, stored)
-            after = blocks.run(number, stored, inputs)
-        self._report(index, output=output_error(inputs, before, after))
-        blocks.unload(stored)
+            stored = forward.load(number, self._stored())
+            step.method.install(number, stored)
+            after = few.outputs(number, stored)
+        self._report(index, output=output_error(*(_flat(states) for states in (few.states, before, after))))
+        forward.unload(stored)
 
     def _deliver(self, step: WriteStep, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
         return lambda item: deliveries.get(item.name) or step.method.deliver(item, read)
@@ -240,12 +277,12 @@ class _Run:
     def _measure(self, tensors: Tensors, round_rows: RoundRows) -> PrecisionChoice:
         """The bits of the head and the mode, chosen on the layers already written."""
         assert self.plan.calibration is not None
+        few = self.plan.calibration.few(ROWS)
         self.stages.at(MEASURE)
         return choose(
             self.method,
-            self.plan.checkpoint,
             tensors,
-            self.plan.calibration.rows,
+            lambda: self._forward(tensors, few),
             self._stored(),
             self.plan.heads(),
             self.plan.codecs(),
@@ -277,8 +314,15 @@ class _Run:
             self.stages.at(index, begun + (1 - begun) * done / size)
 
         self.stages.at(index, begun)
+
+        def delivered(item: LinearItem) -> Delivery:
+            found = deliver(item)
+            if found.found is not None:
+                self.journal.found[item.name] = found.found
+            return found
+
         for item in step.items:
-            write(self.writer, item, read, deliver, written, error.add)
+            write(self.writer, item, read, delivered, written, error.add)
         self.journal.record(self.writer.sync())
         if step.layer is not None and not begun:
             self._report(index, weights=error.relative)
@@ -286,14 +330,11 @@ class _Run:
     def _try_pass(self, number: int, tensors: Tensors) -> None:
         """Run the first layer as the measurement at the end will run all, so that the time left is known from here on."""
         assert self.plan.calibration is not None
-        rows = self.plan.calibration.rows
-        few = rows[:: -(-len(rows) // ROWS)]
-        plan, method = self.plan, self.method
-        forward = BlockForward(plan.checkpoint, method.family, method.config, few, tensors, plan.compute)
+        forward = self._forward(tensors, self.plan.calibration.few(ROWS))
         with self.stages.passing():
             layer = forward.load(number, self._stored())
             self.method.install(number, layer)
-            forward.run(number, layer, forward.hidden)
+            forward.outputs(number, layer)
         forward.unload(layer)
 
     def _report(self, index: int, output: float | None = None, weights: float | None = None) -> None:
@@ -305,12 +346,15 @@ class _Run:
         self.on_layer(LayerReport(step.layer, layers, bits_per_weight(step.items), output, weights))
 
 
-def _layer_reader(index: int, layer: nn.Module, others: RowReader) -> RowReader:
-    """Rows of the tensors of a decoder layer as `layer` has them when asked; what is not in it comes from `others`."""
-    prefix = f"model.layers.{index}."
+def _flat(states: Sequence[Tensor]) -> Tensor:
+    return torch.cat([state.flatten() for state in states])
+
+
+def _block_reader(prefix: str, block: nn.Module, others: RowReader) -> RowReader:
+    """Rows of the tensors of a block as it has them when asked; what is not in it comes from `others`."""
 
     def read(name: str, start: int, stop: int) -> NDArray[np.float32]:
-        found = layer.state_dict().get(name.removeprefix(prefix))
+        found = block.state_dict().get(name.removeprefix(prefix))
         rows: NDArray[np.float32] = others(name, start, stop) if found is None else found[start:stop].cpu().numpy()
         return rows
 

@@ -41,7 +41,8 @@ def convert(
     rank: int | None = None,
     master: Literal["i8", "bf16"] | None = None,
     alpha: float | None = None,
-    activations: Literal["token", "static"] | None = None,
+    rotate: bool | None = None,
+    activations: Literal["block", "token", "static", "modality"] | None = None,
     high_fraction: float | None = None,
     calibration: str | os.PathLike[str] | None = None,
     calibration_rows: int | None = None,
@@ -71,7 +72,7 @@ def convert(
     group_size    input channels that share a scale: 16, 32, 64, 128 or "row" for all of them
     budget        what the file may take at most, such as Budget("read", 2.4e6): the codec of each part follows from it
     allocation    part -> codec, by hand or as another run found it
-    calibration   a UTF-8 text file, or "built-in"
+    calibration   a UTF-8 text file, "built-in", or a folder with pictures and samples.jsonl
     device        where the calibration text runs; None: a GPU where torch finds one
     on_progress   takes (work done, all work, label); the label changes when a stage ends
     on_layer      takes a report when a decoder layer is safe on the disk: its index, bits and error
@@ -96,6 +97,7 @@ def convert(
         rank=rank,
         master=master,
         alpha=alpha,
+        rotate=rotate,
         activations=activations,
         high_fraction=high_fraction,
         dtype=dtype,

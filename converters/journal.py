@@ -25,12 +25,16 @@ ENDING = ".partial.json"
 
 
 class Journal:
-    """The journal of the file `partial`, which this process holds locked."""
+    """The journal of the file `partial`, which this process holds locked.
+
+    found   what the finished layers say in the provenance, as JSON by name
+    """
 
     def __init__(self, partial: Partial, fingerprint: Fingerprint) -> None:
         self._held, self.partial = partial, partial.path
         self.path = self.partial.with_name(self.partial.name.removesuffix(".partial") + ENDING)
         self.fingerprint = fingerprint
+        self.found: dict[str, object] = {}
 
     def resume(self, restart: bool) -> list[Segment]:
         """The segments that the next run may rely on; empty to start over.
@@ -45,6 +49,7 @@ class Journal:
             state = json.loads(self.path.read_text())
             before: Fingerprint = state["fingerprint"]
             segments = [Segment(offset, length, bytes.fromhex(digest)) for offset, length, digest in state["segments"]]
+            found = dict(state.get("found", {}))
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise InputError(f"{self.path}: not a journal of a conversion ({error}); run again with --restart") from None
         changed = [key for key in sorted({*before, *self.fingerprint}) if before.get(key) != self.fingerprint.get(key)]
@@ -66,6 +71,7 @@ class Journal:
         if self.partial.stat().st_size < end:
             self.remove()
             return []
+        self.found = found
         return segments
 
     def study(self) -> dict[str, NDArray[Any]] | None:
@@ -94,6 +100,7 @@ class Journal:
     def record(self, segments: list[Segment]) -> None:
         """Replace the journal; the segments are synced already."""
         state = {"fingerprint": self.fingerprint, "segments": [[s.offset, s.length, s.digest.hex()] for s in segments]}
+        state |= {"found": self.found} if self.found else {}
         fresh = self.path.with_name(self.path.name + ".new")
         try:
             with open(fresh, "w", opener=no_follow) as file:

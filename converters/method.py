@@ -19,28 +19,32 @@ from the arguments: no state in the method from one layer to the next, no clock,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from edgeq.codec import Codec, Kind
-from edgeq.config import ModelConfig
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.converters.allocation.parts import part_of
-from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.forward import Forward, TokenForward, WholeReader
+from edgeq.converters.calibration.samples import PictureFile
+from edgeq.converters.calibration.tower_forward import TowerForward
 from edgeq.converters.families import Family
 from edgeq.converters.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.method_options import DEFAULTS
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import AWQ, Preset, fitting_group_size
 from edgeq.converters.slabs import RowReader, Tensors
+from edgeq.manifest import MODALITIES
 from edgeq.records import Activation, KvCodec, Mode
 from edgeq.stack import Stack
 
 Study = dict[str, NDArray[Any]]
-MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 4: "a4"}
+MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 6: "a8", 4: "a4"}
 KV_OF_BITS: dict[int | None, KvCodec] = {
     None: KvCodec(),
     16: KvCodec(),
@@ -52,14 +56,15 @@ KV_OF_BITS: dict[int | None, KvCodec] = {
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder layer at hand.
+    """A decoder layer at hand; of a vision tower also its patches and its projector (torch_tower.py).
 
-    index     of the layer
-    module    the decoder layer (torch_decoder.py) with its weights in float32, `install` called
+    index     of the block, in the order of the stack
+    module    the block (torch_decoder.py) with its weights in float32, `install` called
     linears   its linear layers as they will be stored, in execution order
     read      rows of its tensors as `module` has them when they are asked for
-    forward   `forward.hidden` are the inputs of this layer; `prepare` leaves those of the next there
+    forward   `forward.states` are the inputs of this block; `prepare` leaves those of the next there
     warn      takes a line for the user
+    prefix    what the names of its tensors begin with, before the paths of modules
     on_part   takes (parts of the work done, parts), of as many parts as the method likes
     """
 
@@ -67,15 +72,16 @@ class Block:
     module: nn.Module
     linears: tuple[LinearItem, ...]
     read: RowReader
-    forward: BlockForward
+    forward: Forward
     warn: Callable[[str], None]
+    prefix: str
     on_part: Callable[[int, int], None] = lambda done, parts: None
 
     def modules(self, item: LinearItem) -> list[nn.Linear]:
         """The modules of whose rows `item` is made, in its order."""
         found = []
         for name, _ in item.tensors:
-            module = self.module.get_submodule(name.removeprefix(f"model.layers.{self.index}.").removesuffix(".weight"))
+            module = self.module.get_submodule(name.removeprefix(self.prefix).removesuffix(".weight"))
             assert isinstance(module, nn.Linear)
             found.append(module)
         return found
@@ -143,6 +149,19 @@ class Method:
         return None if allocation is None else Codec.named(allocation[part_of(name)])
 
     @property
+    def activation(self) -> Activation | None:
+        """How inputs are quantized by the options; None: in blocks of channels, or not at all."""
+        bits, kind = self.options.activation_bits, self.options.activations
+        return None if kind in (None, "block") or bits in (None, 16) else Activation(bits)
+
+    @property
+    def scales(self) -> int:
+        """Constant scales that each input has."""
+        return {"static": 1, "modality": 1 if isinstance(self.stack, VisionConfig) else MODALITIES}.get(
+            self.options.activations or "", 0
+        )
+
+    @property
     def preset(self) -> Preset:
         """How integers are chosen; its name goes into the provenance."""
         return AWQ
@@ -197,7 +216,7 @@ class Method:
         """Memory beyond what every method takes: a slab and, with `tokens` of text, four layers and the activations of one."""
         return 0
 
-    def study(self, forward: BlockForward, on_layer: Callable[[int], None]) -> Study:
+    def study(self, forward: TokenForward, on_layer: Callable[[int], None]) -> Study:
         """Statistics of the unquantized model: for every index `layer = forward.load(index)`, observe, `forward.unload(layer)`.
 
         `on_layer` is called with the index of each layer as it begins.  The arrays are small: the journal keeps them.
@@ -228,3 +247,17 @@ class Method:
     def deliver(self, item: LinearItem, read: RowReader) -> Delivery:
         """What is written for a linear layer that `prepare` did not deliver; `read`: the model or the prepared layer."""
         return Delivery(read)
+
+
+@torch.no_grad()
+def features_of(tower: Method, pictures: Sequence[PictureFile], tensors: Tensors, read: WholeReader | None) -> Sequence[Tensor]:
+    """What a vision tower makes of pictures, float32 [1, tokens, width] each; `read`: where its weights come from, None: the
+    checkpoint's, of a tower whose method changes none of them."""
+    assert isinstance(tower.stack, VisionConfig)
+    forward = TowerForward(tower.family, tower.stack, pictures, tensors)
+    for index in range(forward.blocks):
+        block = forward.load(index, read)
+        tower.install(index, block)
+        forward.advance(index, block)
+        forward.unload(block)
+    return forward.states

@@ -38,15 +38,24 @@ _ROTATED: dict[str, Any] = {
 }
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "none": {"dtype": None, "kv_bits": None},
-    "rtn": {**_ROUNDED, "allocation": None},
+    "rtn": {**_ROUNDED, "activations": None, "allocation": None},
     "awq": _ROUNDED,
     "gptq": {**_ROUNDED, "act_order": False, **_ALLOCATED},
     "awq+gptq": {**_ROUNDED, "act_order": False},
     "smoothquant": {**_SMOOTHED, "activations": None},
     "smoothquant+gptq": {**_SMOOTHED, "act_order": False},
     "ttq": {**_ROUNDED, "group_size": 32, "rank": 16, "master": "i8"},
-    "quarot": {**_ROTATED, "split_row": None},
+    "quarot": {**_ROTATED, "split_row": None, "activations": None},
     "resq": {**_ROTATED, "high_fraction": 0.125},
+    "mquant": {
+        **{key: value for key, value in _ROTATED.items() if key != "gptq"},
+        "activation_bits": 8,
+        "kv_bits": None,
+        "activations": "modality",
+        "act_order": True,
+        "rotate": True,
+        "split_row": None,
+    },
 }
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
 
@@ -55,7 +64,9 @@ Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured,
 """
 WIDTHS = {"ttq": range(2, 6)}
 """Bits of weights that a method can store, where it is not all of them."""
-CALIBRATED = ("awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "resq")
+CONSTANT = ("static", "modality")
+"""Kinds of activations whose scales are measured when a file is made."""
+CALIBRATED = ("awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "resq", "mquant")
 """Methods that read calibration text whatever the options are."""
 
 
@@ -77,6 +88,16 @@ def check_method_options(options: ConvertOptions) -> None:
     widths = WIDTHS.get(options.method, BITS)
     if options.bits is not None and options.bits not in widths:
         raise InputError(f"{options.bits} bits are not supported by {options.method}; choose {widths[0]} to {widths[-1]}")
-    reads = options.calibration or options.method in CALIBRATED or options.gptq
+    if (
+        options.activation_bits == 6
+        and DEFAULTS[options.method].get("activations") is None
+        and options.activations
+        in (
+            None,
+            "block",
+        )
+    ):
+        raise InputError("6 bits of activations have a scale for every token or constant ones: give --activations")
+    reads = options.calibration or options.method in CALIBRATED or options.gptq or options.activations in CONSTANT
     if not reads and (options.calibration_rows or options.calibration_length):
         raise InputError(f"--method {options.method} reads no calibration text unless --calibration names one")

@@ -30,7 +30,7 @@ ALLOCATED = "gptq"
 # Option -> (how it is called on the command line, the values it may have).
 CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bits": ("--bits W", tuple(range(2, 9))),
-    "activation_bits": ("--bits W/A", (4, 8, 16)),
+    "activation_bits": ("--bits W/A", (4, 6, 8, 16)),
     "kv_bits": ("--bits W/A/KV", (3, 4, 8, 16)),
     "group_size": ("--group-size", (*GROUP_SIZES, 0)),
     "symmetric": ("--sym/--asym", (True, False)),
@@ -40,7 +40,8 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "master": ("--master", ("i8", "bf16")),
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
-    "activations": ("--activations", ("token", "static")),
+    "activations": ("--activations", ("block", "token", "static", "modality")),
+    "rotate": ("--rotate/--no-rotate", (True, False)),
     "device": ("--device", COMPUTERS),
     "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
     "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
@@ -64,25 +65,28 @@ class ConvertOptions:
     method            not given: gptq with a budget or an allocation; else with a calibration text the one that loses least at
                       its bytes (BEST), without one rounding to nearest
     bits              of weights, 2 to 8
-    activation_bits   4, 8 or 16: the default mode; None: measured where there is calibration text, else 16
+    activation_bits   4, 6, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
     group_size        16, 32, 64, 128, or 0: one group per output channel; None: the method's default, or the next smaller
                       size that divides the columns
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
-    split_row         QuaRot: the first column of the down projection apart, unrounded
+    split_row         rotated methods: the first column behind online transforms apart, unrounded
+    rotate            MQuant: change the basis at all
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
-    activations       SmoothQuant: a scale for every token, or one constant scale for each layer, measured on the text
+    activations       a scale for every block of channels of a token, for every token, or constant ones that were measured: one
+                      for each layer, or one for its rows of text and one for those of pictures
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
     head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
     vision_bits, vision_activation_bits
                       of a vision tower; 16: weights as stored, activations as they are; None: 8
-    calibration       a UTF-8 text file; "built-in": the built-in text; None: that where the method needs one, else nothing is
-                      measured
+    calibration       a UTF-8 text file; "built-in": the built-in text; a folder with pictures and samples.jsonl; None: the
+                      built-in text where the method needs one, else nothing is measured
     calibration_rows, calibration_length
-                      at most so many rows of so many tokens of it; None: 64 of 512, or as many tokens as the model takes
+                      at most so many rows of so many tokens of it; None: 64 of 512, or as many tokens as the model takes; 128
+                      samples with pictures, as long as they are
     budget            what the allocation may take; the codec of every part is then chosen by measurement
     allocation        part (edgeq.converters.allocation.parts) -> name of its codec, instead of one codec for all
     device            where the calibration text runs; None: auto, a GPU where torch finds one
@@ -102,10 +106,11 @@ class ConvertOptions:
     act_order: bool | None = None
     gptq: bool | None = None
     split_row: bool | None = None
+    rotate: bool | None = None
     rank: int | None = None
     master: Literal["i8", "bf16"] | None = None
     alpha: float | None = None
-    activations: Literal["token", "static"] | None = None
+    activations: Literal["block", "token", "static", "modality"] | None = None
     high_fraction: float | None = None
     dtype: Literal["f32", "f16", "bf16"] | None = None
     head: HeadBits | None = None

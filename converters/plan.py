@@ -14,13 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
 from edgeq.codec import Codec, Kind
-from edgeq.config import VisionConfig
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.container import DATA_OFFSET
 from edgeq.converters.allocation.budget import MOST_TOKENS
 from edgeq.converters.allocation.parts import Part, parts_of
@@ -30,6 +30,7 @@ from edgeq.converters.calibration.compute import BATCH_ROWS, Compute
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import token_activations
 from edgeq.converters.calibration.moments import MOMENT_BYTES
+from edgeq.converters.calibration.samples import PictureSamples
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.code_digest import quantizing_code
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS
@@ -57,12 +58,14 @@ class WriteStep:
 
     method   that delivers them
     layer    the decoder layer they belong to, if any
+    block    which block of its stack that is, or of a tower: its patches, its layers and its projector
     """
 
     label: str
     items: tuple[Item, ...]
     method: Method
     layer: int | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class ConversionPlan:
     method: Method
     tower: Method | None
     text: TextAssets
-    calibration: Calibration | None
+    calibration: Calibration | PictureSamples | None
     steps: tuple[WriteStep, ...]
     choice: PrecisionChoice | None = None
     prediction: Prediction | None = None
@@ -126,19 +129,20 @@ class ConversionPlan:
     def memory_bytes(self) -> int:
         """The promise: anonymous memory that the conversion will not exceed."""
         scales = max(item.scale_bytes for step in self.steps for item in step.items if isinstance(item, LinearItem))
-        tokens = 0 if self.calibration is None else self.calibration.rows.numel()
+        tokens = 0 if self.calibration is None else self.calibration.tokens
         always, writing = BASELINE + self.method.memory_bytes(tokens), 6 * SLAB_BYTES + scales
         if self.calibration is None:
             return always + writing
-        c, length = self.method.config, self.calibration.rows.shape[1]
+        c, length = self.method.config, self.calibration.longest
         layer, batch = self.layer_bytes, self.batch_bytes(BATCH_ROWS)
         # When all layers are written, a few rows are run again for what the head and the whole file lose.
         allocates = self.options.budget is not None or self.options.allocation is not None
-        measured = min(tokens, max(ROWS * length, MOST_TOKENS + length if allocates else 0))
+        measured = min(tokens, max(self.calibration.few(ROWS).tokens, MOST_TOKENS + length if allocates else 0))
         states, logits = measurement_bytes(c, measured)
         # One after another: a layer is run, written, run again for its report; so are those few rows, and the head.
         work = (2 * layer + batch, 2 * layer + writing, layer + batch + states, states + logits + writing)
-        return always + 4 * tokens * c.hidden_size + max(work)
+        pictures = self._picture_bytes(self.calibration) if isinstance(self.calibration, PictureSamples) else 0
+        return always + pictures + 4 * tokens * c.hidden_size + max(work)
 
     def device_bytes(self, rows: int) -> int:
         """The promise for a GPU that computes so many rows of tokens at a time: the most memory that is taken of it.
@@ -147,12 +151,12 @@ class ConversionPlan:
         batch; or, when head and mode are chosen, slabs of the head, what enters it and its logits.
         """
         assert self.calibration is not None
-        c, (count, length) = self.method.config, self.calibration.rows.shape
+        c = self.method.config
         largest = 4 * max(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
         # A probe has the moments of all parts of a layer at hand.
-        moments = self.method.memory_bytes(self.calibration.rows.numel()) + MOMENT_BYTES * (self.options.budget is not None)
+        moments = self.method.memory_bytes(self.calibration.tokens) + MOMENT_BYTES * (self.options.budget is not None)
         layer = self.layer_bytes + largest + moments + self.batch_bytes(rows)
-        tokens = min(count, ROWS) * length
+        tokens = self.calibration.few(ROWS).tokens
         slab = min(c.vocab_size, SLAB_BYTES // (4 * c.hidden_size), LOGIT_BYTES // (4 * tokens))
         head = 4 * (2 * tokens * c.hidden_size + 2 * slab * c.hidden_size + 5 * tokens * slab)
         return max(layer, head) + DEVICE_BASELINE
@@ -165,11 +169,24 @@ class ConversionPlan:
     def batch_bytes(self, rows: int) -> int:
         """Scores of attention, where torch keeps them whole, and what a layer computes from so many rows of tokens."""
         assert self.calibration is not None
-        c, (_, length) = self.method.config, self.calibration.rows.shape
+        c, length = self.method.config, self.calibration.longest
         return 4 * rows * length * (3 * c.num_attention_heads * length + token_activations(c))
 
-    def metadata(self) -> Metadata:
-        """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
+    def _picture_bytes(self, samples: PictureSamples) -> int:
+        """Memory that a tower takes over calibration pictures."""
+        assert self.tower is not None and isinstance(self.tower.stack, VisionConfig)
+        c, patches = self.tower.stack, [math.prod(picture.grid) for picture in samples.pictures]
+        widest = max(c.patch_width, c.hidden_size)
+        layer = 4 * sum(math.prod(shape) for _, shape in self.tower.family.layer_parts(0).values())
+        most = max(patches)
+        batch = 4 * most * (3 * c.num_attention_heads * most + token_activations(c) + 2 * c.joined_size)
+        return 4 * sum(patches) * widest + 2 * layer + batch + self.tower.memory_bytes(sum(patches))
+
+    def metadata(self, found: Mapping[str, object] | None = None) -> Metadata:
+        """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made.
+
+        found   what linear layers say of the columns that are kept apart, by name
+        """
         provenance: dict[str, object] = {
             "source": self.checkpoint.name,
             "source_digest": self.checkpoint.digest(),
@@ -180,7 +197,7 @@ class ConversionPlan:
             else {
                 "source": self.calibration.source,
                 "sha256": self.calibration.sha256,
-                "tokens": self.calibration.rows.numel(),
+                "tokens": self.calibration.tokens,
             },
             "edgeq": __version__,
             "code": quantizing_code(),
@@ -189,11 +206,12 @@ class ConversionPlan:
             if self.method.options.bits is None
             else self.method.preset.title(self.method.codec(self.method.config.hidden_size)),
             **({"details": self.method.details} if self.method.details else {}),
+            **({"split_rows": dict(found)} if found else {}),
             **({"vision": {"method": self.tower.name, **self.tower.options.recorded()}} if self.tower else {}),
         }
         contents = self.contents
         return Metadata(
-            config=self.method.stored_config,
+            config=self.stored_config,
             generation=self.text.generation,
             provenance=provenance,
             default_mode=self.choice.mode if self.choice else self.method.mode or "a16",
@@ -203,6 +221,15 @@ class ConversionPlan:
             kv=self.method.kv,
             vision_mode=self.tower.mode if self.tower else None,
         )
+
+    @property
+    def stored_config(self) -> ModelConfig:
+        """The network of the file, its tower as that is stored."""
+        config = self.method.stored_config
+        if self.tower is None:
+            return config
+        assert isinstance(self.tower.stack, VisionConfig)
+        return replace(config, vision=self.tower.stack)
 
     def _measured(self) -> dict[str, object] | None:
         if self.choice is None:
@@ -277,7 +304,7 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
     return (
         WriteStep("text and embedding", tuple(first), method),
         *(tower_steps(checkpoint, tower) if tower else ()),
-        *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i) for i in range(layers)),
+        *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i, i) for i in range(layers)),
         WriteStep("norm and head", (*norms, head), method),
     )
 
@@ -287,10 +314,10 @@ def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:
     config, stack = method.stack, StackItems(checkpoint, method)
     assert isinstance(config, VisionConfig)
     layers = config.num_hidden_layers
-    yield WriteStep("vision patches", tuple(stack.ends(patch_contents(config))), method)
+    yield WriteStep("vision patches", tuple(stack.ends(patch_contents(config))), method, block=0)
     for i in range(layers):
-        yield WriteStep(f"vision layer {i + 1} of {layers}", tuple(stack.layer(i)), method)
-    yield WriteStep("vision projector", tuple(stack.ends(projector_contents(config))), method)
+        yield WriteStep(f"vision layer {i + 1} of {layers}", tuple(stack.layer(i)), method, block=i + 1)
+    yield WriteStep("vision projector", tuple(stack.ends(projector_contents(config))), method, block=layers + 1)
 
 
 class StackItems:

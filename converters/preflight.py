@@ -14,16 +14,17 @@ from edgeq.converters.allocation.parts import checked, parts_of
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.compute import chosen as chosen_compute
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
+from edgeq.converters.calibration.samples import PictureSamples, read_samples
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess, OnDownload
 from edgeq.converters.families import Family
 from edgeq.converters.method import Method
-from edgeq.converters.methods import chosen
+from edgeq.converters.methods import TOWERS, chosen
 from edgeq.converters.network import described, open_tensors
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.plan import ConversionPlan, write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
-from edgeq.errors import InputError, ResourceError
+from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.machine import available_bytes
 from edgeq.rope import Rope, frequencies
 
@@ -49,6 +50,7 @@ def preflight(
     allocation, options = options.allocation, replace(options, allocation=None)
     method = chosen(options)(options, family, config)
     tower = _tower(options, family)
+    _check_pictures(method, tower)
     rows = _calibration(method, text)
     open_tensors(checkpoint, family)
     steps = write_steps(checkpoint, method, tower, text)
@@ -68,11 +70,39 @@ def preflight(
     return plan
 
 
-def _calibration(method: Method, text: TextAssets) -> Calibration | None:
-    """The calibration text, where the method or the options want one."""
+def _check_pictures(method: Method, tower: Method | None) -> None:
+    """InputError, UnsupportedError: something would be measured on pictures, or as constant scales, and cannot be."""
+    options, kind = method.options, f"--activations {method.options.activations}"
+    if not (method.scales or (tower and tower.calibrates)):
+        return
+    if method.scales and (method.config.num_experts or options.activation_bits == 16):
+        what = "experts" if method.config.num_experts else "activations of 16 bits"
+        raise UnsupportedError(f"{kind}: {what} have no constant scales; leave it out")
+    pictures = isinstance(options.calibration, Path) and options.calibration.is_dir()
+    if method.config.vision and not pictures:
+        what = kind if method.scales else f"--method {method.name}"
+        raise InputError(
+            f"{what} needs calibration pictures for a model that reads pictures: give --calibration DIR, a folder with "
+            "pictures and samples.jsonl, a line with image, question and answer for each"
+        )
+    if options.activations == "modality" and not method.config.vision:
+        raise InputError(f"{kind}: this model ({method.config.model_type}) reads text alone; choose static")
+
+
+def _calibration(method: Method, text: TextAssets) -> Calibration | PictureSamples | None:
+    """The calibration text or samples, where the method or the options want some."""
     options, longest = method.options, method.config.max_position_embeddings
     if not (method.calibrates or method.studies or options.calibration):
         return None
+    if isinstance(options.calibration, Path) and options.calibration.is_dir():
+        if options.calibration_length or options.budget or options.allocation:
+            given = "--calibration-length" if options.calibration_length else "a budget or a plan"
+            raise InputError(f"{given} goes with a calibration text, and {options.calibration} is a folder; leave one out")
+        if method.studies:
+            raise InputError(
+                f"--method {method.name} calibrates with a text, and {options.calibration} is a folder; give a file"
+            )
+        return read_samples(options.calibration, method.config, text, options.calibration_rows)
     if (options.calibration_length or 0) > longest:
         raise InputError(f"--calibration-length {options.calibration_length}: this model takes at most {longest} tokens")
     length = options.calibration_length or min(ROW_TOKENS, longest)
@@ -87,6 +117,9 @@ def _compute(plan: ConversionPlan) -> Compute:
         # Without text nothing runs.
         return 0 if plan.calibration is None else plan.device_bytes(rows)
 
+    if isinstance(plan.calibration, PictureSamples):
+        asked = plan.options.device not in (None, "auto", "cpu")
+        return Compute(note="calibration pictures run on the CPU" if asked else None)
     found = chosen_compute(plan.options.device or "auto", needs)
     return Compute() if plan.calibration is None else found
 
@@ -104,11 +137,23 @@ def _tower(options: ConvertOptions, family: Family) -> Method | None:
         raise InputError(
             "--vision-bits 16/8: weights in 16 bits multiply activations as they are; choose 16, or 2 to 8 bits of weights"
         )
-    bits = options.vision_bits or VISION_BITS
+    bits, activation_bits = options.vision_bits or VISION_BITS, options.vision_activation_bits or VISION_BITS
     if options.method == "none" or bits == 16:
         chosen_for_tower = ConvertOptions(method="none", dtype=options.dtype)
+    elif options.method in TOWERS:
+        chosen_for_tower = replace(options, bits=bits, activation_bits=activation_bits, head=None, kv_bits=None)
+        return TOWERS[options.method](chosen_for_tower, family.tower, family.tower.config)
     else:
-        chosen_for_tower = ConvertOptions(bits=bits, activation_bits=options.vision_activation_bits or VISION_BITS)
+        # Ablations of activations are of the whole model: their tower has the groups of the decoder, too.
+        kind = options.activations if activation_bits < 16 else None
+        chosen_for_tower = ConvertOptions(
+            method="rtn",
+            bits=bits,
+            activation_bits=activation_bits,
+            activations="static" if kind == "modality" else kind,
+            group_size=options.group_size if kind else None,
+            symmetric=options.symmetric if kind else None,
+        )
     return chosen(chosen_for_tower)(chosen_for_tower, family.tower, family.tower.config)
 
 

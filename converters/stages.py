@@ -59,7 +59,7 @@ class Stages:
         method, steps = plan.method, plan.steps
         self.trial_after: int | None = None
         self._steps, self._skip, self._on_progress, self._clock = steps, skip, on_progress, clock
-        tokens = 0 if plan.calibration is None else plan.calibration.rows.numel()
+        tokens = 0 if plan.calibration is None else plan.calibration.tokens
         layers = [step for step in steps if step.layer is not None]
         decoder = sum(map(_weights, layers))
         work: dict[int | str, float] = {STUDY: tokens * decoder / MULTIPLICATIONS} if studies else {}
@@ -75,7 +75,7 @@ class Stages:
             # In passes through one decoder layer.
             self._passes = len(layers) * (1 if method.mode else 1 + ROUNDED_PASS)
             self._head_passes = _weights(steps[-1]) * (1 + 2 * len(plan.heads())) * len(layers) / decoder
-            measured = min(ROWS, len(plan.calibration.rows)) * plan.calibration.rows.shape[1]
+            measured = plan.calibration.few(ROWS).tokens
             pass_work = measured * decoder / len(layers) / MULTIPLICATIONS
             work[MEASURE] = (self._passes + self._head_passes) * pass_work
             if TRIAL in work:

@@ -20,10 +20,10 @@ from edgeq.machine import NOT_WINDOWS
 if sys.platform == "win32":
     raise ImportError(NOT_WINDOWS)
 
+from edgeq.prompt import Prompt
 from edgeq.runtime.batch import Answer, Batch
 from edgeq.runtime.generation import Generation, Piece
 from edgeq.runtime.model import Model
-from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.requantize import Requantization
 from edgeq.runtime.sampling import Logprobs, Sampling
 from edgeq.runtime.session import Session

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from edgeq.errors import InputError
+from edgeq.prompt import Prompt
 from edgeq.runtime.arguments import callback, instance, integer, wrong
 from edgeq.runtime.decode import Stream, decode_step
 from edgeq.runtime.model import Model
-from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.request import Request, check_sampling
 from edgeq.runtime.sampling import Logprobs, Processor, Sampling
 from edgeq.runtime.session import check_length

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from edgeq import machine
 from edgeq.errors import InputError
+from edgeq.prompt import Prompt
 from edgeq.runtime.decode import DecodeStep, Stream
-from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.sampling import Logprobs
 from edgeq.runtime.session import OnPrompt
 from edgeq.runtime.stats import Measurement

@@ -13,18 +13,18 @@ from time import perf_counter
 from typing import Any, Literal, cast, get_args
 from weakref import WeakSet
 
+from edgeq.chat_template import OTHER_TEMPLATE, ChatTemplate, Message
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.image import Picture
+from edgeq.prompt import Prompt
 from edgeq.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
 from edgeq.runtime.arguments import callback, instance, integer, wrong
-from edgeq.runtime.chat_template import OTHER_TEMPLATE, ChatTemplate, Message
 from edgeq.runtime.context_size import choose_context
 from edgeq.runtime.decode import Stream, decode_step
 from edgeq.runtime.decoder import decoder
 from edgeq.runtime.generation import Generation
 from edgeq.runtime.pictures import ImageSource, Pictures, check_image_tokens
-from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.prompt_reader import PromptReader
 from edgeq.runtime.requantize import Requantization, Requantizer, chosen
 from edgeq.runtime.request import Request
@@ -33,13 +33,13 @@ from edgeq.runtime.session import OnPrompt, PrefillRate, RowOrder, Session, chec
 from edgeq.runtime.session_file import Origin
 from edgeq.runtime.speculative.speculator import DraftSource, Speculator, checked_draft
 from edgeq.runtime.stats import Measurement, Speculation
-from edgeq.runtime.tokenizer import Text
 from edgeq.runtime.vision import Tower
 from edgeq.targets import Choice, pick
 from edgeq.targets.graph import RopeRotate
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Program, Requantizable, no_progress
+from edgeq.text import Text
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from edgeq.config import ModelConfig
 from edgeq.errors import InputError
 from edgeq.image import Picture, read_picture
+from edgeq.prompt import Place, Prompt
 from edgeq.runtime.arguments import integer, wrong
-from edgeq.runtime.prompt import Place, Prompt
 from edgeq.runtime.vision import Tower
 from edgeq.targets.target import OnProgress, no_progress
 

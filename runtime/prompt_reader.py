@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from edgeq.chat_template import OTHER_TEMPLATE, ChatTemplate, Message, with_images
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
+from edgeq.prompt import Prompt, with_pictures
 from edgeq.runtime.arguments import token_ids, wrong
-from edgeq.runtime.chat_template import OTHER_TEMPLATE, ChatTemplate, Message, with_images
 from edgeq.runtime.pictures import ImageSource, Pictures
-from edgeq.runtime.prompt import Prompt, with_pictures
-from edgeq.runtime.tokenizer import Text
+from edgeq.text import Text
 
 
 class PromptReader:

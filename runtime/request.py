@@ -10,7 +10,8 @@ from edgeq.runtime.arguments import flag, instance, integer, texts, token_ids, w
 from edgeq.runtime.sampling import Processor, Rules, Sampler, Sampling
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stopping import Ending
-from edgeq.runtime.tokenizer import MAX_STOP_LENGTH, MAX_STOPS, Text
+from edgeq.runtime.tokenizer import MAX_STOP_LENGTH, MAX_STOPS
+from edgeq.text import Text
 
 MOST_TOKENS = 1 << 31
 MOST_STOP_TOKENS = 64

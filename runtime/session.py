@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import InputError, UnsupportedError
+from edgeq.prompt import Place, Prompt, common, cut, joined, positions
 from edgeq.records import Mode
 from edgeq.runtime import session_file
 from edgeq.runtime.arguments import token_ids
 from edgeq.runtime.cache import KVCache
 from edgeq.runtime.pictures import Pictures, Seen
-from edgeq.runtime.prompt import Place, Prompt, common, cut, joined, positions
 from edgeq.runtime.requantize import Requantizer
 from edgeq.runtime.session_file import Origin
 from edgeq.targets.requantization import Weights

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeq.errors import FormatError, InputError, ResourceError, UnsupportedError
-from edgeq.runtime.prompt import Place
+from edgeq.prompt import Place
 from edgeq.targets.rows import PAGE, Page
 
 MAGIC = b"edgeqs\r\n"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from edgeq.runtime.tokenizer import StopStrings, Text, TextStream
+from edgeq.runtime.tokenizer import StopStrings, TextStream
+from edgeq.text import Text
 
 FinishReason = Literal["stop", "length", "context"]
 

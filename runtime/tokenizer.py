@@ -1,81 +1,14 @@
-"""Text to tokens and back, as it streams: complete UTF-8 only, stop strings across tokens."""
+"""Text as it streams out of tokens: complete UTF-8 only, stop strings across tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
 
-from edgeq import tokenizer
-from edgeq.container import ModelFile
-from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.tokenizer import SafeTokenizer
+from edgeq.errors import InputError
+from edgeq.text import REPLACEMENT, Text
 
-REPLACEMENT = "\ufffd"
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
-
-
-class Text:
-    """The tokenizer of a file.
-
-    add_bos          put bos before a prompt (where tokenizer.json does not do so itself)
-    eos              tokens that end a text
-    special_tokens   `bos_token`, `eos_token` ... as text, for the chat template
-    added            literals of control tokens and whether each is special
-    """
-
-    def __init__(self, tokenizer_json: str | bytes, generation: dict[str, object]) -> None:
-        """FormatError: the tokenizer cannot be loaded, or `generation` is not what a converter writes."""
-        data = tokenizer_json.encode("utf-8", "replace") if isinstance(tokenizer_json, str) else tokenizer_json
-        self._tokenizer = tokenizer.load(data)
-        library = self._tokenizer.tokenizer
-        added = library.get_added_tokens_decoder().items()
-        # Runs of spaces are added tokens of some tokenizers; they control nothing.
-        self.added: dict[str, bool] = {t.content: t.special for _, t in added if t.content.strip()}
-        self.added_ids = frozenset(i for i, t in added if t.content.strip())
-        self.special_tokens = _special_tokens(generation.get("special_tokens"))
-        self.bos = _token_id("bos_token_id", generation.get("bos_token_id"))
-        self.add_bos = generation.get("add_bos") is True and self.bos is not None
-        stops = generation.get("eos_token_ids", [])
-        if not isinstance(stops, list):
-            raise FormatError(f"generation eos_token_ids is {str(stops)[:80]}; expected a list of token ids")
-        named = library.token_to_id(self.special_tokens.get("eos_token", ""))
-        self.eos = frozenset(t for t in [*(_token_id("eos_token_ids", s) for s in stops), named] if t is not None)
-
-    @classmethod
-    def from_file(cls, file: ModelFile) -> Text:
-        blob = file.blob("tokenizer.json")
-        if blob is None:
-            raise UnsupportedError(f"{file.path}: no tokenizer in the file; convert the checkpoint again, with tokenizer.json")
-        return cls(blob, file.metadata.generation)
-
-    @cached_property
-    def _plain(self) -> SafeTokenizer:
-        """Knows no control token, so that one that is spelled out is text.  It shares the vocabulary of the other."""
-        return self._tokenizer.without_added_tokens()
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, beginning as the model was trained to see it; control tokens spelled in it are control tokens."""
-        ids = self._tokenizer.encode(text, add_special_tokens=True)
-        return [self.bos, *ids] if self.add_bos and self.bos is not None else ids
-
-    def encode_part(self, text: str) -> list[int]:
-        """Tokens of a part of a rendered chat: nothing is put before it, control tokens spelled in it are control tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def encode_plain(self, text: str) -> list[int]:
-        """Tokens of text that a user wrote: never a control token, whatever it spells."""
-        ids = self._plain.encode(text, add_special_tokens=False)
-        if self.added_ids.isdisjoint(ids):
-            return ids
-        # A vocabulary that holds the literal as an ordinary word (Unigram); a single character is never one.
-        apart = self._plain.encode_each(list(text), add_special_tokens=False)
-        return [i for ids in apart for i in ids if i not in self.added_ids]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, control tokens left out."""
-        return self._tokenizer.decode(list(tokens))
 
 
 class TextStream:
@@ -149,17 +82,3 @@ class StopStrings:
         """What was held back and became no stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def _token_id(name: str, value: object) -> int | None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise FormatError(f"generation {name} has {str(value)[:80]}; expected token ids")
-    return value if type(value) is int else None
-
-
-def _special_tokens(value: Any) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(v, (str, type(None))) for v in value.values()):
-        raise FormatError(f"generation special_tokens is {str(value)[:80]}; expected texts by name")
-    return {name: text for name, text in value.items() if text is not None}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from edgeq.codec import from_bf16
 from edgeq.config import VisionConfig
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, ResourceError
+from edgeq.frames import FRAME, WINDOW, Frame, Grid, patch_places
 from edgeq.manifest import projectors
 from edgeq.metadata import Metadata
 from edgeq.records import KvCodec
@@ -26,10 +27,6 @@ from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear
 from edgeq.targets.rows import PAGE, VISION, Rows
 from edgeq.targets.target import OnProgress, Options, Target, no_progress
 
-Grid = tuple[int, int, int]
-"""Frames, rows and columns of a picture, in patches."""
-FRAME, WINDOW = 0, 1
-"""Kinds of visible ranges: the patches of the frame, those of the window."""
 OnPatches = Callable[[int, int], None]
 """Progress callback of a tower: (patches done, total patches)."""
 
@@ -107,44 +104,6 @@ def vision_of(metadata: Metadata) -> VisionConfig:
     if metadata.config.vision is None:
         raise InputError(f"this model ({metadata.config.model_type}) reads text alone; give it no images")
     return metadata.config.vision
-
-
-def patch_places(grid: Grid, merge: int) -> NDArray[np.int32]:
-    """Row and column, int32 [2, patches], of the patches of one frame: those that are joined follow one another."""
-    _, rows, columns = grid
-    row, column = np.indices((rows, columns), np.int32)
-    blocks = [
-        part.reshape(rows // merge, merge, columns // merge, merge).transpose(0, 2, 1, 3).reshape(-1) for part in (row, column)
-    ]
-    return np.stack(blocks)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The patches of a frame in the order of a run: window by window, so that what a patch sees is one range of slots.
-
-    order     of the patches as a picture has them, in which those that are joined follow one another: int32 [patches]
-    places    int32 [2, patches], row and column of each
-    spans     int32 [2, 2, patches], by kind: the first patch that each sees, and the one after the last
-    """
-
-    order: NDArray[np.int32]
-    places: NDArray[np.int32]
-    spans: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, grid: Grid, config: VisionConfig) -> Frame:
-        places, together = patch_places(grid, config.merge), config.merge**2
-        count = places.shape[1]
-        row, column = places[:, ::together] // config.merge // (config.window_size or count)
-        window = row * count + column
-        tokens = np.argsort(window, kind="stable")
-        order = (tokens[:, None] * together + np.arange(together)).reshape(-1).astype(np.int32)
-        _, first, members = np.unique(window[tokens], return_index=True, return_counts=True)
-        begins = np.repeat(first, members * together) * together
-        ends = begins + np.repeat(members * together, members * together)
-        spans = np.stack([np.broadcast_to([[0], [count]], (2, count)), np.stack([begins, ends])]).astype(np.int32)
-        return cls(order, places[:, order], spans)
 
 
 class Tower:

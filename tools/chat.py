@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from edgeq.chat_template import parts
 from edgeq.errors import DeviceError, InputError, ResourceError, UnsupportedError
 from edgeq.image import Picture
 from edgeq.runtime import Generation, Measurement, Model
-from edgeq.runtime.chat_template import parts
 from edgeq.runtime.request import Request
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.tools.entry import in_options

@@ -13,10 +13,10 @@ from edgeq.devices import DEVICES
 from edgeq.tools.help_sections import decorated, section
 from edgeq.tools.params import Amount, Bits, Bytes, CalibrationText, GroupSize, OneOf, VisionBits
 
-METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq")
+METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq", "mquant")
 TYPES = ("f32", "f16", "bf16")
 MASTERS = ("i8", "bf16")
-ACTIVATIONS = ("token", "static")
+ACTIVATIONS = ("block", "token", "static", "modality")
 COMPUTERS = ("auto", "cpu", "cuda", "mps")
 
 output = section("Output")
@@ -45,7 +45,7 @@ CONVERT_OPTIONS = decorated(
         metavar="NAME",
         type=OneOf(*METHODS),
         help="How weights are quantized: none, rtn (round to nearest), awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, "
-        "ttq, quarot or resq.  [default: rtn; awq+gptq with --calibration; gptq with a budget or a plan]",
+        "ttq, quarot, resq or mquant.  [default: rtn; awq+gptq with --calibration; gptq with a budget or a plan]",
     ),
     quantization(
         "--bits",
@@ -53,14 +53,14 @@ CONVERT_OPTIONS = decorated(
         metavar="W[/A[/KV]]",
         help="Bits of weights, activations and cached keys and values, such as 4, 4/8 or 4/4/4.  A whole number is the "
         "codec of every decoder layer; with a decimal point, such as 3.5 or 4.0, it is a budget.  [default: 4; "
-        "smoothquant: 8/8; quarot, resq: 4/4/4]",
+        "smoothquant: 8/8; quarot, resq: 4/4/4; mquant: 4/8]",
     ),
     quantization(
         "--group-size",
         type=GroupSize(),
         metavar="N|row",
         help="Input channels that share a scale: 16, 32, 64, 128, or row for all of them.  [default: 128; ttq: 32; "
-        "smoothquant, quarot, resq: row]",
+        "smoothquant, quarot, resq, mquant: row]",
     ),
     quantization(
         "--sym/--asym",
@@ -104,15 +104,17 @@ CONVERT_OPTIONS = decorated(
         "--act-order/--no-act-order",
         "act_order",
         default=None,
-        help="gptq: quantize columns with large activations first.  [default: no]",
+        help="gptq: quantize columns with large activations first.  [default: no; mquant: yes]",
     ),
     single("--gptq/--no-gptq", "gptq", default=None, help="quarot, resq: round by gptq.  [default: round to nearest]"),
     single(
         "--split-row/--no-split-row",
         "split_row",
         default=None,
-        help="quarot: keep the column that holds the means of the down projection's weights apart in 16 bits.  [default: no]",
+        help="quarot, mquant: keep the column that holds the means of a down projection's weights apart in 16 bits.  "
+        "[default: no; mquant: yes]",
     ),
+    single("--rotate/--no-rotate", "rotate", default=None, help="mquant: rotate the model at all.  [default: yes]"),
     single("--rank", type=int, metavar="N", help="ttq: rank of the 16-bit correction; 0: none.  [default: 16]"),
     single(
         "--master", type=OneOf(*MASTERS), help="ttq: type of the master weights that the device rounds from.  [default: i8]"
@@ -126,21 +128,29 @@ CONVERT_OPTIONS = decorated(
     single(
         "--activations",
         type=OneOf(*ACTIVATIONS),
-        help="smoothquant: a scale for every token, or constant ones, measured on the calibration text.  [default: token]",
+        help="rtn, smoothquant, quarot, mquant: a scale for every block of a token's channels, for every token, or constant "
+        "ones measured by calibration: static, one for each layer, or modality, one for text and one for pictures.  [default: "
+        "rtn: block; smoothquant, quarot: token; mquant: modality]",
     ),
     single(
         "--high-fraction", type=float, metavar="0..0.5", help="resq: share of the channels kept in 8 bits.  [default: 0.125]"
     ),
     calibration(
         "--calibration",
-        metavar="FILE|built-in",
+        metavar="FILE|DIR|built-in",
         type=CalibrationText(),
         help="UTF-8 text like what the model will read: to calibrate with, and to measure how few bits of the head and of "
-        "activations are enough; built-in: Python's own source code.  [default: built-in for awq, gptq, smoothquant, resq, "
-        "and quarot with --gptq; others read nothing, for measuring takes several times as long as rounding: the head has "
+        "activations are enough; built-in: Python's own source code; a folder: pictures, and samples.jsonl with image, "
+        "question and answer on each line, for a model that reads pictures.  [default: built-in for awq, gptq, smoothquant, "
+        "resq, and quarot with --gptq; others read nothing, for measuring takes several times as long: the head has "
         "8 bits and activations 16]",
     ),
-    calibration("--calibration-rows", type=int, metavar="N", help="Use at most N sequences of the text.  [default: 64]"),
+    calibration(
+        "--calibration-rows",
+        type=int,
+        metavar="N",
+        help="Use at most N sequences of the text.  [default: 64; 128 samples with pictures]",
+    ),
     calibration(
         "--calibration-length",
         type=int,

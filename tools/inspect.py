@@ -118,7 +118,10 @@ def parts(linear: LinearSpec) -> Iterator[Stored]:
     if linear.transform:
         base, size = linear.transform.base, linear.transform.size
         yield Stored("transform", base.dtype if base else "", size, size, base.nbytes if base else 0)
-    for name, array in (("input order", linear.input_order), ("input scale", linear.input_scale), ("bias", linear.bias)):
+    scales = linear.activation.scales if linear.activation else None
+    split = linear.split_row.row if linear.split_row else None
+    arrays = {"input order": linear.input_order, "input scale": linear.input_scale, "bias": linear.bias}
+    for name, array in (arrays | {"activation scales": scales, "split row": split}).items():
         if array:
             yield Stored(name, array.dtype, 1, array.shape[0], array.nbytes)
 
@@ -193,6 +196,8 @@ def show(facts: dict[str, Any]) -> None:
         f"read per token: {sizes['weights'] / 1e6:,.2f} MB of layers, {sizes['head'] / 1e6:,.2f} MB of head, "
         f"{sizes['kv_per_position']:,} bytes of {facts['kv']} cache per position; default mode {facts['default_mode']}"
     )
+    if line := split_rows_line(facts["provenance"].get("split_rows")):
+        console.print(line)
     if facts["read_bandwidth"]:
         bandwidth = f"the {facts['read_bandwidth'] / 1e9:.1f} GB/s that this machine reads from memory"
         console.print(f"at most {facts['ceiling_tokens_per_s']:,.0f} tok/s at {bandwidth}")
@@ -200,6 +205,21 @@ def show(facts: dict[str, Any]) -> None:
         console.print(f"{title}:")
         for key, value in flat(facts[title]):
             console.print(f"  {escape(key)}: {escape(json.dumps(value))}")
+
+
+def split_rows_line(found: Any) -> str | None:
+    """In how many layers, of decoder and tower, output channels need the column that is kept apart; None: nothing is known."""
+    if not isinstance(found, dict):
+        return None
+    said = {name: x.get("outputs_over") for name, x in found.items() if isinstance(x, dict)}
+    shares = {name: x for name, x in said.items() if isinstance(x, float)}
+    counts = []
+    for of, inside in (("decoder", in_decoder), ("vision tower", in_tower)):
+        mine = [share for name, share in shares.items() if inside(name)]
+        if mine:
+            over = sum(share > 0 for share in mine)
+            counts.append(f"{of} {over} of {len(mine)} layers, up to {100 * max(mine):.1f} % of the outputs of one")
+    return "split rows that outputs need by equation 9 of MQuant: " + "; ".join(counts) if counts else None
 
 
 def tower_line(vision: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ from time import perf_counter
 import numpy as np
 
 from edgeq.image import Picture
+from edgeq.prompt import with_pictures
 from edgeq.runtime import Model, Prompt
-from edgeq.runtime.prompt import with_pictures
 
 SEED = 0
 

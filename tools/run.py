@@ -15,17 +15,17 @@ from typing import Any
 import click
 
 from edgeq import machine
+from edgeq.chat_template import ChatTemplate
 from edgeq.container import ModelFile
 from edgeq.errors import DeviceError, InputError
 from edgeq.image import Picture
 from edgeq.runtime import Generation, Model, Sampling
-from edgeq.runtime.chat_template import ChatTemplate
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.runtime.pictures import MOST_TOKENS
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Measurement, Speculation
-from edgeq.runtime.tokenizer import Text
 from edgeq.runtime.vision import vision_of
+from edgeq.text import Text
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe, identification, read_bandwidth
 from edgeq.tools.terminal import compilation, note, progress, write

@@ -30,6 +30,7 @@ from edgeq.converters.allocation.parts import HEAD, Part
 from edgeq.converters.allocation.record import Record
 from edgeq.converters.calibration.choose_precision import last_norm, measurement_bytes
 from edgeq.converters.calibration.compute import BATCH_ROWS
+from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
@@ -49,7 +50,7 @@ LEAST_TOKENS = 1024
 
 def refuse_short_text(plan: ConversionPlan) -> None:
     """InputError: the calibration text is too short for a probe."""
-    assert plan.calibration is not None
+    assert isinstance(plan.calibration, Calibration)
     tokens, length = plan.calibration.rows.numel(), plan.calibration.rows.shape[1]
     if tokens < LEAST_TOKENS:
         raise InputError(
@@ -60,7 +61,7 @@ def refuse_short_text(plan: ConversionPlan) -> None:
 
 def probe_rows(plan: ConversionPlan) -> Tensor:
     """The rows of the calibration text that divergences are measured on, evenly spaced: all rows of a short text."""
-    assert plan.calibration is not None
+    assert isinstance(plan.calibration, Calibration)
     rows = plan.calibration.rows
     tokens, length = rows.numel(), rows.shape[1]
     wanted = min(max(LEAST_TOKENS, WORK * tokens / _probes(plan.parts())), MOST_TOKENS)
@@ -80,7 +81,7 @@ def _probes(parts: Sequence[Part]) -> float:
 
 def probe_bytes(plan: ConversionPlan) -> int:
     """The promise of a probe: anonymous memory that it will not exceed."""
-    assert plan.calibration is not None
+    assert isinstance(plan.calibration, Calibration)
     config, parts, tokens = plan.method.config, plan.parts(), probe_rows(plan).numel()
     of_a_layer = max(sum(part.layer == layer for part in parts) for layer in range(config.num_hidden_layers))
     # What a layer gives with each part in each codec, and at the end its norm.
@@ -119,7 +120,7 @@ class Probe:
         CheckpointError: a divergence is not finite.
         """
         layers, missing = self.plan.method.config.num_hidden_layers, self.missing
-        assert self.plan.calibration is not None
+        assert isinstance(self.plan.calibration, Calibration)
         forward, short = self._forward(self.plan.calibration.rows), self._forward(self.rows)
         progress = _Progress(self)
         exact = self._through(short, 0, [short.hidden])[0]
@@ -148,7 +149,7 @@ class Probe:
         for part in missing:
             if part.name == HEAD:
                 progress.layer(layers)
-                self._head(part, exact, self._head_rounding(forward.hidden), record)
+                self._head(part, exact, self._head_rounding(forward.states), record)
                 record.keep()
         self.on_progress(1, 1, "probe")
 
@@ -211,11 +212,11 @@ class Probe:
             del factor
         yield from rounded.items()
 
-    def _head_rounding(self, hidden: Tensor) -> RoundRows:
-        """How the conversion will round the head; `hidden`: outputs of the last layer over the calibration text."""
+    def _head_rounding(self, states: Sequence[Tensor]) -> RoundRows:
+        """How the conversion will round the head; `states`: outputs of the last layer over the calibration text."""
         if not self.plan.method.rounds_head:
             return quantize
-        return gptq_rounding(hidden, last_norm(self.plan.method.stored_config, self.plan.checkpoint), self.plan.compute)
+        return gptq_rounding(states, last_norm(self.plan.method.stored_config, self.plan.checkpoint), self.plan.compute)
 
     def _head(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
         """Measure the head; one that is also the embedding changes what enters the first layer too."""
@@ -305,7 +306,7 @@ class _Progress:
         weights = [sum(part.weights for part in probe.plan.parts() if part.layer == layer) for layer in range(layers)]
         head = sum(part.weights for part in probe.plan.parts() if part.name == HEAD)
         assert probe.plan.calibration is not None
-        tokens, short = probe.plan.calibration.rows.numel(), probe.rows.numel()
+        tokens, short = probe.plan.calibration.tokens, probe.rows.numel()
         self._work = []
         for layer in range(layers):
             variants = sum(len(probe.grid(part)) for part in probe.missing if part.layer == layer)

@@ -12,7 +12,7 @@ Neither can be measured without text that the model was trained for; then the he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from edgeq.codec import Codec
 from edgeq.config import ModelConfig
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.calibration.forward import TokenForward, WholeReader
 from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
-from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
 from edgeq.converters.linears import RoundRows
 from edgeq.converters.method import Method
@@ -37,7 +36,7 @@ from edgeq.records import Mode
 MAX_HEAD_KL = 0.005
 MAX_A8_RISE = 0.003
 ROWS = 4
-"""Calibration rows that are run, evenly spaced."""
+"""Calibration rows, or samples, that are run, evenly spaced."""
 LOGIT_BYTES = 64 << 20
 """Logits float32 [tokens, part of the vocabulary] of one variant in memory at a time."""
 LOGITS = 5
@@ -95,9 +94,8 @@ def rounded_activations(x: Tensor, codec: Codec) -> Tensor:
 @torch.no_grad()
 def choose(
     method: Method,
-    checkpoint: Checkpoint,
     tensors: Tensors,
-    tokens: Tensor,
+    forward: Callable[[], TokenForward],
     stored: WholeReader,
     heads: Mapping[int, Codec | None],
     codecs: Mapping[str, Codec],
@@ -105,7 +103,8 @@ def choose(
     round_rows: RoundRows = quantize,
     compute: Compute | None = None,
 ) -> PrecisionChoice:
-    """Measure on a few rows of `tokens` [rows, length]; `on_share` is called with the share of the layers' work that is done.
+    """Measure on what `forward` holds, each time from the first layer on; `on_share` is called with the share of the work of
+    the layers that is done.
 
     tensors  of the model;  stored: those of its decoder layers as the file has them
     heads    candidates, smallest first: bits -> codec, None for an unrounded head
@@ -113,22 +112,23 @@ def choose(
     round_rows  how rows of the head are rounded
     compute  where layers and head run; None: on the CPU
     """
-    tokens = tokens[:: -(-len(tokens) // ROWS)]
-    config = method.stored_config
-    runs, compute = 1 if method.mode else 2, compute or Compute()
-
-    def outputs(rounded: Mapping[str, Codec] | None, on_share: Callable[[float], None]) -> Tensor:
-        forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors, compute)
-        return _outputs(forward, method, stored, rounded, on_share)
-
-    exact = outputs(None, lambda share: on_share(share / runs))
-    rounded = exact if method.mode else outputs(codecs, lambda share: on_share((1 + share) / 2))
+    compute, config, began = compute or Compute(), method.stored_config, forward()
+    tokens = began.tokens
+    runs = 1 if method.mode else 2
+    exact = _outputs(began, method, stored, None, lambda share: on_share(share / runs))
+    rounded = exact
+    if not method.mode:
+        rounded = _outputs(forward(), method, stored, codecs, lambda share: on_share((1 + share) / 2))
     norm = last_norm(config, tensors)
+    # What comes next is a picture's token at some positions: no model is asked for those.
+    following = torch.cat([each[:, 1:].reshape(-1) for each in tokens])
+    asked = following != (config.vision.image_token_id if config.vision else -1)
     # Inputs of the head at every position that has a next token: [tokens, hidden].
-    inputs = [compute.put(norm(hidden[:, :-1].flatten(0, 1))) for hidden in (exact, rounded)]
-    kl, rise = _measure(head_slabs(tensors.rows, config, tokens.numel()), inputs, tokens[:, 1:].reshape(-1), heads, round_rows)
+    states = [torch.cat([x[:, :-1].flatten(0, 1) for x in each])[asked] for each in (exact, rounded)]
+    inputs = [compute.put(norm(x)) for x in states]
+    kl, rise = _measure(head_slabs(tensors.rows, config, len(states[0])), inputs, following[asked], heads, round_rows)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
-    measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
+    measured = {"tokens": sum(each.numel() for each in tokens), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
         return PrecisionChoice(head, method.mode, measured)
     return PrecisionChoice(
@@ -145,13 +145,13 @@ def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
 
 
 def _outputs(
-    forward: BlockForward,
+    forward: TokenForward,
     method: Method,
     stored: WholeReader,
     rounded: Mapping[str, Codec] | None,
     on_share: Callable[[float], None],
-) -> Tensor:
-    """Outputs of the last layer as stored, [rows, length, hidden]; `rounded`: inputs rounded for these codecs, by tensor."""
+) -> Sequence[Tensor]:
+    """Outputs of the last layer as stored, batch by batch; `rounded`: inputs rounded for these codecs, by tensor."""
     layers = method.config.num_hidden_layers
     for index in range(layers):
         on_share(index / layers)
@@ -164,13 +164,13 @@ def _outputs(
             )
         forward.advance(index, layer)
         forward.unload(layer)
-    return forward.hidden
+    return forward.states
 
 
 def head_slabs(read: RowReader, config: ModelConfig, tokens: int) -> Iterator[NDArray[np.float32]]:
     """The rows of the head, so many at a time that the logits of `tokens` for them have at most LOGIT_BYTES."""
     name = EMBEDDING if config.tie_word_embeddings else HEAD
-    return slabs(((name, config.vocab_size),), config.hidden_size, read, max(1, LOGIT_BYTES // (4 * tokens)))
+    return slabs(((name, config.vocab_size),), config.hidden_size, read, max(1, LOGIT_BYTES // (4 * max(tokens, 1))))
 
 
 def measurement_bytes(config: ModelConfig, tokens: int) -> tuple[int, int]:

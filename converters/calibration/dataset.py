@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,19 @@ class Calibration:
     source: str
     sha256: str
     rows: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.rows.numel()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a row."""
+        return self.rows.shape[1]
+
+    def few(self, count: int) -> Calibration:
+        """At most `count` rows, evenly spaced."""
+        return replace(self, rows=self.rows[:: -(-len(self.rows) // count)])
 
 
 def calibration(path: Path | None, text: TextAssets, length: int, most: int = MAX_ROWS) -> Calibration:

@@ -1,4 +1,4 @@
-"""Runs calibration text through the model, one decoder layer at a time, in torch (torch_decoder.py).
+"""Runs what a model is calibrated with through it, one layer at a time, in torch (torch_decoder.py).
 
 Only the layer at hand is in memory, on the device that computes (compute.py).  The inputs of a layer are the outputs of the
 layer before it, unquantized as in AWQ, or as it is stored as in GPTQ: the method decides.
@@ -6,7 +6,10 @@ layer before it, unquantized as in AWQ, or as it is stored as in GPTQ: the metho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,20 +24,126 @@ from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, POSITIONS, Family
 from edgeq.converters.slabs import Tensors
 from edgeq.rope import Rope
+from edgeq.stack import Stack
 
 WholeReader = Callable[[str], NDArray[np.float32]]
 """Tensor name -> the whole tensor in float32."""
 
 
-def token_activations(c: ModelConfig) -> int:
+def token_activations(c: Stack) -> int:
     """Numbers that a decoder layer computes from a token."""
     mlps = c.num_experts_per_tok + bool(c.shared_expert_intermediate_size)
     inner = max(c.num_experts_per_tok, 1) * c.intermediate_size + c.shared_expert_intermediate_size
     return (8 + 3 * mlps) * c.hidden_size + c.query_size + 2 * inner
 
 
-class BlockForward:
-    """Holds the hidden states that enter the next decoder layer: float32 [rows, tokens, hidden], on the CPU."""
+@dataclass(frozen=True)
+class Batch:
+    """Rows that go through a layer together.
+
+    x           float32 [rows, tokens, channels], advanced in place
+    arguments   of the layer's attention
+    visual      bool [tokens], those of a decoder that bring a picture; None: there is one kind of rows
+    """
+
+    x: Tensor
+    arguments: dict[str, Any] = field(default_factory=dict)
+    visual: Tensor | None = None
+
+
+class Forward(ABC):
+    """Holds what enters the next block of a stack.
+
+    states   float32 [rows, tokens, channels] of each batch
+    """
+
+    def __init__(self, family: Family, config: Stack, tensors: Tensors, compute: Compute) -> None:
+        """`compute`: where blocks run; the states stay on the CPU."""
+        self.family, self.config, self._tensors, self.compute = family, config, tensors, compute
+
+    @property
+    @abstractmethod
+    def states(self) -> Sequence[Tensor]: ...
+
+    @abstractmethod
+    def batches(self, index: int) -> Iterator[Batch]:
+        """`states` as block `index` takes them."""
+
+    @abstractmethod
+    def few(self, count: int) -> Forward:
+        """A copy that holds about `count` rows of them, evenly spaced."""
+
+    def prefix(self, index: int) -> str:
+        """What the names of the tensors of block `index` begin with, before the paths of modules."""
+        return f"{self.family.prefix}layers.{index}."
+
+    def load(self, index: int, read: WholeReader | None = None) -> nn.Module:
+        """Block `index` with its weights in float32; `read`: where they come from, None: the model's."""
+        return self.load_layer(index, self.prefix(index), read)
+
+    def load_layer(self, number: int, prefix: str, read: WholeReader | None) -> nn.Module:
+        with torch.device("meta"):
+            layer = DecoderLayer(self.config, self.family.description.biases)
+        names, read, put = self.family.layer_tensors(number), read or self._tensors.whole, self.compute.put
+        state = {name.removeprefix(prefix): put(torch.from_numpy(read(name))) for name in names.values()}
+        layer.load_state_dict(state, strict=True, assign=True)
+        return layer.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def advance(self, index: int, layer: nn.Module) -> None:
+        """Run the layer as it is: its outputs take the place of its inputs in `states`."""
+        for batch in self.batches(index):
+            batch.x.copy_(layer(self.compute.put(batch.x), **batch.arguments))
+
+    @torch.no_grad()
+    def outputs(self, index: int, layer: nn.Module) -> list[Tensor]:
+        """The outputs of the layer; nothing is advanced."""
+        return [layer(self.compute.put(batch.x), **batch.arguments).cpu() for batch in self.batches(index)]
+
+    @torch.no_grad()
+    def swap(self, states: Sequence[Tensor]) -> None:
+        """Exchange `states` with others, in both places."""
+        for mine, theirs in zip(self.states, states, strict=True):
+            kept = mine.clone()
+            mine.copy_(theirs)
+            theirs.copy_(kept)
+
+    @torch.no_grad()
+    def watch(
+        self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]], advance: bool = False
+    ) -> None:
+        """Run the layer; `observers`: module path -> called with its inputs [rows, tokens, channels].
+
+        advance   its outputs take the place of its inputs in `states`
+        """
+        hooks = [
+            layer.get_submodule(path).register_forward_hook(_input_hook(f), with_kwargs=True) for path, f in observers.items()
+        ]
+        for batch in self.batches(index):
+            outputs = layer(self.compute.put(batch.x), **batch.arguments)
+            if advance:
+                batch.x.copy_(outputs)
+        for hook in hooks:
+            hook.remove()
+
+    def unload(self, layer: nn.Module) -> None:
+        layer.to("meta")
+
+
+class TokenForward(Forward):
+    """What enters a decoder.
+
+    tokens   int64 [rows, tokens] of each batch
+    """
+
+    tokens: Sequence[Tensor]
+
+
+class BlockForward(TokenForward):
+    """Calibration text.
+
+    hidden   float32 [rows, tokens, hidden]: the states
+    """
 
     def __init__(
         self,
@@ -46,70 +155,41 @@ class BlockForward:
         compute: Compute | None = None,
     ) -> None:
         """`tensors`: those of the model; None: the checkpoint's own.  `compute`: where layers run; None: on the CPU."""
-        self._family, self._config, self.compute = family, config, compute or Compute()
-        self._tensors: Tensors = tensors or checkpoint
+        super().__init__(family, config, tensors or checkpoint, compute or Compute())
         ropes = {config.layer_rope(layer) for layer in range(config.num_hidden_layers)}
         self._angles = {rope: rope and self._put_angles(rope, tokens.shape[1]) for rope in ropes}
-        self.hidden = self._embed(tokens)
+        self.tokens = self.compute.batches(tokens)
+        self.hidden = self._embed(config, tokens)
 
     def _put_angles(self, rope: Rope, length: int) -> Angles:
-        cosines, sines = angles(rope, self._config.head_dim, length)
+        cosines, sines = angles(rope, self.config.head_dim, length)
         return self.compute.put(cosines), self.compute.put(sines)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """Only the rows of the embedding that occur are read."""
-        unique, inverse = torch.unique(tokens, return_inverse=True)
-        rows = [torch.from_numpy(self._tensors.rows(EMBEDDING, int(i), int(i) + 1)) for i in unique]
-        x = torch.cat(rows)[inverse] * self._config.embedding_multiplier
-        if self._config.rope.kind == "learned":
+    def _embed(self, config: ModelConfig, tokens: Tensor) -> Tensor:
+        x = embedded(self._tensors, config, tokens)
+        if config.rope.kind == "learned":
             x = x + torch.from_numpy(self._tensors.rows(POSITIONS, 0, tokens.shape[1]))
         return x
 
+    @property
+    def states(self) -> Sequence[Tensor]:
+        return self.compute.batches(self.hidden)
+
     def attention_arguments(self, layer: int) -> dict[str, Any]:
         """Rotary tables and the mask: causal, and only the last `window` positions where the layer has a window."""
-        length, window = self.hidden.shape[1], self._config.window(layer)
-        positions = torch.arange(length, device=self.compute.device)
-        distance = positions[:, None] - positions[None]
-        mask = (distance >= 0) & (distance < window if window else True)
-        return {"position_embeddings": self._angles[self._config.layer_rope(layer)], "attention_mask": mask[None, None]}
+        mask = self.compute.put(causal(self.hidden.shape[1], self.config.window(layer)))
+        return {"position_embeddings": self._angles[self.config.layer_rope(layer)], "attention_mask": mask}
 
-    def load(self, index: int, read: WholeReader | None = None) -> nn.Module:
-        """Decoder layer `index` with its weights in float32; `read`: where they come from, None: the model's."""
-        with torch.device("meta"):
-            layer = DecoderLayer(self._config, self._family.description.biases)
-        names, read = self._family.layer_tensors(index), read or self._tensors.whole
-        prefix = f"model.layers.{index}."
-        put = self.compute.put
-        state = {name.removeprefix(prefix): put(torch.from_numpy(read(name))) for name in names.values()}
-        layer.load_state_dict(state, strict=True, assign=True)
-        return layer.requires_grad_(False).eval()
-
-    @torch.no_grad()
-    def advance(self, index: int, layer: nn.Module) -> None:
-        """Run the layer as it is: its outputs take the place of its inputs in `hidden`."""
+    def batches(self, index: int) -> Iterator[Batch]:
         arguments = self.attention_arguments(index)
-        for batch in self.batches():
-            # Batches are views.
-            batch.copy_(layer(self.compute.put(batch), **arguments))
+        # Batches are views.
+        return (Batch(x, arguments) for x in self.states)
 
-    @torch.no_grad()
-    def watch(
-        self, index: int, layer: nn.Module, observers: Mapping[str, Callable[[Tensor], None]], advance: bool = False
-    ) -> None:
-        """Run the layer; `observers`: module path -> called with its inputs [rows, tokens, channels].
-
-        advance   its outputs take the place of its inputs in `hidden`
-        """
-        hooks = [
-            layer.get_submodule(path).register_forward_hook(_input_hook(f), with_kwargs=True) for path, f in observers.items()
-        ]
-        arguments = self.attention_arguments(index)
-        for batch in self.batches():
-            outputs = layer(self.compute.put(batch), **arguments)
-            if advance:
-                batch.copy_(outputs)
-        for hook in hooks:
-            hook.remove()
+    def few(self, count: int) -> BlockForward:
+        found = copy(self)
+        step = -(-len(self.hidden) // count)
+        found.hidden, found.tokens = self.hidden[::step].clone(), self.compute.batches(torch.cat(list(self.tokens))[::step])
+        return found
 
     @torch.no_grad()
     def run(self, index: int, layer: nn.Module, inputs: Tensor) -> Tensor:
@@ -118,12 +198,18 @@ class BlockForward:
         compute = self.compute
         return torch.cat([layer(compute.put(batch), **arguments).cpu() for batch in compute.batches(inputs)])
 
-    def batches(self) -> tuple[Tensor, ...]:
-        """Views of the hidden states, as many rows at a time as the device computes."""
-        return self.compute.batches(self.hidden)
 
-    def unload(self, layer: nn.Module) -> None:
-        layer.to("meta")
+def embedded(tensors: Tensors, config: ModelConfig, tokens: Tensor) -> Tensor:
+    """Embeddings float32 [..., hidden] of tokens; only the rows of the table that occur are read."""
+    unique, inverse = torch.unique(tokens, return_inverse=True)
+    rows = [torch.from_numpy(tensors.rows(EMBEDDING, int(i), int(i) + 1)) for i in unique]
+    return torch.cat(rows)[inverse] * config.embedding_multiplier
+
+
+def causal(length: int, window: int) -> Tensor:
+    """Mask bool [1, 1, length, length]: a token sees itself and those before it, the last `window` of them; 0: all."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+    return ((distance >= 0) & (distance < window if window else True))[None, None]
 
 
 def _input_hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:

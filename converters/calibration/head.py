@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,14 @@ from edgeq.converters.quantizer import GPTQ, Quantized, quantize
 
 
 @torch.no_grad()
-def gptq_rounding(hidden: Tensor, norm: Norm, compute: Compute) -> RoundRows:
-    """Rounding of rows of the head over these outputs of the last layer, [rows, tokens, hidden]; `norm`: the last one.
+def gptq_rounding(states: Sequence[Tensor], norm: Norm, compute: Compute | None = None) -> RoundRows:
+    """Rounding of rows of the head over these outputs of the last layer, each [rows, tokens, hidden]; `norm`: the last one.
 
     All but what is computed is on the CPU.  Output channels do not depend on each other: rows may come in slabs of any size.
     """
-    moments = Moments(hidden.shape[-1], compute.device)
-    for batch in compute.batches(hidden):
+    compute = compute or Compute()
+    moments = Moments(states[0].shape[-1], compute.device)
+    for batch in states:
         moments.add(compute.put(norm(batch)).flatten(0, -2))
     factor = factorize(moments.matrix, Recipe(Codec("int", 8)), act_order=False)
 

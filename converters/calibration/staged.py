@@ -9,13 +9,15 @@ outlives a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.forward import Batch, Forward
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import DecoderLayer, Experts, quantized_linears
+from edgeq.manifest import MODALITIES
 
 
 class _Reached(Exception):
@@ -25,67 +27,57 @@ class _Reached(Exception):
         self.inputs = inputs
 
 
-class StagedLayer:
-    """Decoder layer `index` of a calibration run, whose `forward.hidden` are its inputs; `finish` leaves those of the next.
+class Staged:
+    """Block `index` of a calibration run, whose `forward.states` are its inputs; `finish` leaves those of the next.
 
-    The attention is passed, with its weights as they then are, when inputs within the MLP are first asked for.
+    largest   module path -> largest |x| of each channel that it reads, float32 [modalities, channels] (text, vision), of the
+              modules whose moments were asked for
     """
 
-    def __init__(self, forward: BlockForward, index: int, layer: nn.Module) -> None:
-        assert isinstance(layer, DecoderLayer)
-        self._layer, self._forward, self._arguments = layer, forward, forward.attention_arguments(index)
-        self._passed = False
+    def __init__(self, forward: Forward, index: int, block: nn.Module) -> None:
+        self._block, self._forward, self._index = block, forward, index
         self._kept: tuple[str, Moments] | None = None
+        self.largest: dict[str, Tensor] = {}
 
-    def inputs(self, path: str) -> Iterator[Tensor]:
-        """The inputs [tokens, channels] of the module `path` of the layer as it is now, batch by batch.
+    def inputs(self, path: str) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The inputs [tokens, channels] of the module `path` of the block as it is now, batch by batch, and which tokens are of
+        pictures, as in Batch.
 
         What acts on the inputs of modules (`Method.install`) has acted on these.  An expert has only the tokens routed to it.
         """
-        if path.startswith("mlp"):
-            self._pass_attention()
-        module = self._layer.get_submodule(path)
+        module = self._block.get_submodule(path)
 
         def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             raise _Reached(args[0])
 
-        for batch in self._forward.batches():
+        for batch in self._forward.batches(self._index):
             handle = module.register_forward_pre_hook(stop)
             try:
-                self._run_to(path, self._forward.compute.put(batch))
+                self._run_to(path, replace(batch, x=self._forward.compute.put(batch.x)))
             except _Reached as reached:
                 x = reached.inputs.reshape(-1, reached.inputs.shape[-1])
                 if len(x):
-                    yield x
+                    # An expert's tokens are some of them.
+                    yield x, batch.visual if batch.visual is not None and len(batch.visual) == len(x) else None
             finally:
                 handle.remove()
 
-    def _run_to(self, path: str, batch: Tensor) -> None:
-        layer = self._layer
-        if not path.startswith("mlp"):
-            layer.self_attn(layer.input_layernorm(batch), **self._arguments)
-            return
-        x = layer.post_attention_layernorm(batch)
-        if isinstance(layer.mlp, Experts) and path != "mlp":
-            layer.mlp.run_owner(path, x.flatten(0, -2))
-        else:
-            layer.mlp(x)
+    def _run_to(self, path: str, batch: Batch) -> None:
+        self._block(batch.x, **batch.arguments)
 
     @torch.no_grad()
     def moments(self, path: str) -> Moments:
         """The moments of the inputs of module `path`; of the module asked for last they are kept until `changed`."""
         if self._kept is None or self._kept[0] != path:
             self._kept = None
-            found = Moments(self._columns(path), self._forward.compute.device)
-            for x in self.inputs(path):
+            module, device = self._block.get_submodule(path), self._forward.compute.device
+            assert isinstance(module, nn.Linear)
+            found, largest = Moments(module.in_features, device), torch.zeros(MODALITIES, module.in_features, device=device)
+            for x, visual in self.inputs(path):
                 found.add(x)
-            self._kept = path, found
+                add_largest(largest, x, visual)
+            self._kept, self.largest[path] = (path, found), largest
         return self._kept[1]
-
-    def _columns(self, path: str) -> int:
-        module = self._layer.get_submodule(path)
-        assert isinstance(module, nn.Linear)
-        return module.in_features
 
     def divided(self, path: str, scale: Tensor) -> None:
         """The inputs of module `path` are now divided by `scale`, nothing else has changed."""
@@ -93,30 +85,73 @@ class StagedLayer:
             self._kept[1].divide(scale)
 
     def changed(self) -> None:
-        """The function of the layer has changed: moments that are kept no longer hold."""
+        """The function of the block has changed: moments that are kept no longer hold."""
         self._kept = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Advance the states through what is left of the block."""
+        self._kept = None
+        self._forward.advance(self._index, self._block)
+
+
+class StagedLayer(Staged):
+    """A layer: its attention is passed, with its weights as they then are, when inputs within the MLP are first asked for."""
+
+    def __init__(self, forward: Forward, index: int, layer: nn.Module) -> None:
+        super().__init__(forward, index, layer)
+        assert isinstance(layer, DecoderLayer)
+        self._layer, self._passed = layer, False
+
+    def inputs(self, path: str) -> Iterator[tuple[Tensor, Tensor | None]]:
+        if path.startswith("mlp"):
+            self._pass_attention()
+        return super().inputs(path)
+
+    def _run_to(self, path: str, batch: Batch) -> None:
+        layer = self._layer
+        if not path.startswith("mlp"):
+            layer.self_attn(layer.input_layernorm(batch.x), **batch.arguments)
+            return
+        x = layer.post_attention_layernorm(batch.x)
+        if isinstance(layer.mlp, Experts) and path != "mlp":
+            layer.mlp.run_owner(path, x.flatten(0, -2))
+        else:
+            layer.mlp(x)
 
     @torch.no_grad()
     def _pass_attention(self) -> None:
         if self._passed:
             return
         layer = self._layer
-        for batch in self._forward.batches():
-            x = self._forward.compute.put(batch)
-            x += layer.attention_output_norm(layer.self_attn(layer.input_layernorm(x), **self._arguments))
-            # Batches are views: the hidden states are advanced in place.
-            batch.copy_(x)
+        for batch in self._forward.batches(self._index):
+            x = self._forward.compute.put(batch.x)
+            x += layer.attention_output_norm(layer.self_attn(layer.input_layernorm(x), **batch.arguments))
+            # The hidden states are advanced in place.
+            batch.x.copy_(x)
         self._passed = True
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Advance the hidden states through what is left of the layer."""
         self._pass_attention()
         self._kept = None
-        for batch in self._forward.batches():
-            x = self._forward.compute.put(batch)
+        for batch in self._forward.batches(self._index):
+            x = self._forward.compute.put(batch.x)
             x += self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(x)))
-            batch.copy_(x)
+            batch.x.copy_(x)
+
+
+def staged(forward: Forward, index: int, block: nn.Module) -> Staged:
+    """The stages of a layer, or of another block as a whole."""
+    return (StagedLayer if isinstance(block, DecoderLayer) else Staged)(forward, index, block)
+
+
+def add_largest(largest: Tensor, x: Tensor, visual: Tensor | None) -> None:
+    """Raise `largest` [modalities, channels] to |x| of inputs [tokens, channels] of text and of pictures."""
+    parts = (x,) if visual is None else (x[~visual], x[visual])
+    for mine, part in zip(largest, parts, strict=False):
+        if len(part):
+            torch.maximum(mine, part.abs().amax(0), out=mine)
 
 
 def sites(layer: nn.Module) -> list[tuple[str, ...]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgeq.config import ModelConfig
-from edgeq.rope import Rope, frequencies
+from edgeq.rope import Rope, frequencies, rotation
+from edgeq.stack import Stack
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines [positions, pairs]."""
@@ -20,7 +20,7 @@ Angles = tuple[Tensor, Tensor]
 class Norm(nn.Module):
     """RMSNorm, or LayerNorm with a bias, over the last dimension."""
 
-    def __init__(self, config: ModelConfig, size: int, layer_norm: bool = False) -> None:
+    def __init__(self, config: Stack, size: int, layer_norm: bool = False) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         self.weight = nn.Parameter(torch.empty(size))
@@ -34,7 +34,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, biases: tuple[str, ...]) -> None:
+    def __init__(self, config: Stack, biases: tuple[str, ...]) -> None:
         super().__init__()
         hidden, q, kv = config.hidden_size, config.query_size, config.kv_size
         self.head_dim, self.scale = config.head_dim, config.attention_scale
@@ -45,8 +45,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor) -> Tensor:
-        """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: the key is visible."""
+    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
+        """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: a visible key, None: all."""
         queries, keys, values = (
             linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [rows, heads, tokens, head_dim]
             for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -65,7 +65,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """down(act(gate) * up), or down(act(up))."""
 
-    def __init__(self, config: ModelConfig, inner: int, biases: tuple[str, ...]) -> None:
+    def __init__(self, config: Stack, inner: int, biases: tuple[str, ...]) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.hidden_act]
         self.gate_proj = nn.Linear(config.hidden_size, inner, bias="gate" in biases) if config.gated else None
@@ -82,7 +82,7 @@ class Mlp(nn.Module):
 class Experts(nn.Module):
     """Every token through the experts that the router ranks highest for it, and through the shared one."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Stack) -> None:
         super().__init__()
         self.chosen, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
@@ -123,7 +123,7 @@ class Experts(nn.Module):
 class DecoderLayer(nn.Module):
     """biases: linear parts that have one, as in edgeq.converters.families."""
 
-    def __init__(self, config: ModelConfig, biases: tuple[str, ...]) -> None:
+    def __init__(self, config: Stack, biases: tuple[str, ...]) -> None:
         super().__init__()
         size, layer_norm = config.hidden_size, config.layer_norm
         self.input_layernorm = Norm(config, size, layer_norm)
@@ -133,7 +133,7 @@ class DecoderLayer(nn.Module):
         self.mlp = Experts(config) if config.num_experts else Mlp(config, config.intermediate_size, biases)
         self.mlp_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
         attended = self.self_attn(
             self.input_layernorm(hidden_states), position_embeddings=position_embeddings, attention_mask=attention_mask
         )
@@ -148,16 +148,33 @@ def quantized_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     return {path: module for path, module in modules if isinstance(module, nn.Linear) and path.endswith("_proj")}
 
 
+class QuickGelu(nn.Module):
+    """x s(1.702 x), s the logistic function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS = {
     "silu": nn.SiLU(),
     "gelu_pytorch_tanh": nn.GELU("tanh"),
     "relu": nn.ReLU(),
+    "gelu": nn.GELU(),
+    "quick_gelu": QuickGelu(),
 }
 
 
 def angles(rope: Rope, head_dim: int, length: int) -> Angles:
     """Cosines and sines of positions 0 ... length - 1 in a session of that length."""
     found = torch.outer(torch.arange(length).double(), torch.tensor(frequencies(rope, head_dim, length), dtype=torch.float64))
+    return (found.cos() * rope.attention_factor).float(), (found.sin() * rope.attention_factor).float()
+
+
+def angles_at(rope: Rope, head_dim: int, positions: Tensor) -> Angles:
+    """Cosines and sines of tokens at `positions` int64 [axes, tokens]."""
+    per_position, axes = rotation(rope, head_dim)
+    turns = positions[list(axes)] if axes else positions[:1]
+    found = turns.T.double() * torch.tensor(per_position, dtype=torch.float64)
     return (found.cos() * rope.attention_factor).float(), (found.sin() * rope.attention_factor).float()
 
 

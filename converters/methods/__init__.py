@@ -4,6 +4,7 @@ from edgeq.converters.method import Method
 from edgeq.converters.method_options import check_method_options
 from edgeq.converters.methods.awq import Awq
 from edgeq.converters.methods.gptq import AwqGptq, Gptq
+from edgeq.converters.methods.mquant import MQuant, MQuantTower
 from edgeq.converters.methods.none import Unquantized
 from edgeq.converters.methods.quarot import QuaRot
 from edgeq.converters.methods.resq import ResQ
@@ -14,8 +15,11 @@ from edgeq.converters.options import ConvertOptions
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (Unquantized, RoundToNearest, Awq, Gptq, AwqGptq, SmoothQuant, SmoothQuantGptq, Ttq, QuaRot, ResQ)
+    for method in (Unquantized, RoundToNearest, Awq, Gptq, AwqGptq, SmoothQuant, SmoothQuantGptq, Ttq, QuaRot, ResQ, MQuant)
 }
+
+TOWERS: dict[str, type[Method]] = {MQuantTower.name: MQuantTower}
+"""Methods that do to a vision tower more than rounding, by their name."""
 
 
 def chosen(options: ConvertOptions) -> type[Method]:

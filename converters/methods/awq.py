@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from edgeq.codec import Codec
 from edgeq.converters.calibration.moments import Moments
-from edgeq.converters.calibration.staged import StagedLayer, sites
+from edgeq.converters.calibration.staged import Staged, StagedLayer, sites
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
@@ -69,7 +69,7 @@ def scaled_dtype(mappings: list[ScaleMapping], part: str, stored: str) -> str:
 
 @torch.no_grad()
 def awq(
-    run: StagedLayer,
+    run: Staged,
     layer: nn.Module,
     mappings: list[ScaleMapping],
     codec: CodecOfColumns,
@@ -123,7 +123,7 @@ def linear(layer: nn.Module, path: str) -> nn.Linear:
 
 
 @torch.no_grad()
-def search_scale(run: StagedLayer, layer: nn.Module, mapping: ScaleMapping, codec: Codec, preset: Preset = AWQ) -> Tensor:
+def search_scale(run: Staged, layer: nn.Module, mapping: ScaleMapping, codec: Codec, preset: Preset = AWQ) -> Tensor:
     """The s float32 [input channels] of the grid with the smallest squared error of the consumers' outputs.
 
     alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.  Where no token came, an
@@ -143,10 +143,10 @@ def search_scale(run: StagedLayer, layer: nn.Module, mapping: ScaleMapping, code
     return candidates[int(losses.nan_to_num(torch.inf).argmin())]
 
 
-def _magnitude(run: StagedLayer, path: str) -> Tensor:
+def _magnitude(run: Staged, path: str) -> Tensor:
     """Mean |x| of every channel of the inputs of a module."""
     total, tokens = torch.zeros(()), 0
-    for x in run.inputs(path):
+    for x, _ in run.inputs(path):
         total, tokens = total.to(x.device) + x.abs().sum(0), tokens + len(x)
     return total / tokens
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from edgeq.converters.calibration.staged import StagedLayer
+from edgeq.converters.calibration.staged import Staged, staged
+from edgeq.converters.calibration.static_scales import static_scales
 from edgeq.converters.columns import DAMPINGS, SLAB_ELEMENTS, factorize, quantize_matrix
 from edgeq.converters.families import ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery
@@ -20,7 +21,7 @@ from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import apply_scale, scaled_dtype, search_scale
 from edgeq.converters.quantizer import GPTQ, Preset, Quantized
 
-BeforeLinear = Callable[[StagedLayer, Sequence[str]], None]
+BeforeLinear = Callable[[Staged, Sequence[str]], None]
 """Called before linear layers, modules with the same inputs, are quantized; may change the layer but not its function."""
 
 
@@ -61,7 +62,7 @@ class AwqGptq(Gptq):
         mappings = self.family.awq_mappings(self.config)
         left = dict.fromkeys(mappings)
 
-        def scale(run: StagedLayer, paths: Sequence[str]) -> None:
+        def scale(run: Staged, paths: Sequence[str]) -> None:
             """Fold the scales that change these modules: those that they absorb first, so that the moments of their own inputs
             are the last ones computed, and serve GPTQ too.
             """
@@ -73,7 +74,7 @@ class AwqGptq(Gptq):
 
         return gptq_layer(block, bool(self.options.act_order), scale)
 
-    def _fold(self, run: StagedLayer, block: Block, mapping: ScaleMapping) -> None:
+    def _fold(self, run: Staged, block: Block, mapping: ScaleMapping) -> None:
         columns = block.module.get_parameter(f"{linear_module(mapping.consumers[0])}.weight").shape[1]
         found = search_scale(run, block.module, mapping, self.codec(columns), self.preset)
         apply_scale(block.module, mapping, found)
@@ -94,7 +95,7 @@ def gptq_layer(block: Block, act_order: bool, before: BeforeLinear = lambda run,
     warning.
     """
     deliveries: dict[str, Delivery] = {}
-    run = StagedLayer(block.forward, block.index, block.module)
+    run = staged(block.forward, block.index, block.module)
     names = {module: name for name, module in block.module.named_modules()}
     for done, item in enumerate(block.linears):
         block.on_part(done, len(block.linears))
@@ -103,8 +104,13 @@ def gptq_layer(block: Block, act_order: bool, before: BeforeLinear = lambda run,
         modules = block.modules(item)
         paths = [names[module] for module in modules]
         before(run, paths)
-        factor = factorize(run.moments(paths[0]).matrix, item.recipe, act_order)
+        moments = run.moments(paths[0]).matrix
+        if item.recipe.split:
+            # What is kept apart takes over no error and leaves none.
+            moments[0], moments[:, 0] = 0, 0
+        factor = factorize(moments, item.recipe, act_order)
         run.changed()
+        scales = static_scales(run.largest[paths[0]], item) if item.recipe.scales else None
         if factor is None:
             block.warn(
                 f"{item.name}: rounded to nearest instead of GPTQ: no calibration token reached it, or Cholesky failed at "
@@ -112,9 +118,16 @@ def gptq_layer(block: Block, act_order: bool, before: BeforeLinear = lambda run,
             )
         parts: list[tuple[Quantized, ...]] = []
         for module in modules:
+            apart = module.weight.data[:, 0].half().float()
+            if item.recipe.split:
+                module.weight.data = module.weight.data.clone()
+                module.weight.data[:, 0] = 0
             quantized, module.weight.data = quantize_matrix(module.weight.data, factor, item.recipe, item.title)
+            if item.recipe.split:
+                module.weight.data[:, 0] = apart
             parts.append(quantized)
-        deliveries[item.name] = Delivery(block.read, tuple(Quantized.joined(blocks) for blocks in zip(*parts, strict=True)))
+        joined = tuple(Quantized.joined(blocks) for blocks in zip(*parts, strict=True))
+        deliveries[item.name] = Delivery(block.read, joined, scales=scales)
         # Two matrices of moments, which the next layer's would stand beside.
         del factor
     run.finish()

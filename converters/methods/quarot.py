@@ -24,7 +24,6 @@ from edgeq.converters.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.orthogonal import signs
-from edgeq.errors import UnsupportedError
 from edgeq.records import Activation
 
 SIGNS_SEED = 0
@@ -37,8 +36,7 @@ class QuaRot(Rotated):
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
-        if self.options.split_row and self.options.gptq:
-            raise UnsupportedError("--split-row with --gptq is not supported: gptq rounds all columns; leave one out")
+        self.calibrates = self.propagates = bool(self.gptq or self.scales)
         self._head: Hadamard = hadamard(config.head_dim)
         self._across: Hadamard = hadamard(config.num_attention_heads)
 
@@ -50,12 +48,14 @@ class QuaRot(Rotated):
             transform = stored_transform(hadamard(columns, split))
         elif part == "o" and self.before_o():
             transform = stored_transform(self._across, self.config.head_dim)
-        activation = Activation(bits) if bits in (4, 8) else None
-        return Recipe(self.codec(columns), self.preset, transform=transform, activation=activation, split=split)
+        blocks = bits == 16 or self.options.activations == "block"
+        activation = None if bits is None or blocks else Activation(bits)
+        scales = self.scales if activation else 0
+        return Recipe(self.codec(columns), self.preset, transform=transform, activation=activation, scales=scales, split=split)
 
     @property
     def details(self) -> dict[str, object]:
-        return {"seeds": {"signs": SIGNS_SEED}, "activation_scales": "token"}
+        return {"seeds": {"signs": SIGNS_SEED}, "activation_scales": self.options.activations or "token"}
 
     def transformed_sizes(self) -> tuple[int, ...]:
         return (*super().transformed_sizes(), self.config.hidden_size)

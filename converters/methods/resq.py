@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from edgeq.codec import CHUNK, Codec, Kind
 from edgeq.config import ModelConfig
-from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.forward import BlockForward, TokenForward
 from edgeq.converters.calibration.torch_decoder import Angles, rotated
 from edgeq.converters.families import LINEARS, NORMS, Family
 from edgeq.converters.linears import Recipe
@@ -103,9 +103,10 @@ class ResQ(Rotated):
     def keys(self, layer: int, study: Study) -> Tensor:
         return torch.from_numpy(study["keys"][layer])
 
-    def study(self, forward: BlockForward, on_layer: Callable[[int], None]) -> Study:
+    def study(self, forward: TokenForward, on_layer: Callable[[int], None]) -> Study:
         """U_A [hidden, hidden], U_B [layers, kv_heads, head_dim, head_dim] and U_C [layers, head_dim, head_dim], float64."""
         c = self.config
+        assert isinstance(forward, BlockForward)
         tokens = forward.hidden.shape[0] * forward.hidden.shape[1]
         if tokens < c.hidden_size:
             raise InputError(

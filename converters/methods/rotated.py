@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from edgeq.codec import Codec
 from edgeq.config import ModelConfig
+from edgeq.converters.calibration.static_scales import observed
 from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method, Study
@@ -48,10 +49,15 @@ class Rotated(Method):
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
         _refuse(self.name, config)
-        self.calibrates = self.propagates = bool(self.options.gptq)
+        self.calibrates = self.propagates = self.gptq
         # A size without a transform is refused here, not after the first layer.
         for size in self.transformed_sizes():
             hadamard(size)
+
+    @property
+    def gptq(self) -> bool:
+        """Whether weights are rounded by GPTQ."""
+        return bool(self.options.gptq)
 
     # What a method defines ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +114,7 @@ class Rotated(Method):
         """One matrix and the rows of a slab, each in float64 too; what GPTQ needs."""
         hidden = self.config.hidden_size
         rotating = 24 * hidden * self.widest + 24 * hidden**2 + 8 * SLAB_BYTES
-        return rotating + (moments_bytes(self.widest) if self.options.gptq else 0)
+        return rotating + (moments_bytes(self.widest) if self.gptq else 0)
 
     def tensors(self, source: Tensors, study: Study) -> Tensors:
         residual, before_o = self.residual(study), self.before_o()
@@ -128,12 +134,12 @@ class Rotated(Method):
         before_o = self.before_o()
         for path, found in module.named_modules():
             if path == LINEARS["o"] and before_o:
-                found.register_forward_pre_hook(_before(before_o))
+                found.register_forward_pre_hook(before(before_o))
             elif path.endswith(".down_proj"):
-                found.register_forward_pre_hook(_before(self.before_down))
+                found.register_forward_pre_hook(before(self.before_down))
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
-        return gptq_layer(block, act_order=False)
+        return gptq_layer(block, bool(self.options.act_order)) if self.gptq else observed(block)
 
 
 def to_int8(q: Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -147,7 +153,7 @@ def stored_transform(transform: Hadamard, stride: int = 1) -> tuple[int, int, ND
     return transform.size, stride, None if transform.base is None else transform.base.float().numpy()
 
 
-def _before(online: Rotation) -> Callable[..., tuple[Any, ...]]:
+def before(online: Rotation) -> Callable[..., tuple[Any, ...]]:
     return lambda module, args: (online(args[0]), *args[1:])
 
 

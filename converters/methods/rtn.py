@@ -1,11 +1,31 @@
-"""Round to nearest: every group by itself, without calibration text."""
+"""Round to nearest: every group by itself, without calibration unless activations have constant scales."""
 
 from __future__ import annotations
 
-from edgeq.converters.method import Method
+from dataclasses import replace
+
+from edgeq.codec import Kind
+from edgeq.converters.calibration.static_scales import observed
+from edgeq.converters.families import Family
+from edgeq.converters.linears import Delivery, Recipe
+from edgeq.converters.method import Block, Method
+from edgeq.converters.options import ConvertOptions
+from edgeq.stack import Stack
 
 
 class RoundToNearest(Method):
-    """A `Method` as its base class is."""
+    """A `Method` as its base class is, and the constant scales of activations."""
 
     name = "rtn"
+
+    def __init__(self, options: ConvertOptions, family: Family, stack: Stack) -> None:
+        given = options.activations is not None and options.activation_bits is None
+        super().__init__(replace(options, activation_bits=8) if given else options, family, stack)
+        self.calibrates = self.propagates = bool(self.scales)
+
+    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+        found = super().recipe(name, columns, stored)
+        return replace(found, activation=self.activation, scales=self.scales) if self.activation else found
+
+    def prepare(self, block: Block) -> dict[str, Delivery]:
+        return observed(block)

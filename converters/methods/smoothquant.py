@@ -11,17 +11,14 @@ import torch
 from torch import Tensor
 
 from edgeq.codec import Kind
-from edgeq.converters.calibration.static_scales import largest_inputs, static_scale
-from edgeq.converters.families import NORMS, Family, ScaleMapping, linear_module
+from edgeq.converters.calibration.static_scales import largest_inputs, rounded, static_scales
+from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import apply_scale, scaled_dtype
 from edgeq.converters.methods.gptq import Gptq
-from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import AWQ, Preset
-from edgeq.errors import UnsupportedError
 from edgeq.records import Activation
-from edgeq.stack import Stack
 
 SMALLEST = 1e-5
 
@@ -32,41 +29,31 @@ class SmoothQuant(Method):
     name = "smoothquant"
     calibrates = True
 
-    def __init__(self, options: ConvertOptions, family: Family, stack: Stack) -> None:
-        super().__init__(options, family, stack)
-        self.static = self.options.activations == "static"
-        if self.static and self.config.vision:
-            raise UnsupportedError(
-                "--activations static needs calibration pictures for a model that reads pictures, and calibration text is all "
-                "that this version reads; leave it out"
-            )
-        if self.static and (self.config.num_experts or self.options.activation_bits == 16):
-            what = "experts" if self.config.num_experts else "activations of 16 bits"
-            raise UnsupportedError(f"--activations static: {what} have no constant scales; leave it out")
-
     @property
     def preset(self) -> Preset:
         return AWQ
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
-        activation = per_token(self.options.activation_bits)
-        return Recipe(self.codec(columns), self.preset, activation=activation, scales=int(self.static))
+        blocks = self.options.activations == "block"
+        activation = None if blocks else per_token(self.options.activation_bits)
+        return Recipe(self.codec(columns), self.preset, activation=activation, scales=self.scales)
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
-        inputs = block.forward.hidden.clone()
+        kept = [x.clone() for x in block.forward.states]
         # Of the layer as it was: a resumed run has no other, and its sums have to be the same to the last bit.
         block.forward.advance(block.index, block.module)
-        outputs, block.forward.hidden = block.forward.hidden, inputs
+        block.forward.swap(kept)
         smooth(block, self.family.awq_mappings(self.config), self.options.alpha or 0.0)
         deliveries = {}
-        if self.static:
-            largest = largest_inputs(block, block.linears, self.preset)
-            scales = {item.name: static_scale(largest[item.name], item) for item in block.linears}
-            deliveries = {name: Delivery(block.read, scales=scale) for name, scale in scales.items()}
-        block.forward.hidden = outputs
+        if self.scales:
+            with rounded(block):
+                largest = largest_inputs(block)
+            items = {item.name: item for item in block.linears}
+            deliveries = {name: Delivery(block.read, scales=static_scales(x, items[name])) for name, x in largest.items()}
+        block.forward.swap(kept)
         return deliveries
 
     def memory_bytes(self, tokens: int) -> int:

@@ -93,7 +93,7 @@ def test_the_searched_scale_never_loses_more_than_plain_rounding(checkpoint: Cal
         original = [linear.weight.data.clone() for linear in linears]
         scale = search_scale(run, layer, mapping, CODEC)
         assert all(torch.equal(linear.weight, w) for linear, w in zip(linears, original, strict=True))
-        x = torch.cat(list(run.inputs(LINEARS[mapping.consumers[0]])))
+        x = torch.cat([x for x, _ in run.inputs(LINEARS[mapping.consumers[0]])])
         losses = [
             sum(float((x @ (fake(w * s, CODEC) / s - w).T).square().sum()) for w in original)
             for s in (scale, torch.ones_like(scale))

@@ -258,7 +258,7 @@ def test_an_expert_without_tokens_is_rounded_plainly_with_a_warning(checkpoint: 
     layer.get_parameter("mlp.gate.weight").data = torch.stack([direction, direction, -direction, -direction, 0 * direction])
     paths = [f"mlp.experts.{expert}.{part}_proj.weight" for expert in (3, 4) for part in ("up", "down")]
     before = [layer.get_parameter(path).data.clone() for path in paths]
-    method.prepare(Block(0, layer, (), source.rows, blocks, said.append))
+    method.prepare(Block(0, layer, (), source.rows, blocks, said.append, "model.layers.0."))
     assert said == ["layer 1: no calibration token reached the experts 4: they are rounded to nearest"]
     same = [torch.equal(layer.get_parameter(path), weight) for path, weight in zip(paths, before, strict=True)]
     # The scale of what enters all experts reaches this one too; its own channels and ranges stay.

@@ -202,7 +202,7 @@ def test_a_decoder_layer_loses_less_of_its_output_than_by_rounding(
         layer, hidden = forward.load(0), forward.hidden
         exact = layer(hidden, **forward.attention_arguments(0))
         if method == "gptq":
-            gptq_layer(Block(0, layer, linears, plan.checkpoint.rows, forward, print), act_order=False)
+            gptq_layer(Block(0, layer, linears, plan.checkpoint.rows, forward, print, "model.layers.0."), act_order=False)
             now = forward.hidden
         else:
             for module in layer.modules():

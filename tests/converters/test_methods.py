@@ -160,7 +160,11 @@ def test_smoothing_without_rounding_leaves_the_layer_as_it_was(
     forward = BlockForward(plan.checkpoint, described, plan.method.config, plan.calibration.rows[:, :64])
     layer, arguments = forward.load(0), forward.attention_arguments(0)
     before, gain = layer(forward.hidden, **arguments), layer.get_parameter("input_layernorm.weight").clone()
-    smooth(Block(0, layer, (), plan.checkpoint.rows, forward, silent), described.awq_mappings(plan.method.config), 0.8)
+    smooth(
+        Block(0, layer, (), plan.checkpoint.rows, forward, silent, "model.layers.0."),
+        described.awq_mappings(plan.method.config),
+        0.8,
+    )
     assert not torch.equal(layer.get_parameter("input_layernorm.weight"), gain)
     assert (layer(forward.hidden, **arguments) - before).abs().max() < 1e-4 * before.abs().max()
 
@@ -217,7 +221,7 @@ def test_the_searched_range_never_loses_more_than_the_whole_one(codec: Codec) ->
         ({"method": "smoothquant", "alpha": 1.5}, r"--alpha 1.5: choose 0 to 1"),
         ({"calibration_rows": 0}, r"--calibration-rows 0: choose 1 to 4096"),
         ({"method": "none", "calibration_length": 64}, r"--calibration-length goes with --method rtn"),
-        ({"activation_bits": 5}, r"5 bits of activations: not supported; choose 4, 8, 16"),
+        ({"activation_bits": 5}, r"5 bits of activations: not supported; choose 4, 6, 8, 16"),
         ({"kv_bits": 5}, r"a cache of 5 bits: not supported; choose 3, 4, 8, 16"),
     ],
 )

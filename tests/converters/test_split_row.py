@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq.codec import Codec
+from edgeq.codec import Codec, dequantize
 from edgeq.container import ModelFile
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.quantizer import QUAROT, fake
 from edgeq.converters.rotation.hadamard import hadamard
-from edgeq.errors import UnsupportedError
 from edgeq.runtime import Model
 
 BASES = (1, 20, 28, 36, 108, 140, 156, 172)
@@ -70,6 +69,17 @@ def test_the_file_has_the_column_apart_and_computes_the_same(checkpoint: Callabl
     assert np.array_equal(file.array(down.split_row.row), rotated[:, 0].astype(np.float16))
 
 
-def test_it_is_refused_with_gptq(checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(UnsupportedError, match="--split-row with --gptq"):
-        preflight(str(checkpoint("llama_gqa")), ConvertOptions(method="quarot", split_row=True, gptq=True))
+def test_gptq_leaves_the_column_alone(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """It is stored as it was, is 0 in the weight, and takes over no error."""
+    source = checkpoint("llama_gqa", dtype="float32", intermediate_size=320)
+    text = {"calibration_rows": 4, "calibration_length": 64}
+    down = {}
+    for gptq in (False, True):
+        file = made(source, tmp_path / f"{gptq}.edgeq", bits=4, kv_bits=16, split_row=True, gptq=gptq, **(text if gptq else {}))
+        linear = file.metadata.linears["layers.0.down"]
+        assert linear.split_row and linear.weights[0].scale and linear.weights[0].codec.symmetric
+        q, scale = (file.array(ref) for ref in (linear.weights[0].q, linear.weights[0].scale))
+        weight = dequantize(linear.weights[0].codec, linear.rows, linear.columns, q, scale, None)
+        assert not weight[:, 0].any() and weight[:, 1].any()
+        down[gptq] = weight, file.array(linear.split_row.row)
+    assert np.array_equal(down[True][1], down[False][1]) and not np.array_equal(down[True][0], down[False][0])

@@ -15,7 +15,7 @@ from edgeq.container import ModelFile
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.readback import stored_tensors
-from edgeq.errors import UnsupportedError
+from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime import Model
 
 LIMITS: dict[str, Any] = {"calibration_rows": 4, "calibration_length": 64}
@@ -88,7 +88,7 @@ def test_what_has_no_constant_scales_is_refused(checkpoint: Callable[..., Path],
     options = ConvertOptions(method="smoothquant", activations="static")
     with pytest.raises(UnsupportedError, match="experts have no constant scales"):
         preflight(str(checkpoint("mixtral")), options)
-    with pytest.raises(UnsupportedError, match="needs calibration pictures"):
+    with pytest.raises(InputError, match="needs calibration pictures"):
         preflight(str(build(tmp_path / "vlm", "padded")), options)
     with pytest.raises(UnsupportedError, match="activations of 16 bits"):
         preflight(str(checkpoint("llama_gqa")), ConvertOptions(method="smoothquant", activations="static", activation_bits=16))

@@ -9,9 +9,10 @@ from typing import Any
 
 from mutation import changed_bytes, changed_json, refused
 
+from edgeq.chat_template import ChatTemplate
 from edgeq.errors import EdgeqError
-from edgeq.runtime.chat_template import ChatTemplate
-from edgeq.runtime.tokenizer import Text, TextStream
+from edgeq.runtime.tokenizer import TextStream
+from edgeq.text import Text
 
 ROOT = Path(__file__).parent.parent.parent
 TOKENIZER: dict[str, Any] = json.loads((ROOT / "models" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8"))

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from edgeq import chat_template
+from edgeq.chat_template import LIMITS, MAX_SOURCE, MAX_TRANSLATED, MAX_VALUE, ChatTemplate
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.runtime import chat_template
-from edgeq.runtime.chat_template import LIMITS, MAX_SOURCE, MAX_TRANSLATED, MAX_VALUE, ChatTemplate
-from edgeq.runtime.tokenizer import Text
+from edgeq.text import Text
 
 DATA = json.loads(
     (Path(__file__).parent.parent.parent / "models" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8")

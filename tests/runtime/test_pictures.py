@@ -14,11 +14,11 @@ from random_vlm import CONFIG, IMAGE_TOKEN, VISION, picture, write
 from edgeq.errors import FormatError, InputError
 from edgeq.image import Picture
 from edgeq.image_config import ImageConfig
+from edgeq.prompt import Place, positions, with_pictures
 from edgeq.rope import picture_positions
 from edgeq.runtime import Model, Prompt, Session
 from edgeq.runtime import vision as vision_module
 from edgeq.runtime.pictures import Pictures, check_image_tokens
-from edgeq.runtime.prompt import Place, positions, with_pictures
 from edgeq.runtime.session import BatchItem, run_together
 from edgeq.targets.rows import VISION as SEEN
 from edgeq.targets.rows import Rows

@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from edgeq.errors import FormatError, InputError
-from edgeq.runtime.tokenizer import StopStrings, Text, TextStream
+from edgeq.runtime.tokenizer import StopStrings, TextStream
+from edgeq.text import Text
 
 TOKENIZER = (Path(__file__).parent.parent.parent / "models" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8")
 GENERATION: dict[str, object] = {

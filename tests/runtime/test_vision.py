@@ -12,9 +12,10 @@ from vision_checkpoints import TRAINED
 from edgeq.config import VisionConfig
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.errors import InputError, ResourceError
+from edgeq.frames import FRAME, WINDOW, Frame
 from edgeq.rope import Rope
 from edgeq.runtime import Model
-from edgeq.runtime.vision import FRAME, WINDOW, Frame, Tower, tower
+from edgeq.runtime.vision import Tower, tower
 from edgeq.targets import load
 from edgeq.targets.target import Options, Room
 

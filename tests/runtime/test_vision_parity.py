@@ -21,13 +21,14 @@ from vision_checkpoints import END, IMAGE, MODELS, START, TRAINED, build, refere
 from edgeq.config import VisionConfig
 from edgeq.container import ModelFile
 from edgeq.converters.convert import ConvertOptions, convert
+from edgeq.frames import Frame, Grid
 from edgeq.image import Picture
+from edgeq.prompt import Prompt, positions, with_pictures
 from edgeq.records import KvCodec
 from edgeq.runtime import Model
 from edgeq.runtime.pictures import Seen
-from edgeq.runtime.prompt import Prompt, positions, with_pictures
 from edgeq.runtime.session import BatchItem, run_together
-from edgeq.runtime.vision import Frame, Grid, Tower, tower
+from edgeq.runtime.vision import Tower, tower
 from edgeq.targets import load
 from edgeq.targets.graph import Select
 from edgeq.targets.target import Options

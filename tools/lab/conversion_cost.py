@@ -33,9 +33,10 @@ EVERY = 0.02
 
 def seconds_of_a_pass(plan: ConversionPlan) -> float:
     """F: seconds of the processor for the calibration text through all decoder layers; reading their weights is not counted."""
+    from edgeq.converters.calibration.dataset import Calibration
     from edgeq.converters.calibration.forward import BlockForward
 
-    assert plan.calibration is not None
+    assert isinstance(plan.calibration, Calibration)
     forward = BlockForward(plan.checkpoint, plan.method.family, plan.method.config, plan.calibration.rows)
     taken = 0.0
     for index in range(plan.method.config.num_hidden_layers):
@@ -90,7 +91,7 @@ def measure(source: str, recipes: tuple[str, ...], rows: int) -> dict[str, Any]:
         passes.append(seconds_of_a_pass(plan))
         of_a_pass = (passes[-2] + passes[-1]) / 2
         found.append(taken | {"recipe": recipe, "pass_seconds": of_a_pass, "passes": taken["seconds"] / of_a_pass})
-    return {"source": source, "tokens": plan.calibration.rows.numel(), "conversions": found}
+    return {"source": source, "tokens": plan.calibration.tokens, "conversions": found}
 
 
 def table(result: dict[str, Any]) -> str:

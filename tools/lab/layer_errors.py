@@ -21,6 +21,7 @@ from edgeq.converters.allocation.parts import HEAD
 from edgeq.converters.allocation.probe import Matrix, moments_over
 from edgeq.converters.allocation.record import Divergences
 from edgeq.converters.calibration.choose_precision import last_norm
+from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.columns import factorize, quantize_matrix
@@ -39,7 +40,7 @@ def by_layer_errors(plan: ConversionPlan, budget: Budget) -> dict[str, str]:
 @torch.no_grad()
 def squared_errors(plan: ConversionPlan) -> Divergences:
     """Part -> codec -> squared error of its outputs over the calibration text with this part rounded by GPTQ."""
-    assert plan.calibration is not None
+    assert isinstance(plan.calibration, Calibration)
     method, found, parts = plan.method, dict[str, dict[str, float]](), plan.parts()
     forward = BlockForward(plan.checkpoint, method.family, method.config, plan.calibration.rows)
     for layer in range(method.config.num_hidden_layers):

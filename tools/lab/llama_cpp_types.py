@@ -207,7 +207,7 @@ def measure(source: str, kinds: Sequence[str], texts: Sequence[str], window: int
     if absent := missing():
         raise InputError(f"this needs {' and '.join(absent)}, not installed: pip install {' '.join(absent)}")
     from edgeq.converters.tokenizer import read_text
-    from edgeq.runtime.tokenizer import Text
+    from edgeq.text import Text
 
     scorer = CheckpointScorer(source)
     network = scorer.network

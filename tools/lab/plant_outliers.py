@@ -1,6 +1,7 @@
-"""Plant outliers in a Llama checkpoint without changing what it computes.
+"""Plant outliers in a Llama checkpoint, or in one that reads pictures, without changing what it computes.
 
     python -m edgeq.tools.lab.plant_outliers SRC OUT --norms 10 --up 10
+    python -m edgeq.tools.lab.plant_outliers models/tiny-qwen2vl OUT --visual 200
 
 Large language models have a few channels with values far above the others, and quantizers differ most in what they do with
 them; a small model has none.  Every kind multiplies some numbers, and divides by the same factor those that they are multiplied
@@ -10,6 +11,7 @@ with:
     up       output channels of the up projection, and columns of the down projection
     values   output channels of the value projection, and columns of the output projection of all query heads that read them
     keys     pairs of channels that RoPE rotates together, in the key and, inversely, in its query heads
+    visual   channels between up and down projection, those that rows of pictures reach most (visual_outliers.py); alone
     basis    the residual stream rotated into the basis of its principal components, where variance gathers in few channels
 
 The whole checkpoint is held in memory in float32.
@@ -28,6 +30,7 @@ import click
 from edgeq.errors import InputError
 from edgeq.tools import corpus
 from edgeq.tools.entry import Command
+from edgeq.tools.lab.visual_outliers import visual_channels
 from edgeq.tools.terminal import note, progress
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ class Kinds:
     up: float = 1.0
     values: float = 1.0
     keys: float = 1.0
+    visual: float = 1.0
     basis: bool = False
     channels: int = 8
     seed: int = 0
@@ -63,9 +67,14 @@ def plant(source: Path, out: Path, kinds: Kinds) -> None:
 
     from edgeq.converters.families import EMBEDDING
 
-    config = read_config(source)
     if out.exists():
         raise InputError(f"{out}: it exists; give the name of a new folder")
+    if kinds.visual != 1:
+        if kinds != Kinds(visual=kinds.visual, channels=kinds.channels, seed=kinds.seed):
+            raise InputError("--visual is planted alone; leave the other kinds out")
+        plant_visual(source, out, kinds)
+        return
+    config = read_config(source)
     tensors = {name: t.float() for path in sorted(source.glob("*.safetensors")) for name, t in load_file(path).items()}
     if EMBEDDING not in tensors:
         raise InputError(f"{source}: no weights of a Llama in its *.safetensors")
@@ -74,6 +83,22 @@ def plant(source: Path, out: Path, kinds: Kinds) -> None:
     random = torch.Generator().manual_seed(kinds.seed)
     for layer in range(config["num_hidden_layers"]):
         plant_layer(tensors, config, f"model.layers.{layer}.", kinds, random)
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "config.json"))
+    (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2), encoding="utf-8")
+    save_file({name: t.contiguous() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+
+
+def plant_visual(source: Path, out: Path, kinds: Kinds) -> None:
+    """`plant` of the kind `visual`."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    tensors = {name: t.float() for path in sorted(source.glob("*.safetensors")) for name, t in load_file(path).items()}
+    for layer, channels in enumerate(visual_channels(source, kinds.channels)):
+        ending = f"layers.{layer}.mlp.up_proj.weight"
+        (up,) = (name for name in tensors if name.endswith(ending) and "visual" not in name)
+        tensors[up][channels] *= kinds.visual
+        tensors[up.replace("up_proj", "down_proj")][:, channels] /= kinds.visual
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "config.json"))
     (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2), encoding="utf-8")
     save_file({name: t.contiguous() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
@@ -190,11 +215,12 @@ def principal_components(source: Path) -> Tensor:
 @click.option("--up", default=1.0, show_default=True, help="Factor of channels between up and down projection; 1: none.")
 @click.option("--values", default=1.0, show_default=True, help="Factor of channels of every value head; 1: none.")
 @click.option("--keys", default=1.0, show_default=True, help="Factor of channel pairs of every key head; 1: none.")
+@click.option("--visual", default=1.0, show_default=True, help="Factor of channels that pictures reach most; 1: none.")
 @click.option("--basis", is_flag=True, help="Rotate the residual stream into the basis of its principal components.")
 @click.option("--channels", type=click.IntRange(1), default=8, show_default=True, help="Outliers per norm, layer or head.")
 @click.option("--seed", default=0, show_default=True, help="Start of the random choice of channels.")
 def main(source: Path, out: Path, **kinds: Any) -> None:
-    """Copy the Llama checkpoint SRC into the new folder OUT with outliers; it computes what SRC computes.  Needs torch."""
+    """Copy the checkpoint SRC into the new folder OUT with outliers; it computes what SRC computes.  Needs torch."""
     plant(source, out, Kinds(**kinds))
     note(f"{out}: outliers planted")
 

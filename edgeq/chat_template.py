@@ -21,8 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgeq.confinement import LimitError, Limits, confined
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.runtime.tokenizer import REPLACEMENT, Text
 from edgeq.template_tags import TAGS
+from edgeq.text import REPLACEMENT, Text
 
 Message = Mapping[str, Any]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,22 @@ def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], vision: Vi
 
     InputError: there are more image tokens than pictures, or fewer.
     """
+    expanded, places = placed(tokens, pictures, vision)
+    return Prompt(expanded, tuple(pictures), places)
+
+
+class Gridded(Protocol):
+    """A picture that was read, or a record of one."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+
+def placed(tokens: Sequence[int], pictures: Sequence[Gridded], vision: VisionConfig) -> tuple[list[int], tuple[Place, ...]]:
+    """The tokens of `with_pictures`, and the places of the pictures."""
     image_token = vision.image_token_id
     slots = [i for i, token in enumerate(tokens) if token == image_token]
     if len(slots) != len(pictures):
@@ -93,7 +110,7 @@ def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], vision: Vi
         places.append(Place(len(expanded), grid, picture.digest, math.prod(grid)))
         expanded += [image_token] * math.prod(grid)
         done = slot + 1
-    return Prompt([*expanded, *tokens[done:]], tuple(pictures), tuple(places))
+    return [*expanded, *tokens[done:]], tuple(places)
 
 
 def positions(places: Sequence[Place], start: int, end: int, axes: int) -> ArrayI32:

@@ -1,0 +1,61 @@
+"""Runs calibration samples, text with pictures in it, through a decoder one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from edgeq.config import ModelConfig
+from edgeq.converters.calibration.compute import Compute
+from edgeq.converters.calibration.forward import Batch, TokenForward, causal, embedded
+from edgeq.converters.calibration.samples import Sample
+from edgeq.converters.calibration.torch_decoder import angles_at
+from edgeq.converters.families import Family
+from edgeq.converters.slabs import Tensors
+from edgeq.prompt import positions
+
+
+class SampleForward(TokenForward):
+    """A batch is a sample, one row."""
+
+    def __init__(
+        self,
+        family: Family,
+        config: ModelConfig,
+        samples: Sequence[Sample],
+        features: Sequence[Tensor],
+        tensors: Tensors,
+    ) -> None:
+        """`features`: float32 [1, tokens, hidden] of each picture, sample by sample."""
+        super().__init__(family, config, tensors, Compute())
+        self._samples, waiting = list(samples), iter(features)
+        self.tokens = [torch.tensor([sample.tokens]) for sample in samples]
+        self._visual = [torch.zeros(len(sample.tokens), dtype=torch.bool) for sample in samples]
+        self._states = [embedded(tensors, config, tokens) for tokens in self.tokens]
+        for state, visual, sample in zip(self._states, self._visual, samples, strict=True):
+            for place in sample.places:
+                state[:, place.start : place.end] = next(waiting)
+                visual[place.start : place.end] = True
+
+    @property
+    def states(self) -> Sequence[Tensor]:
+        return self._states
+
+    def batches(self, index: int) -> Iterator[Batch]:
+        config, rope = self.config, self.config.layer_rope(index)
+        for x, sample, visual in zip(self._states, self._samples, self._visual, strict=True):
+            angles, length = None, len(sample.tokens)
+            if rope is not None:
+                at = torch.from_numpy(positions(sample.places, 0, length, rope.axes)).long()
+                angles = angles_at(rope, config.head_dim, at)
+            mask = causal(length, config.window(index))
+            yield Batch(x, {"position_embeddings": angles, "attention_mask": mask}, visual)
+
+    def few(self, count: int) -> SampleForward:
+        found, step = copy(self), -(-len(self._states) // count)
+        found._samples, found._visual, found.tokens = self._samples[::step], self._visual[::step], self.tokens[::step]
+        found._states = [x.clone() for x in self._states[::step]]
+        return found
