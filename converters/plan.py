@@ -5,8 +5,8 @@
 Memory promise, beside Python and torch themselves (BASELINE): one slab of rows of at most 64 MB in float32, working arrays of
 its size, and the scales of one matrix; with calibration text also the inputs of a decoder layer for the whole text, twice the
 layer in float32, and in place of the slab, where that is more, what the layer computes from a batch; or, where that is more
-than all these, what the last measurements take; and what the method declares (`Method.memory_bytes`).
-A GPU has a promise of its own (`ConversionPlan.device_bytes`); that of the host then holds all the same.
+than all these, what the last measurements take; and what the method declares (`Method.memory_bytes`).  A GPU has a promise of
+its own (`ConversionPlan.device_bytes`); that of the host then holds all the same.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from edgeq.container import DATA_OFFSET
 from edgeq.converters.allocation.budget import MOST_TOKENS
 from edgeq.converters.allocation.parts import TABLE, Part, parts_of
 from edgeq.converters.allocation.record import Prediction
-from edgeq.converters.calibration.choose_precision import ROWS, PrecisionChoice, measurement_bytes
+from edgeq.converters.calibration.choose_precision import LOGIT_BYTES, ROWS, PrecisionChoice, measurement_bytes
 from edgeq.converters.calibration.compute import BATCH_ROWS, Compute
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import token_activations
+from edgeq.converters.calibration.moments import MOMENT_BYTES
 from edgeq.converters.calibration.samples import PictureSamples
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.code_digest import quantizing_code
@@ -132,28 +133,16 @@ class ConversionPlan:
         always, writing = BASELINE + self.method.memory_bytes(tokens), 6 * SLAB_BYTES + scales
         if self.calibration is None:
             return always + writing
-        if isinstance(self.calibration, PictureSamples):
-            always += self._picture_bytes(self.calibration)
-        c, layer, batch = self.method.config, self.layer_bytes, self.batch_bytes
+        c, length = self.method.config, self.calibration.longest
+        layer, batch = self.layer_bytes, self.batch_bytes(BATCH_ROWS)
         # When all layers are written, a few rows are run again for what the head and the whole file lose.
         allocates = self.options.budget is not None or self.options.allocation is not None
-        measured = max(self.calibration.few(ROWS).tokens, MOST_TOKENS + self.calibration.longest if allocates else 0)
-        states, logits = measurement_bytes(c, min(tokens, measured))
+        measured = min(tokens, max(self.calibration.few(ROWS).tokens, MOST_TOKENS + length if allocates else 0))
+        states, logits = measurement_bytes(c, measured)
         # One after another: a layer is run, written, run again for its report; so are those few rows, and the head.
         work = (2 * layer + batch, 2 * layer + writing, layer + batch + states, states + logits + writing)
-        return always + 4 * tokens * c.hidden_size + max(work)
-
-    @property
-    def layer_bytes(self) -> int:
-        """A decoder layer in float32."""
-        return 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-
-    @property
-    def batch_bytes(self) -> int:
-        """What a layer computes from a batch of the calibration text, and scores of attention, where torch keeps them whole."""
-        assert self.calibration is not None
-        c, length = self.method.config, self.calibration.longest
-        return 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
+        pictures = self._picture_bytes(self.calibration) if isinstance(self.calibration, PictureSamples) else 0
+        return always + pictures + 4 * tokens * c.hidden_size + max(work)
 
     def device_bytes(self, rows: int) -> int:
         """The promise for a GPU that computes so many rows of tokens at a time: the most memory that is taken of it.
@@ -164,10 +153,24 @@ class ConversionPlan:
         assert self.calibration is not None
         c = self.method.config
         largest = 4 * max(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-        batch = rows * self.batch_bytes // BATCH_ROWS
-        layer = self.layer_bytes + largest + self.method.memory_bytes(self.calibration.tokens) + batch
-        head = sum(measurement_bytes(c, self.calibration.few(ROWS).tokens)) + 2 * SLAB_BYTES
+        # A probe has the moments of all parts of a layer at hand.
+        moments = self.method.memory_bytes(self.calibration.tokens) + MOMENT_BYTES * (self.options.budget is not None)
+        layer = self.layer_bytes + largest + moments + self.batch_bytes(rows)
+        tokens = self.calibration.few(ROWS).tokens
+        slab = min(c.vocab_size, SLAB_BYTES // (4 * c.hidden_size), LOGIT_BYTES // (4 * tokens))
+        head = 4 * (2 * tokens * c.hidden_size + 2 * slab * c.hidden_size + 5 * tokens * slab)
         return max(layer, head) + DEVICE_BASELINE
+
+    @property
+    def layer_bytes(self) -> int:
+        """A decoder layer in float32."""
+        return 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+
+    def batch_bytes(self, rows: int) -> int:
+        """Scores of attention, where torch keeps them whole, and what a layer computes from so many rows of tokens."""
+        assert self.calibration is not None
+        c, length = self.method.config, self.calibration.longest
+        return 4 * rows * length * (3 * c.num_attention_heads * length + token_activations(c))
 
     def _picture_bytes(self, samples: PictureSamples) -> int:
         """Memory that a tower takes over calibration pictures."""

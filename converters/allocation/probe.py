@@ -29,10 +29,11 @@ from edgeq.converters.allocation.outcome import ChangedTable, divergences_throug
 from edgeq.converters.allocation.parts import HEAD, TABLE, Part
 from edgeq.converters.allocation.record import Record
 from edgeq.converters.calibration.choose_precision import last_norm, measurement_bytes
+from edgeq.converters.calibration.compute import BATCH_ROWS
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import gptq_rounding
-from edgeq.converters.calibration.moments import Moments
+from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
 from edgeq.converters.columns import SLAB_ELEMENTS, factorize, quantize_matrix
 from edgeq.converters.linears import LinearItem, Recipe, RoundRows
 from edgeq.converters.methods.gptq import moments_bytes
@@ -45,8 +46,6 @@ OnProgress = Callable[[float, float, str], None]
 WORK = 7.0
 """Passes of the calibration text through the decoder layers, about, that running the rows of the probe may take."""
 LEAST_TOKENS = 1024
-MOMENT_BYTES = 512 << 20
-"""Moments that are collected in one pass; a layer with more, of many experts, is passed several times."""
 
 
 def refuse_short_text(plan: ConversionPlan) -> None:
@@ -82,7 +81,7 @@ def _probes(parts: Sequence[Part]) -> float:
 
 def probe_bytes(plan: ConversionPlan) -> int:
     """The promise of a probe: anonymous memory that it will not exceed."""
-    assert plan.calibration is not None
+    assert isinstance(plan.calibration, Calibration)
     config, parts, tokens = plan.method.config, plan.parts(), probe_rows(plan).numel()
     of_a_layer = max(sum(part.layer == layer for part in parts) for layer in range(config.num_hidden_layers))
     # What a layer gives with each part in each codec, and at the end its norm.
@@ -95,7 +94,7 @@ def probe_bytes(plan: ConversionPlan) -> int:
         left = sum(4 * len(x.items) * x.columns**2 for x in first[place:])
         weights = 4 * part.weights * (2 if len(part.items) == 1 else 1 + len(GRID_BITS))
         working.append(max(min(MOMENT_BYTES, left), 4 * part.columns**2) + 4 * part.columns**2 + weights)
-    layer = plan.layer_bytes + max(plan.batch_bytes, 6 * 4 * SLAB_ELEMENTS) + max(working)
+    layer = plan.layer_bytes + max(plan.batch_bytes(BATCH_ROWS), 6 * 4 * SLAB_ELEMENTS) + max(working)
     head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)
     return BASELINE + 4 * plan.calibration.tokens * config.hidden_size + states + max(layer, head)
 

@@ -126,8 +126,7 @@ def choose(
     # Inputs of the head at every position that has a next token: [tokens, hidden].
     states = [torch.cat([x[:, :-1].flatten(0, 1) for x in each])[asked] for each in (exact, rounded)]
     inputs = [compute.put(norm(x)) for x in states]
-    head_rows = head_slabs(tensors.rows, config, len(inputs[0]))
-    kl, rise = _measure(head_rows, inputs, following[asked], heads, round_rows)
+    kl, rise = _measure(head_slabs(tensors.rows, config, len(states[0])), inputs, following[asked], heads, round_rows)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": sum(each.numel() for each in tokens), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
@@ -171,7 +170,7 @@ def _outputs(
 def head_slabs(read: RowReader, config: ModelConfig, tokens: int) -> Iterator[NDArray[np.float32]]:
     """The rows of the head, so many at a time that the logits of `tokens` for them have at most LOGIT_BYTES."""
     name = EMBEDDING if config.tie_word_embeddings else HEAD
-    return slabs(((name, config.vocab_size),), config.hidden_size, read, max(1, LOGIT_BYTES // (4 * tokens)))
+    return slabs(((name, config.vocab_size),), config.hidden_size, read, max(1, LOGIT_BYTES // (4 * max(tokens, 1))))
 
 
 def measurement_bytes(config: ModelConfig, tokens: int) -> tuple[int, int]:

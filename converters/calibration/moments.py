@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+MOMENT_BYTES = 512 << 20
+"""Moments of several layers that are collected in one pass; those of one may be larger."""
 TILE = 1024
 """Columns of a product at a time: M is symmetric, so that only the tiles on and above its diagonal are multiplied."""
 
