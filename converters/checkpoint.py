@@ -48,6 +48,7 @@ class StoredTensor:
     """Where a tensor lies: `offset` bytes from the start of the file `shard`; `dtype` as safetensors spells it.
 
     added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
+    first   a tensor that is added to the first row
     """
 
     shard: str
@@ -56,6 +57,7 @@ class StoredTensor:
     offset: int
     added: float = 0.0
     name: str = ""
+    first: StoredTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class TensorSource:
     name    of the stored tensor, whose shape is `stored`
     shape   of the tensor meant: it begins at row `row` of the stored one, whose leading dimensions are taken as one
     added   a constant that is not in the stored values
+    first   name of a vector that is added to the first row; "": none
     """
 
     name: str
@@ -72,6 +75,7 @@ class TensorSource:
     shape: tuple[int, ...]
     row: int = 0
     added: float = 0.0
+    first: str = ""
 
 
 @dataclass
@@ -156,10 +160,11 @@ class Checkpoint:
         for name, source in sources.items():
             tensor = self.tensor(source.name, source.stored)
             skipped = source.row * math.prod(source.shape[1:]) * SIZES[tensor.dtype]
+            first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
             arranged[name] = StoredTensor(
-                tensor.shard, tensor.dtype, source.shape, tensor.offset + skipped, source.added, source.name
+                tensor.shard, tensor.dtype, source.shape, tensor.offset + skipped, source.added, source.name, first
             )
-        used = {source.name for source in sources.values()}
+        used = {name for source in sources.values() for name in (source.name, source.first)}
         rest = {name: tensor for name, tensor in self.tensors.items() if name not in used}
         twice = sorted(set(rest) & set(arranged))
         if twice:
@@ -202,7 +207,9 @@ class Checkpoint:
         tensor = self.tensors[name]
         if tensor.dtype not in FLOATS:
             raise CheckpointError(f"{tensor.name or name} is stored as {tensor.dtype}; supported: {', '.join(FLOATS)}")
-        return "f32" if tensor.added else FLOATS[tensor.dtype]
+        if tensor.first is not None and tensor.first.dtype not in FLOATS:
+            raise CheckpointError(f"{tensor.first.name} is stored as {tensor.first.dtype}; supported: {', '.join(FLOATS)}")
+        return "f32" if tensor.added or tensor.first else FLOATS[tensor.dtype]
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start...stop of a tensor as float32 [stop - start, ...]; a vector is a tensor of one-element rows.
@@ -211,7 +218,14 @@ class Checkpoint:
         """
         self.dtype(name)
         tensor = self.tensors[name]
-        name, dtype, row = tensor.name or name, FLOATS[tensor.dtype], math.prod(tensor.shape[1:])
+        values = self._read(tensor, tensor.name or name, start, stop)
+        if tensor.first is not None and start == 0 < stop:
+            values[0] += self._read(tensor.first, tensor.first.name, 0, len(values[0]))
+        return values + np.float32(tensor.added) if tensor.added else values
+
+    def _read(self, tensor: StoredTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows of a tensor as they are stored, float32; `name`: for messages."""
+        dtype, row = FLOATS[tensor.dtype], math.prod(tensor.shape[1:])
         stored = np.dtype({"f32": "<f4", "f16": "<f2", "bf16": "<u2"}[dtype])
         path, count = self.folder / tensor.shard, (stop - start) * row
         raw = np.fromfile(path, stored, count, offset=tensor.offset + start * row * stored.itemsize)
@@ -221,7 +235,7 @@ class Checkpoint:
         values: NDArray[np.float32] = from_bf16(raw) if dtype == "bf16" else raw.astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{name} has NaN or infinite values; the checkpoint is damaged or its training diverged")
-        return values + np.float32(tensor.added) if tensor.added else values
+        return values
 
     def whole(self, name: str) -> NDArray[np.float32]:
         """A whole tensor as float32: norm gains, biases, one layer of a calibration."""

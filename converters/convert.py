@@ -16,6 +16,7 @@ from edgeq.converters.allocation.allocate import allocate
 from edgeq.converters.allocation.outcome import divergence_of_file
 from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, last_norm
+from edgeq.converters.calibration.compute import Compute, within_memory
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
 from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.existing import already_there
@@ -92,8 +93,13 @@ def carry_out(
             on_begin()
             for line in plan.notes():
                 warn(line)
-            run = _Run(plan, Writer(output, segments, partial), journal, on_progress, warn, on_layer)
-            return Converted(run.finish(), False)
+
+            def attempt(compute: Compute) -> ModelFile:
+                # Where the device ran out of memory, from the last layer that is safe.
+                writer = Writer(output, journal.resume(restart=False), partial)
+                return _Run(replace(plan, compute=compute), writer, journal, on_progress, warn, on_layer).finish()
+
+            return Converted(within_memory(plan.compute, attempt, warn), False)
     finally:
         partial.close()
     for done, size in file.verify():
@@ -134,7 +140,7 @@ class _Run:
         if self.method.calibrates:
             blocks = self._calibrated(tensors)
             if self.method.rounds_head:
-                round_rows = gptq_rounding(blocks.hidden, last_norm(self.method.stored_config, tensors))
+                round_rows = gptq_rounding(blocks.hidden, last_norm(self.method.stored_config, tensors), self.plan.compute)
         else:
             for index in range(self.skip, last):
                 self._write(index, steps[index], tensors.rows, self._deliver(steps[index], tensors.rows, {}))
@@ -172,8 +178,9 @@ class _Run:
         return found
 
     def _forward(self, tensors: Tensors) -> BlockForward:
-        assert self.plan.calibration is not None
-        return BlockForward(self.plan.checkpoint, self.method.family, self.method.config, self.plan.calibration.rows, tensors)
+        plan, method = self.plan, self.method
+        assert plan.calibration is not None
+        return BlockForward(plan.checkpoint, method.family, method.config, plan.calibration.rows, tensors, plan.compute)
 
     def _calibrated(self, tensors: Tensors) -> BlockForward:
         """All steps but the last.  Layers written by an earlier run are only run: their outputs are the inputs of the next.
@@ -244,6 +251,7 @@ class _Run:
             self.plan.codecs(),
             lambda share: self.stages.at(MEASURE, share),
             round_rows,
+            self.plan.compute,
         )
 
     def _divergence(self) -> float:
@@ -280,7 +288,8 @@ class _Run:
         assert self.plan.calibration is not None
         rows = self.plan.calibration.rows
         few = rows[:: -(-len(rows) // ROWS)]
-        forward = BlockForward(self.plan.checkpoint, self.method.family, self.method.config, few, tensors)
+        plan, method = self.plan, self.method
+        forward = BlockForward(plan.checkpoint, method.family, method.config, few, tensors, plan.compute)
         with self.stages.passing():
             layer = forward.load(number, self._stored())
             self.method.install(number, layer)
@@ -302,7 +311,7 @@ def _layer_reader(index: int, layer: nn.Module, others: RowReader) -> RowReader:
 
     def read(name: str, start: int, stop: int) -> NDArray[np.float32]:
         found = layer.state_dict().get(name.removeprefix(prefix))
-        rows: NDArray[np.float32] = others(name, start, stop) if found is None else found[start:stop].numpy()
+        rows: NDArray[np.float32] = others(name, start, stop) if found is None else found[start:stop].cpu().numpy()
         return rows
 
     return read

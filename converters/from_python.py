@@ -48,6 +48,7 @@ def convert(
     calibration_length: int | None = None,
     budget: Budget | None = None,
     allocation: Mapping[str, str] | None = None,
+    device: Literal["auto", "cpu", "cuda", "mps"] | None = None,
     restart: bool = False,
     force: bool = False,
     token: str | None = None,
@@ -71,6 +72,7 @@ def convert(
     budget        what the file may take at most, such as Budget("read", 2.4e6): the codec of each part follows from it
     allocation    part -> codec, by hand or as another run found it
     calibration   a UTF-8 text file, or "built-in"
+    device        where the calibration text runs; None: a GPU where torch finds one
     on_progress   takes (work done, all work, label); the label changes when a stage ends
     on_layer      takes a report when a decoder layer is safe on the disk: its index, bits and error
     warn          takes a line that the user should read
@@ -103,6 +105,7 @@ def convert(
         calibration_length=calibration_length,
         budget=budget,
         allocation=allocation,
+        device=device,
         restart=restart,
         force=force,
         token=token,

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from edgeq.codec import Codec, Kind
-from edgeq.config import ModelConfig, Stack
+from edgeq.config import ModelConfig
 from edgeq.converters.allocation.parts import part_of
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.families import Family
@@ -37,6 +37,7 @@ from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import AWQ, Preset, fitting_group_size
 from edgeq.converters.slabs import RowReader, Tensors
 from edgeq.records import Activation, KvCodec, Mode
+from edgeq.stack import Stack
 
 Study = dict[str, NDArray[Any]]
 MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 4: "a4"}

@@ -40,7 +40,12 @@ def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
         checkpoint.tensor(name, shape)
         checkpoint.dtype(name)
     # A tied model may carry its head a second time.
-    unknown = [n for n in checkpoint.tensors if n not in expected and n != HEAD and not n.endswith(family.description.derived)]
+    unknown = [
+        name
+        for name in checkpoint.tensors
+        if name not in expected and name != HEAD and not name.endswith(family.description.derived)
+        if not (family.tower and family.tower.description.unused(family.tower.config, name))
+    ]
     if unknown:
         raise UnsupportedError(
             f"{checkpoint.folder}: tensor {min(unknown)} has no place in a {family.architecture}; "

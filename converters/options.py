@@ -13,12 +13,14 @@ from edgeq.errors import InputError
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
-NOT_RECORDED = ("calibration", "restart", "force", "token", "offline")
+NOT_RECORDED = ("calibration", "device", "restart", "force", "token", "offline")
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "revision", "restart", "force", "token", "offline")
+EVERY_METHOD = ("method", "device", "revision", "restart", "force", "token", "offline")
 """Options that do not depend on the method."""
 ONE_CODEC = ("bits", "group_size", "symmetric", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
+COMPUTERS = ("auto", "cpu", "cuda", "mps")
+"""Where calibration text can run."""
 MAX_RANK = 256
 BEST = "awq+gptq"
 """The method with the lowest KL divergence at its bytes (docs/quality.md)."""
@@ -39,6 +41,7 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
     "activations": ("--activations", ("token", "static")),
+    "device": ("--device", COMPUTERS),
     "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
     "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
 }
@@ -82,6 +85,7 @@ class ConvertOptions:
                       at most so many rows of so many tokens of it; None: 64 of 512, or as many tokens as the model takes
     budget            what the allocation may take; the codec of every part is then chosen by measurement
     allocation        part (edgeq.converters.allocation.parts) -> name of its codec, instead of one codec for all
+    device            where the calibration text runs; None: auto, a GPU where torch finds one
     restart           discard an interrupted conversion instead of resuming it
     force             replace an .edgeq file that was made in another way
     token, revision, offline   for hub ids, as in huggingface_hub
@@ -112,6 +116,7 @@ class ConvertOptions:
     calibration_length: int | None = None
     budget: Budget | None = None
     allocation: Mapping[str, str] | None = None
+    device: Literal["auto", "cpu", "cuda", "mps"] | None = None
     restart: bool = False
     force: bool = False
     token: str | None = None

@@ -4,7 +4,8 @@
 
 Memory promise, beside Python and torch themselves (BASELINE): one slab of rows of at most 64 MB in float32, working arrays of
 its size, and the scales of one matrix; with calibration text also twice one decoder layer in float32, its inputs for the whole
-text and what it computes from a batch; and what the method declares (`Method.memory_bytes`).
+text and what it computes from a batch; and what the method declares (`Method.memory_bytes`).  A GPU has a promise of its own
+(`ConversionPlan.device_bytes`); that of the host then holds all the same.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from edgeq.config import VisionConfig
 from edgeq.container import DATA_OFFSET
 from edgeq.converters.allocation.parts import Part, parts_of
 from edgeq.converters.allocation.record import Prediction
-from edgeq.converters.calibration.choose_precision import PrecisionChoice
+from edgeq.converters.calibration.choose_precision import ROWS, PrecisionChoice
+from edgeq.converters.calibration.compute import BATCH_ROWS, Compute
 from edgeq.converters.calibration.dataset import Calibration
-from edgeq.converters.calibration.forward import BATCH_ROWS, token_activations
+from edgeq.converters.calibration.forward import token_activations
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS
 from edgeq.converters.items import ArrayItem, BlobItem, Contents, Item
@@ -41,6 +43,8 @@ from edgeq.version import __version__
 
 BASELINE = 500 << 20
 """Anonymous memory of Python, torch and transformers with their thread pools."""
+DEVICE_BASELINE = 64 << 20
+"""Workspaces of a GPU's libraries, and what is lost between the blocks that torch takes of its memory."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class ConversionPlan:
     method, tower   of the decoder, and of the vision tower where there is one
     choice          what was measured for the head and the mode
     prediction      of the allocation that the budget led to
+    compute         where the calibration text runs
     divergence      mean KL divergence of the finished file on calibration text, in nats; measured with an allocation
     """
 
@@ -77,6 +82,7 @@ class ConversionPlan:
     choice: PrecisionChoice | None = None
     prediction: Prediction | None = None
     divergence: float | None = None
+    compute: Compute = Compute()
 
     @cached_property
     def contents(self) -> Contents:
@@ -120,12 +126,34 @@ class ConversionPlan:
         streaming = BASELINE + 6 * SLAB_BYTES + scales + self.method.memory_bytes(tokens)
         if self.calibration is None:
             return streaming
+        hidden = 4 * tokens * self.method.config.hidden_size
+        return streaming + 2 * self._layer_bytes + hidden + self._batch_bytes(BATCH_ROWS)
+
+    def device_bytes(self, rows: int) -> int:
+        """The promise for a GPU that computes so many rows of tokens at a time: the most memory that is taken of it.
+
+        A decoder layer in float32 and its largest matrix once more, what the method declares, and what is computed from a
+        batch; or, when head and mode are chosen, slabs of the head, what enters it and its logits.
+        """
+        assert self.calibration is not None
+        c, (count, length) = self.method.config, self.calibration.rows.shape
+        largest = 4 * max(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+        layer = self._layer_bytes + largest + self.method.memory_bytes(self.calibration.rows.numel()) + self._batch_bytes(rows)
+        tokens = min(count, ROWS) * length
+        slab = min(c.vocab_size, SLAB_BYTES // (4 * c.hidden_size))
+        head = 4 * (2 * tokens * c.hidden_size + 2 * slab * c.hidden_size + 5 * tokens * slab)
+        return max(layer, head) + DEVICE_BASELINE
+
+    @property
+    def _layer_bytes(self) -> int:
+        """A decoder layer in float32."""
+        return 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+
+    def _batch_bytes(self, rows: int) -> int:
+        """Scores of attention, where torch keeps them whole, and what a layer computes from so many rows of tokens."""
+        assert self.calibration is not None
         c, (_, length) = self.method.config, self.calibration.rows.shape
-        layer = 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
-        hidden = 4 * tokens * c.hidden_size
-        # Scores of attention, where torch keeps them whole, and what a layer computes from a batch.
-        batch = 4 * BATCH_ROWS * length * (3 * c.num_attention_heads * length + token_activations(c))
-        return streaming + 2 * layer + hidden + batch
+        return 4 * rows * length * (3 * c.num_attention_heads * length + token_activations(c))
 
     def metadata(self) -> Metadata:
         """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made."""
@@ -193,10 +221,13 @@ class ConversionPlan:
         return found | {f"option {key}": value for key, value in options.items()}
 
     def notes(self) -> list[str]:
-        """Lines for the user: the layers whose columns the group size does not divide, and what their groups are instead."""
+        """Lines for the user: why a GPU is not used; the layers whose columns the group size does not divide, and what their
+        groups are instead.
+        """
+        device = [self.compute.note] if self.compute.note else []
         size = self.method.options.group_size
         if not size or self.options.allocation is not None:
-            return []
+            return device
         # (columns, their group size) -> the layers' names without numbers, in order
         layers: dict[tuple[int, int], dict[str, None]] = {}
         for item in (item for step in self.steps if step.layer is not None for item in step.items):
@@ -206,7 +237,7 @@ class ConversionPlan:
                 if columns % size:
                     part = ".".join(x for x in item.name.split(".")[2:] if not x.isdigit())
                     layers.setdefault((columns, codec.group_size), {})[part] = None
-        return [_groups_note(size, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items()]
+        return [*device, *(_groups_note(size, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items())]
 
 
 def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, text: TextAssets) -> tuple[WriteStep, ...]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import cast
 
 from edgeq.converters.allocation.parts import checked, parts_of
+from edgeq.converters.calibration.compute import Compute
+from edgeq.converters.calibration.compute import chosen as chosen_compute
 from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess, OnDownload
@@ -56,6 +58,7 @@ def preflight(
         method = chosen(options)(options, family, config)
         steps = write_steps(checkpoint, method, tower, text)
     plan = ConversionPlan(options, checkpoint, method, tower, text, rows, steps)
+    plan = replace(plan, compute=_compute(plan))
     available = available_bytes()
     if plan.memory_bytes > available:
         raise ResourceError(
@@ -75,6 +78,17 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | None:
     length = options.calibration_length or min(ROW_TOKENS, longest)
     path = None if options.calibration == "built-in" else options.calibration
     return calibration(path, text, length, options.calibration_rows or MAX_ROWS)
+
+
+def _compute(plan: ConversionPlan) -> Compute:
+    """Where the calibration text runs.  InputError: the device that the options name is not here."""
+
+    def needs(rows: int) -> int:
+        # Without text nothing runs.
+        return 0 if plan.calibration is None else plan.device_bytes(rows)
+
+    found = chosen_compute(plan.options.device or "auto", needs)
+    return Compute() if plan.calibration is None else found
 
 
 def _tower(options: ConvertOptions, family: Family) -> Method | None:

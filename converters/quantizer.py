@@ -212,7 +212,7 @@ def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid
 
 def _searched(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
     best = _grid_of(groups, codec, preset, 1.0)
-    least = torch.full(groups.shape[:2], float("inf"))
+    least = torch.full(groups.shape[:2], float("inf"), device=groups.device)
     for i in range(SEARCH_STEPS):
         found = _grid_of(groups, codec, preset, 1 - i / 100)
         error = found.weights(found.integers(groups)).sub_(groups).abs_().pow_(SEARCH_POWER).sum(-1)

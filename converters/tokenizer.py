@@ -104,7 +104,8 @@ def _compare(folder: Path, own: SafeTokenizer, kind: str) -> tuple[Any, bool]:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> bytes | None:
-    """chat_template.jinja, or the template of tokenizer_config.json; of several the one named default."""
+    """chat_template.jinja, or the template of tokenizer_config.json, of several the one named default, or chat_template.json,
+    where processors kept it before transformers 5."""
     path = folder / "chat_template.jinja"
     if path.exists():
         # A link could put any text file of this user into the .edgeq.  The hub's cache links to blobs of the repository.
@@ -118,6 +119,8 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> bytes | None:
         if isinstance(template, list):
             named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
             template = named.get("default")
+        if template is None and (beside := folder / "chat_template.json").exists():
+            template = read_json(beside).get("chat_template")
         if template is None:
             return None
         data = template.encode("utf-8", "surrogatepass") if isinstance(template, str) else b"\xff"

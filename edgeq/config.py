@@ -7,33 +7,15 @@ every key is known, every value in range, before anything is allocated from it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.image_config import ImageConfig
-from edgeq.json_records import check_flag, check_integer, check_positive, known, list_of
-from edgeq.rope import Rope
+from edgeq.json_records import check_flag, check_integer, check_positive
+from edgeq.stack import LIMITS, PLAIN, Stack, check_layers, read_stack
 
-# Above every published model, below what would overflow or exhaust memory before a check.
-LIMITS = {
-    "vocab_size": 4_000_000,
-    "hidden_size": 131_072,
-    "intermediate_size": 1_048_576,
-    "num_hidden_layers": 1_024,
-    "num_attention_heads": 2_048,
-    "num_key_value_heads": 2_048,
-    "head_dim": 1_024,
-    "max_position_embeddings": 16_777_216,
-}
-MAX_EXPERTS = 32_768
-"""The most experts of all layers together."""
-GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
-"""Activations with a gate and without one, where `gated_mlp` does not say."""
-ACTIVATIONS = (*GATED, *PLAIN)
-NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision")
-"""Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
-readers."""
 LIMITS_VISION = {
     "patch_size": 256,
     "temporal_patch_size": 16,
@@ -41,165 +23,38 @@ LIMITS_VISION = {
     "project_size": LIMITS["intermediate_size"],
     "out_hidden_size": LIMITS["hidden_size"],
 }
+MOST_POSITIONS = 1 << 20
 MOST_CHANNELS = 1 << 20
 """The widest row of a tower: pixels of a patch, and patches that are joined."""
-PROJECT_NORMS = ("patch", "joined")
-Config = TypeVar("Config", bound="Stack")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """Layers of attention and MLP: what a decoder and a vision tower have in common.
-
-    head_dim may differ from hidden_size / num_attention_heads (Qwen3).  sliding_windows has one entry per layer: a token sees
-    that many last positions, its own included; 0: all.
-
-    hidden_act              "silu", "gelu_pytorch_tanh", "relu", "gelu" (of the error function), "quick_gelu": x s(1.702 x)
-    gated_mlp               whether the MLP is down(act(gate(x)) * up(x)) or down(act(up(x))); None: with the first two, the
-                            others not
-    qk_norm                 an RMSNorm over head_dim on queries and keys before RoPE (Qwen3, Gemma 3)
-    layer_norm              LayerNorm with a bias instead of RMSNorm, with the same epsilon (OPT)
-    post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
-    local_rope              rope of layers with a sliding window; None: `rope` (Gemma 3)
-    layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
-    query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
-    num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
-                            highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
-                            (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
-    shared_expert_intermediate_size   inner channels of one more expert, for all tokens, weighted by a sigmoid; 0: none
-                            (Qwen2-MoE)
-
-    prefix   of the names of its layers and arrays in a file
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: Rope
-    hidden_act: str = "silu"
-    gated_mlp: bool | None = None
-    qk_norm: bool = False
-    sliding_windows: tuple[int, ...] = ()
-    layer_norm: bool = False
-    post_norms: bool = False
-    local_rope: Rope | None = None
-    query_pre_attn_scalar: float | None = None
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    norm_topk_prob: bool = False
-    shared_expert_intermediate_size: int = 0
-    layers_without_rope: tuple[int, ...] = ()
-
-    prefix: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            if name in {f.name for f in fields(self)}:
-                check_integer(name, getattr(self, name), 1, limit)
-        for name in ("qk_norm", "layer_norm", "post_norms", "norm_topk_prob"):
-            check_flag(name, getattr(self, name))
-        if self.gated_mlp is not None:
-            check_flag("gated_mlp", self.gated_mlp)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise FormatError(
-                f"config has {self.num_attention_heads} query heads and {self.num_key_value_heads} key/value heads; "
-                "the first must be a multiple of the second"
-            )
-        if self.head_dim % 2:
-            raise FormatError(f"config head_dim is {self.head_dim}; rotary positions need an even number")
-        if self.hidden_act not in ACTIVATIONS:
-            raise UnsupportedError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-        self.rope.check(self.head_dim, "rope")
-        if self.local_rope is not None:
-            self.local_rope.check(self.head_dim, "local_rope")
-        check_positive("rms_norm_eps", self.rms_norm_eps)
-        if self.query_pre_attn_scalar is not None:
-            check_positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
-        self._check_experts()
-        if len(self.sliding_windows) not in (0, self.num_hidden_layers):
-            raise FormatError(f"config has {len(self.sliding_windows)} sliding windows for {self.num_hidden_layers} layers")
-        longest = LIMITS["max_position_embeddings"]
-        if any(type(w) is not int or not 0 <= w <= longest for w in self.sliding_windows):
-            raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
-        check_layers("layers_without_rope", self.layers_without_rope, self.num_hidden_layers)
-
-    def _check_experts(self) -> None:
-        limits = {
-            "num_experts": MAX_EXPERTS // self.num_hidden_layers,
-            "num_experts_per_tok": self.num_experts,
-            "shared_expert_intermediate_size": LIMITS["intermediate_size"] if self.num_experts else 0,
-        }
-        for name, limit in limits.items():
-            check_integer(name, getattr(self, name), 0, limit)
-        if self.num_experts and not self.num_experts_per_tok:
-            raise FormatError(f"config has {self.num_experts} experts and uses none of them")
-        if self.num_experts and (self.hidden_act != "silu" or not self.gated):
-            raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
-        if self.num_experts and self.post_norms:
-            raise UnsupportedError("experts with a norm after them (post_norms) are not supported")
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP multiplies its inner channels by an activated gate."""
-        return self.hidden_act in GATED if self.gated_mlp is None else self.gated_mlp
-
-    @property
-    def attention_scale(self) -> float:
-        """The factor of the scores before the softmax."""
-        scale: float = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
-        return scale
-
-    def layer_rope(self, layer: int) -> Rope | None:
-        """How this layer rotates its queries and keys; None: not at all."""
-        if self.rope.kind == "learned" or layer in self.layers_without_rope:
-            return None
-        return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
-
-    @property
-    def query_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_key_value_heads * self.head_dim
-
-    def window(self, layer: int) -> int:
-        """Positions that a token sees in this layer, its own included; 0: all."""
-        return self.sliding_windows[layer] if self.sliding_windows else 0
-
-    def positions_read(self, length: int) -> float:
-        """Cache positions that a token at position `length` - 1 reads, mean over the layers: sliding windows read fewer."""
-        windows = self.sliding_windows
-        return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
-
-    def record(self) -> dict[str, Any]:
-        """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
-        values = asdict(self)
-        values |= {f.name: x.to_json() for f in fields(self) if isinstance(x := getattr(self, f.name), Rope)}
-        return {key: value for key, value in values.items() if key not in NEWER_FIELDS or value not in (None, ())}
+PROJECT_NORMS = ("patch", "joined", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig(Stack):
     """A vision tower and its projector: patches of a picture become vectors that stand in for tokens.
 
-        x = patch(pixels) ; the layers, in which a patch sees all patches of its frame ; project
+        x = patch(pixels) + positions ; pre_norm ; the layers, in which a patch sees all patches of its frame ; project
 
     image                 how a picture becomes pixels
     image_token_id        the token whose rows bring the features
     patch_size            pixels of a side of a patch;  temporal_patch_size: frames of one
     merge                 merge x merge neighbouring patches are joined into one feature
-    project_norm          the norm before the projector: over every "patch", or over the "joined" ones
+    project_norm          the norm before the projector: over every "patch", over the "joined" ones, or "none"
     project_size          inner channels of the projector project.1(act(project.0(joined)))
     project_act           its activation
     out_hidden_size       channels of a feature
     window_size           features of a side of a window: frames are cut into windows from their first feature on, those at the
                           last rows and columns perhaps smaller; 0: there are none
     window_layers         indices of layers in which a patch sees only its window, ascending (Qwen2.5-VL)
+    position_rows         of a learned table that is added to the patches; 0: there is none.  The first is the class row's
+    interpolated          the table is a square that is interpolated to the grid of each picture (Qwen3-VL); else it has a row
+                          for each patch of the one size that pictures have
+    class_row             a row without pixels comes before the patches, which see it (CLIP)
+    class_feature         what becomes of it is the first feature; else it is dropped
+    pre_norm              a norm before the first layer (CLIP)
+    tap_layers            indices of layers after which the patches are also joined, normed and projected by a projector of the
+                          same sizes, ascending; the results are added to the decoder's stream, the first after its first layer
+                          and so on (Qwen3-VL; Meng et al. 2024, arXiv 2406.04334)
 
     Rows of pixels are [channel, frame, row, column] of a patch, patches that are joined follow one another.
     """
@@ -215,6 +70,12 @@ class VisionConfig(Stack):
     out_hidden_size: int
     window_size: int = 0
     window_layers: tuple[int, ...] = ()
+    position_rows: int = 0
+    interpolated: bool = False
+    class_row: bool = False
+    class_feature: bool = False
+    pre_norm: bool = False
+    tap_layers: tuple[int, ...] = ()
 
     prefix: ClassVar[str] = "vision."
     CHANNELS: ClassVar[int] = 3
@@ -224,12 +85,13 @@ class VisionConfig(Stack):
         for name, limit in LIMITS_VISION.items():
             check_integer(name, getattr(self, name), 1, limit)
         check_integer("window_size", self.window_size, 1 if self.window_layers else 0, MOST_CHANNELS)
-        check_layers("window_layers", self.window_layers, self.num_hidden_layers)
+        for name in ("window_layers", "tap_layers"):
+            check_layers(name, getattr(self, name), self.num_hidden_layers)
         check_integer("image_token_id", self.image_token_id, 0, LIMITS["vocab_size"])
         for name, width in {"patch_width": self.patch_width, "joined_size": self.joined_size}.items():
             if width > MOST_CHANNELS:
                 raise FormatError(f"config vision: {name} is {width}; expected at most {MOST_CHANNELS}")
-        if not self.image.most_tokens(self.patch_size * self.merge):
+        if not self.image.most_tokens(self.token_edge):
             raise FormatError(
                 f"config vision: an image of {self.image.height} x {self.image.width} pixels has no token of "
                 f"{self.patch_size * self.merge} x {self.patch_size * self.merge}"
@@ -238,10 +100,69 @@ class VisionConfig(Stack):
             raise UnsupportedError(f"project_norm {self.project_norm!r} is not known; supported: {', '.join(PROJECT_NORMS)}")
         if self.project_act not in PLAIN:
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
-        if self.rope.kind != "axial" or self.rope.axes != 2:
-            raise UnsupportedError(f"a tower with a {self.rope.kind!r} rope is not supported; supported: axial, of two axes")
+        self._check_positions()
         if any(self.sliding_windows) or self.local_rope or self.layers_without_rope or self.num_experts or self.post_norms:
             raise UnsupportedError("a tower with sliding windows, several ropes, experts or post_norms is not supported")
+
+    def _check_positions(self) -> None:
+        """FormatError: the table of positions does not fit; UnsupportedError: positions or a class row of another kind."""
+        for name in ("interpolated", "class_row", "class_feature", "pre_norm"):
+            check_flag(name, getattr(self, name))
+        check_integer("position_rows", self.position_rows, 0, MOST_POSITIONS)
+        axial = self.rope.kind == "axial" and self.rope.axes == 2
+        if not axial and (self.rope.kind != "learned" or not self.position_rows):
+            raise UnsupportedError(
+                f"a tower with a {self.rope.kind!r} rope is not supported; supported: axial, of two axes, or learned positions"
+            )
+        if self.class_row and (axial or self.merge > 1 or self.window_layers):
+            raise UnsupportedError("a tower with a class_row and windows, joined patches or an axial rope is not supported")
+        if self.class_feature and not self.class_row:
+            raise FormatError("config vision: class_feature without a class_row")
+        if self.interpolated != (axial and self.position_rows > 0):
+            raise UnsupportedError(
+                f"a tower with a {self.rope.kind!r} rope, {self.position_rows} positions and interpolated {self.interpolated} "
+                "is not supported"
+            )
+        wanted = math.isqrt(self.position_rows) ** 2 if self.interpolated else self._patches + self.class_row
+        if self.position_rows and self.position_rows != wanted:
+            kind = "a square" if self.interpolated else f"{wanted}, one for each patch of a picture and a class row"
+            raise FormatError(f"config vision: position_rows is {self.position_rows}; expected {kind}")
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether pictures differ in size."""
+        return self.image.sizing == "factor"
+
+    @property
+    def _patches(self) -> int:
+        """Of a picture, where all have one size; 0: they have not."""
+        return 0 if self.sizes_vary else self.image.most_tokens(self.token_edge) * self.merge**2
+
+    def fits(self, patches: int) -> bool:
+        """Whether a picture of so many patches has positions for them."""
+        return not self.position_rows or self.interpolated or patches + self.class_row == self.position_rows
+
+    @property
+    def token_edge(self) -> int:
+        """Pixels of a side of a token."""
+        return self.patch_size * self.merge
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest picture, by the file's own limits."""
+        return self.image.most_tokens(self.token_edge) + self.class_feature
+
+    def token_grid(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Frames, rows and columns of the tokens of a picture whose patches have `grid`."""
+        frames, rows, columns = grid
+        if self.class_feature:
+            return 1, 1, frames * rows * columns + 1
+        return frames, rows // self.merge, columns // self.merge
+
+    @property
+    def feature_size(self) -> int:
+        """Channels that the tower gives for a token: the feature, and what its taps add."""
+        return self.out_hidden_size * (1 + len(self.tap_layers))
 
     @property
     def patch_width(self) -> int:
@@ -259,7 +180,7 @@ class VisionConfig(Stack):
         if not isinstance(data, dict):
             raise FormatError(f"{where} is not a JSON object")
         image = ImageConfig.from_json(data.get("image"), f"{where} image")
-        return _stack(cls, {key: value for key, value in data.items() if key != "image"}, where, image=image)
+        return read_stack(cls, {key: value for key, value in data.items() if key != "image"}, where, image=image)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +215,10 @@ class ModelConfig(Stack):
             raise FormatError(f"config vision gives {self.vision.out_hidden_size} channels; hidden_size is {self.hidden_size}")
         if self.vision is not None and self.vision.image_token_id >= self.vocab_size:
             raise FormatError(f"config image_token_id is {self.vision.image_token_id} of {self.vocab_size} tokens")
+        if self.vision is not None and len(self.vision.tap_layers) > self.num_hidden_layers:
+            raise FormatError(f"config vision has {len(self.vision.tap_layers)} tap_layers for {self.num_hidden_layers} layers")
+        if self.vision is not None and self.vision.class_feature and self.rope.axes > 1:
+            raise UnsupportedError("a class_feature for a decoder with several rotary axes is not supported")
 
     def record(self) -> dict[str, Any]:
         return super().record() | ({"vision": self.vision.record()} if self.vision else {})
@@ -311,22 +236,4 @@ class ModelConfig(Stack):
         if not isinstance(data, dict):
             raise FormatError("config is not a JSON object")
         vision = data.pop("vision", None)
-        return _stack(cls, data, "config", vision=None if vision is None else VisionConfig.read(vision, "config vision"))
-
-
-def check_layers(name: str, indices: tuple[int, ...], layers: int) -> None:
-    """FormatError unless `indices` are ascending numbers of layers."""
-    if any(type(i) is not int or not 0 <= i < layers for i in indices) or list(indices) != sorted(set(indices)):
-        raise FormatError(f"config {name} must be ascending integers from 0 to {layers - 1}")
-
-
-def _stack(cls: type[Config], data: dict[str, Any], where: str, **made: Any) -> Config:
-    """A Stack of the JSON object `data`; `made`: fields that were read already."""
-    ropes: dict[str, Any] = {"rope": Rope.from_json(data.pop("rope", {}), f"{where} rope")}
-    if (local := data.pop("local_rope", None)) is not None:
-        ropes["local_rope"] = Rope.from_json(local, f"{where} local_rope")
-    most = LIMITS["num_hidden_layers"]
-    keys = [f.name for f in fields(cls) if f.name in ("sliding_windows", "layers_without_rope", "window_layers")]
-    lists: dict[str, Any] = {key: list_of(data, key, most, where) for key in keys}
-    apart = frozenset({"rope", "local_rope", *lists, *made})
-    return cls(**ropes, **lists, **made, **known(cls, data, where, apart))
+        return read_stack(cls, data, "config", vision=None if vision is None else VisionConfig.read(vision, "config vision"))

@@ -8,9 +8,9 @@
     ...      metadata: a FlatBuffer (model.fbs), to the end of the file
 
 Rules, each a decision about hostile files: the header must describe the file to the byte (a truncated or extended file is
-refused); segments must cover the data area in order without holes or overlap, and each belongs to exactly one array or blob (no
-hidden payload); every size is checked against the file before anything is allocated or mapped from it.  The digest of the
-metadata, which holds the digests of all segments, is the identity of the file.
+refused); segments must cover the data area in order without holes or overlap, and each belongs to exactly one array, blob or
+set of compiled kernels (no hidden payload); every size is checked against the file before anything is allocated or mapped from
+it.  The digest of the metadata, which holds the digests of all segments, is the identity of the file.
 """
 
 from __future__ import annotations

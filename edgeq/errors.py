@@ -47,4 +47,7 @@ class InputError(EdgeqError):
 
 
 class DeviceError(EdgeqError):
-    """A device that failed while it ran: it was lost, or a kernel failed.  The program is unusable, the process is not."""
+    """A device that failed while it ran: it was lost, or a kernel failed.
+
+    The model that ran on it is unusable, the process is not: close the model and load it again.
+    """

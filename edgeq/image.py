@@ -80,7 +80,7 @@ def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionC
     """
     started = perf_counter()
     image = _pillow()
-    settings, edge = vision.image, vision.patch_size * vision.merge
+    settings, edge, most_tokens = vision.image, vision.token_edge, most_tokens - vision.class_feature
     if isinstance(source, image.Image):
         name, answer = "picture", _of_open(source, settings, edge, most_tokens)
     elif isinstance(source, (str, os.PathLike, bytes)):

@@ -22,9 +22,12 @@ MAX_EDGE = 1 << 13
 MAX_ASPECT = 200
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 QWEN, CLIP, SIGLIP = "Qwen2VLImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"
+LLAVA = "LlavaImageProcessor"
+"""As CLIP's, unless it pads."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     QWEN: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
     CLIP: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
+    LLAVA: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
     SIGLIP: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}},
 }
 """Values of keys that a preprocessor_config.json may leave out, by `image_processor_type`."""
@@ -174,7 +177,7 @@ def _sizes(kind: str, given: dict[str, Any]) -> dict[str, Any]:
         least = given.pop("min_pixels", edges.get("min_pixels", least))
         most = given.pop("max_pixels", edges.get("max_pixels", most))
         return {"sizing": "factor", "min_pixels": least, "max_pixels": most}
-    crop, crops = given.pop("crop_size", None), given.pop("do_center_crop", kind == CLIP)
+    crop, crops = given.pop("crop_size", None), given.pop("do_center_crop", kind in (CLIP, LLAVA))
     if not crops:
         height, width = _edges("size", size)
         return {"sizing": "fixed", "height": height, "width": width}

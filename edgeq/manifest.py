@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgeq.config import ModelConfig, Stack, VisionConfig
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.errors import FormatError
 from edgeq.metadata import Metadata
 from edgeq.records import ArrayRef, LinearSpec, Transform, Weight
+from edgeq.stack import Stack
 
 Shape = tuple[int, int]
 MODALITIES = 2
@@ -54,18 +55,28 @@ def layer_prefix(config: Stack, layer: int) -> str:
 
 def patch_contents(config: VisionConfig) -> StackContents:
     """What a tower has before its layers."""
-    return {"vision.patch": {"vision.patch": (config.hidden_size, config.patch_width)}}
+    contents: StackContents = {"vision.patch": {"vision.patch": (config.hidden_size, config.patch_width)}}
+    if config.position_rows:
+        contents["vision.positions"] = (config.position_rows, config.hidden_size)
+    return contents | (_norm(config, "vision.pre_norm") if config.pre_norm else {})
 
 
 def projector_contents(config: VisionConfig) -> StackContents:
     """What a tower has after its layers, in execution order."""
-    joined, inner = config.joined_size, config.project_size
-    width = joined if config.project_norm == "joined" else config.hidden_size
-    return {
-        **_norm(config, "vision.norm", width),
-        "vision.project.0": {"vision.project.0": (inner, joined)},
-        "vision.project.1": {"vision.project.1": (config.out_hidden_size, inner)},
-    }
+    joined, contents = config.joined_size, dict[str, dict[str, Shape] | tuple[int, ...]]()
+    for p, norm in projectors(config):
+        if norm != "none":
+            contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size)
+        contents[f"{p}project.0"] = {f"{p}project.0": (config.project_size, joined)}
+        contents[f"{p}project.1"] = {f"{p}project.1": (config.out_hidden_size, config.project_size)}
+    return contents
+
+
+def projectors(config: VisionConfig) -> Iterator[tuple[str, str]]:
+    """What the names of each projector begin with, and over what its norm is: that of the last layer, those of the taps."""
+    yield config.prefix, config.project_norm
+    for index in range(len(config.tap_layers)):
+        yield f"{config.prefix}taps.{index}.", "joined"
 
 
 def _norm(config: Stack, name: str, width: int = 0) -> dict[str, tuple[int, ...]]:

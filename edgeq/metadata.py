@@ -38,7 +38,8 @@ class Metadata:
     LayerNorm also `layers.3.mlp_norm_bias` ..., where attention and MLP end in a norm `layers.3.post_attention_norm` and
     `layers.3.post_mlp_norm`; where queries and keys are rotated after RoPE `layers.3.key_rotation` i8 [head_dim, head_dim] and
     `layers.3.key_rotation_scale` f32 [1].  A vision tower has the linear layers `vision.patch`, `vision.layers.3.qkv` ... as in
-    a decoder, `vision.project.0`, `vision.project.1`, and the arrays `vision.layers.3.attention_norm` ..., `vision.norm`.
+    a decoder, `vision.project.0`, `vision.project.1`, for taps `vision.taps.0.project.0` ..., and the arrays
+    `vision.layers.3.attention_norm` ..., `vision.norm`, `vision.positions`, `vision.pre_norm`, `vision.taps.0.norm`.
     Blobs: `tokenizer.json`, `chat_template`, `preprocessor.json`.
     """
 

@@ -179,7 +179,7 @@ def _decode(data: bytes, data_length: int) -> tuple[Metadata, list[Segment]]:
     linears = _named("linear layer", counts[1], MAX_LAYERS, model.Linears, read_linear)
     arrays = _named("array", counts[2], MAX_ARRAYS, model.Arrays, _read_named_array)
     blobs = _named("blob", counts[3], MAX_BLOBS, model.Blobs, _read_blob)
-    kernels = _named("kernels for", counts[4], MAX_KERNELS, model.Kernels, _read_kernels)
+    kernels = _named("kernel architecture", counts[4], MAX_KERNELS, model.Kernels, _read_kernels)
     mode, vision_mode = _read_mode(model.DefaultMode(), "default_mode"), model.VisionMode()
     metadata = Metadata(
         config=ModelConfig.from_json(_text(model.Config(), "config", MAX_JSON)),

@@ -6,6 +6,8 @@ Weights, per group of a row, to the integers of a codec of b bits:
     symmetric    scale max|w| / (2^(b-1) - 1), zero 2^(b-1)
     q            clamp(rint(w / scale) + zero, 0, 2^b - 1)
 
+A group with a number that is not finite has the scale NaN.
+
 Activations, in the modes a8 and a4, per token (`quantized_input`):
 
     a layer's `activation` part     one scale per weight block, in the bits that it names (`quantize_tokens`), or constant ones
@@ -50,15 +52,22 @@ def rounded(w: ArrayF32, codec: Codec) -> dict[str, AnyArray]:
         span, steps = np.abs(groups).max(axis=2), np.float32(codec.center - 1)
     else:
         low = groups.min(axis=2)
-        span, steps = groups.max(axis=2) - low, top
+        with np.errstate(invalid="ignore", over="ignore"):
+            span, steps = groups.max(axis=2) - low, top
     wide = np.maximum(span, np.float32(SMALLEST_RANGE)) / steps
-    stored = np.minimum(wide, np.float32(LARGEST_SCALE)).astype(np.float16)
+    wide = np.where(np.isfinite(groups).all(axis=2), np.minimum(wide, np.float32(LARGEST_SCALE)), np.float32(np.nan))
+    stored = wide.astype(np.float16)
     scale = stored.astype(np.float32)
-    zero = np.full_like(scale, codec.center) if codec.symmetric else np.clip(-np.rint(low / scale), 0, top)
-    q = np.clip(np.rint(groups / scale[:, :, None]) + zero[:, :, None], 0, top)
+    with np.errstate(invalid="ignore"):
+        zero = np.full_like(scale, codec.center) if codec.symmetric else _integers(-np.rint(low / scale), top)
+        q = _integers(np.rint(groups / scale[:, :, None]) + zero[:, :, None], top)
     q = q.reshape(rows, -1)[:, :columns].astype(np.uint8)
     packed = {"q": pack_integers(q, codec.bits), "scale": pack_groups(stored)}
     return packed if codec.symmetric else packed | {"zero": pack_groups(zero.astype(np.uint8))}
+
+
+def _integers(x: ArrayF32, top: np.float32) -> ArrayF32:
+    return np.where(np.isnan(x), np.float32(0), np.clip(x, 0, top))
 
 
 def activation_block(codec: Codec) -> int:

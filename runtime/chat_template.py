@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -35,6 +36,7 @@ MAX_TRANSLATED = 16 << 20
 MAX_VALUE = 1 << 20
 """Characters, items or bits that one `*`, `**` or `%` of a template may make."""
 OUTPUT_FACTOR, OUTPUT_EXTRA = 4, 64 << 10
+PROBE = "question"
 MARK = "\ue000"
 """Private-use character around the index of a masked control token."""
 _MARKED = re.compile(f"{MARK}([0-9]{{1,9}}){MARK}")
@@ -43,8 +45,11 @@ _MARKED = re.compile(f"{MARK}([0-9]{{1,9}}){MARK}")
 class ChatTemplate:
     """UnsupportedError: jinja2 cannot read the template, or takes too much memory or time for it."""
 
-    def __init__(self, source: str, text: Text) -> None:
-        self._text = text
+    def __init__(self, source: str, text: Text, sees: bool = False) -> None:
+        """sees   the model reads pictures: bos comes first where its tokenizer puts it before a text, and content is given in
+        parts to a template that reads nothing else, as transformers' processors do
+        """
+        self._text, self._sees = text, sees
         self._source_length = len(source)
         self._literals = list(text.added)
         self._all = _alternatives(self._literals)
@@ -64,6 +69,8 @@ class ChatTemplate:
         """
         _check(messages)
         masked = [self._masked(m, self._special if m["role"] == "assistant" else self._all) for m in messages]
+        if self._sees and self._reads_parts:
+            masked = [{**message, "content": parts(message)} for message in masked]
         rendered = self.render(masked, **self._masked(variables, self._all))
         tokens: list[int] = []
         for i, part in enumerate(_MARKED.split(rendered)):
@@ -71,7 +78,23 @@ class ChatTemplate:
                 tokens += self._text.encode_part(part)
             elif int(part) < len(self._literals):
                 tokens += self._text.encode_plain(self._literals[int(part)])
-        return tokens
+        begins = self._sees and self._text.bos is not None and self._text.encode("")[:1] == [self._text.bos] != tokens[:1]
+        return [*self._text.encode("")[:1], *tokens] if begins else tokens
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template leaves out content that is a string (LLaVA-1.5), and shows it as the text of a part."""
+
+        def shown(content: object) -> str:
+            try:
+                return self.render([{"role": "user", "content": content}])
+            except InputError:
+                return ""
+
+        # A template that only prints its content would show a part as Python writes it.
+        return (
+            PROBE not in shown(PROBE) and "'text'" not in (found := shown([{"type": "text", "text": PROBE}])) and PROBE in found
+        )
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """The conversation as text; control tokens spelled in messages are not masked.

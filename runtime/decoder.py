@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from edgeq.config import Stack
 from edgeq.manifest import fused_shapes, layer_prefix
 from edgeq.metadata import Metadata
 from edgeq.rope import rotation
+from edgeq.stack import Stack
 from edgeq.targets.graph import (
     Activate,
     Attention,
@@ -47,6 +47,8 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
         last = early and layer + 1 == config.num_hidden_layers
         operations += attention_block(metadata, config, layer, context, cache=layer, select=last)
         operations += mlp_block(metadata, config, layer)
+        if config.vision is not None and layer < len(config.vision.tap_layers):
+            operations.append(InjectVectors(layer, "x", (1 + layer) * config.hidden_size, add=True))
     if not early:
         operations.append(Select(-1, ("x",)))
     operations += [norm(metadata, config, -1, "x", "norm", "normed"), Linear(-1, "normed", linears["head"], "logits")]
@@ -88,7 +90,7 @@ def embedding(metadata: Metadata) -> Iterator[Operation]:
     config, arrays = metadata.config, metadata.arrays
     yield Embed(-1, metadata.linears["head"] if config.tie_word_embeddings else arrays["embedding"], "x")
     if config.embedding_multiplier != 1:
-        yield Scale(-1, "x", config.embedding_multiplier)
+        yield Scale(-1, "x", config.embedding_multiplier, "x")
     if config.vision is not None:
         yield InjectVectors(-1, "x")
     if config.rope.kind == "learned":

@@ -23,7 +23,7 @@ from edgeq.runtime.context_size import choose_context
 from edgeq.runtime.decode import Stream, decode_step
 from edgeq.runtime.decoder import decoder
 from edgeq.runtime.generation import Generation
-from edgeq.runtime.pictures import ImageSource, Pictures
+from edgeq.runtime.pictures import ImageSource, Pictures, check_image_tokens
 from edgeq.runtime.prompt import Prompt
 from edgeq.runtime.prompt_reader import PromptReader
 from edgeq.runtime.requantize import Requantization, Requantizer, chosen
@@ -78,6 +78,7 @@ class Model:
         self.target = choice.target.name
         self._chat_template = chat_template
         self.requantization = chosen(requantization, file)
+        check_image_tokens(self.config, image_tokens)
         # Its buffers do not depend on the context, only rotary frequencies do.
         graph = decoder(file.metadata)
         if self.requantization:
@@ -92,9 +93,8 @@ class Model:
         refused = "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
         self.description = self.program.description + refused
         self._lock, self._row_order = Lock(), row_order
-        self.pictures: Pictures | None = None
-        if self.config.vision or image_tokens is not None:
-            self.pictures = Pictures(self.config, self.context, image_tokens, partial(Tower, file, choice.target, options))
+        tower = partial(Tower, file, choice.target, options)
+        self.pictures = Pictures(self.config, self.context, image_tokens, tower) if self.config.vision else None
         self._prefill_rate = PrefillRate(self.program.tile)
         # Which rotary frequencies a long context has is chosen when it is loaded.
         ropes = sorted({repr(o.frequencies) for o in self.graph.operations if isinstance(o, RopeRotate)})
@@ -152,7 +152,7 @@ class Model:
         """
         blob = self.file.blob("chat_template") if self._chat_template is None else self._chat_template.encode()
         try:
-            return None if blob is None else ChatTemplate(blob.decode("utf-8"), self.text)
+            return None if blob is None else ChatTemplate(blob.decode("utf-8"), self.text, self.config.vision is not None)
         except UnicodeDecodeError:
             raise UnsupportedError(f"{self.file.path}: the chat template is not UTF-8; {OTHER_TEMPLATE}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -29,24 +30,32 @@ MOST_TOKENS = 1280
 MOST_IMAGES = 64
 
 
+def check_image_tokens(config: ModelConfig, image_tokens: int | None) -> None:
+    """InputError: `image_tokens` is out of range, or the model reads text alone."""
+    if image_tokens is None:
+        return
+    if config.vision is None:
+        raise InputError(f"`image_tokens` is given, and this model ({config.model_type}) reads text alone; leave it out")
+    limit = config.vision.most_tokens
+    integer("image_tokens", image_tokens, 1, limit, f"1 to {limit}, the most that this model takes")
+
+
 class Pictures:
     """most_tokens   of one picture;  axes: rotary positions of a token."""
 
     def __init__(
         self, config: ModelConfig, context: int, image_tokens: int | None, compile_tower: Callable[[int, OnProgress], Tower]
     ) -> None:
-        """image_tokens    the most of one picture; None: as many as the file allows, at most 1,280 and half the context
+        """config          of a model with a tower
+        image_tokens    the most of one picture, which `check_image_tokens` has seen; None: as many as the file allows, at most
+                        1,280 and half the context
         compile_tower   the vision tower for so many patches of a frame
-
-        InputError: `image_tokens` is out of range, or the model reads text alone.
         """
-        if config.vision is None:
-            raise InputError(f"`image_tokens` is given, and this model ({config.model_type}) reads text alone; leave it out")
+        assert config.vision is not None
         self.vision, self.axes = config.vision, config.rope.axes
-        limit = self.vision.image.most_tokens(self.vision.patch_size * self.vision.merge)
-        if image_tokens is not None:
-            integer("image_tokens", image_tokens, 1, limit, f"1 to {limit}, the most that this model takes")
-        self.most_tokens = image_tokens or max(1, min(limit, MOST_TOKENS, context // 2))
+        limit = self.vision.most_tokens
+        # Where all pictures have one size there is nothing to choose.
+        self.most_tokens = image_tokens or max(1, min(limit, MOST_TOKENS, context // 2) if self.vision.sizes_vary else limit)
         self._compile = compile_tower
         self._tower: Tower | None = None
         self._lock = Lock()
@@ -58,10 +67,11 @@ class Pictures:
         """
         if not isinstance(source, Picture):
             return read_picture(source, self.vision, self.most_tokens)
-        (_, rows, columns), merge, width = source.grid, self.vision.merge, self.vision.patch_width
-        if source.patches.shape[1] != width or rows % merge or columns % merge:
+        (_, rows, columns), vision = source.grid, self.vision
+        unfit = rows % vision.merge or columns % vision.merge or not vision.fits(rows * columns)
+        if source.patches.shape[1] != vision.patch_width or unfit:
             raise InputError("the picture was read for another model; read it with Model.read_image of this one")
-        if (tokens := rows * columns // merge**2) > self.most_tokens:
+        if (tokens := math.prod(vision.token_grid(source.grid))) > self.most_tokens:
             raise InputError(
                 f"the picture has {tokens} tokens, and this model is loaded for {self.most_tokens}; "
                 "load it with a larger `image_tokens`, or read the picture again"
@@ -105,7 +115,7 @@ class Seen:
 
     def between(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Vectors float32 [V, width] that the tokens from `start` to `end` bring, and which each brings, int32; -1: none."""
-        vectors = [np.zeros((0, self._pictures.vision.out_hidden_size), np.float32)]
+        vectors = [np.zeros((0, self._pictures.vision.feature_size), np.float32)]
         which, count = np.full(end - start, -1, np.int32), 0
         for place, picture in self._new:
             low, high = max(place.start, start), min(place.end, end)

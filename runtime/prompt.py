@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.config import VisionConfig
 from edgeq.errors import InputError
 from edgeq.image import Picture
 from edgeq.rope import picture_positions
@@ -72,11 +73,12 @@ class Prompt:
         return sum(place.tokens for place in self.places)
 
 
-def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], image_token: int, merge: int) -> Prompt:
+def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], vision: VisionConfig) -> Prompt:
     """`tokens` with as many image tokens as each picture needs, in place of one each.
 
     InputError: there are more image tokens than pictures, or fewer.
     """
+    image_token = vision.image_token_id
     slots = [i for i, token in enumerate(tokens) if token == image_token]
     if len(slots) != len(pictures):
         raise InputError(
@@ -87,8 +89,7 @@ def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], image_toke
     places, done = [], 0
     for slot, picture in zip(slots, pictures, strict=True):
         expanded += tokens[done:slot]
-        frames, rows, columns = picture.grid
-        grid = (frames, rows // merge, columns // merge)
+        grid = vision.token_grid(picture.grid)
         places.append(Place(len(expanded), grid, picture.digest, math.prod(grid)))
         expanded += [image_token] * math.prod(grid)
         done = slot + 1

@@ -68,4 +68,4 @@ class PromptReader:
         if not images and self._pictures is None:
             return Prompt(tokens)
         seeing = self.seeing()
-        return with_pictures(tokens, seeing.read_all(images), seeing.vision.image_token_id, seeing.vision.merge)
+        return with_pictures(tokens, seeing.read_all(images), seeing.vision)

@@ -156,11 +156,12 @@ class Requantizer:
     def update(self) -> float:
         """Requantize if it is time; the seconds that it took.
 
-        With too few tokens read the file's own weights are used.
+        With too few tokens read, or sums that are not finite, the file's own weights are used.
         """
         if self.sums.tokens == self._judged:
             return 0.0
-        if self.sums.tokens < self._settings.min_tokens:
+        # Scales that are not numbers would be rounded to other weights by every target.
+        if self.sums.tokens < self._settings.min_tokens or not np.isfinite(self.sums.values).all():
             self.weights, self.tokens = None, self.sums.tokens
             self._judged = self.tokens
             return 0.0

@@ -6,6 +6,7 @@ cache holds the keys and values of one layer: each layer overwrites those of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -13,13 +14,15 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.codec import from_bf16
 from edgeq.config import VisionConfig
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, ResourceError
+from edgeq.manifest import projectors
 from edgeq.metadata import Metadata
 from edgeq.records import KvCodec
 from edgeq.runtime.decoder import attention_block, buffer_widths, mlp_block, norm
-from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear, Operation, Select
+from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear, Operation, PositionAdd, Scale, Select
 from edgeq.targets.rows import PAGE, VISION, Rows
 from edgeq.targets.target import OnProgress, Options, Target, no_progress
 
@@ -34,15 +37,15 @@ OnPatches = Callable[[int, int], None]
 def tower(metadata: Metadata) -> Graph:
     """The graph of a file's vision tower: rows bring the pixels of a patch, the result are features."""
     config = vision_of(metadata)
-    operations: list[Operation] = [
-        InjectVectors(-1, "pixels"),
-        Linear(-1, "pixels", metadata.linears["vision.patch"], "x"),
-    ]
+    operations: list[Operation] = [*patches(metadata, config)]
     for layer in range(config.num_hidden_layers):
         span = WINDOW if layer in config.window_layers else FRAME
         operations += attention_block(metadata, config, layer, cache=0, span=span)
         operations += mlp_block(metadata, config, layer)
-    operations += projector(metadata, config)
+        if layer in config.tap_layers:
+            operations.append(Scale(layer, "x", 1.0, tap(config.tap_layers.index(layer))))
+    operations += projection(metadata, config)
+    taps = range(len(config.tap_layers))
     return Graph(
         buffers=buffer_widths(config)
         | {
@@ -50,7 +53,9 @@ def tower(metadata: Metadata) -> Graph:
             "joined": config.joined_size,
             "project": config.project_size,
             "projected": config.project_size,
-            "features": config.out_hidden_size,
+            "features": config.feature_size,
+            **{tap(index): config.hidden_size for index in taps},
+            **{f"joined {tap(index)}": config.joined_size for index in taps},
         },
         operations=tuple(operations),
         result="features",
@@ -60,18 +65,41 @@ def tower(metadata: Metadata) -> Graph:
     )
 
 
-def projector(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
-    """features = project.1(act(project.0(joined))): each joins neighbouring patches, whose norm comes before or after."""
-    linears, together = metadata.linears, config.merge**2
+def tap(index: int) -> str:
+    """The buffer that keeps the residual stream after a tapped layer."""
+    return f"tap {index}"
+
+
+def patches(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
+    """x = patch(pixels), with learned positions added and normed where the tower has them."""
+    yield InjectVectors(-1, "pixels")
+    yield Linear(-1, "pixels", metadata.linears["vision.patch"], "x")
+    if config.interpolated:
+        yield InjectVectors(-1, "x", config.patch_width, add=True)
+    elif config.position_rows:
+        yield PositionAdd(-1, "x", metadata.arrays["vision.positions"])
+    if config.pre_norm:
+        yield norm(metadata, config, -1, "x", "vision.pre_norm", "x")
+
+
+def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
+    """features = project.1(act(project.0(joined))): each joins neighbouring patches, whose norm comes before or after.
+
+    Those of the last layer, then side by side with them those of the taps.
+    """
+    linears, last = metadata.linears, "x"
     if config.project_norm == "patch":
-        yield norm(metadata, config, -1, "x", "vision.norm", "normed")
-        yield Select(-1, ("normed",), ("joined",), together)
-    else:
-        yield Select(-1, ("x",), ("joined",), together)
-        yield norm(metadata, config, -1, "joined", "vision.norm", "joined")
-    yield Linear(-1, "joined", linears["vision.project.0"], "project")
-    yield Activate(-1, "project", config.project_size, "projected", cast(Function, config.project_act), gated=False)
-    yield Linear(-1, "projected", linears["vision.project.1"], "features")
+        last = "normed"
+        yield norm(metadata, config, -1, "x", "vision.norm", last)
+    taps = [tap(index) for index in range(len(config.tap_layers))]
+    outs = ("joined", *(f"joined {name}" for name in taps))
+    yield Select(-1, (last, *taps), outs, config.merge**2)
+    for place, (joined, (p, kind)) in enumerate(zip(outs, projectors(config), strict=True)):
+        if kind == "joined":
+            yield norm(metadata, config, -1, joined, f"{p}norm", joined)
+        yield Linear(-1, joined, linears[f"{p}project.0"], "project")
+        yield Activate(-1, "project", config.project_size, "projected", cast(Function, config.project_act), gated=False)
+        yield Linear(-1, "projected", linears[f"{p}project.1"], "features", place * config.out_hidden_size)
 
 
 def vision_of(metadata: Metadata) -> VisionConfig:
@@ -136,17 +164,18 @@ class Tower:
         self.config = vision_of(file.metadata)
         together = self.config.merge**2
         self.most_patches = most_patches // together * together
-        graph = tower(file.metadata)
+        graph, rows = tower(file.metadata), self.most_patches + self.config.class_row
+        self._table = position_table(file) if self.config.interpolated else None
         options = replace(
             options,
             mode=file.metadata.vision_mode or options.mode,
-            max_rows=self.most_patches,
-            max_logits=self.most_patches // together,
+            max_rows=rows,
+            max_logits=self.most_patches // together + self.config.class_feature,
             kv=KvCodec(),
             requantize=False,
         )
         room = target.room(graph, file, options)
-        pages = -(-self.most_patches // PAGE)
+        pages = -(-rows // PAGE)
         needed = room.needed + file.metadata.vision_bytes() + pages * graph.page_bytes(options.kv)
         if needed > room.available:
             raise ResourceError(
@@ -175,27 +204,63 @@ class Tower:
             count = rows * columns
             if rows % config.merge or columns % config.merge or not 0 < count <= self.most_patches:
                 raise ValueError(f"a picture of {rows} x {columns} patches; at most {self.most_patches}, in whole tokens")
+            if not config.fits(count):
+                raise ValueError(f"a picture of {rows} x {columns} patches; all have {config.position_rows - config.class_row}")
             frame = Frame.of(grid, config)
             for _ in range(frames):
-                features.append(self.program.run(self._rows(pixels[done : done + count], frame)).copy())
+                features.append(self.program.run(self._rows(pixels[done : done + count], frame, grid)).copy())
                 done += count
                 if on_progress is not None:
                     on_progress(done, total)
-        return np.concatenate(features) if features else np.zeros((0, config.out_hidden_size), np.float32)
+        return np.concatenate(features) if features else np.zeros((0, config.feature_size), np.float32)
 
-    def _rows(self, pixels: NDArray[np.float32], frame: Frame) -> Rows:
-        """Rows whose result are the features in the order of the picture."""
-        count = len(pixels)
-        slots = np.arange(count, dtype=np.int32)
+    def _rows(self, pixels: NDArray[np.float32], frame: Frame, grid: Grid) -> Rows:
+        """Rows whose result are the features in the order of the picture; a class row comes before them."""
+        classes = int(self.config.class_row)
+        count = classes + len(pixels)
+        slots, spans = np.arange(count, dtype=np.int32), frame.spans
+        if classes:
+            # It brings zeros: what it is, the table of positions adds.
+            pixels = np.concatenate([np.zeros((1, pixels.shape[1]), np.float32), pixels])
+            spans = np.zeros((len(frame.spans), 2, count), np.int32)
+            spans[:, 1] = count
+        if self._table is not None:
+            pixels = np.concatenate([pixels, interpolated(self._table, grid, self.config.merge)], axis=1)
         return Rows(
             tokens=np.zeros(count, np.int32),
-            positions=frame.places,
+            positions=slots[None] if self.config.rope.kind == "learned" else frame.places,
             slots=slots,
             sessions=np.zeros(count, np.int32),
             pages=[self._pages],
-            wanted=np.argsort(frame.order).astype(np.int32),
+            wanted=slots[classes - self.config.class_feature :] if classes else np.argsort(frame.order).astype(np.int32),
             vectors=pixels,
-            vector_of=frame.order,
+            vector_of=slots if classes else frame.order,
             modality=np.full(count, VISION, np.uint8),
-            spans=frame.spans,
+            spans=spans,
         )
+
+
+def position_table(file: ModelFile) -> NDArray[np.float32]:
+    """The learned positions of a tower, float32 [side, side, hidden_size]: a square, row by row."""
+    ref = file.metadata.arrays["vision.positions"]
+    side = math.isqrt(ref.shape[0])
+    stored = file.array(ref)
+    values = from_bf16(stored) if ref.dtype == "bf16" else stored.astype(np.float32)
+    return np.asarray(values.reshape(side, side, -1), np.float32)
+
+
+def interpolated(table: NDArray[np.float32], grid: Grid, merge: int) -> NDArray[np.float32]:
+    """Positions float32 [patches, hidden_size] of a frame, in the order of `patch_places`.
+
+    table   float32 [side, side, hidden_size], stretched so that its corners lie on those of the frame, linear in between
+    """
+    _, rows, columns = grid
+    for axis, size in enumerate((rows, columns)):
+        side = table.shape[axis]
+        at = np.arange(size) * ((side - 1) / max(size - 1, 1))
+        low = np.floor(at).astype(np.int64)
+        share = (at - low).astype(np.float32).reshape((size, 1, 1) if axis == 0 else (1, size, 1))
+        high = np.minimum(low + 1, side - 1)
+        table = table.take(low, axis) * (1 - share) + table.take(high, axis) * share
+    row, column = patch_places(grid, merge)
+    return np.asarray(table[row, column], np.float32)

@@ -85,12 +85,11 @@ class LayerNorm(Operation):
 
 @dataclass(frozen=True)
 class Scale(Operation):
-    """x times a constant, in place."""
+    """out = x times a constant; with 1 a copy."""
 
     x: str
     factor: float
-
-    WRITES = ("x",)
+    out: str
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Step(NamedTuple):
     """One executed step: the operation (for fused steps, the main one) and the name of the kernel that ran.
 
     One operation can take several steps, such as the quantization of what a product reads.  `reads_weights`: this step of a
-    Linear is the one that reads the layer's weights.
+    Linear reads the layer's weights, or one of its column blocks.
     """
 
     operation: Operation

@@ -46,39 +46,104 @@ MODELS: dict[str, dict[str, Any]] = {
         | {"window_size": 24, "fullatt_block_indexes": [1]},
         "tied": True,
     },
+    # Heads of 72 and 24 channels; as many taps as the decoder has layers, one of them after the last of the tower.
+    "taps": {
+        "kind": "Qwen3VL",
+        "text": {
+            "hidden_size": 80,
+            "intermediate_size": 100,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+        },
+        "rope": {"mrope_section": [6, 3, 3], "rope_theta": 10000.0, "rope_type": "default"},
+        "vision": {"depth": 3, "hidden_size": 144, "num_heads": 2, "intermediate_size": 84, "patch_size": 6}
+        | {"out_hidden_size": 80, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+        "tied": False,
+    },
+    "clip_llama": {
+        "kind": "Llava",
+        "text": {"model_type": "llama", "hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 20},
+        "vision": {"model_type": "clip_vision_model", "num_hidden_layers": 3, "hidden_size": 160, "num_attention_heads": 2}
+        | {"intermediate_size": 84, "patch_size": 6, "image_size": 24},
+        "tied": False,
+    },
+    # The class row is a feature; a window shorter than a picture; a layer counted from the front.
+    "clip_mistral": {
+        "kind": "Llava",
+        "text": {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "sliding_window": 9},
+        "vision": {"model_type": "clip_vision_model", "num_hidden_layers": 3, "hidden_size": 72, "num_attention_heads": 3}
+        | {"intermediate_size": 100, "patch_size": 14, "image_size": 42},
+        "outside": {"vision_feature_layer": 1, "vision_feature_select_strategy": "full"},
+        "tied": False,
+    },
+    # Pixels beyond the last whole patch; the stream after the last layer.
+    "siglip_qwen2": {
+        "kind": "Llava",
+        "text": {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 1},
+        "vision": {"model_type": "siglip_vision_model", "num_hidden_layers": 2, "hidden_size": 144, "num_attention_heads": 2}
+        | {"intermediate_size": 84, "patch_size": 7, "image_size": 33, "tie_last_hidden_states": False},
+        "outside": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        "tied": True,
+    },
+}
+PROCESSORS = {
+    "clip_vision_model": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 0}, "crop_size": 0},
+    "siglip_vision_model": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 0, "width": 0}},
 }
 
 
 def build(folder: Path, name: str) -> Path:
-    """Save a random Qwen2-VL or Qwen2.5-VL in float32; norms and biases are random too: a lost one shows."""
+    """Save a random model with a vision tower in float32; norms and biases are random too: a lost one shows."""
     import torch
     import transformers
 
     torch.set_num_threads(1)
     settings = MODELS[name]
-    text = {**COMMON, **settings["text"], "rope_parameters": settings["rope"]}
-    vision = {"hidden_size": text["hidden_size"], **settings["vision"], "spatial_merge_size": 2, "initializer_range": 0.1}
     kind = settings.get("kind", "Qwen2VL")
+    text, vision = {**COMMON, **settings["text"]}, {**settings["vision"], "initializer_range": 0.1}
+    outside: dict[str, Any] = {"image_token_id": IMAGE, **settings.get("outside", {})}
+    if "rope" in settings:
+        text["rope_parameters"] = settings["rope"]
+        vision = {"hidden_size": text["hidden_size"], **vision, "spatial_merge_size": 2}
+    if kind == "Llava":
+        outside["image_token_index"] = outside.pop("image_token_id")
+        text["tie_word_embeddings"] = settings["tied"]
     config = getattr(transformers, f"{kind}Config")(
-        text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=settings["tied"]
+        text_config=text, vision_config=vision, tie_word_embeddings=settings["tied"], **outside
     )
     with torch.random.fork_rng():
         torch.manual_seed(11)
         model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
         for key, parameter in model.named_parameters():
-            if "norm" in key or "ln_q" in key:
+            if "norm" in key or "ln_q" in key or "layrnorm" in key:
                 parameter.data = float(key.endswith("weight")) + 0.3 * torch.randn_like(parameter)
             elif key.endswith("bias"):
                 parameter.data = 0.3 * torch.randn_like(parameter)
-            elif "visual" in key:
+            elif "visual" in key or "vision" in key or "multi_modal" in key:
                 # Of the size that keeps the variance, so that every layer shows.
-                parameter.data = torch.randn_like(parameter) * (1.5 / parameter[0].numel()) ** 0.5
+                wide = parameter[0].numel() if parameter.ndim > 1 and "pos" not in key else 1
+                parameter.data = torch.randn_like(parameter) * (1.5 / wide) ** 0.5
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TRAINED / file, folder / file)
-    processor = json.loads((TRAINED / "preprocessor_config.json").read_text())
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor | {"patch_size": settings["vision"]["patch_size"]}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(_processor(settings["vision"])))
     return folder
+
+
+def _processor(vision: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a processor for these towers."""
+    if "image_size" not in vision:
+        found: dict[str, Any] = json.loads((TRAINED / "preprocessor_config.json").read_text())
+        return found | {"patch_size": vision["patch_size"]}
+    found, size = dict(PROCESSORS[vision["model_type"]]), vision["image_size"]
+    sizes = {
+        key: size if key == "crop_size" else dict.fromkeys(found[key], size) for key in ("size", "crop_size") if key in found
+    }
+    return found | sizes
 
 
 def reference(folder: Path) -> Any:
@@ -90,6 +155,8 @@ def reference(folder: Path) -> Any:
     from transformers.models.qwen2_vl.modeling_qwen2_vl import eager_attention_forward
 
     def rounded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **settings: Any) -> Any:
+        # Some towers do not say that every head has its own keys.
+        module.num_key_value_groups = getattr(module, "num_key_value_groups", 1)
         return eager_attention_forward(module, query, key.half().float(), value.half().float(), attention_mask, **settings)
 
     ALL_ATTENTION_FUNCTIONS.register("rounded", rounded)

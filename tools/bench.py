@@ -2,7 +2,7 @@
 
 pp512 is 512 tokens prefilled, tg128 is 128 tokens decoded one by one; `@ d512` is after 512 tokens already in the cache, which
 are run before the clock starts.  With --operations a table of each test shows where its time goes, with --image a table shows
-how long pictures take.
+how long pictures take; where nothing else is measured each of them is a test, its prompt's tokens by the time to the first.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.runtime.session import BatchItem, run_together
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT
+from edgeq.runtime.vision import vision_of
 from edgeq.tools import breakdown, drafting, picture_bench
 from edgeq.tools.report import identification, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
@@ -38,9 +39,10 @@ WARM_UP_TOKENS = {"pp": 512, "tg": 4}
 
 @dataclass(frozen=True)
 class Test:
-    """`count` tokens prefilled ("pp"), or decoded ("tg") in `batch` texts at once, after `depth` others."""
+    """`count` tokens prefilled ("pp"), or decoded ("tg") in `batch` texts at once, after `depth` others; or those of a picture
+    prefilled, its tower included ("image")."""
 
-    kind: Literal["pp", "tg"]
+    kind: Literal["pp", "tg", "image"]
     count: int
     depth: int
     batch: int = 1
@@ -61,7 +63,7 @@ class Row:
     step_s         tg: seconds of every token of all repetitions
     batch          texts decoded at once
     tokens_per_s   median, smallest and largest over the repetitions; of all texts together
-    ttft_s         pp: seconds from the call to the logits of the first token, median
+    ttft_s         pp and image: seconds from the call to the logits of the first token, median
     ms_per_token   median and 95th percentile: over the tokens of a text for tg, over the repetitions for pp
     bytes_per_s    tg: weights, head and cache read, at the median speed; bandwidth_share: of what the machine was measured to
                    read from memory, above 1 where the model fits a cache of the processor
@@ -118,15 +120,17 @@ def bench(
     """
     tests = [Test("pp", n, d) for d in depths for n in prompts if n]
     tests += [Test("tg", n, d, b) for d in depths for n in tokens for b in batches if n]
-    if not tests:
-        raise InputError("nothing to measure: give -p or -n a number above 0")
-    context = max(test.count + test.depth for test in tests)
+    if not tests and not images:
+        raise InputError("nothing to measure: give -p or -n a number above 0, or --image")
+    context = max((test.count + test.depth for test in tests), default=1)
     generated = max(tokens) if draft != "off" else 0
     if generated:
         context = max(context, drafting.PROMPT + generated)
-    config = ModelFile.open(model).metadata.config
-    limit = config.max_position_embeddings
+    metadata = ModelFile.open(model).metadata
+    limit = metadata.config.max_position_embeddings
     if images:
+        # Refused here and not after the other tests.
+        vision_of(metadata)
         context = max(context, min(limit, DEFAULT_CONTEXT))
     if context > limit:
         raise InputError(f"the longest test has {context} positions, this model takes {limit}: choose smaller -p, -n or -d")
@@ -151,9 +155,18 @@ def bench(
                 rows.append(replace(measured, facts=measured.facts | {"compile_s": report_of_load.seconds}))
             if images:
                 times = [picture_bench.measure(loaded, size, repetitions, _part(report, 0, 0)) for size in images]
-                rows[-len(tests)] = replace(rows[-len(tests)], pictures=times)
+                if tests:
+                    rows[-len(tests)] = replace(rows[-len(tests)], pictures=times)
+                else:
+                    rows += [of_picture(loaded, line, report_of_load.seconds) for line in times]
     shown = {"md": markdown, "json": as_json, "csv": as_csv}[output]
     write(f"{shown(rows)}\n")
+
+
+def of_picture(model: Model, times: picture_bench.PictureTimes, compile_s: float) -> Row:
+    """The line of a picture where nothing else is measured: its tokens, and the one after it, with the tower."""
+    found = row(model, Test("image", times.prompt_tokens, 0), times.samples_s, [], None)
+    return replace(found, pictures=[times], facts=found.facts | {"compile_s": compile_s})
 
 
 def _part(report: Report, index: int, total: int) -> Callable[[float, str], None]:
@@ -223,7 +236,7 @@ def row(model: Model, test: Test, samples: list[float], steps: list[float], band
         tokens_per_s=rate,
         tokens_per_s_min=min(rates),
         tokens_per_s_max=max(rates),
-        ttft_s=statistics.median(samples) if test.kind == "pp" else None,
+        ttft_s=statistics.median(samples) if test.kind != "tg" else None,
         ms_per_token=1000 * percentile(each, 50),
         ms_per_token_p95=1000 * percentile(each, 95),
         bytes_per_s=read,

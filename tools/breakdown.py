@@ -156,13 +156,16 @@ def _key(step: Step) -> Key:
 
 
 def _work(steps: Sequence[Step], decoded: bool) -> dict[Key, int]:
-    """Work of products per token: bytes read in decode, multiplications and additions in prefill."""
-    work: dict[Key, int] = {}
+    """Work of products per token: bytes read in decode, multiplications and additions in prefill.
+
+    A layer of two column blocks takes two steps, and its work is done once.
+    """
+    work, last = dict[Key, int](), None
     for step in steps:
         if isinstance(step.operation, Select) and not decoded:
             break
-        if isinstance(step.operation, Linear) and step.reads_weights:
-            layer = step.operation.linear
+        if isinstance(step.operation, Linear) and step.reads_weights and step.operation is not last:
+            last, layer = step.operation, step.operation.linear
             work[_key(step)] = work.get(_key(step), 0) + (layer.nbytes if decoded else 2 * layer.rows * layer.columns)
     return work
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgeq.errors import InputError, ResourceError, UnsupportedError
+from edgeq.errors import DeviceError, InputError, ResourceError, UnsupportedError
 from edgeq.image import Picture
 from edgeq.runtime import Generation, Measurement, Model
 from edgeq.runtime.chat_template import parts
@@ -173,6 +174,10 @@ def answer(conversation: Conversation, question: Content) -> None:
     except InputError as error:
         note(in_options(str(error)))
         return
+    except DeviceError:
+        # The device is lost for the next questions too.  The message begins a line.
+        write("\n" if pieces else "")
+        raise
     except KeyboardInterrupt:
         note(" (stopped)")
     write("\n")
@@ -235,7 +240,7 @@ class Conversation:
         assert self._model.config.vision is not None
         self._shown.append({"type": "image", "path": path, "digest": picture.digest.hex()})
         self._pictures[picture.digest.hex()] = picture
-        tokens = len(picture.patches) // self._model.config.vision.merge**2
+        tokens = math.prod(self._model.config.vision.token_grid(picture.grid))
         width, height = picture.size
         return "\n".join([f"{path}: {width} x {height} pixels, {tokens} tokens", *picture.notes])
 

@@ -32,6 +32,7 @@ from edgeq.tools.params import (
     Several,
     Threads,
 )
+from edgeq.tools.profile.options import PROFILE_OPTIONS
 
 
 @click.group(
@@ -66,7 +67,7 @@ def convert(
     output: Path | None,
     dry_run: bool,
     as_json: bool,
-    device: str | None,
+    target: str | None,
     bits: dict[str, float] | None,
     vision_bits: dict[str, int] | None,
     **options: Any,
@@ -80,7 +81,7 @@ def convert(
         raise click.UsageError("missing option '-o' / '--output'", click.get_current_context())
     from edgeq.tools.convert import convert as command
 
-    command(source, None if dry_run else output, device, as_json, options | (bits or {}) | (vision_bits or {}))
+    command(source, None if dry_run else output, target, as_json, options | (bits or {}) | (vision_bits or {}))
 
 
 @main.command(
@@ -169,6 +170,34 @@ def bench(ctx: click.Context, /, output: str, as_json: bool, **options: Any) -> 
     from edgeq.tools.bench import bench as command
 
     command(output="json" if as_json else output, **options)
+
+
+@main.command(
+    short_help="Find out where the time goes.",
+    epilog="""
+    edgeq profile llama.edgeq
+    edgeq profile llama.edgeq -p 512 -n 128 -d 0,2048 -t 1,2 --mode a16,a8 --save laptop.json
+    edgeq profile llama.edgeq -o trace > trace.json
+    edgeq profile --compare before.json after.json --fail-if-slower 5%
+    """,
+)
+@PROFILE_OPTIONS
+@click.pass_context
+def profile(ctx: click.Context, /, compared: tuple[Path, Path] | None, fail_if_slower: float | None, **options: Any) -> None:
+    """Measure every combination in one run, alternating: each test, each operation, how far it is from this machine's limits.
+
+    Ctrl-C ends it early; what was measured until then is printed and marked as partial.
+    """
+    if (options["model"] is None) == (compared is None):
+        raise click.UsageError("give an .edgeq file to measure, or --compare with two saved profiles", ctx)
+    if fail_if_slower is not None and compared is None:
+        raise click.UsageError("--fail-if-slower needs --compare", ctx)
+    from edgeq.tools.profile.command import compare, profile
+
+    if compared is None:
+        profile(**options)
+    else:
+        compare(compared, options["output"], fail_if_slower)
 
 
 @main.command(short_help="Show what is in a file.")

@@ -152,6 +152,8 @@ def prospect(plan: ConversionPlan, profile: Device | None) -> dict[str, Any]:
         "bits_per_weight": bits_per_weight(metadata, lambda name: True),
         "bytes_per_token": sizes,
         "memory_bytes": plan.memory_bytes,
+        "computes_on": plan.compute.device.type,
+        "device_memory_bytes": plan.device_bytes(plan.compute.rows) if plan.compute.apart else 0,
         "device": profile
         and {
             "name": profile.name,
@@ -172,6 +174,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"{facts['method']}: a file of at most {facts['file_bytes'] / 1e6:,.1f} MB, {facts['bits_per_weight']:.2f} bits per "
         f"weight, {read / 1e6:,.1f} MB read per token; converting needs up to {facts['memory_bytes'] / 1e9:.1f} GB of memory"
     )
+    if facts["device_memory_bytes"]:
+        size += f" and {facts['device_memory_bytes'] / 1e9:.1f} GB of {facts['computes_on']}'s"
     return [size, verdict(facts)] if facts["device"] else [size]
 
 

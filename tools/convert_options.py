@@ -17,6 +17,7 @@ METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant
 TYPES = ("f32", "f16", "bf16")
 MASTERS = ("i8", "bf16")
 ACTIVATIONS = ("token", "static")
+COMPUTERS = ("auto", "cpu", "cuda", "mps")
 
 output = section("Output")
 quantization = section("Quantization")
@@ -33,7 +34,7 @@ CONVERT_OPTIONS = decorated(
     output("--force", is_flag=True, help="Replace an .edgeq file that was made in another way."),
     output(
         "--for",
-        "device",
+        "target",
         metavar="DEVICE",
         type=OneOf(*DEVICES),
         help="Stop before the conversion if the file would not fit this device, and report the speed that its memory "
@@ -145,6 +146,14 @@ CONVERT_OPTIONS = decorated(
         type=int,
         metavar="N",
         help="Tokens of a sequence.  [default: 512, or as many as the model takes]",
+    ),
+    calibration(
+        "--device",
+        metavar="NAME",
+        type=OneOf(*COMPUTERS),
+        help="Where the text runs through the model, a layer at a time: cpu, cuda, mps, or auto for a GPU where there is one.  "
+        "The memory that it needs there is reported first; when it runs out, the batch is halved, and in the end the CPU is "
+        "used.  [default: auto]",
     ),
     hub(
         "--token",

@@ -55,7 +55,8 @@ def blob_text(file: ModelFile, name: str) -> str:
 def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
     """Everything that is shown, as plain values: sizes in bytes, bandwidth in bytes per second."""
     metadata = file.metadata
-    groups, blobs = layers(list(metadata.linears.values())), blob_sizes(file)
+    groups = layers(list(metadata.linears.values()))
+    blobs, kernels = sizes_of(file, metadata.blobs), sizes_of(file, metadata.kernels)
     arrays = sum(a.nbytes for a in metadata.arrays.values())
     sizes = metadata.bytes_per_token()
     per_token = sizes["weights"] + sizes["head"]
@@ -74,7 +75,8 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
         "layers": groups,
         "arrays": {"count": len(metadata.arrays), "bytes": arrays},
         "blobs": blobs,
-        "other_bytes": file.size - sum(g["bytes"] for g in groups) - arrays - sum(blobs.values()),
+        "kernels": kernels,
+        "other_bytes": file.size - sum(g["bytes"] for g in groups) - arrays - sum([*blobs.values(), *kernels.values()]),
         "bits_per_weight": {
             "all": bits_per_weight(metadata, lambda name: True),
             "decoder": bits_per_weight(metadata, in_decoder),
@@ -88,8 +90,9 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
     }
 
 
-def blob_sizes(file: ModelFile) -> dict[str, int]:
-    return {name: file.segments[index].length for name, index in file.metadata.blobs.items()}
+def sizes_of(file: ModelFile, segments: dict[str, int]) -> dict[str, int]:
+    """Bytes of each of the named segments."""
+    return {name: file.segments[index].length for name, index in segments.items()}
 
 
 class Stored(NamedTuple):
@@ -178,6 +181,8 @@ def show(facts: dict[str, Any]) -> None:
     table.add_row("norms, embedding", "", str(facts["arrays"]["count"]), "", f"{facts['arrays']['bytes'] / 1e6:,.2f}", "")
     for name, size in facts["blobs"].items():
         table.add_row(escape(json.dumps(name)), "", "", "", f"{size / 1e6:,.2f}", "")
+    for name, size in facts["kernels"].items():
+        table.add_row(escape(json.dumps(name)), "kernels", "", "", f"{size / 1e6:,.2f}", "")
     table.add_row("metadata, padding", "", "", "", f"{facts['other_bytes'] / 1e6:,.2f}", "")
     table.add_row("total", "", "", "", f"{facts['bytes'] / 1e6:,.2f}", "")
     console.print(table)
@@ -198,14 +203,14 @@ def show(facts: dict[str, Any]) -> None:
 
 
 def tower_line(vision: dict[str, Any]) -> str:
-    """Sizes of the vision tower, and of the pictures that it takes."""
+    """Sizes of the vision tower, and of the pictures that it takes: two lines."""
     image, edge = vision["image"], vision["patch_size"] * vision["merge"]
     pixels = f"{image['min_pixels']:,} to {image['max_pixels']:,} pixels"
     size = pixels if image["sizing"] == "factor" else f"{image['height']} x {image['width']} pixels"
     return (
         f"vision tower: {vision['num_hidden_layers']} layers, hidden {vision['hidden_size']}, inner "
-        f"{vision['intermediate_size']}, {vision['num_attention_heads']} heads of {vision['head_dim']}, patches of "
-        f"{vision['patch_size']}, a token for {edge} x {edge} pixels; pictures of {size}"
+        f"{vision['intermediate_size']}, {vision['num_attention_heads']} heads of {vision['head_dim']}\n"
+        f"patches of {vision['patch_size']}, a token for {edge} x {edge} pixels; pictures of {size}"
     )
 
 

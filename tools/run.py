@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import sys
@@ -15,7 +16,7 @@ import click
 
 from edgeq import machine
 from edgeq.container import ModelFile
-from edgeq.errors import InputError
+from edgeq.errors import DeviceError, InputError
 from edgeq.image import Picture
 from edgeq.runtime import Generation, Model, Sampling
 from edgeq.runtime.chat_template import ChatTemplate
@@ -24,6 +25,7 @@ from edgeq.runtime.pictures import MOST_TOKENS
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.runtime.tokenizer import Text
+from edgeq.runtime.vision import vision_of
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe, identification, read_bandwidth
 from edgeq.tools.terminal import compilation, note, progress, write
@@ -100,9 +102,14 @@ def run(
         note(line)
     if not (as_json or as_lines):
         note(label)
-        write(first.text)
-        for piece in pieces:
-            write(piece.text)
+        try:
+            write(first.text)
+            for piece in pieces:
+                write(piece.text)
+        except DeviceError:
+            # Its message begins a line.
+            write("\n")
+            raise
         write("\n")
         for line in summary(loaded, generation):
             note(line)
@@ -119,23 +126,22 @@ def most_visual(model: Path, images: int, image_tokens: int | None) -> int:
     if not images:
         return 0
     vision = ModelFile.open(model).metadata.config.vision
-    limit = vision.image.most_tokens(vision.patch_size * vision.merge) if vision else 0
-    return images * min(limit, image_tokens or MOST_TOKENS)
+    return images * min(vision.most_tokens, image_tokens or MOST_TOKENS) if vision else 0
 
 
 def shown(paths: Sequence[Path], pictures: Sequence[Picture], model: Model) -> dict[str, Any]:
     """What --json says of each picture, where the model sees: its size in the file, and as the model sees it."""
     if model.config.vision is None:
         return {}
-    patch, merge = model.config.vision.patch_size, model.config.vision.merge
+    vision = model.config.vision
     lines = [
         {
             "path": str(path),
             "width": picture.size[0],
             "height": picture.size[1],
-            "seen_width": picture.grid[2] * patch,
-            "seen_height": picture.grid[1] * patch,
-            "tokens": len(picture.patches) // merge**2,
+            "seen_width": picture.grid[2] * vision.patch_size,
+            "seen_height": picture.grid[1] * vision.patch_size,
+            "tokens": math.prod(vision.token_grid(picture.grid)),
             "read_s": picture.read_s,
             "notes": list(picture.notes),
         }
@@ -160,7 +166,7 @@ def context_for(model: Path, text: str, messages: list[dict[str, str]] | None, t
         return None
     else:
         rendered = template if template is not None else (blob or b"").decode("utf-8", "replace")
-        count = len(ChatTemplate(rendered, reader).encode(messages))
+        count = len(ChatTemplate(rendered, reader, file.metadata.config.vision is not None).encode(messages))
     wanted = min(count + max(0, tokens), file.metadata.config.max_position_embeddings)
     return wanted if wanted > DEFAULT_CONTEXT else None
 
@@ -213,6 +219,8 @@ def load(model: Path, chat_template: str | None, options: dict[str, Any], sees: 
 
     InputError: it has none.
     """
+    if sees:
+        vision_of(ModelFile.open(model).metadata)
     cores = machine.cpu().cores
     most = max(options["threads"], options["threads_prefill"])
     if most > cores:

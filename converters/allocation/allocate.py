@@ -13,6 +13,7 @@ from edgeq.converters.allocation.frontier import Costs, Frontier, Point, refuse_
 from edgeq.converters.allocation.parts import Part
 from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows
 from edgeq.converters.allocation.record import Prediction, Record
+from edgeq.converters.calibration.compute import Compute, within_memory
 from edgeq.converters.code_digest import code_digest
 from edgeq.converters.plan import ConversionPlan, write_steps
 from edgeq.errors import ResourceError
@@ -53,8 +54,14 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
     record = Record.of(_settings(plan, rows.shape))
 
     def measure(codecs: Mapping[str, tuple[Codec, ...]]) -> None:
-        wanted = [part for part in parts if not record.has(part.name, [codec.name for codec in codecs.get(part.name, ())])]
-        if not wanted:
+        def missing() -> list[Part]:
+            return [part for part in parts if not record.has(part.name, [codec.name for codec in codecs.get(part.name, ())])]
+
+        def attempt(compute: Compute) -> None:
+            # One that ran out of memory has kept what it measured.
+            Probe(replace(plan, compute=compute), missing(), lambda part: codecs[part.name], rows, on_progress).run(record)
+
+        if not missing():
             return
         needed, available = plan.memory_bytes + probe_bytes(plan), available_bytes()
         if needed > available:
@@ -62,7 +69,7 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
                 f"{plan.checkpoint.name}: measuring for a budget needs {needed / 1e9:.1f} GB of memory, "
                 f"{available / 1e9:.1f} GB are available; --plan takes an allocation that was made elsewhere"
             )
-        Probe(plan, wanted, lambda part: codecs[part.name], rows, on_progress).run(record)
+        within_memory(plan.compute, attempt, warn)
         if not record.keep():
             warn(f"{record.path.parent}: cannot write there; what was measured is not kept for the next run")
 

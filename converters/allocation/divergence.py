@@ -36,20 +36,22 @@ class Variant:
 def divergences(head: Iterator[NDArray[np.float32]], exact: Tensor, variants: Sequence[Variant]) -> list[float]:
     """Mean KL(p || q) in nats over the tokens, of every variant q from `exact` [tokens, hidden] through the `head` as it is.
 
+    Computed on the device of `exact`; the variants are brought there.
+
     KL(p || q) = sum p (l - m) - log sum exp l + log sum exp m for logits l and m, summed slab by slab of the vocabulary.
     """
-    everything = LogSumExp.of(len(exact))
+    device, everything = exact.device, LogSumExp.of(len(exact))
     totals = [LogSumExp.of(len(exact)) for _ in variants]
     gaps = [torch.zeros(len(exact), dtype=torch.float64) for _ in variants]
     first = 0
     for rows in head:
         weight = torch.from_numpy(rows)
-        logits = exact @ weight.T
+        logits = exact @ weight.to(device).T
         share, inside = everything.add(logits), logits.softmax(1)
         for variant, total, gap in zip(variants, totals, gaps, strict=True):
-            changed = variant.inputs @ variant.head(weight, first).T
+            changed = variant.inputs.to(device) @ variant.head(weight, first).to(device).T
             total.add(changed)
-            here = inside.mul(logits - changed).sum(1).double()
+            here = inside.mul(logits - changed).sum(1).cpu().double()
             gap += share * (here - gap)
         first += len(weight)
     return [max(float((gap - everything.value + total.value).mean()), 0.0) for gap, total in zip(gaps, totals, strict=True)]

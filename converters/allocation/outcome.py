@@ -52,8 +52,8 @@ def divergence_of_file(
     """
     config, tied = plan.method.config, plan.method.stored_config.tie_word_embeddings
     tensors: Tensors = ChangedTable(plan.checkpoint, config.vocab_size, head) if tied else plan.checkpoint
-    exact = BlockForward(plan.checkpoint, plan.method.family, config, rows)
-    changed = BlockForward(plan.checkpoint, plan.method.family, config, rows, tensors)
+    exact = BlockForward(plan.checkpoint, plan.method.family, config, rows, compute=plan.compute)
+    changed = BlockForward(plan.checkpoint, plan.method.family, config, rows, tensors, plan.compute)
     for index in range(config.num_hidden_layers):
         on_share(index / config.num_hidden_layers)
         for forward, read in ((exact, None), (changed, stored)):
@@ -74,4 +74,4 @@ def divergences_through(plan: ConversionPlan, exact: Tensor, ends: Sequence[tupl
     table = EMBEDDING if config.tie_word_embeddings else HEAD
     head = slabs(((table, config.vocab_size),), config.hidden_size, tensors.rows)
     variants = [Variant(norm(end).flatten(0, 1), rounded) for end, rounded in ends]
-    return divergences(head, norm(exact).flatten(0, 1), variants)
+    return divergences(head, plan.compute.put(norm(exact).flatten(0, 1)), variants)

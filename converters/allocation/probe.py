@@ -122,7 +122,8 @@ class Probe:
         self.on_progress(1, 1, "probe")
 
     def _forward(self, rows: Tensor) -> BlockForward:
-        return BlockForward(self.plan.checkpoint, self.plan.method.family, self.plan.method.config, rows)
+        plan = self.plan
+        return BlockForward(plan.checkpoint, plan.method.family, plan.method.config, rows, compute=plan.compute)
 
     def _through(self, forward: BlockForward, first: int, states: list[Tensor]) -> list[Tensor]:
         """`states` [rows, length, hidden], inputs of layer `first`, after the last layer, in the same list."""
@@ -161,7 +162,7 @@ class Probe:
         """How the conversion will round the head; `hidden`: outputs of the last layer over the calibration text."""
         if not self.plan.method.rounds_head:
             return quantize
-        return gptq_rounding(hidden, last_norm(self.plan.method.stored_config, self.plan.checkpoint))
+        return gptq_rounding(hidden, last_norm(self.plan.method.stored_config, self.plan.checkpoint), self.plan.compute)
 
     def _head(self, part: Part, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
         """Measure the head; one that is also the embedding changes what enters the first layer too."""
@@ -175,6 +176,7 @@ class Probe:
                     self.plan.method.config,
                     self.rows,
                     ChangedTable(self.plan.checkpoint, self.plan.method.config.vocab_size, rounded),
+                    self.plan.compute,
                 )
                 end = self._through(changed, 0, [changed.hidden])[0]
             (value,) = self._measured(exact, [end], rounded)
@@ -210,7 +212,7 @@ class _Matrix:
 
 def _moments(forward: BlockForward, layer: int, module: nn.Module, matrices: Sequence[_Matrix]) -> list[Moments]:
     """The moments of the inputs of every matrix over the calibration text."""
-    found = [Moments(matrix.item.columns) for matrix in matrices]
+    found = [Moments(matrix.item.columns, forward.compute.device) for matrix in matrices]
 
     def add(moments: Moments, x: Tensor) -> None:
         moments.add(x.reshape(-1, x.shape[-1]))

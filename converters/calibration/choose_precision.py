@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from edgeq.codec import Codec
 from edgeq.config import ModelConfig
+from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
 from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
 from edgeq.converters.checkpoint import Checkpoint
@@ -50,7 +51,7 @@ class PrecisionChoice:
 
 @dataclass
 class LogSumExp:
-    """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens]."""
+    """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens], on the CPU."""
 
     value: Tensor
 
@@ -59,8 +60,8 @@ class LogSumExp:
         return cls(torch.full((tokens,), -math.inf, dtype=torch.float64))
 
     def add(self, logits: Tensor) -> Tensor:
-        """Logits float32 [tokens, slab]; returns the share of what was added so far, this slab included."""
-        part = logits.logsumexp(1).double()
+        """Logits float32 [tokens, slab], on any device; returns the share of what was added so far, this slab included."""
+        part = logits.logsumexp(1).cpu().double()
         self.value = torch.logaddexp(self.value, part)
         return (part - self.value).exp()
 
@@ -98,6 +99,7 @@ def choose(
     codecs: Mapping[str, Codec],
     on_share: Callable[[float], None] = lambda share: None,
     round_rows: RoundRows = quantize,
+    compute: Compute | None = None,
 ) -> PrecisionChoice:
     """Measure on a few rows of `tokens` [rows, length]; `on_share` is called with the share of the layers' work that is done.
 
@@ -105,17 +107,21 @@ def choose(
     heads    candidates, smallest first: bits -> codec, None for an unrounded head
     codecs   of the weights of decoder layers, by tensor
     round_rows  how rows of the head are rounded
+    compute  where layers and head run; None: on the CPU
     """
     tokens = tokens[:: -(-len(tokens) // ROWS)]
     config = method.stored_config
-    runs = 1 if method.mode else 2
-    exact = _hidden(method, checkpoint, tensors, tokens, stored, None, lambda share: on_share(share / runs))
-    rounded = exact
-    if not method.mode:
-        rounded = _hidden(method, checkpoint, tensors, tokens, stored, codecs, lambda share: on_share((1 + share) / 2))
+    runs, compute = 1 if method.mode else 2, compute or Compute()
+
+    def outputs(rounded: Mapping[str, Codec] | None, on_share: Callable[[float], None]) -> Tensor:
+        forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors, compute)
+        return _outputs(forward, method, stored, rounded, on_share)
+
+    exact = outputs(None, lambda share: on_share(share / runs))
+    rounded = exact if method.mode else outputs(codecs, lambda share: on_share((1 + share) / 2))
     norm = last_norm(config, tensors)
     # Inputs of the head at every position that has a next token: [tokens, hidden].
-    inputs = [norm(hidden[:, :-1].flatten(0, 1)) for hidden in (exact, rounded)]
+    inputs = [compute.put(norm(hidden[:, :-1].flatten(0, 1))) for hidden in (exact, rounded)]
     kl, rise = _measure(_head_slabs(tensors.rows, config), inputs, tokens[:, 1:].reshape(-1), heads, round_rows)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": tokens.numel(), "head_kl": {str(bits): kl[bits] for bits in heads}}
@@ -134,17 +140,14 @@ def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
     return norm
 
 
-def _hidden(
+def _outputs(
+    forward: BlockForward,
     method: Method,
-    checkpoint: Checkpoint,
-    tensors: Tensors,
-    tokens: Tensor,
     stored: WholeReader,
     rounded: Mapping[str, Codec] | None,
     on_share: Callable[[float], None],
 ) -> Tensor:
     """Outputs of the last layer as stored, [rows, length, hidden]; `rounded`: inputs rounded for these codecs, by tensor."""
-    forward = BlockForward(checkpoint, method.family, method.config, tokens, tensors)
     layers = method.config.num_hidden_layers
     for index in range(layers):
         on_share(index / layers)
@@ -183,21 +186,23 @@ def _measure(
     gaps = {bits: torch.zeros(count, dtype=torch.float64) for bits in heads}
     wanted = {bits: torch.zeros(2, count, dtype=torch.float64) for bits in heads}
     for rows in head:
-        weight = torch.from_numpy(rows)
+        own = torch.from_numpy(rows)
+        weight = own.to(exact.device)
         here = ((targets >= first) & (targets < first + len(weight))).nonzero()[:, 0]
+        at = here.to(exact.device), (targets[here] - first).to(exact.device)
         logits = exact @ weight.T
         share, inside = everything.add(logits), logits.softmax(1)
         for bits, codec in heads.items():
-            candidate = weight if codec is None else restored(round_rows(weight, codec, HEAD), codec)
+            candidate = weight if codec is None else restored(round_rows(own, codec, HEAD), codec).to(exact.device)
             views = (exact, rounded_activations(rounded, codec) if codec else rounded)
             for i, x in enumerate(views):
                 approximate = x @ candidate.T
                 totals[bits][i].add(approximate)
-                wanted[bits][i, here] = approximate[here, targets[here] - first].double()
+                wanted[bits][i, here] = approximate[at].cpu().double()
                 if i == 0:
-                    gap = (inside * (logits - approximate)).sum(1).double()
+                    gap = (inside * (logits - approximate)).sum(1).cpu().double()
                     gaps[bits] += share * (gap - gaps[bits])
-        first += len(weight)
+        first += len(own)
     kl = {bits: float((gaps[bits] - everything.value + totals[bits][0].value).mean()) for bits in heads}
     nll = {bits: [totals[bits][i].value - wanted[bits][i] for i in range(2)] for bits in heads}
     return kl, {bits: float((nll[bits][1] - nll[bits][0]).mean()) for bits in heads}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from edgeq.codec import Codec
-from edgeq.converters.calibration.forward import batches
+from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.columns import factorize, quantize_matrix
@@ -15,19 +15,19 @@ from edgeq.converters.quantizer import GPTQ, Quantized, quantize
 
 
 @torch.no_grad()
-def gptq_rounding(hidden: Tensor, norm: Norm) -> RoundRows:
+def gptq_rounding(hidden: Tensor, norm: Norm, compute: Compute) -> RoundRows:
     """Rounding of rows of the head over these outputs of the last layer, [rows, tokens, hidden]; `norm`: the last one.
 
-    Output channels do not depend on each other: rows may come in slabs of any size.
+    All but what is computed is on the CPU.  Output channels do not depend on each other: rows may come in slabs of any size.
     """
-    moments = Moments(hidden.shape[-1])
-    for batch in batches(hidden):
-        moments.add(norm(batch).flatten(0, -2))
+    moments = Moments(hidden.shape[-1], compute.device)
+    for batch in compute.batches(hidden):
+        moments.add(compute.put(norm(batch)).flatten(0, -2))
     factor = factorize(moments.matrix, Recipe(Codec("int", 8)), act_order=False)
 
     def round_rows(weight: Tensor, codec: Codec, title: str) -> Quantized:
         if factor is None:
             return quantize(weight, codec, title)
-        return quantize_matrix(weight, factor, Recipe(codec, GPTQ), title)[0][0]
+        return quantize_matrix(compute.put(weight), factor, Recipe(codec, GPTQ), title)[0][0]
 
     return round_rows

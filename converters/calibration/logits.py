@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from edgeq.config import ModelConfig
-from edgeq.converters.calibration.forward import BATCH_ROWS, BlockForward, token_activations
+from edgeq.converters.calibration.compute import BATCH_ROWS
+from edgeq.converters.calibration.forward import BlockForward, token_activations
 from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess

@@ -29,7 +29,7 @@ class Moments:
         """Inputs [tokens, columns]."""
         self.tokens += len(x)
         self._magnitude += x.abs().sum(0)
-        with fast_products():
+        with fast_products(x.device):
             for left in range(0, x.shape[1], TILE):
                 self._sums[left : left + TILE, left:].addmm_(x[:, left : left + TILE].T, x[:, left:])
         self._mirrored = False
@@ -64,10 +64,10 @@ def has_bf16() -> bool:
 
 
 @contextmanager
-def fast_products() -> Iterator[None]:
-    """Products of float32 matrices in bf16 where the processor has them, added up in float32."""
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Products of float32 matrices in bf16 where `device` is a processor that has them, added up in float32."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if has_bf16() else before)
+    torch.set_float32_matmul_precision("medium" if device.type == "cpu" and has_bf16() else before)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from edgeq.converters.calibration.forward import BlockForward, batches
+from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import DecoderLayer, Experts, quantized_linears
 
@@ -49,10 +49,10 @@ class StagedLayer:
         def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             raise _Reached(args[0])
 
-        for batch in batches(self._forward.hidden):
+        for batch in self._forward.batches():
             handle = module.register_forward_pre_hook(stop)
             try:
-                self._run_to(path, batch)
+                self._run_to(path, self._forward.compute.put(batch))
             except _Reached as reached:
                 x = reached.inputs.reshape(-1, reached.inputs.shape[-1])
                 if len(x):
@@ -76,7 +76,7 @@ class StagedLayer:
         """The moments of the inputs of module `path`; of the module asked for last they are kept until `changed`."""
         if self._kept is None or self._kept[0] != path:
             self._kept = None
-            found = Moments(self._columns(path))
+            found = Moments(self._columns(path), self._forward.compute.device)
             for x in self.inputs(path):
                 found.add(x)
             self._kept = path, found
@@ -101,10 +101,11 @@ class StagedLayer:
         if self._passed:
             return
         layer = self._layer
-        for batch in batches(self._forward.hidden):
-            attended = layer.self_attn(layer.input_layernorm(batch), **self._arguments)
+        for batch in self._forward.batches():
+            x = self._forward.compute.put(batch)
+            x += layer.attention_output_norm(layer.self_attn(layer.input_layernorm(x), **self._arguments))
             # Batches are views: the hidden states are advanced in place.
-            batch += layer.attention_output_norm(attended)
+            batch.copy_(x)
         self._passed = True
 
     @torch.no_grad()
@@ -112,8 +113,10 @@ class StagedLayer:
         """Advance the hidden states through what is left of the layer."""
         self._pass_attention()
         self._kept = None
-        for batch in batches(self._forward.hidden):
-            batch += self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(batch)))
+        for batch in self._forward.batches():
+            x = self._forward.compute.put(batch)
+            x += self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(x)))
+            batch.copy_(x)
 
 
 def sites(layer: nn.Module) -> list[tuple[str, ...]]:

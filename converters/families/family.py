@@ -7,13 +7,15 @@ computation and are ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeq.config import ModelConfig, Stack, VisionConfig
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.converters.checkpoint import TensorSource
 from edgeq.manifest import StackContents, layer_contents, layer_prefix, patch_contents, projector_contents
+from edgeq.stack import Stack
 
 Values = Mapping[str, Any]
 
@@ -38,6 +40,7 @@ NORMS = {
     "k_norm": "self_attn.k_norm",
 }
 ROUTING = {"router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"}
+TAP = re.compile(r"^taps\.\d+\.")
 
 
 def linear_module(part: str) -> str:
@@ -86,6 +89,10 @@ def no_sources(config: Any) -> dict[str, TensorSource]:
     return {}
 
 
+def nothing_unused(config: Any, tensor: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class FamilyDescription:
     """What the checkpoints of one architecture have in common.
@@ -100,7 +107,11 @@ class FamilyDescription:
     sources    where the tensors lie that the checkpoint does not have under the names used here
     derived    ends of names of tensors that follow from the configuration: old checkpoints carry them
     tower      of the vision tower, whose keys are in `vision_config`; those of the decoder may be in `text_config`
-    renamed    beginnings of names of tensors in some checkpoints -> those that `sources` and the decoder's names have
+    outside    of a tower: keys that it takes from the decoder or from beside `vision_config` -> what they are called there
+    renamed    beginnings of names of tensors in some checkpoints -> those that `sources` and the decoder's names have; of
+               several that fit the first is taken
+    unused     whether a tensor that is left over is one that the network does not read
+    variants   the same architecture around another decoder: its description by the configuration
     """
 
     architecture: str
@@ -114,7 +125,10 @@ class FamilyDescription:
     derived: tuple[str, ...] = (".rotary_emb.inv_freq",)
     mappings: Callable[[ModelConfig], tuple[ScaleMapping, ...]] = llama_mappings
     tower: FamilyDescription | None = None
+    outside: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    unused: Callable[[Any, str], bool] = nothing_unused
+    variants: Callable[[Values], FamilyDescription] | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +190,8 @@ class Family:
                 continue
             rows, columns = content[name]
             parts[part] = f"{name}.weight", (rows, columns)
-            if part in self.description.biases:
+            # The projectors of taps are like the last one.
+            if TAP.sub("", part) in self.description.biases:
                 parts[f"{part}.bias"] = f"{name}.bias", (rows,)
         return parts
 

@@ -73,7 +73,7 @@ def partial_rope(values: Values) -> Rope:
     return found if partial is None else replace(found, partial_rotary_factor=partial)
 
 
-def mrope(values: Values) -> Rope:
+def mrope(values: Values, interleaved: bool = False) -> Rope:
     """M-RoPE: beside what `rope` reads, `mrope_section`, the pairs of time, height and width."""
     where = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     settings = values[where]
@@ -82,9 +82,12 @@ def mrope(values: Values) -> Rope:
     for kind in (settings.get(key, "default") for key in ("rope_type", "type")):
         if kind not in ("mrope", "default"):
             raise UnsupportedError(f"{where}: rope kind {str(kind)[:80]!r} is not supported with mrope_section")
-    plain = {key: value for key, value in settings.items() if key not in ("mrope_section", "rope_type", "type")}
+    if settings.get("mrope_interleaved", interleaved) is not interleaved:
+        raise UnsupportedError(f"{where}: mrope_interleaved is {settings['mrope_interleaved']!r:.80}; supported: {interleaved}")
+    read = ("mrope_section", "mrope_interleaved", "rope_type", "type")
+    plain = {key: value for key, value in settings.items() if key not in read}
     found = rope_of(values, where, plain, values["rope_theta"])
-    return replace(found, sections=tuple(settings["mrope_section"]))
+    return replace(found, sections=tuple(settings["mrope_section"]), interleaved=interleaved)
 
 
 def rope_of(values: Values, where: str, settings: Any, theta: Any) -> Rope:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeq.config import LIMITS, VisionConfig
+from edgeq.config import VisionConfig
 from edgeq.converters.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, QWEN_WINDOW, head_settings
 from edgeq.converters.families.positions import mrope, qwen_windows
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.rope import Rope
+from edgeq.stack import LIMITS
 
 RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}
 # Module of a layer (torch_decoder.py) -> its module in `visual.blocks`; q, k and v lie one below the other in `attn.qkv`.
@@ -39,8 +40,8 @@ def qwen2_vl_settings(values: Values) -> dict[str, Any]:
 
 def qwen2_vl_tower(values: Values) -> dict[str, Any]:
     keys = ("depth", "embed_dim", "num_heads", "mlp_ratio", "patch_size", "temporal_patch_size", "spatial_merge_size")
-    _check_sizes(values, (*keys, "hidden_size"))
-    return _tower(values, values["embed_dim"], values["hidden_size"]) | {
+    check_sizes(values, (*keys, "hidden_size"))
+    return common_tower(values, values["embed_dim"], values["hidden_size"]) | {
         "intermediate_size": values["embed_dim"] * values["mlp_ratio"],
         "gated_mlp": False,
         "layer_norm": True,
@@ -49,7 +50,7 @@ def qwen2_vl_tower(values: Values) -> dict[str, Any]:
 
 def qwen2_5_vl_tower(values: Values) -> dict[str, Any]:
     keys = ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "temporal_patch_size", "spatial_merge_size")
-    _check_sizes(values, (*keys, "out_hidden_size", "window_size"))
+    check_sizes(values, (*keys, "out_hidden_size", "window_size"))
     full, depth = values["fullatt_block_indexes"], values["depth"]
     if not isinstance(full, list) or any(type(i) is not int or not 0 <= i < depth for i in full):
         raise FormatError(f"vision_config: fullatt_block_indexes is {str(full)[:80]}; expected numbers from 0 to {depth - 1}")
@@ -57,7 +58,7 @@ def qwen2_5_vl_tower(values: Values) -> dict[str, Any]:
     window = values["window_size"] // values["spatial_merge_size"] // values["patch_size"]
     if not window:
         raise FormatError(f"vision_config: window_size is {values['window_size']}; expected that of a merged patch at least")
-    return _tower(values, values["hidden_size"], values["out_hidden_size"]) | {
+    return common_tower(values, values["hidden_size"], values["out_hidden_size"]) | {
         "intermediate_size": values["intermediate_size"],
         "gated_mlp": True,
         "window_size": window,
@@ -65,14 +66,14 @@ def qwen2_5_vl_tower(values: Values) -> dict[str, Any]:
     }
 
 
-def _check_sizes(values: Values, keys: tuple[str, ...]) -> None:
+def check_sizes(values: Values, keys: tuple[str, ...]) -> None:
     for key in keys:
         if type(values[key]) is not int or not SMALLEST <= values[key] <= LARGEST:
             raise FormatError(f"vision_config: {key} is {values[key]!r}; expected an integer from {SMALLEST} to {LARGEST}")
 
 
-def _tower(values: Values, hidden: int, features: int) -> dict[str, Any]:
-    """What both towers have."""
+def common_tower(values: Values, hidden: int, features: int) -> dict[str, Any]:
+    """What all towers of the line have."""
     heads, merge = values["num_heads"], values["spatial_merge_size"]
     if hidden % (4 * heads):
         raise FormatError(f"vision_config: {hidden} channels are not a multiple of 4 times num_heads {heads}")

@@ -6,19 +6,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edgeq.config import LIMITS, ModelConfig, VisionConfig
+from edgeq.config import ModelConfig, VisionConfig
 from edgeq.converters.families.experts import EXPERT_FAMILIES
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.gemma import GEMMA_FAMILIES
 from edgeq.converters.families.llama import LLAMA_FAMILIES
+from edgeq.converters.families.llava import LLAVA_FAMILIES
 from edgeq.converters.families.opt import OPT_FAMILIES
+from edgeq.converters.families.qwen3_vl import QWEN3_VL
 from edgeq.converters.families.qwen_vl import QWEN_VL_FAMILIES
 from edgeq.converters.families.smollm import SMOLLM_FAMILIES
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
 from edgeq.image_config import ImageConfig
+from edgeq.stack import LIMITS
 
-DESCRIPTIONS = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, *QWEN_VL_FAMILIES)
+TEXT_FAMILIES = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)
+DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
+TILES = "cuts pictures into tiles; supported instead: LLaVA-1.5 (LlavaForConditionalGeneration), Qwen2-VL, Qwen2.5-VL, Qwen3-VL"
+RELATED = {
+    "LlavaNextForConditionalGeneration": TILES,
+    "LlavaNextVideoForConditionalGeneration": TILES,
+    "LlavaOnevisionForConditionalGeneration": TILES,
+    "InternVLForConditionalGeneration": TILES,
+    "InternVLChatModel": TILES,
+    "Qwen3VLMoeForConditionalGeneration": "has experts beside a vision tower; supported instead: Qwen3-VL without experts",
+    "LlavaLlamaForCausalLM": "does not carry its vision tower; convert the llava-hf checkpoint of the same model",
+    "LlavaMistralForCausalLM": "does not carry its vision tower; convert the llava-hf checkpoint of the same model",
+}
+"""Architectures close to one that is supported: why not, and what to do."""
 
 
 def recognise(hf: Values, preprocessor: Values | None = None) -> tuple[Family, ModelConfig]:
@@ -37,19 +53,25 @@ def recognise(hf: Values, preprocessor: Values | None = None) -> tuple[Family, M
         )
     architectures = hf.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if isinstance(name, str) and name in RELATED:
+        raise UnsupportedError(f"config.json: architectures is {architectures!r:.200}: {name} {RELATED[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UnsupportedError(
             f"config.json: architectures is {architectures!r} (model_type {hf.get('model_type')!r}); "
             f"supported: {', '.join(FAMILIES)}"
         )
     description, vision = FAMILIES[name], None
+    if description.variants is not None:
+        with _named("config.json"):
+            description = description.variants(hf)
     values = _decoder_values(description, hf)
     if description.tower is not None:
         with _named("config.json"):
-            settings = _tower_settings(description.tower, hf)
+            settings = _tower_settings(description.tower, hf, values)
         image = _image(settings, preprocessor)
+        token = values.get("image_token_id", values.get("image_token_index"))
         with _named("config.json"):
-            vision = VisionConfig(**settings, image=image, image_token_id=values["image_token_id"])
+            vision = VisionConfig(**settings, image=image, image_token_id=token)
     with _named("config.json"):
         _check_neutral(description, values)
         config = _model_config(description, values, vision)
@@ -78,10 +100,11 @@ def _decoder_values(description: FamilyDescription, hf: Values) -> Values:
     return {**description.defaults, **hf, **nested, "model_type": hf.get("model_type"), "tie_word_embeddings": tied}
 
 
-def _tower_settings(description: FamilyDescription, hf: Values) -> dict[str, Any]:
+def _tower_settings(description: FamilyDescription, hf: Values, decoder: Values) -> dict[str, Any]:
     tower = _object(hf, "vision_config")
     _check_neutral(description, tower)
-    return description.settings({**description.defaults, **tower})
+    outside = {key: decoder[theirs] for key, theirs in description.outside.items()}
+    return description.settings({**description.defaults, **tower, **outside})
 
 
 def _image(settings: dict[str, Any], preprocessor: Values | None) -> ImageConfig:

@@ -163,8 +163,9 @@ def _errors(weight: Tensor, moments: Tensor, candidates: list[Tensor], codec: Co
     found = []
     for s in candidates:
         lost = fake(rows * s, codec, preset).div_(s).sub_(rows)
-        found.append(((lost @ moments) * lost).sum(dtype=torch.float64))
-    return torch.stack(found).cpu() * (len(weight) / len(rows))
+        # Not every GPU has float64.
+        found.append(((lost @ moments) * lost).sum(1).cpu().sum(dtype=torch.float64))
+    return torch.stack(found) * (len(weight) / len(rows))
 
 
 def apply_scale(layer: nn.Module, mapping: ScaleMapping, scale: Tensor) -> None:

@@ -153,11 +153,11 @@ class Moments:
         def add_keys(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             by_head = output if self._qk_norm else self._by_head(output)
             after_rope = by_head if angles is None else rotated(by_head, *angles)
-            self.keys[index] += torch.einsum("rhti,rhtj->ij", after_rope, after_rope).double()
+            self.keys[index] += torch.einsum("rhti,rhtj->ij", after_rope, after_rope).cpu().double()
 
         def add_values(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             by_head = self._by_head(output)
-            self.values[index] += torch.einsum("rhti,rhtj->hij", by_head, by_head).double()
+            self.values[index] += torch.einsum("rhti,rhtj->hij", by_head, by_head).cpu().double()
 
         return [
             *(norm.register_forward_pre_hook(lambda module, args: self._add_residual(args[0])) for norm in norms),
@@ -173,7 +173,9 @@ class Moments:
     def _add_residual(self, x: Tensor) -> None:
         x = x.reshape(-1, x.shape[-1])
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps)
-        self.residual += x.double().T @ x.double()
+        # Not every GPU has float64.
+        wide = x.cpu().double()
+        self.residual += wide.T @ wide
 
 
 def high_columns(columns: int, wanted: float) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from edgeq.codec import Kind
-from edgeq.config import Stack
 from edgeq.converters.calibration.static_scales import largest_inputs, static_scale
 from edgeq.converters.families import NORMS, Family, ScaleMapping, linear_module
 from edgeq.converters.linears import Delivery, Recipe
@@ -22,6 +21,7 @@ from edgeq.converters.options import ConvertOptions
 from edgeq.converters.quantizer import AWQ, Preset
 from edgeq.errors import UnsupportedError
 from edgeq.records import Activation
+from edgeq.stack import Stack
 
 SMALLEST = 1e-5
 

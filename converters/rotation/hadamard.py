@@ -59,7 +59,7 @@ class Hadamard:
         order = 1 if self.base is None else len(self.base)
         y = _walsh(runs.unflatten(-1, (order, self.size // order)))
         if self.base is not None:
-            y = self.base.to(x.dtype) @ y
+            y = self.base.to(x) @ y
         return (y / math.sqrt(self.size)).flatten(-2).transpose(-1, -2).flatten(-3)
 
     def matrix(self) -> Tensor:

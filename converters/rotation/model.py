@@ -14,8 +14,8 @@ from edgeq.converters.families import EMBEDDING, HEAD, NORM, Family
 from edgeq.converters.rotation.fuse import READERS, LayerRotation, Rotation, role, rotate_part
 from edgeq.converters.slabs import Tensors
 
-TO_DECODER = ("vision.project.1.weight", "vision.project.1.bias")
-"""What a vision tower writes into the decoder's residual stream."""
+TO_DECODER = ("project.1.weight", "project.1.bias")
+"""Ends of names of what a vision tower writes into the decoder's residual stream."""
 Place = tuple[int, str]
 """(decoder layer, part)"""
 
@@ -52,7 +52,7 @@ class RotatedModel:
         """Rows start...stop of a tensor, float32 [stop - start, ...]."""
         if name in self._constants:
             return self._constants[name][start:stop]
-        if name.startswith(VisionConfig.prefix) and name not in TO_DECODER:
+        if name.startswith(VisionConfig.prefix) and not name.endswith(TO_DECODER):
             return self._source.rows(name, start, stop)
         if name == EMBEDDING:
             return _array(self._residual(self._read(name, start, stop).double()).float())
@@ -71,7 +71,9 @@ class RotatedModel:
         if name.startswith(VisionConfig.prefix):
             found = self._whole(name)
             # Features stand beside embeddings: what gives them is rotated as those are, by its output channels.
-            return _array(self._residual(found.double().movedim(0, -1)).movedim(-1, 0).float() if name in TO_DECODER else found)
+            if not name.endswith(TO_DECODER):
+                return _array(found)
+            return _array(self._residual(found.double().movedim(0, -1)).movedim(-1, 0).float())
         if name in (EMBEDDING, HEAD):
             return self.rows(name, 0, self._config.vocab_size)
         if self._last is None or self._last[0] != name:

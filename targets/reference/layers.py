@@ -55,7 +55,7 @@ def layer_norm(context: Context, op: LayerNorm, rows: Rows, state: State) -> Non
 
 
 def scale(context: Context, op: Scale, rows: Rows, state: State) -> None:
-    state[op.x] = state[op.x] * np.float32(op.factor)
+    state[op.out] = state[op.x] * np.float32(op.factor)
 
 
 def position_add(context: Context, op: PositionAdd, rows: Rows, state: State) -> None:

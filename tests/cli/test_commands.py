@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from click.shell_completion import ShellComplete
 from click.testing import Result
 
 from edgeq import __version__, machine, records, targets
+from edgeq.container import ModelFile
 from edgeq.converters.methods import METHODS
 from edgeq.converters.options import CHOICES
 from edgeq.devices import DEVICES
@@ -30,6 +32,7 @@ from edgeq.runtime.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
 from edgeq.tools import chat, convert_options, options
 from edgeq.tools.cli import main
+from edgeq.writer import Writer
 
 Run = Callable[..., Result]
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -87,7 +90,7 @@ def test_values_are_taken_in_any_case_that_the_help_shows() -> None:
     given = convert.make_context(
         "convert", ["x", "-o", "y", "--group-size", "ROW", "--method", "AWQ", "--for", "RTX-4090"]
     ).params
-    assert (given["group_size"], given["method"], given["device"]) == (0, "awq", "rtx-4090")
+    assert (given["group_size"], given["method"], given["target"]) == (0, "awq", "rtx-4090")
 
 
 def test_values_of_options_are_those_of_the_library_and_a_shell_completes_them() -> None:
@@ -165,6 +168,22 @@ def test_inspect_lists_every_part_and_a_total_that_is_the_file(edgeq: Run, tiny_
         seen[name] = {(group["component"], group["codec"]) for group in facts["layers"]}
     assert {("weights", "i3 g32 zero"), ("low rank", "f16"), ("master", "i8 g128")} <= seen["ttq"]
     assert {("weights", "i4 row"), ("second block", "i8 row"), ("transform", "f32"), ("input order", "i32")} <= seen["resq"]
+
+
+def test_a_file_with_compiled_kernels_is_listed_whole_and_runs_as_before(edgeq: Run, demo: Path, tmp_path: Path) -> None:
+    file = ModelFile.open(demo)
+    writer = Writer(tmp_path / "with.edgeq")
+    for index in range(len(file.segments)):
+        writer.append([file.segment(index)])
+    kernels = {"sm_87": writer.append([b"code" * 5000]), "sm\x1b[7m": writer.append([b"?"])}
+    out = writer.finish(replace(file.metadata, kernels=kernels)).path
+    before, facts = (objects(edgeq("inspect", path, "--json", "--verify")) for path in (demo, out))
+    assert facts["kernels"] == {"sm_87": 20_000, "sm\x1b[7m": 1} and before["kernels"] == {}
+    assert abs(facts["other_bytes"] - before["other_bytes"]) < 500
+    rows = [line.split() for line in edgeq("inspect", out).stdout.splitlines()]
+    assert ['"sm_87"', "kernels", "0.02"] in rows and ['"sm\\u001b[7m"', "kernels", "0.00"] in rows
+    texts = [edgeq("run", path, "-p", "def main", "-n", 8, "--target", "reference").stdout for path in (demo, out)]
+    assert texts[0] == texts[1] and texts[0].strip()
 
 
 def test_inspect_shows_a_text_of_the_file_and_keeps_names_whole(

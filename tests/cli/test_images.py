@@ -107,15 +107,26 @@ def test_a_picture_is_shrunk_to_the_tokens_it_may_have(edgeq: Run, sees: Path, s
     refused(edgeq("run", sees, "--image", signs / "000000.png", "-p", SAYS, "--image-tokens", 0), "--image-tokens is 0")
 
 
-def test_wrong_pictures_are_refused_in_one_line(edgeq: Run, sees: Path, signs: Path, demo: Path, tmp_path: Path) -> None:
+def test_wrong_pictures_are_refused_in_one_line(
+    edgeq: Run, sees: Path, signs: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     picture = signs / "000000.png"
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "half.png").write_bytes(picture.read_bytes()[:5000])
+    (tmp_path / "empty.png").touch()
+    Image.new("L", (2, 801)).save(tmp_path / "thin.png")
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    for name, words in {"text.png": "not a picture", "half.png": "truncated or damaged", "none.png": "No such file"}.items():
+    said = {"text.png": "not a picture", "half.png": "truncated or damaged", "none.png": "No such file"}
+    for name, words in (said | {"empty.png": "the file is empty", "thin.png": "more than 200 times as long as wide"}).items():
         refused(edgeq("run", sees, "--image", tmp_path / name, "-p", SAYS), name, words)
+    monkeypatch.setattr(
+        "edgeq.targets.cpu.program.CpuProgram.__init__", lambda *_: pytest.fail("compiled before it was refused")
+    )
     refused(edgeq("run", demo, "--image", picture, "-p", SAYS), "reads text alone")
     refused(edgeq("run", demo, "--image-tokens", 5, "-p", SAYS), "reads text alone")
+    refused(edgeq("bench", demo, "--image", "56x56"), "reads text alone")
+    refused(edgeq("run", sees, "--image-tokens", 200, "-p", SAYS), "--image-tokens is 200")
+    monkeypatch.undo()
     slotless = ("--chat-template", tmp_path / "plain.jinja")
     refused(edgeq("run", sees, "--image", picture, "-p", SAYS, *slotless), "no place for an image", "--chat-template")
     refused(edgeq("run", sees, "--image", picture, "-p", SAYS, "-c", 20), "10 of them of images", "the context 20 positions")
@@ -206,6 +217,7 @@ def test_chat_takes_pictures_and_keeps_them(edgeq: Run, sees: Path, signs: Path,
 
 def test_inspect_shows_the_tower_apart(edgeq: Run, sees: Path) -> None:
     shown = edgeq("inspect", sees).stdout
+    assert max(map(len, shown.splitlines()[3:5])) <= 100
     assert "vision tower: 4 layers, hidden 128" in shown and "vision project 0" in shown and "vision tower 8." in shown
     bits = json.loads(edgeq("inspect", sees, "--json").stdout)["bits_per_weight"]
     assert 4 < bits["decoder"] < 4.5 and 8 < bits["vision"] < 8.5
@@ -219,3 +231,12 @@ def test_bench_has_a_line_for_each_size(edgeq: Run, sees: Path) -> None:
     assert [(line["width"], line["tokens"]) for line in lines] == [(140, 10), (56, 4)]
     assert all(line["first_s"] >= line["vision_s"] > 0 for line in lines)
     assert edgeq("bench", sees, "--image", "140").exit_code == 2
+
+
+def test_bench_measures_pictures_alone(edgeq: Run, sees: Path) -> None:
+    result = edgeq("bench", sees, "-p", 0, "-n", 0, "-r", 1, "--image", "56x56", "--json")
+    assert result.exit_code == 0, result.stderr
+    (found,) = json.loads(result.stdout)
+    assert (found["test"], found["kind"], found["tokens"], found["pictures"][0]["tokens"]) == ("image5", "image", 5, 4)
+    assert found["ttft_s"] == found["pictures"][0]["first_s"] > 0
+    refused(edgeq("bench", sees, "-p", 0, "-n", 0), "nothing to measure", "--image")

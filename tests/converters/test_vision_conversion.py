@@ -232,3 +232,134 @@ def test_sources_are_named_by_the_checkpoints_own_names(source: Path, tmp_path: 
     with pytest.raises(CheckpointError, match=r"visual\.blocks\.0\.attn\.qkv\.bias is missing"):
         preflight(str(short), ConvertOptions())
     assert isinstance(preflight(str(source), ConvertOptions()).checkpoint, Checkpoint)
+
+
+def changed(source: Path, **keys: Any) -> Any:
+    """The configuration with `keys` changed, vision_config__hidden_size within its object."""
+    config = read_json(source / "config.json")
+    for key, value in keys.items():
+        owner, _, name = key.rpartition("__")
+        (config[owner] if owner else config)[name] = value
+    return recognise(config, read_json(source / "preprocessor_config.json"))[1]
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("clip"), "clip_llama")
+
+
+@pytest.fixture(scope="module")
+def taps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("taps"), "taps")
+
+
+SPELLED = {
+    "transformers 4.40": {
+        "language_model.": "language_model.",
+        "vision_tower.": "vision_tower.vision_model.",
+        "multi_modal_projector.": "multi_modal_projector.",
+    },
+    "in memory": {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLED.values(), ids=SPELLED)
+def test_a_llava_of_every_version_gives_the_same_segments(clip: Path, tmp_path: Path, spelling: dict[str, str]) -> None:
+    first = made(clip, tmp_path / "first.edgeq")
+    other = edited(tmp_path / "other", clip, lambda values: None)
+    renamed = {"vision_tower.vision_model.embeddings.position_ids": torch.arange(17)[None]}
+    for name, tensor in load_file(clip / "model.safetensors").items():
+        begin = next(each for each in spelling if name.startswith(each))
+        renamed[spelling[begin] + name.removeprefix(begin)] = tensor
+    save_file(renamed, other / "model.safetensors", {"format": "pt"})
+    second = made(other, tmp_path / "second.edgeq")
+    assert second.metadata.config == first.metadata.config
+    assert [s.digest for s in second.segments] == [s.digest for s in first.segments]
+
+
+def test_the_class_row_is_in_the_first_position(clip: Path, tmp_path: Path) -> None:
+    file, tensors = made(clip, tmp_path / "m.edgeq", method="none"), load_file(clip / "model.safetensors")
+    expected = tensors["vision_tower.embeddings.position_embedding.weight"].clone()
+    expected[0] += tensors["vision_tower.embeddings.class_embedding"]
+    ref = file.metadata.arrays["vision.positions"]
+    assert ref.dtype == "f32" and np.array_equal(file.array(ref), expected.numpy())
+    vision = file.metadata.config.vision
+    assert vision and (vision.num_hidden_layers, vision.class_row, vision.merge) == (2, True, 1)
+
+
+def test_a_llava_takes_what_its_classes_default_to(clip: Path) -> None:
+    """Published files leave out what is as in LlamaConfig or CLIPVisionConfig."""
+    config = read_json(clip / "config.json")
+    text = {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    vision = {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model"}
+    vision |= {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768}
+    config |= {"text_config": text, "vision_config": vision}
+    for key in ("vision_feature_layer", "vision_feature_select_strategy", "projector_hidden_act", "multimodal_projector_bias"):
+        del config[key]
+    processor = {"feature_extractor_type": "CLIPFeatureExtractor", "crop_size": 336, "size": 336}
+    found = recognise(config, processor)[1]
+    assert (found.hidden_size, found.intermediate_size, found.num_hidden_layers, found.head_dim) == (4096, 11008, 32, 128)
+    assert found.vision and (found.vision.num_hidden_layers, found.vision.position_rows) == (23, 577)
+    assert found.vision.most_tokens == 576
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "message"),
+    [
+        ({"text_config": None}, CheckpointError, "text_config is None; expected an object"),
+        ({"text_config__model_type": "gemma"}, UnsupportedError, "model_type 'gemma' is not supported; supported: llama"),
+        ({"vision_config__model_type": "dinov2"}, UnsupportedError, "model_type 'dinov2' .* clip_vision_model, siglip"),
+        ({"vision_feature_layer": [-2, -1]}, UnsupportedError, "several layers; supported: one"),
+        ({"vision_feature_layer": 7}, CheckpointError, "vision_feature_layer is 7; expected a layer of 3"),
+        ({"vision_feature_select_strategy": "cls"}, UnsupportedError, "strategy is 'cls'; supported: default, full"),
+        ({"multimodal_projector_bias": False}, UnsupportedError, "multimodal_projector_bias is False"),
+        ({"projector_hidden_act": "silu"}, UnsupportedError, "project_act 'silu'"),
+        ({"vision_config__image_size": 30}, CheckpointError, "position_rows is 26; expected 17"),
+        ({"vision_config__num_attention_heads": 3}, CheckpointError, "not a multiple of twice num_attention_heads 3"),
+        ({"vision_config__model_type": "siglip_vision_model"}, UnsupportedError, "leaves out the first patch"),
+        ({"vision_config__hidden_size": "1024"}, CheckpointError, "hidden_size is 1024; expected an integer"),
+        ({"image_token_index": 9999}, CheckpointError, "image_token_id is 9999 of 2052"),
+    ],
+)
+def test_what_a_llava_cannot_have_is_named(clip: Path, keys: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        changed(clip, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "message"),
+    [
+        ({"vision_config__deepstack_visual_indexes": [2, 0]}, CheckpointError, "expected ascending numbers from 0 to 2"),
+        ({"vision_config__deepstack_visual_indexes": 1}, CheckpointError, "deepstack_visual_indexes is 1"),
+        ({"vision_config__num_position_embeddings": 24}, CheckpointError, "position_rows is 24; expected a square"),
+        ({"text_config__num_hidden_layers": 1}, CheckpointError, "2 tap_layers for 1 layers"),
+        ({"text_config__attention_bias": True}, UnsupportedError, "attention_bias is True"),
+        (
+            {"text_config__rope_parameters": {"mrope_section": [6, 3, 3], "mrope_interleaved": False}},
+            UnsupportedError,
+            "mrope_interleaved is False; supported: True",
+        ),
+        ({"text_config__rope_parameters": {"mrope_section": [2, 5, 5]}}, CheckpointError, "take every third pair"),
+    ],
+)
+def test_what_a_qwen3_vl_cannot_have_is_named(taps: Path, keys: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        changed(taps, **keys)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ("LlavaNextForConditionalGeneration", "cuts pictures into tiles; supported instead: LLaVA-1.5"),
+        ("Qwen3VLMoeForConditionalGeneration", "experts beside a vision tower; supported instead: Qwen3-VL without experts"),
+        ("LlavaLlamaForCausalLM", "does not carry its vision tower; convert the llava-hf checkpoint"),
+    ],
+)
+def test_architectures_near_a_supported_one_say_what_to_do(architecture: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        recognise({"architectures": [architecture]}, None)

@@ -54,13 +54,38 @@ TOWER = VisionConfig(
     project_act="gelu",
     out_hidden_size=64,
 )
+CLIP_TOWER = replace(
+    TOWER,
+    rope=Rope(1.0, "learned"),
+    image=ImageConfig(sizing="crop", mean=(0.5,) * 3, std=(0.5,) * 3, shortest_edge=30, height=28, width=28),
+    merge=1,
+    project_norm="none",
+    project_size=64,
+    position_rows=5,
+    class_row=True,
+    pre_norm=True,
+)
+TAPPED_TOWER = replace(TOWER, position_rows=9, interpolated=True, tap_layers=(0, 1))
+TAPPED = replace(PLAIN, rope=Rope(1e6, sections=(4, 2, 2), interleaved=True), vision=TAPPED_TOWER)
+LLAVA = replace(PLAIN, vision=CLIP_TOWER)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
 
 
-WRITTEN = [PLAIN, GEMMA, SMOLLM, OPT, EXPERTS, replace(PLAIN, rope=LONG), replace(PLAIN, gated_mlp=False), QWEN_VL]
+WRITTEN = [
+    PLAIN,
+    GEMMA,
+    SMOLLM,
+    OPT,
+    EXPERTS,
+    replace(PLAIN, rope=LONG),
+    replace(PLAIN, gated_mlp=False),
+    QWEN_VL,
+    LLAVA,
+    TAPPED,
+]
 
 
 @pytest.mark.parametrize("config", WRITTEN, ids=lambda c: c.hidden_act)
@@ -164,6 +189,46 @@ def test_values_of_a_tower_out_of_range_are_named(keys: dict[str, Any], kind: ty
     data["vision"] |= keys
     with pytest.raises(kind, match=message):
         ModelConfig.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "kind", "message"),
+    [
+        (LLAVA, {"position_rows": 4}, FormatError, "position_rows is 4; expected 5, one for each patch"),
+        (LLAVA, {"position_rows": 0}, UnsupportedError, "'learned' rope is not supported"),
+        (LLAVA, {"position_rows": 2**40}, FormatError, "position_rows is 1099511627776"),
+        (LLAVA, {"image": json.loads(QWEN_VL.to_json())["vision"]["image"]}, FormatError, "expected 1, one for each"),
+        (LLAVA, {"class_row": 1}, FormatError, "class_row is 1"),
+        (LLAVA, {"class_row": False, "position_rows": 4, "class_feature": True}, FormatError, "without a class_row"),
+        (LLAVA, {"merge": 2}, UnsupportedError, "class_row and windows, joined patches"),
+        (LLAVA, {"interpolated": True}, UnsupportedError, "'learned' rope, 5 positions and interpolated True"),
+        (TAPPED, {"position_rows": 8}, FormatError, "position_rows is 8; expected a square"),
+        (TAPPED, {"interpolated": False}, UnsupportedError, "'axial' rope, 9 positions and interpolated False"),
+        (TAPPED, {"tap_layers": [0, 2]}, FormatError, "tap_layers must be ascending integers from 0 to 1"),
+        (TAPPED, {"tap_layers": [1, 0]}, FormatError, "tap_layers must be ascending"),
+        (TAPPED, {"num_hidden_layers": 3, "tap_layers": [0, 1, 2]}, FormatError, "3 tap_layers for 2 layers"),
+    ],
+)
+def test_positions_and_taps_that_do_not_fit_are_named(
+    config: ModelConfig, keys: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    data = json.loads(config.to_json())
+    data["vision"] |= keys
+    with pytest.raises(kind, match=message):
+        ModelConfig.from_json(json.dumps(data))
+
+
+def test_the_first_feature_of_a_class_row_has_no_place_in_a_picture() -> None:
+    tower = replace(CLIP_TOWER, class_feature=True)
+    assert tower.token_grid((1, 2, 2)) == (1, 1, 5) and tower.most_tokens == 5 and CLIP_TOWER.most_tokens == 4
+    with pytest.raises(UnsupportedError, match="class_feature for a decoder with several rotary axes"):
+        replace(QWEN_VL, vision=tower)
+
+
+def test_a_tower_of_an_older_file_keeps_its_bytes() -> None:
+    newer = {"position_rows", "interpolated", "class_row", "class_feature", "pre_norm", "tap_layers"}
+    assert not newer & set(json.loads(QWEN_VL.to_json())["vision"])
+    assert newer - {"class_feature"} <= {*json.loads(LLAVA.to_json())["vision"], *json.loads(TAPPED.to_json())["vision"]}
 
 
 def test_sections_of_a_text_model_are_refused() -> None:

@@ -376,7 +376,22 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "kernels of one architecture twice": (
         setting("kernels", [fb.KernelsT(target="sm_87", segment=0)] * 2),
         FormatError,
-        "kernels for 'sm_87' twice",
+        "kernel architecture 'sm_87' twice",
+    ),
+    "kernels beyond the segments": (
+        setting("kernels", [fb.KernelsT(target="sm_87", segment=10**6)]),
+        FormatError,
+        "kernels for sm_87 lies in segment 1000000",
+    ),
+    "kernels of an architecture with a long name": (
+        setting("kernels", [fb.KernelsT(target="sm_" * 100, segment=0)]),
+        FormatError,
+        "kernel architecture has 300 bytes",
+    ),
+    "kernels of no architecture": (
+        setting("kernels", [fb.KernelsT(target=None, segment=0)]),
+        FormatError,
+        "lacks kernel architecture",
     ),
     "kernels of too many architectures": (
         setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),

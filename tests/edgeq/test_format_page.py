@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_config import EXPERTS, GEMMA, OPT, PLAIN, QWEN_VL
+from test_config import CLIP_TOWER, EXPERTS, GEMMA, OPT, PLAIN, TAPPED_TOWER, TOWER
 
-from edgeq import codec, config, container, manifest, metadata, metadata_codec, quantization, rope
+from edgeq import codec, config, container, manifest, metadata, metadata_codec, quantization, rope, stack
 from edgeq.container import ModelFile
 from edgeq.records import MODES, LinearSpec
 
@@ -93,7 +93,7 @@ def test_what_is_reserved_is_refused_by_the_reader() -> None:
     [
         (config.ModelConfig, "key", None),
         (rope.Rope, "key of a rope", None),
-        (config.VisionConfig, "key of a tower", config.Stack),
+        (config.VisionConfig, "key of a tower", stack.Stack),
     ],
 )
 def test_the_configuration_has_exactly_these_keys_and_defaults(kind: type, header: str, above: type | None) -> None:
@@ -112,7 +112,7 @@ def test_the_configuration_has_exactly_these_keys_and_defaults(kind: type, heade
 
 def test_every_kind_of_rope_and_of_mlp_is_named() -> None:
     text = section("Configuration")
-    assert set(rope.ROPE_KINDS) | set(config.ACTIVATIONS) <= set(named(text))
+    assert set(rope.ROPE_KINDS) | set(stack.ACTIVATIONS) <= set(named(text))
 
 
 def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_others() -> None:
@@ -133,11 +133,13 @@ def test_all_layers_and_arrays_of_a_tower_are_named() -> None:
     page = {
         name for header in ("layer of a tower", "array of a tower") for cells in rows(text, header) for name in named(cells[0])
     }
-    vision = QWEN_VL.vision
-    assert vision is not None
-    found = {*manifest.patch_contents(vision), *manifest.projector_contents(vision)}
+    found = {
+        re.sub(r"taps\.\d+", "taps.N", name)
+        for vision in (TOWER, CLIP_TOWER, TAPPED_TOWER)
+        for name in (*manifest.patch_contents(vision), *manifest.projector_contents(vision))
+    }
     assert found == {name for name in page if ".layers." not in name}
-    layer = {re.sub(r"layers\.\d+", "layers.N", name) for name in manifest.layer_contents(vision, 0)}
+    layer = {re.sub(r"layers\.\d+", "layers.N", name) for name in manifest.layer_contents(TOWER, 0)}
     assert {name for name in page if ".layers." in name} - layer == {"vision.layers.N.q"}
 
 
@@ -185,8 +187,9 @@ def test_limits_are_the_constants() -> None:
         "bytes of a name": metadata_codec.MAX_NAME,
         "bytes of `default_mode`": metadata_codec.MAX_MODE,
         "rows of the base of a transform": manifest.MAX_BASE,
-        "experts of all layers together": config.MAX_EXPERTS,
+        "experts of all layers together": stack.MAX_EXPERTS,
         "pixels of a patch, channels of joined patches": config.MOST_CHANNELS,
+        "rows of learned positions of a tower": config.MOST_POSITIONS,
     }
     sizes = dict[str, int]()
     for what, limit in rows(section("Limits"), "what"):
@@ -197,9 +200,9 @@ def test_limits_are_the_constants() -> None:
         else:
             sizes |= dict.fromkeys(named(what), value)
     assert not constants
-    assert sizes.pop("shared_expert_intermediate_size") == config.LIMITS["intermediate_size"]
-    assert sizes.pop("sliding_windows") == config.LIMITS["max_position_embeddings"]
-    assert sizes == config.LIMITS | config.LIMITS_VISION
+    assert sizes.pop("shared_expert_intermediate_size") == stack.LIMITS["intermediate_size"]
+    assert sizes.pop("sliding_windows") == stack.LIMITS["max_position_embeddings"]
+    assert sizes == stack.LIMITS | config.LIMITS_VISION
 
 
 def test_the_header_is_the_readers() -> None:

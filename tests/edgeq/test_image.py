@@ -27,7 +27,8 @@ QWEN = ImageConfig(sizing="factor", mean=CLIP_MEAN, std=CLIP_STD, min_pixels=784
 
 def tower(image: ImageConfig, merge: int = 2, frames: int = 2) -> Any:
     """What `read_picture` reads of a VisionConfig."""
-    return SimpleNamespace(patch_size=14, merge=merge, temporal_patch_size=frames, image=image)
+    sizes = {"patch_size": 14, "merge": merge, "temporal_patch_size": frames, "token_edge": 14 * merge}
+    return SimpleNamespace(image=image, class_feature=False, **sizes)
 
 
 def drawn(mode: str, width: int, height: int) -> Image.Image:

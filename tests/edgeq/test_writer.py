@@ -19,6 +19,7 @@ from sample_file import write_body
 from edgeq import writer as writer_module
 from edgeq.container import DATA_OFFSET, ModelFile
 from edgeq.errors import FormatError, InputError, ResourceError
+from edgeq.metadata_codec import MAX_KERNELS
 from edgeq.partial import Partial, partial_path
 from edgeq.writer import Writer
 
@@ -172,6 +173,26 @@ def test_compiled_kernels_travel_with_a_file_and_are_left_alone(tmp_path: Path) 
     assert file.metadata.kernels == kernels and file.segment(kernels["sm_87"]).tobytes() == b"sm_87"
     assert file.owner(kernels["sm_80"]) == "kernels for sm_80"
     assert list(file.verify())
+    at = file.segments[kernels["sm_80"]].offset
+    path = tmp_path / "damaged.edgeq"
+    whole = bytearray(file.path.read_bytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(FormatError, match="kernels for sm_80 is damaged"):
+        list(ModelFile.open(path).verify())
+
+
+@pytest.mark.parametrize("count", [MAX_KERNELS, MAX_KERNELS + 1])
+def test_a_file_has_kernels_of_so_many_architectures(tmp_path: Path, count: int) -> None:
+    writer = Writer(tmp_path / "a.edgeq")
+    metadata = write_body(writer)
+    metadata = replace(metadata, kernels={f"sm_{i}": writer.append([b"code"]) for i in range(count)})
+    if count > MAX_KERNELS:
+        with pytest.raises(FormatError, match=f"claims {count} kernel architectures; at most {MAX_KERNELS} are possible"):
+            writer.finish(metadata)
+        writer.close()
+    else:
+        assert len(writer.finish(metadata).metadata.kernels) == count
 
 
 FOREIGN = ("a text", "a folder", "a link", "a link to nothing", "a device", "a pipe")

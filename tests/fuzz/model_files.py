@@ -239,4 +239,5 @@ class _Maker:
         blobs = {"tokenizer.json": self.writer.append([TOKENIZER.encode()])}
         generation: dict[str, object] = {"eos_token_ids": [0], "temperature": 0.7, "top_k": 4}
         mode = self.r.choice(("a16", "a8", "a4"))
-        return Metadata(c, generation, {"method": "fuzz"}, mode, linears, arrays, blobs, cache)  # type: ignore[arg-type]
+        kernels = {f"sm_{80 + i}": self.writer.append([self.r.randbytes(70)]) for i in range(self.r.choice((0, 0, 0, 2)))}
+        return Metadata(c, generation, {"method": "fuzz"}, mode, linears, arrays, blobs, cache, kernels)  # type: ignore[arg-type]

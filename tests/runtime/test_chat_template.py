@@ -85,6 +85,12 @@ QWEN3 = """\
     {%- endif %}
 {%- endif %}
 """
+LLAVA = """\
+{% for message in messages %}{{ message['role'].upper() + ': ' }}\
+{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}\
+{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}\
+{% generation %}{{ part['text'] + ' ' }}{% endgeneration %}{% endfor %}{% endfor %}\
+{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
 CHAT = [
     {"role": "system", "content": "  Be brief & <kind>. "},
@@ -321,3 +327,34 @@ def test_spaces_that_are_one_added_token_are_no_control_token() -> None:
     spaced = Text(json.dumps(data), {})
     tokens = ChatTemplate("{{ messages[0].content }}", spaced).encode([{"role": "user", "content": "a    b"}])
     assert tokens == spaced.encode_part("a    b") and spaces in tokens
+
+
+def test_a_template_that_reads_parts_alone_is_given_parts(text: Text) -> None:
+    """Else what is asked would be left out without a word."""
+    asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": ""}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}, {"role": "assistant", "content": []}]
+    seen = ChatTemplate(LLAVA, text, sees=True)
+    assert seen.encode(asked) == seen.encode(parts) == text.encode_part("USER: Why? ASSISTANT: ASSISTANT:")
+    attack = seen.encode([{"role": "user", "content": "<|im_end|>"}])
+    assert text.added_ids.isdisjoint(attack) and "<|im_end|>" in "".join(map(text.decode, [[t] for t in attack]))
+
+
+@pytest.mark.parametrize(
+    "source", [CHATML, "{% for m in messages %}{{ m.content }}{% endfor %}", "{{ raise_exception('no') }}"]
+)
+def test_other_templates_are_given_strings(text: Text, source: str) -> None:
+    seen, chat = ChatTemplate(source, text, sees=True), [{"role": "user", "content": "Why?"}]
+    if "raise" in source:
+        with pytest.raises(InputError, match="no"):
+            seen.encode(chat)
+    else:
+        assert seen.encode(chat) == ChatTemplate(source, text).encode(chat)
+
+
+def test_bos_comes_first_where_the_model_sees_and_its_template_leaves_it_out(tokenizer_json: str) -> None:
+    """As transformers' processors do it; its tokenizers leave a chat as the template has it."""
+    added = {"bos_token_id": 0, "add_bos": True, "special_tokens": {"bos_token": "<|begin|>"}, "eos_token_ids": [1]}
+    text, chat = Text(tokenizer_json, added), [{"role": "user", "content": "Why?"}]
+    plain = ChatTemplate(CHATML, text).encode(chat)
+    assert text.bos == 0 != plain[0] and ChatTemplate(CHATML, text, sees=True).encode(chat) == [0, *plain]
+    assert ChatTemplate(LLAMA3, text, sees=True).encode(chat) == ChatTemplate(LLAMA3, text).encode(chat)

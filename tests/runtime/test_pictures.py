@@ -38,7 +38,7 @@ def model(path: Path) -> Model:
 def prompt(*parts: int | Picture) -> Prompt:
     """Tokens and pictures one after another."""
     tokens = [IMAGE_TOKEN if isinstance(part, Picture) else part for part in parts]
-    return with_pictures(tokens, [part for part in parts if isinstance(part, Picture)], IMAGE_TOKEN, VISION.merge)
+    return with_pictures(tokens, [part for part in parts if isinstance(part, Picture)], VISION)
 
 
 TEXT = [int(t) for t in np.random.default_rng(0).integers(2, 80, 30)]
@@ -80,7 +80,7 @@ def test_images_and_places_have_to_be_as_many(pictures: list[Picture]) -> None:
     with pytest.raises(
         InputError, match=f"has 1 place for an image .* and {len(pictures)} images are given; give one for each"
     ):
-        with_pictures([3, IMAGE_TOKEN], pictures, IMAGE_TOKEN, 2)
+        with_pictures([3, IMAGE_TOKEN], pictures, VISION)
 
 
 def test_a_picture_that_the_model_cannot_take_is_refused(model: Model) -> None:

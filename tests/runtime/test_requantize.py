@@ -238,6 +238,16 @@ def test_a_short_prompt_leaves_the_files_own_weights(model: Model) -> None:
     assert session.requantized_tokens == 16 and never.requantize() == 0
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_sums_that_are_not_finite_leave_the_files_own_weights(model: Model, bad: float) -> None:
+    session = model.session()
+    session.prefill(TOKENS[:40])
+    assert session._requantizer
+    session._requantizer.sums.values[3] = bad
+    session.requantize()
+    assert session.weights is None
+
+
 def test_turns_add_up(model: Model) -> None:
     session = model.session()
     for first in (0, 30):

@@ -5,8 +5,10 @@ Keys and values are rounded to f16 on both sides (vision_checkpoints.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -16,6 +18,8 @@ import pytest
 from numpy.typing import NDArray
 from vision_checkpoints import END, IMAGE, MODELS, START, TRAINED, build, reference
 
+from edgeq.config import VisionConfig
+from edgeq.container import ModelFile
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.image import Picture
 from edgeq.records import KvCodec
@@ -23,7 +27,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.pictures import Seen
 from edgeq.runtime.prompt import Prompt, positions, with_pictures
 from edgeq.runtime.session import BatchItem, run_together
-from edgeq.runtime.vision import Frame, Tower, tower
+from edgeq.runtime.vision import Frame, Grid, Tower, tower
 from edgeq.targets import load
 from edgeq.targets.graph import Select
 from edgeq.targets.target import Options
@@ -40,7 +44,6 @@ PROMPTS: dict[str, tuple[int, ...]] = {
     "three": (0, 0, 1, 1, 3, 2, 4),
     "no_image": (70,),
 }
-Arrays = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,23 @@ class Case:
     path: Path
     model: Any
 
+    @cached_property
+    def vision(self) -> VisionConfig:
+        found = ModelFile.open(self.path).metadata.config.vision
+        assert found
+        return found
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        side = self.vision.image.height // self.vision.patch_size
+        return GRIDS if self.vision.sizes_vary else ((1, side, side),) * 3
+
     def pictures(self, count: int) -> list[Picture]:
-        vision = self.model.config.vision_config
-        width = 3 * vision.temporal_patch_size * vision.patch_size**2
         rng = np.random.default_rng(5)
-        made = [rng.standard_normal((t * h * w, width), np.float32) for t, h, w in GRIDS[:count]]
-        return [Picture(x, g, bytes([i]), (1, 1)) for i, (x, g) in enumerate(zip(made, GRIDS, strict=False))]
+        made = [
+            (grid, rng.standard_normal((math.prod(grid), self.vision.patch_width), np.float32)) for grid in self.grids[:count]
+        ]
+        return [Picture(patches, grid, bytes([i]), (1, 1)) for i, (grid, patches) in enumerate(made)]
 
     def prompt(self, name: str, seed: int = 0) -> Prompt:
         parts, tokens, order = PROMPTS[name], list[int](), list[int]()
@@ -69,25 +83,66 @@ class Case:
         if name == "image_last":
             del tokens[-1]
         pictures = self.pictures(len(GRIDS))
-        return with_pictures(tokens, [pictures[i] for i in order], IMAGE, 2)
+        return with_pictures(tokens, [pictures[i] for i in order], self.vision)
+
+    def seen(self, pictures: Sequence[Picture]) -> dict[str, Any]:
+        """What transformers' model takes of pictures."""
+        import torch
+
+        patches = np.concatenate([picture.patches for picture in pictures])
+        if self.vision.sizes_vary:
+            grids = torch.tensor([picture.grid for picture in pictures])
+            return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": grids}
+        (_, rows, columns), side, whole = self.grids[0], self.vision.patch_size, self.vision.image.height
+        images = (
+            patches.reshape(-1, rows, columns, 3, side, side)
+            .transpose(0, 3, 1, 4, 2, 5)
+            .reshape(-1, 3, rows * side, rows * side)
+        )
+        rest = whole - rows * side
+        return {"pixel_values": torch.from_numpy(np.pad(images, ((0, 0), (0, 0), (0, rest), (0, rest))))}
 
     def expected(self, prompt: Prompt) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        """transformers' logits [tokens, vocab] and positions [3, tokens]."""
+        """transformers' logits [tokens, vocab] and positions [axes, tokens]."""
         import torch
 
         ids = torch.tensor([prompt.tokens])
         kinds = (ids == IMAGE).int()
-        seen: dict[str, Any] = {}
-        if prompt.pictures:
-            grids = torch.tensor([picture.grid for picture in prompt.pictures])
-            pixels = torch.from_numpy(np.concatenate([picture.patches for picture in prompt.pictures]))
-            seen = {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+        seen = self.seen(prompt.pictures) if prompt.pictures else {}
+        if "image_grid_thw" in seen:
+            seen["mm_token_type_ids"] = kinds
         with torch.no_grad():
             logits = self.model(ids, **seen).logits[0].numpy()
-            if not prompt.pictures:
-                return logits, np.tile(np.arange(len(prompt.tokens), dtype=np.int32), (3, 1))
+            if "image_grid_thw" not in seen:
+                return logits, np.tile(np.arange(len(prompt.tokens), dtype=np.int32), (3 if self.vision.sizes_vary else 1, 1))
             found, _ = self.model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=seen["image_grid_thw"])
         return logits, found[:, 0].numpy()
+
+    def tower(self, picture: Picture) -> dict[str, NDArray[np.float32]]:
+        """transformers' patch embedding, stream after the last layer and features of a picture."""
+        import torch
+
+        wanted: dict[str, NDArray[np.float32]] = {}
+        layers, seen = self.vision.num_hidden_layers, self.seen([picture])
+        if "image_grid_thw" in seen:
+            visual = self.model.model.visual
+            hooks = {"patch": visual.patch_embed, "layers": visual.blocks[layers - 1]}
+        else:
+            visual = self.model.model.vision_tower
+            hooks = {"patch": visual.embeddings.patch_embedding, "layers": visual.encoder.layers[layers - 1]}
+        taken = [
+            module.register_forward_hook(lambda _m, _a, out, key=key: wanted.__setitem__(key, out.numpy()))
+            for key, module in hooks.items()
+        ]
+        with torch.no_grad():
+            found = self.model.model.get_image_features(**seen)
+        for hook in taken:
+            hook.remove()
+        features = [found.pooler_output, *getattr(found, "deepstack_features", ())]
+        if wanted["patch"].ndim == 4:
+            wanted["patch"] = wanted["patch"][0].reshape(len(wanted["patch"][0]), -1).T
+            wanted["layers"] = wanted["layers"][0][int(self.vision.class_row) :]
+        return wanted | {"features": np.concatenate([each[0].numpy() for each in features], 1)}
 
 
 Get = Callable[[str], Case]
@@ -128,45 +183,44 @@ def logits_of(model: Model, prompt: Prompt, rows: int) -> NDArray[np.float32]:
 def check_logits(case: Case, target: str, prompt: Prompt, rows: int) -> None:
     model = Model.load(case.path, target=target, mode="a16", max_rows=rows, max_logits=rows, context=256)
     wanted, where = case.expected(prompt)
-    assert np.array_equal(positions(prompt.places, 0, len(prompt.tokens), 3), where)
+    assert np.array_equal(positions(prompt.places, 0, len(prompt.tokens), model.config.rope.axes), where)
     assert near(logits_of(model, prompt, rows), wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_tower_equals_transformers(case: Get, target: str, name: str) -> None:
-    import torch
-
     found = case(name)
-    file = Model.load(found.path, target="reference").file
-    pictures, visual = found.pictures(3), found.model.model.visual
-    wanted: Arrays = {}
-    hooks = {"patch": visual.patch_embed, "layers": visual.blocks[-1]}
-    for key, module in hooks.items():
-        module.register_forward_hook(lambda _m, _a, out, key=key: wanted.__setitem__(key, out.numpy()))
-    pixels = np.concatenate([picture.patches for picture in pictures])
-    with torch.no_grad():
-        features = visual(torch.from_numpy(pixels), torch.tensor(GRIDS)).pooler_output
+    file, pictures, classes = ModelFile.open(found.path), found.pictures(3), int(found.vision.class_feature)
+    wanted = [found.tower(picture) for picture in pictures]
     made = Tower(file, load(target), Options("a16", threads=1), 40)
-    assert near(made.encode(pixels, GRIDS), features.numpy())
+    features = made.encode(np.concatenate([picture.patches for picture in pictures]), found.grids)
+    assert near(features, np.concatenate([each["features"] for each in wanted]))
     # The same list of operations, cut short.
     graph = tower(file.metadata)
-    for key, count in (("patch", 2), ("layers", next(i for i, o in enumerate(graph.operations) if isinstance(o, Select)) - 1)):
+    last = next(i for i, o in enumerate(graph.operations) if isinstance(o, Select)) - (found.vision.project_norm == "patch")
+    for key, count in (("patch", 2), ("layers", last)):
         short = replace(graph, operations=(*graph.operations[:count], Select(-1, ("x",))), result="x")
         program = load(target).compile(short, file, Options("a16", 1, max_rows=40, max_logits=40, kv=KvCodec()))
         made.program = program
-        done = 0
-        for picture in pictures:
-            part = slice(done, done + len(picture.patches))
+        for picture, expected in zip(pictures, wanted, strict=True):
             # transformers leaves the layers' outputs window by window.
             order = Frame.of(picture.grid, made.config).order if key == "layers" else slice(None)
-            assert near(made.encode(picture.patches, [picture.grid])[order], wanted[key][part]), key
-            done = part.stop
+            assert near(made.encode(picture.patches, [picture.grid])[classes:][order], expected[key]), key
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("name", "prompt", "rows"), [("head80", "three", 256), ("padded", "two", 7), ("trained", "text_first", 1)]
+    ("name", "prompt", "rows"),
+    [
+        ("head80", "three", 256),
+        ("padded", "two", 7),
+        ("trained", "text_first", 1),
+        ("taps", "two", 7),
+        ("clip_llama", "three", 256),
+        ("clip_mistral", "text_first", 7),
+        ("siglip_qwen2", "image_last", 256),
+    ],
 )
 def test_logits_equal_transformers(case: Get, target: str, name: str, prompt: str, rows: int) -> None:
     check_logits(case(name), target, case(name).prompt(prompt), rows)
@@ -182,20 +236,22 @@ def test_logits_equal_transformers_everywhere(case: Get, target: str, name: str,
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_second_turn_equals_transformers(case: Get, target: str) -> None:
-    found = case("padded")
+@pytest.mark.parametrize(
+    "name", ["padded", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in NAMES if each != "padded")]
+)
+def test_a_second_turn_equals_transformers(case: Get, target: str, name: str) -> None:
+    found = case(name)
     model = Model.load(found.path, target=target, mode="a16", context=256)
     first, session = found.prompt("text_first"), model.session()
     session.prefill(first)
-    more = [*first.tokens, 9, 10, START, *[IMAGE] * 4, END, 12]
     second = found.prompt("two")
+    more = [*first.tokens, 9, 10, START, *[IMAGE] * second.places[1].tokens, END, 12]
     both = with_pictures(
         [*(t for t in first.tokens if t != IMAGE), 9, 10, START, IMAGE, END, 12][:6]
         + [IMAGE, END, *first.tokens[-7:]]
         + [9, 10, START, IMAGE, END, 12],
         [first.pictures[0], second.pictures[1]],
-        IMAGE,
-        2,
+        found.vision,
     )
     assert both.tokens == more
     kept = session.keep_prefix(both)

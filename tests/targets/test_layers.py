@@ -39,7 +39,7 @@ def test_norm_add_leaves_the_residual_under_it(width):
     rng, arrays = np.random.default_rng(width), Arrays()
     x = rng.standard_normal((ROWS, width)) * 10
     gain, g = stored(arrays, rng.standard_normal(width))
-    operations = [Scale(0, "x", 0.5), NormAdd(0, "x", gain, 1e-5, "x")]
+    operations = [Scale(0, "x", 0.5, "x"), NormAdd(0, "x", gain, 1e-5, "x")]
     oracle, y = both(shown(arrays, x, operations, "x", {"x": width, "_dim": 2}), arrays, ROWS)
     half = x.astype(np.float32) / 2
     wanted = half + half / np.sqrt((half.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5) * g
@@ -53,7 +53,7 @@ def test_scale_and_learned_positions(dtype, width):
     rng, arrays = np.random.default_rng(width), Arrays()
     x = rng.standard_normal((ROWS, width))
     table, rows = stored(arrays, rng.standard_normal((9, width)), dtype)
-    operations = [Scale(0, "x", 11.3137085), PositionAdd(0, "x", table)]
+    operations = [Scale(0, "x", 11.3137085, "x"), PositionAdd(0, "x", table)]
     oracle, y = both(shown(arrays, x, operations, "x", {"x": width, "_dim": 2}), arrays, ROWS, [2, 3])
     wanted = x.astype(np.float32) * np.float32(11.3137085) + rows[:ROWS]
     assert np.array_equal(oracle, wanted.astype(np.float32)) and np.abs(y - oracle).max() < 1e-5

@@ -135,7 +135,7 @@ def row_operations(name: str, arrays: Arrays, width: int) -> tuple[tuple[Operati
         "relu": ((Activate(0, "x", width, "s", "relu", False),), "s"),
         "norm_add": ((Activate(0, "x", width, "n"), other, NormAdd(0, "n", gain, 1e-5, "s"), norm), "n"),
         "gated_add": ((Activate(0, "x", width, "n"), other, GatedAdd(0, "n", "x", "s"), norm), "n"),
-        "scale": ((Activate(0, "x", width, "s"), Scale(0, "s", 3.0), LayerNorm(0, "s", gain, bias, 1e-5, "n")), "n"),
+        "scale": ((Activate(0, "x", width, "s"), Scale(0, "s", 3.0, "s"), LayerNorm(0, "s", gain, bias, 1e-5, "n")), "n"),
     }
     return cases[name]
 

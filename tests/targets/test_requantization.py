@@ -64,7 +64,7 @@ def graph_of(file: File, x: np.ndarray, layers: list[LinearSpec], width: int) ->
     first = layers[0].weights[0]
     again = layer(file, "again", matrix(file, layers[0].master)[::-1], first.codec, layers[0].master.codec)
     operations = (
-        Embed(-1, file.add(x, "f32"), "x"), *reads, Scale(0, "x", 0.5), Linear(1, "x", again, "y", 0, add=True),
+        Embed(-1, file.add(x, "f32"), "x"), *reads, Scale(0, "x", 0.5, "x"), Linear(1, "x", again, "y", 0, add=True),
         Select(-1, ("y",)),
     )  # fmt: skip
     return Graph({"x": width, "y": rows}, operations, "y", layers=1, kv_heads=1, head_dim=2)
@@ -116,22 +116,25 @@ def test_scales_of_one_give_the_rounding_of_the_master_bit_by_bit(target):
     assert np.array_equal(program.run(rows).copy(), program.run_requantized(rows, weights))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_numbers_that_are_none_do_not_leave_their_group():
-    file, codec = File(), Codec("int", 4, 32, False)
+@pytest.mark.parametrize("codec", [Codec("int", 4, 32, False), Codec("int", 3, 32)], ids=lambda c: c.name.replace(" ", "-"))
+@pytest.mark.parametrize("target", ["reference", "cpu"])
+def test_what_is_not_finite_makes_the_scale_of_its_group_nan_and_no_other(target, codec):
+    file = File()
     w = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
-    w[4, 3], w[5, 40] = np.nan, np.inf
+    w[4, 3], w[5, 40] = np.nan, -np.inf
     kept = Weight(Codec("f32"), 16, 64, file.add(pack_floats(w, "f32"), "f32"))
     clean = np.where(np.isfinite(w), w, 0).astype(np.float32)
     spec = LinearSpec("layer", (stored(file, clean, codec),), master=kept)
-    program = program_of("cpu", graph_of(file, np.ones((1, 64), np.float32), [spec], 64), file)
+    program = program_of(target, graph_of(file, np.ones((1, 64), np.float32), [spec], 64), file)
     weights = program.new_weights()
     program.requantize(weights, [np.ones(64, np.float32)] * 2)
-    q, scale, zero = (weights.array(ref) for _, ref in spec.weights[0].arrays())
-    made = dequantize(codec, 16, 64, q, scale, zero)
-    assert np.isfinite(unpack_groups(scale, 16)).all() and unpack_integers(q, 16, 64).max() < 16
+    made = [weights.array(ref) for _, ref in spec.weights[0].arrays()]
+    assert np.argwhere(np.isnan(unpack_groups(made[1], 16))).tolist() == [[4, 0], [5, 1]]
+    assert unpack_integers(made[0], 16, 64).max() < 1 << codec.bits
     others = np.delete(np.arange(16), [4, 5])
-    assert np.array_equal(made[others], dequantize(codec, 16, 64, *rounded(clean, codec).values())[others])
+    assert np.array_equal(
+        dequantize(codec, 16, 64, *made)[others], dequantize(codec, 16, 64, *rounded(clean, codec).values())[others]
+    )
 
 
 def test_the_cpu_names_the_masters_that_it_reads():

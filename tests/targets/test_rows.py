@@ -77,7 +77,7 @@ def test_selected_rows_lie_side_by_side_in_the_order_that_is_wanted(width: int, 
     arrays, count = Arrays(), 12
     wanted = np.random.default_rng(together).permutation(count).astype(np.int32)[: 12 // together * together]
     select = Select(0, ("x",), ("joined",), together)
-    graph = graph_of(arrays, width, [select, Scale(0, "joined", 2.0)], "joined", {"joined": together * width}, 2)
+    graph = graph_of(arrays, width, [select, Scale(0, "joined", 2.0, "joined")], "joined", {"joined": together * width}, 2)
     expected, found = both(graph, arrays, count, wanted=wanted)
     assert np.array_equal(found, expected) and len(expected) == 12 // together
     plain, _ = both(graph_of(arrays, width, [], "x", {}, 2), arrays, count)

@@ -107,18 +107,20 @@ class ScaleArgs(Args):
     x_stride = nbytes()
     width = number()
     factor = float32()
+    out = pointer()
+    out_stride = nbytes()
 
 
 def scale() -> Kernel:
-    """x times a factor, in place."""
+    """out = x times a factor."""
 
     def kernel(record, part, parts, thread):
         args = ScaleArgs(record)
         factor = vsplat(args.factor)
         for r in range(part, get_i64(args.rows), parts):
-            x = args.x + r * args.x_stride
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             for c in range(0, args.width, 16):
-                vstore(x + 4 * c, vmul(vload(x + 4 * c), factor))
+                vstore(out + 4 * c, vmul(vload(x + 4 * c), factor))
 
     return kernel
 

@@ -178,7 +178,7 @@ def requantize(kind: int, master_symmetric: int, bits: int, symmetric: int) -> K
                 stop = min(start + span, columns)
                 for first in range(start, stop, group):
                     last = min(first + group, stop)
-                    low, high = vsplat(3e38), vsplat(-3e38)
+                    low, high, invalid = vsplat(3e38), vsplat(-3e38), none
                     for some in range(first, last, 16):
                         if kind == 1:
                             g = some // master_group
@@ -191,6 +191,8 @@ def requantize(kind: int, master_symmetric: int, bits: int, symmetric: int) -> K
                                 w = vmul(vsub(w, offset), factor)
                             w = vmul(w, vsplat(get_f32(factors + 4 * c)))
                             vstore(values + 64 * (c - start), w)
+                            # 0, or NaN for what is not finite: `vmin` and `vmax` would pass over it.
+                            invalid = vadd(invalid, vsub(w, w))
                             if symmetric:
                                 w = vabs(w)
                             else:
@@ -200,7 +202,8 @@ def requantize(kind: int, master_symmetric: int, bits: int, symmetric: int) -> K
                         width, steps, zero = high, vsplat(center - 1.0), vsplat(center)
                     else:
                         width, steps, zero = vsub(high, low), full, none
-                    scale = vround_f16(vmin(vdiv(vmax(width, vsplat(least)), steps), vsplat(most)))
+                    scale = vmin(vdiv(vmax(width, vsplat(least)), steps), vsplat(most))
+                    scale = vround_f16(vadd(scale, invalid))
                     put_f16s(args.scales + n * args.scales_block + 32 * (first // group), vfirst(scale, lanes))
                     if not symmetric:
                         zero = vmin(vmax(vsub(none, vrint(vdiv(low, scale))), none), full)

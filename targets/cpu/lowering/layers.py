@@ -102,10 +102,10 @@ def norm_add(context: Context, o: op.NormAdd) -> None:
 
 
 def scale(context: Context, o: op.Scale) -> None:
-    x, stride = context.place(o.x)
-    args = norms.ScaleArgs(x=x, x_stride=stride, width=context.width(o.x), factor=o.factor)
+    (x, stride), (out, out_stride) = context.place(o.x), context.place(o.out)
+    args = norms.ScaleArgs(x=x, x_stride=stride, width=context.width(o.x), factor=o.factor, out=out, out_stride=out_stride)
     context.emit(kernel(norms.scale), args)
-    context.invalidate(o.x)
+    context.invalidate(o.out)
 
 
 def position_add(context: Context, o: op.PositionAdd) -> None:

@@ -1,0 +1,178 @@
+"""What the runtime asks of a target, with one that computes nothing: memory, sizes of runs, a device that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from edgeq import targets
+from edgeq.container import ModelFile
+from edgeq.errors import DeviceError, InputError, ResourceError
+from edgeq.records import KvCodec, Mode
+from edgeq.runtime import Batch, Model, session
+from edgeq.runtime.session import PrefillRate
+from edgeq.targets import Choice
+from edgeq.targets.graph import Graph
+from edgeq.targets.rows import Page, Rows
+from edgeq.targets.target import OnProgress, Options, Program, Room, StepTimes, no_progress
+from edgeq.tools.cli import main
+
+LOST = "the GPU has fallen off the bus"
+LETTER = 66
+"""The token of "a"."""
+
+
+class IdleProgram:
+    """Every token is followed by LETTER.  After so many runs as `last` says the device is lost."""
+
+    threads, tile, description = 1, 64, "idle"
+
+    def __init__(self, graph: Graph, options: Options, last: int) -> None:
+        self.options = replace(options, max_rows=options.max_rows or 1024)
+        self.runs: list[int] = []
+        self._last, self._width = last, graph.buffers[graph.result]
+
+    def prepare(self, mode: Mode, on_progress: OnProgress = no_progress) -> None:
+        """Nothing is compiled."""
+
+    def new_page(self) -> Page:
+        return Page()
+
+    def copy_page(self, page: Page) -> Page:
+        return Page()
+
+    def save_page(self, page: Page) -> bytes:
+        return b""
+
+    def load_page(self, data: bytes) -> Page:
+        return Page()
+
+    def read_bandwidth(self, refresh: bool = False) -> float | None:
+        return None
+
+    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> Any:
+        if len(self.runs) >= self._last:
+            raise DeviceError(LOST)
+        assert len(rows) <= self.options.max_rows
+        self.runs.append(len(rows))
+        logits = np.zeros((len(rows.wanted), self._width), np.float32)
+        logits[:, LETTER] = 1
+        return logits
+
+
+class IdleTarget:
+    name = "idle"
+
+    def __init__(self, room: Room | None = None, last: int = 1 << 30) -> None:
+        self._room, self._last = room or Room(1 << 40, 0), last
+
+    def refusal(self, file: ModelFile | None = None) -> str | None:
+        return None
+
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+        return self._room
+
+    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
+        return IdleProgram(graph, options, self._last)
+
+
+def loaded(path: Path, target: IdleTarget, context: int | None = None, **options: Any) -> Model:
+    return Model(ModelFile.open(path), Choice(target, ()), Options("a16", **options), context=context)
+
+
+def runs(model: Model) -> list[int]:
+    assert isinstance(model.program, IdleProgram)
+    return model.program.runs
+
+
+def test_the_context_is_what_the_target_has_room_for(tiny_path: Path) -> None:
+    page = loaded(tiny_path, IdleTarget()).graph.page_bytes(KvCodec())
+    target = IdleTarget(Room(5000 + 4 * page - 1, 5000))
+    assert loaded(tiny_path, target).context == 192
+    with pytest.raises(ResourceError, match="largest context that fits is 192"):
+        loaded(tiny_path, target, context=193)
+    with pytest.raises(ResourceError, match="no context fits"):
+        loaded(tiny_path, IdleTarget(Room(4999, 5000)))
+
+
+def test_a_prompt_runs_in_whole_tiles_of_the_target(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # By this clock every run takes a second.
+    monkeypatch.setattr(session, "perf_counter", count().__next__)
+    model, tokens = loaded(tiny_path, IdleTarget()), [3] * 1000
+    model.session().prefill(tokens)
+    assert runs(model)[:2] == [256, 320] and sum(runs(model)) == 1000
+    assert not any(rows % 64 for rows in runs(model)[:-1])
+    slow = PrefillRate(64)
+    slow.record(64, 1000, True)
+    assert slow.rows(1) == 64
+
+
+def test_the_target_says_how_many_rows_a_run_has_unless_a_user_does(tiny_path: Path) -> None:
+    model, small = loaded(tiny_path, IdleTarget()), loaded(tiny_path, IdleTarget(), max_rows=100, max_logits=200)
+    for each, most in ((model, 1024), (small, 100)):
+        assert each.program.options.max_rows == most
+        each.session().prefill([3] * 1000)
+        assert max(runs(each)) <= most
+    assert small.session().most_logits == 100
+    with pytest.raises(InputError, match="1 to 100"):
+        Batch(small, 101)
+
+
+def test_a_lost_device_ends_its_model_and_nothing_else(tiny_path: Path) -> None:
+    model = loaded(tiny_path, IdleTarget(last=4))
+    kept = model.session()
+    generation = model.generate([5, 6, 7], max_tokens=9, session=kept)
+    with pytest.raises(DeviceError, match=LOST):
+        list(generation)
+    # The prompt and three tokens ran; the token that was drawn last did not.
+    assert runs(model) == [3, 1, 1, 1] and len(kept.tokens) == 6 and len(generation.tokens) == 4
+    for again in (
+        lambda: kept.decode(5),
+        lambda: model.session().prefill([1, 2]),
+        lambda: "".join(model.generate("x")),
+        lambda: list(Batch(model, 1).run(["x"])),
+    ):
+        with pytest.raises(DeviceError, match=LOST):
+            again()
+    assert len(kept.tokens) == 6
+    model.close()
+    with pytest.raises(InputError, match="closed"):
+        model.generate("x")
+    with loaded(tiny_path, IdleTarget()) as other:
+        assert other.generate([5, 6, 7], max_tokens=9).text()
+
+
+@pytest.fixture
+def edgeq(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command line where the reference target's device is lost in the fourth run."""
+    monkeypatch.setattr(targets, "load", lambda name: IdleTarget(last=3))
+
+    def run(*words: object, input: str | None = None) -> Result:
+        return CliRunner().invoke(main, [*map(str, words), "--target", "reference"], input=input)
+
+    return run
+
+
+def test_the_command_line_says_in_one_line_that_the_device_is_lost(edgeq: Callable[..., Result], tiny_path: Path) -> None:
+    result = edgeq("run", tiny_path, "-p", "abc", "-n", 9)
+    assert result.exit_code == 1 and result.stderr.splitlines()[-1] == f"error: {LOST}"
+    # What was generated before stays, on a line of its own.
+    assert result.stdout.strip() and result.stdout.endswith("\n")
+    result = edgeq("run", tiny_path, "-p", "abc", "-n", 9, "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout) == {"error": LOST, "exit_code": 1}
+
+
+def test_a_conversation_ends_when_the_device_is_lost(edgeq: Callable[..., Result], tiny_path: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    result = edgeq("chat", tiny_path, "--chat-template", template, "-n", 2, input="a\nb\n/stats\n")
+    assert result.exit_code == 1 and result.stderr.splitlines()[-1] == f"error: {LOST}"
+    assert len(result.stdout.splitlines()) == 2 and result.stdout.endswith("\n") and "prefill" not in result.stderr

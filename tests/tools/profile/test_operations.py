@@ -1,0 +1,154 @@
+"""Where the time goes: operations and bubble make the wall time, and the work that is counted is that of the network."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeq.records import KvCodec
+from edgeq.targets.graph import Attention, CacheWrite
+from edgeq.targets.target import Step
+from edgeq.tools.profile.collect import Profile
+from edgeq.tools.profile.limits import Limits
+from edgeq.tools.profile.operations import Breakdown, breakdown
+from edgeq.tools.profile.tables import layers, operation_cells, summed
+from edgeq.tools.profile.trace import trace
+from edgeq.tools.profile.work import Shape, Work, work
+
+
+@pytest.fixture(scope="module")
+def found(profiled: Profile) -> dict[str, Breakdown]:
+    """The breakdowns of the first combination by the name of their test."""
+    return {s.test.name: each for s, each in profiled.breakdowns() if s.combination is profiled.combinations[0]}
+
+
+def test_operations_and_bubble_are_the_wall_time(profiled: Profile) -> None:
+    pairs = profiled.breakdowns()
+    assert len(pairs) == 6
+    for series, each in pairs:
+        assert each.closure == pytest.approx(1, abs=0.01), series.test
+        assert each.operations + each.bubble == pytest.approx(each.wall, rel=0.01)
+        # Were the processor's counter and the clock of Python to disagree, a call would be shorter than its operations.
+        assert each.within > 0 and each.between > 0 and all(line.seconds >= line.waited >= 0 for line in each.lines)
+        pieces = [piece.seconds / piece.tokens for sample in series.recorded for piece in sample.pieces()]
+        assert min(pieces) <= each.wall <= sorted(pieces)[len(pieces) // 2]
+
+
+def test_a_decoded_token_reads_every_product_once_and_the_cache(profiled: Profile, found: dict[str, Breakdown]) -> None:
+    model = profiled.combinations[0].model
+    for name, depth in (("tg8", 0), ("tg8 @ d64", 64)):
+        lines = found[name].lines
+        products = sum(line.bytes for line in lines if line.macs)
+        assert products == pytest.approx(sum(x.nbytes for x in model.file.metadata.linears.values()))
+        assert sum(line.macs for line in lines) == pytest.approx(
+            sum(x.rows * x.columns for x in model.file.metadata.linears.values())
+        )
+        positions = (found[name].tokens and np.mean([s.calls[0].shape.ends[0] for s in found[name].samples])) or 0
+        assert depth < positions <= depth + 8
+        attention = sum(line.bytes for line in lines if line.name == "attention")
+        assert attention == pytest.approx(positions * model.position_bytes)
+
+
+def test_a_prompt_computes_every_row_but_those_that_nobody_asks_for(profiled: Profile, found: dict[str, Breakdown]) -> None:
+    model, each = profiled.combinations[0].model, found["pp32"]
+    macs: dict[tuple[int, str], float] = {(line.layer, line.name): line.macs * 32 for line in each.lines}
+    last = model.config.num_hidden_layers - 1
+    for name, linear in model.file.metadata.linears.items():
+        owner, _, part = name.rpartition(".")
+        layer = int(owner.rpartition(".")[2]) if owner else -1
+        rows = 1 if layer == -1 or (layer == last and part != "qkv") else 32
+        assert macs[layer, part] == pytest.approx(rows * linear.rows * linear.columns), name
+    # Row r sees r + 1 positions; in the last layer one row attends.
+    seen = (32 * 33 / 2, 32.0)
+    heads = 2 * model.config.num_attention_heads * model.config.head_dim
+    floats = {line.layer: line.float_macs * 32 for line in each.lines if line.name == "attention"}
+    assert floats[0] == pytest.approx(seen[0] * heads) and floats[last] == pytest.approx(seen[1] * heads)
+
+
+def test_a_window_bounds_what_attention_reads() -> None:
+    kv, step = KvCodec("f16"), Step(Attention(0, "x", 0, "y", 4, 2, 8, 1.0, 5, 0), "attend")
+    one = Shape(np.array([12]), np.array([0]), None)
+    assert work(step, one, kv) == Work(5 * 2 * 2 * 16, 0, 2 * 5 * 4 * 8)
+    # Rows 10 ... 12 of a session see positions 6 ... 12 together, two sessions their own.
+    three = Shape(np.array([10, 11, 12]), np.array([0, 0, 0]), None)
+    assert work(step, three, kv).bytes == 7 * 2 * 2 * 16
+    apart = Shape(np.array([3, 12]), np.array([0, 1]), None)
+    assert work(step, apart, kv) == Work((3 + 5) * 2 * 2 * 16, 0, 2 * (3 + 5) * 4 * 8)
+    assert work(Step(CacheWrite(0, "x", 0, 0, 2, 8, 0), "kv"), three, kv) == Work(3 * 2 * 2 * 16)
+
+
+def test_the_roofline_is_the_larger_of_both_bounds() -> None:
+    limits = Limits(1, 10.0, 40.0)
+    assert limits.least_seconds(Work(100, 10)) == 10 and limits.bound(Work(100, 10)) == "memory"
+    assert limits.least_seconds(Work(100, 1000)) == 50 and limits.bound(Work(100, 1000)) == "integers"
+
+
+def test_shares_of_the_roofline_follow_from_work_and_time(profiled: Profile, found: dict[str, Breakdown]) -> None:
+    limits = profiled.limits[profiled.plan.settings[0]]
+    for each in found.values():
+        for line in each.lines:
+            counted = (line.bytes or line.macs) and not (line.float_macs and line.phase == "prefill")
+            assert (line.roofline is not None) == bool(counted)
+            if line.roofline is not None:
+                assert line.roofline * line.seconds == pytest.approx(
+                    limits[line.phase].least_seconds(Work(line.bytes, line.macs))
+                )
+    # Another machine, half as fast: twice the share.
+    series = profiled.series[1]
+    half = {phase: Limits(1, x.bytes_per_s / 2, x.operations_per_s / 2) for phase, x in limits.items()}
+    shares = [
+        [line.roofline for line in breakdown("tg8", series.recorded, with_limits).lines if line.roofline]
+        for with_limits in (limits, half)
+    ]
+    assert shares[1] == pytest.approx([2 * share for share in shares[0]])
+    assert not any(line.roofline for line in breakdown("tg8", series.recorded, {}).lines)
+
+
+def test_the_table_has_every_operation_and_layer(written: dict[str, Any]) -> None:
+    for operations in written["operations"]:
+        cells = operation_cells(operations)
+        assert {"qkv", "o", "gate_up", "down", "head", "attention", "between calls", "within calls"} <= {
+            row[1] for row in cells
+        }
+        total = sum(line["seconds"] for line in summed(operations["lines"])) + operations["bubble"]
+        assert total == pytest.approx(operations["wall"], rel=0.01)
+        shown = layers(operations)
+        assert all(f"{layer} " in shown for layer in ("outside", 0, 1, 2))
+
+
+def test_the_trace_nests_and_sums_to_the_table(profiled: Profile) -> None:
+    made = json.loads(trace(profiled))
+    spans = [event for event in made["traceEvents"] if event["ph"] == "X"]
+    tracks = {event["tid"]: event["args"]["name"] for event in made["traceEvents"] if event["name"] == "thread_name"}
+    assert len(tracks) == 6 and all(name.startswith("calling thread: ") for name in tracks.values())
+    assert {event["ph"] for event in made["traceEvents"]} == {"X", "M", "C"}
+    for event in spans:
+        assert set(event) >= {"name", "cat", "ph", "ts", "dur", "pid", "tid"} and event["ts"] >= 0 and event["dur"] >= 0
+    slack = 0.01  # microseconds: times are floats
+    for track, (_, each) in zip(sorted(tracks), profiled.breakdowns(), strict=True):
+        own = sorted((e for e in spans if e["tid"] == track), key=lambda e: (e["ts"], -e["dur"]))
+        open_until: list[float] = []
+        for event in own:
+            while open_until and event["ts"] >= open_until[-1] - slack:
+                open_until.pop()
+            assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + slack, event
+            open_until.append(event["ts"] + event["dur"])
+        sums: dict[str, float] = defaultdict(float)
+        for event in own:
+            if event["cat"] in ("operation", "waiting"):
+                sums[event["name"].removesuffix(": waiting")] += event["dur"] / 1e6 / each.tokens
+        table: dict[str, float] = defaultdict(float)
+        for line in each.lines:
+            table[line.name] += line.seconds
+        assert dict(sums) == pytest.approx(dict(table), rel=1e-6)
+
+
+def test_counters_of_the_trace_are_numbers(profiled: Profile) -> None:
+    counters = [event for event in json.loads(trace(profiled))["traceEvents"] if event["ph"] == "C"]
+    names = {event["name"].partition(":")[0] for event in counters}
+    assert names == {"GB/s", "cache MB"}
+    assert all(value > 0 for event in counters for value in event["args"].values())

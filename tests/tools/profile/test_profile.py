@@ -1,0 +1,175 @@
+"""The command: records, formats, and what is kept of a run that does not end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edgeq.errors import FormatError, InputError
+from edgeq.tools.cli import main
+from edgeq.tools.profile import command, conditions
+from edgeq.tools.profile.collect import Profile
+from edgeq.tools.profile.record import SCHEMA, Measurement, measurement, read, write
+from edgeq.tools.profile.runs import Combination, Sample
+
+SHORT = ("-p", "16", "-n", "4", "-r", "2", "-t", "1", "--target", "cpu")
+
+
+def edgeq(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def record(**changes: Any) -> Measurement:
+    facts = {"mhz": 2000.0, "threads": 1, "celsius": None}
+    known = {"kind": "tg", "test": "tg4", "tokens": 4, "depth": 0, "batch": 1, "context": 8, "facts": facts}
+    return Measurement(**{**known, "samples_s": [0.4, 0.2, 0.8], "step_s": [0.1] * 12, **changes})
+
+
+def test_every_combination_has_its_rows(profiled: Profile) -> None:
+    records = profiled.measurements()
+    assert not profiled.partial
+    kinds = [(r.kind, r.facts["mode"]) for r in records if r.kind != "compile"]
+    assert kinds == [(kind, mode) for mode in ("a16", "a8") for kind in ("load", "ttft", "pp", "tg", "tg")]
+    for r in records:
+        assert all(x > 0 for x in r.samples_s)
+        if r.kind == "tg":
+            assert len(r.step_s) == 24 and len(r.samples_s) == 3 and len(r.instrumented_s) == 24
+            assert sum(r.step_s) == pytest.approx(sum(r.samples_s), rel=1e-6)
+            assert r.bytes_per_s and r.read_bandwidth and r.bandwidth_share == r.bytes_per_s / r.read_bandwidth
+    assert len(profiled.memory) == 4 * 6 and all(rss > 0 for _, rss, _ in profiled.memory)
+
+
+def test_percentiles_need_values() -> None:
+    assert record().percentile(50) == pytest.approx(0.1) and record().percentile(95) is None
+    many = record(step_s=[float(i) for i in range(1, 101)])
+    assert many.percentile(95) == pytest.approx(95.05) and many.percentile(99) == pytest.approx(99.01)
+    assert record(step_s=[0.1] * 99).percentile(99) is None
+
+
+def test_rates_and_overhead_are_of_medians() -> None:
+    assert record().tokens_per_s == pytest.approx(10) and record(batch=3).tokens_per_s == pytest.approx(30)
+    assert record(kind="load").tokens_per_s is None
+    assert record(instrumented_s=[0.1, 0.11, 9.0]).overhead == pytest.approx(0.1) and record().overhead is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, []),
+        ({"facts": {"mhz": None, "threads": 2}}, ["clocks"]),
+        ({"facts": {"mhz": 2.0}}, ["threads"]),
+        ({"context": 0}, ["context"]),
+    ],
+)
+def test_a_record_says_what_it_lacks(changes: dict[str, Any], missing: list[str]) -> None:
+    assert record(**changes).incomplete == missing and record(**changes).fields()["incomplete"] == missing
+
+
+def test_records_are_read_as_they_were_written(profiled: Profile) -> None:
+    for r in profiled.measurements():
+        assert measurement(json.loads(json.dumps(r.fields()))) == r
+
+
+def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with pytest.raises(InputError, match="give a file that"):
+        read(path)
+    for text in ("", "[" * 100_000, "[1]", '{"schema": "other"}', json.dumps({"schema": SCHEMA, "measurements": [1]})):
+        path.write_text(text)
+        with pytest.raises(FormatError):
+            read(path)
+    for bad in ({}, {**record().fields(), "samples_s": [float("nan")]}, {**record().fields(), "samples_s": "x"}):
+        with pytest.raises(FormatError):
+            measurement(bad)
+    write(path, {"schema": SCHEMA, "measurements": []})
+    assert read(path)["measurements"] == [] and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_formats(tiny: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    result = edgeq("profile", tiny, *SHORT, "--mode", "a16,a8", "-o", "json", "--save", kept)
+    assert result.exit_code == 0, result.stderr
+    made = json.loads(result.stdout)
+    assert made["schema"] == SCHEMA and made["partial"] is False and json.loads(kept.read_text()) == made
+    tests = [(r["test"], r["mode"]) for r in made["measurements"] if r["kind"] in ("pp", "tg")]
+    assert tests == [(test, mode) for mode in ("a16", "a8") for test in ("pp16", "tg4")]
+    shown = edgeq("profile", tiny, *SHORT, "--no-operations", "-o", "csv")
+    rows = list(csv.DictReader(io.StringIO(shown.stdout)))
+    assert [row["test"] for row in rows if row["kind"] in ("pp", "tg")] == ["pp16", "tg4"] and "overhead" in rows[0]
+    text = edgeq("profile", tiny, *SHORT)
+    assert text.exit_code == 0 and "| tg4 " in text.stdout and "+ bubble" in text.stdout and "Energy: " in text.stdout
+
+
+def test_an_interrupt_keeps_what_was_measured(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, runs, run = tmp_path / "kept.json", [0], Combination.run
+
+    def interrupted(self: Combination, *arguments: Any) -> Sample:
+        runs[0] += 1
+        if runs[0] == 8:  # two warm-ups of two tests, then the second test of the first round
+            raise KeyboardInterrupt
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Combination, "run", interrupted)
+    result = edgeq("profile", tiny, *SHORT, "-o", "json", "--save", kept)
+    made = json.loads(result.stdout)
+    assert result.exit_code == 130 and made["partial"] is True and json.loads(kept.read_text()) == made
+    assert [r["test"] for r in made["measurements"] if r["kind"] in ("pp", "tg")] == ["pp16", "tg4"]
+    runs[0] = 7
+    nothing = edgeq("profile", tiny, *SHORT, "-o", "json")
+    assert nothing.exit_code == 130 and not nothing.stdout
+
+
+def test_a_round_is_saved_when_it_ends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed leaves the last whole round."""
+    kept, seen = tmp_path / "kept.json", []
+    saved = command._saver(kept)
+    monkeypatch.setattr(command, "_saver", lambda save: lambda found: (saved(found), seen.append(read(kept)))[0])
+    assert edgeq("profile", tiny, *SHORT, "--no-operations", "--save", kept).exit_code == 0
+    lengths = [len(r["samples_s"]) for made in seen for r in made["measurements"] if r["kind"] == "tg"]
+    assert lengths == [1, 2] and all(made["partial"] for made in seen) and not read(kept)["partial"]
+
+
+def test_a_termination_is_an_interrupt() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), command.terminated():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-p", "0", "-n", "0"), "nothing to measure"),
+        (("-d", "100000"), "this model takes"),
+        (("--image", "56x56"), "reads text alone"),
+        (("--save", "/nowhere/at/all.json"), "choose another file for --save"),
+        (("--mode", "a8,a9"), "'a9' is not known"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(tiny: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = edgeq("profile", tiny, *arguments)
+    assert result.exit_code in (1, 2) and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_clocks_are_those_of_cpufreq_else_of_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2}, raising=False)
+    for core, khz in enumerate(("1500000", "9000000", "2400000")):
+        folder = tmp_path / f"cpu{core}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text(f"{khz}\n")
+        (folder / "scaling_governor").write_text("ondemand\n")
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\ncpu MHz\t\t: 2600.123\n\nprocessor\t: 1\ncpu MHz\t\t: 2600.125\n")
+    assert conditions.clocks(tmp_path, info) == [1500.0, 2400.0]
+    assert conditions.clocks(tmp_path / "none", info) == [2600.123, 2600.125]
+    assert conditions.clocks(tmp_path / "none", tmp_path / "nothing") == []
+    assert conditions.power_mode(tmp_path, tmp_path / "no") == "ondemand"
+    assert conditions.power_mode(tmp_path / "none", tmp_path / "no") is None

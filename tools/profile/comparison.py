@@ -1,0 +1,158 @@
+"""Two saved profiles side by side: faster, slower, or not separable by the spread of the runs themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgeq.errors import InputError
+from edgeq.tools.bench import aligned
+from edgeq.tools.profile.record import SETTINGS, Measurement, measurement, read
+from edgeq.tools.statistics import percentile
+
+CONFIDENCE = 0.99
+"""Of several tests in a comparison each can be wrong: with 95 % one in twenty would be."""
+COMPARED = ("ttft", "pp", "tg", "image")
+"""Compilation and loading happen once in a run: they have no spread."""
+IDENTITY = ("kind", "test", "mode", "kv", "threads", "threads_prefill", "target", "isa")
+"""What two records share to be compared; of the last four, what is the same in all records of a profile may differ."""
+OPTIONAL = IDENTITY[4:]
+MOST = 60
+"""Repetitions that are compared; of more every second, third ... counts."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One test in both profiles.
+
+    ratio      time of B over time of A, the median of all pairs of repetitions (Hodges and Lehmann 1963);  low, high: its
+               interval with at least `confidence`, from the ranks of the pairs (Moses 1965); None: too few repetitions for one
+    verdict    faster, slower or not separable
+    """
+
+    test: str
+    settings: dict[str, Any]
+    changed: dict[str, list[Any]]
+    a_s: float
+    b_s: float
+    ratio: float
+    low: float | None
+    high: float | None
+    verdict: str
+
+    def slower_by(self, share: float) -> bool:
+        return self.verdict == "slower" and self.ratio >= 1 + share
+
+
+def blocks(record: Measurement) -> list[float]:
+    """Seconds of each repetition, of a tg the median token: the tokens of one repetition are not independent of each other."""
+    if not record.step_s:
+        return record.samples_s
+    count = len(record.samples_s)
+    length = len(record.step_s) // count
+    return [percentile(record.step_s[i * length : (i + 1) * length], 50) for i in range(count)]
+
+
+@cache
+def rank_sums(m: int, n: int) -> tuple[int, ...]:
+    """How many orders of m and n values have u pairs in which the first is larger, u = 0 ... mn (Mann and Whitney 1947)."""
+    if not m or not n:
+        return (1,)
+    first, second = rank_sums(m - 1, n), rank_sums(m, n - 1)
+    found = [0] * (m * n + 1)
+    for u, ways in enumerate(first):
+        found[u + n] += ways
+    for u, ways in enumerate(second):
+        found[u] += ways
+    return tuple(found)
+
+
+def outside(m: int, n: int) -> int | None:
+    """How many of the smallest, and of the largest, of the mn sorted ratios lie outside the interval; None: there is none."""
+    ways = rank_sums(m, n)
+    total, seen, left_out = sum(ways), 0, None
+    for u, count in enumerate(ways):
+        seen += count
+        if 2 * seen > (1 - CONFIDENCE) * total:
+            return left_out
+        left_out = u
+    return left_out
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """The ratio of b to a, and the bounds of its interval."""
+    a, b = a[:: -(-len(a) // MOST)], b[:: -(-len(b) // MOST)]
+    pairs = sorted(y / x for x in a for y in b)
+    middle = percentile(pairs, 50)
+    left_out = outside(len(a), len(b))
+    if left_out is None:
+        return middle, None, None
+    return middle, pairs[left_out], pairs[-1 - left_out]
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Line]:
+    """The tests that both documents have.  InputError: none."""
+    first, second = ([measurement(r) for r in each["measurements"] if r.get("kind") in COMPARED] for each in (a, b))
+    constant = [name for name in OPTIONAL if all(len({_value(r, name) for r in each}) == 1 for each in (first, second))]
+    names = [name for name in IDENTITY if name not in constant]
+    others = {tuple(_value(r, name) for name in names): r for r in second}
+    found = []
+    for record in first:
+        other = others.get(tuple(_value(record, name) for name in names))
+        if other is not None:
+            found.append(_line(record, other))
+    if not found:
+        raise InputError("the two profiles have no test in common; run both with the same -p, -n, -d, --mode and --kv")
+    return found
+
+
+def _value(record: Measurement, name: str) -> Any:
+    return getattr(record, name) if name in Measurement.__dataclass_fields__ else record.facts.get(name)
+
+
+def _line(a: Measurement, b: Measurement) -> Line:
+    one, two = blocks(a), blocks(b)
+    middle, low, high = ratio(one, two)
+    verdict = "not separable"
+    if low is not None and high is not None and (low > 1 or high < 1):
+        verdict = "slower" if low > 1 else "faster"
+    changed = {n: [_value(a, n), _value(b, n)] for n in (*SETTINGS, "identity", "processor") if _value(a, n) != _value(b, n)}
+    settings = {name: _value(a, name) for name in SETTINGS}
+    return Line(a.test, settings, changed, percentile(one, 50), percentile(two, 50), middle, low, high, verdict)
+
+
+def show(lines: Sequence[Line], documents: Sequence[tuple[Path, dict[str, Any]]]) -> str:
+    """A table, and what else differs between the two."""
+    rows = [["test", "t", "mode", "cache", "A ms", "B ms", "B / A", f"{100 * CONFIDENCE:.0f} % interval", ""]]
+    for line in lines:
+        interval = "" if line.low is None else f"{line.low:.3f} – {line.high:.3f}"
+        threads = "→".join(map(str, line.changed.get("threads", [line.settings["threads"]])))
+        settings = (threads, str(line.settings["mode"]), str(line.settings["kv"]))
+        times = (f"{1000 * line.a_s:,.3f}", f"{1000 * line.b_s:,.3f}", f"{line.ratio:.3f}", interval)
+        rows.append([line.test, *settings, *times, line.verdict])
+    notes = [
+        f"{name}: {p}{' (partial)' if made.get('partial') else ''}" for name, (p, made) in zip("AB", documents, strict=True)
+    ]
+    changed = {name: values for line in lines for name, values in line.changed.items()}
+    notes += [f"differs: {name}, {old} in A and {new} in B" for name, (old, new) in changed.items()]
+    if any(line.low is None for line in lines):
+        notes.append("without an interval nothing is separable: 5 repetitions of each are enough (-r 5)")
+    return aligned(rows) + "\n\n" + "\n".join(notes)
+
+
+def command(paths: tuple[Path, Path], output: str, fail_if_slower: float | None) -> tuple[str, bool]:
+    """The comparison as text, and whether a test is slower by at least `fail_if_slower`.
+
+    InputError: no such file, nothing in common.  FormatError: not a profile.
+    """
+    documents = [(path, read(path)) for path in paths]
+    lines = compare(documents[0][1], documents[1][1])
+    failed = fail_if_slower is not None and any(line.slower_by(fail_if_slower) for line in lines)
+    if output == "json":
+        made = {"confidence": CONFIDENCE, "failed": failed, "tests": [asdict(line) for line in lines]}
+        return json.dumps(made, indent=1), failed
+    return show(lines, documents), failed

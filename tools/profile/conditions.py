@@ -1,0 +1,58 @@
+"""What a measurement was made under: clocks, governor, load.  What the system does not tell is absent, never guessed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from edgeq import machine
+
+CPUS = Path("/sys/devices/system/cpu")
+CPUINFO = Path("/proc/cpuinfo")
+PLATFORM_PROFILE = Path("/sys/firmware/acpi/platform_profile")
+
+
+def clocks(cpus: Path = CPUS, cpuinfo: Path = CPUINFO) -> list[float]:
+    """MHz of the cores that this process may use, now; [] where neither cpufreq nor /proc/cpuinfo says."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    found = [_text(cpus / f"cpu{core}" / "cpufreq" / "scaling_cur_freq") for core in allowed]
+    scaled = [int(text) / 1000 for text in found if text.isdecimal()]
+    if scaled:
+        return scaled
+    # The value of /proc/cpuinfo is the clock now on x86; in a virtual machine it can be a constant.
+    pairs = (line.partition(":") for line in _text(cpuinfo).splitlines())
+    lines = [value.strip() for key, _, value in pairs if key.strip() == "cpu MHz"]
+    return [float(value) for value in lines if value.replace(".", "", 1).isdecimal()]
+
+
+def median_clock() -> float | None:
+    """Median MHz of the cores that this process may use; None: unknown."""
+    return statistics.median(found) if (found := clocks()) else None
+
+
+def power_mode(cpus: Path = CPUS, profile: Path = PLATFORM_PROFILE) -> str | None:
+    """The governor of the first core and the platform's profile, as "performance, balanced"; None: neither is told."""
+    names = (_text(cpus / "cpu0" / "cpufreq" / "scaling_governor"), _text(profile))
+    return ", ".join(name for name in names if name.isprintable() and name) or None
+
+
+def load() -> float | None:
+    """Mean number of processes that ran or waited in the last minute, this one included; None: the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def facts() -> dict[str, Any]:
+    """The present conditions, as fields of a record."""
+    return {"mhz": median_clock(), "power_mode": power_mode(), "load": load(), "celsius": machine.temperature()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

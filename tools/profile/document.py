@@ -1,0 +1,50 @@
+"""The JSON document of a profile: what `-o json` prints, `--save` keeps, `--compare` reads and the page is drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+from edgeq import __version__
+from edgeq.tools.profile.collect import Profile
+from edgeq.tools.profile.findings import findings
+from edgeq.tools.profile.record import SCHEMA
+from edgeq.tools.profile.runs import Combination
+from edgeq.tools.report import bits_per_weight
+
+
+def document(found: Profile) -> dict[str, Any]:
+    """Everything that is known, as plain values; docs/profile.md has it as a schema."""
+    made: dict[str, Any] = {
+        "schema": SCHEMA,
+        "partial": found.partial,
+        "edgeq": __version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "measurements": [record.fields() for record in found.measurements()],
+        "operations": [{**label(series.combination), **each.fields()} for series, each in found.breakdowns()],
+        "limits": [
+            {**label(combination), "phase": phase, **asdict(each)}
+            for combination in found.combinations
+            for phase, each in found.limits.get(combination.setting, {}).items()
+        ],
+        "weights": weights(found),
+        "memory": [{"seconds": seconds, "rss": rss, "cache": cache} for seconds, rss, cache in found.memory],
+        "sensors": found.sensors,
+        "idle_watts": found.idle_watts,
+    }
+    return {**made, "findings": [asdict(finding) for finding in findings(made)]}
+
+
+def label(combination: Combination) -> dict[str, Any]:
+    """The settings of a combination, as its records have them."""
+    options = combination.model.program.options
+    return {"threads": combination.model.program.threads, "mode": options.mode, "kv": options.kv.name}
+
+
+def weights(found: Profile) -> dict[str, float]:
+    """Bytes that a token reads, and of those the head's with its bits per weight."""
+    metadata = found.combinations[0].model.file.metadata
+    sizes = metadata.bytes_per_token()
+    bits = bits_per_weight(metadata, lambda name: name == "head")
+    return {"bytes_per_token": sizes["weights"] + sizes["head"], "head": sizes["head"], "head_bits": bits}

@@ -1,0 +1,186 @@
+"""Sentences that follow from the numbers of a profile, each with the figures that it rests on.
+
+A sentence is said when its condition holds and only then; where what it needs was not measured, it is not said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+NEAR_LIMIT = 0.85
+"""Share of the read bandwidth above which nothing but fewer bytes helps decode."""
+FAR_FROM_LIMIT = 0.5
+ENOUGH = 1.05
+"""More threads that gain less than this are not worth their cores."""
+LARGE_BUBBLE = 0.1
+LARGE_WAIT = 0.1
+LARGE_HEAD = 0.15
+HEAD_BITS = 4
+DEAR_CLOCKS = 0.02
+"""Share that clocks around operations may add before it is said."""
+DEEP = 1.1
+"""Ratio of the time per token at the largest depth to that at the smallest from which the cache is worth a word."""
+WARM_DROP = 0.95
+"""The last third of the repetitions is this much slower than the first third, or the processor's clock fell so far."""
+UNSTEADY = 2.0
+"""Ratio of the 99th percentile of a token to its median."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """name    which rule;  text: the sentence;  figures: the numbers that it rests on, by name"""
+
+    name: str
+    text: str
+    figures: dict[str, float]
+
+
+def findings(document: dict[str, Any]) -> list[Finding]:
+    """Of a document (document.py); of each rule at most one per combination of settings."""
+    records = document["measurements"]
+    found = [
+        *_bandwidth(records),
+        *_threads(records),
+        *_depth(records),
+        *_unsteady(records),
+        *_slowing(records),
+        *_head(document),
+        *_overhead(records),
+    ]
+    for operations in document["operations"]:
+        found += [*_bubble(operations), *_waiting(operations)]
+    return found
+
+
+def named(record: dict[str, Any]) -> str:
+    """The settings of a record in words."""
+    threads = record["threads"]
+    return f"{record['test']}, {threads} thread{'s' * (threads != 1)}, {record['mode']}, cache {record['kv']}"
+
+
+def _tg(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return (record for record in records if record["kind"] == "tg")
+
+
+def _bandwidth(records: list[dict[str, Any]]) -> Iterator[Finding]:
+    for record in _tg(records):
+        share = record["bandwidth_share"]
+        if share is None or record["batch"] > 1:
+            continue
+        figures = {
+            "bandwidth_share": share,
+            "bytes_per_s": record["bytes_per_s"],
+            "read_bandwidth": record["read_bandwidth"],
+        }
+        rate = f"{record['bytes_per_s'] / 1e9:.1f} of {record['read_bandwidth'] / 1e9:.1f} GB/s"
+        if share > 1:
+            text = f"decode reads faster than memory ({rate}): the model fits a cache of the processor"
+            yield Finding("cached", f"{named(record)}: {text}", figures)
+        elif share >= NEAR_LIMIT:
+            text = f"decode is at {100 * share:.0f} % of the read bandwidth ({rate}): only fewer bits or drafts help"
+            yield Finding("bandwidth", f"{named(record)}: {text}", figures)
+        elif share < FAR_FROM_LIMIT:
+            text = f"decode reads at {100 * share:.0f} % of the read bandwidth ({rate}): something else bounds it"
+            yield Finding("below bandwidth", f"{named(record)}: {text}", figures)
+
+
+def _threads(records: list[dict[str, Any]]) -> Iterator[Finding]:
+    """The fewest threads that decode as fast as the fastest, where more were tried."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in _tg(records):
+        groups.setdefault((record["test"], record["mode"], record["kv"]), []).append(record)
+    for group in groups.values():
+        most = max(record["threads"] for record in group)
+        best = max(record["tokens_per_s"] for record in group)
+        enough = min((r for r in group if r["tokens_per_s"] * ENOUGH >= best), key=lambda r: r["threads"])
+        if enough["threads"] < most:
+            largest = next(r for r in group if r["threads"] == most)
+            text = f"{enough['threads']} of {most} threads are enough: {enough['tokens_per_s']:,.1f} tok/s"
+            text += f", with {most} it is {largest['tokens_per_s']:,.1f}"
+            figures = {
+                "threads": enough["threads"],
+                "tokens_per_s": enough["tokens_per_s"],
+                "most_threads": most,
+                "tokens_per_s_of_most": largest["tokens_per_s"],
+            }
+            yield Finding("threads", f"{enough['test']}, {enough['mode']}: {text}", figures)
+
+
+def _depth(records: list[dict[str, Any]]) -> Iterator[Finding]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in _tg(records):
+        groups.setdefault((record["tokens"], record["batch"], record["threads"], record["mode"], record["kv"]), []).append(
+            record
+        )
+    for group in groups.values():
+        low, high = min(group, key=lambda r: r["depth"]), max(group, key=lambda r: r["depth"])
+        if high["depth"] > low["depth"] and high["p50"] >= DEEP * low["p50"]:
+            text = f"a token takes {high['p50'] / low['p50']:.2f} times as long as after {low['depth']} tokens "
+            text += f"({1000 * high['p50']:.2f} against {1000 * low['p50']:.2f} ms): attention reads the cache"
+            figures = {"p50": high["p50"], "p50_at_least_depth": low["p50"], "depth": high["depth"]}
+            yield Finding("depth", f"{named(high)}: {text}", figures)
+
+
+def _unsteady(records: list[dict[str, Any]]) -> Iterator[Finding]:
+    for record in _tg(records):
+        if record["p99"] is not None and record["p99"] >= UNSTEADY * record["p50"]:
+            text = f"1 token in 100 takes {1000 * record['p99']:.2f} ms, {record['p99'] / record['p50']:.1f} times the median: "
+            text += "something else uses the processor"
+            figures = {"p99": record["p99"], "p50": record["p50"]}
+            yield Finding("unsteady", f"{named(record)}: {text}", figures)
+
+
+def _slowing(records: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Heat: every repetition of the last third is slower than every one of the first, of at least nine."""
+    for record in records:
+        samples = record["samples_s"]
+        third = len(samples) // 3
+        if record["kind"] not in ("pp", "tg") or third < 3:
+            continue
+        first, last = samples[:third], samples[-third:]
+        if max(first) < WARM_DROP * min(last):
+            drop = 1 - (sum(first) / len(first)) / (sum(last) / len(last))
+            heat = f" at {record['celsius']:.0f} °C" if record["celsius"] is not None else ""
+            text = f"the last repetitions are {100 * drop:.0f} % slower than the first{heat}: the machine slows down"
+            yield Finding("slowing", f"{named(record)}: {text}", {"drop": drop, "repetitions": len(samples)})
+
+
+def _head(document: dict[str, Any]) -> Iterator[Finding]:
+    sizes = document["weights"]
+    share = sizes["head"] / sizes["bytes_per_token"]
+    bits = sizes["head_bits"]
+    if share >= LARGE_HEAD and bits > HEAD_BITS + 1:
+        less = sizes["bytes_per_token"] - sizes["head"] * (1 - HEAD_BITS / bits)
+        gain = sizes["bytes_per_token"] / less
+        text = f"the head is {100 * share:.0f} % of the bytes of a token, with {bits:.1f} bits per weight: "
+        text += f"convert --head {HEAD_BITS} would read {gain:.2f} times fewer"
+        yield Finding("head", text, {"head_share": share, "head_bits": bits, "gain": gain})
+
+
+def _overhead(records: list[dict[str, Any]]) -> Iterator[Finding]:
+    dear = [record for record in records if record["overhead"] is not None and record["overhead"] > DEAR_CLOCKS]
+    if dear:
+        most = max(dear, key=lambda record: float(record["overhead"]))
+        text = f"the clocks around operations add {100 * most['overhead']:.1f} %: take the speed from the plain runs"
+        others = f"; in {len(dear)} tests they add more than {100 * DEAR_CLOCKS:.0f} %" if len(dear) > 1 else ""
+        yield Finding("overhead", f"{named(most)}: {text}{others}", {"overhead": most["overhead"], "tests": len(dear)})
+
+
+def _bubble(operations: dict[str, Any]) -> Iterator[Finding]:
+    share = operations["bubble"] / operations["wall"]
+    if share >= LARGE_BUBBLE:
+        where = "between calls of the target" if operations["between"] >= operations["within"] else "within calls of the target"
+        text = f"{100 * share:.0f} % of the time is in no operation ({1e6 * operations['bubble']:,.0f} of "
+        text += f"{1e6 * operations['wall']:,.0f} µs per token), most of it {where}"
+        figures = {"bubble": operations["bubble"], "wall": operations["wall"]}
+        yield Finding("bubble", f"{named(operations)}: {text}", figures)
+
+
+def _waiting(operations: dict[str, Any]) -> Iterator[Finding]:
+    share = operations["waited"] / operations["wall"]
+    if share >= LARGE_WAIT:
+        text = f"{100 * share:.0f} % of the time is waiting for other threads: cores are slow or busy with something else"
+        figures = {"waited": operations["waited"], "wall": operations["wall"]}
+        yield Finding("waiting", f"{named(operations)}: {text}", figures)

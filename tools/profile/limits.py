@@ -1,0 +1,56 @@
+"""What bounds an operation on this machine: bytes per second from memory, integer operations per second from registers.
+
+Williams et al. 2009, "Roofline": an operation that reads B bytes and computes N operations takes at least the larger of B over
+the read bandwidth and N over the peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgeq.records import Mode
+from edgeq.runtime import Model
+from edgeq.tools.profile.work import Work
+
+
+@dataclass(frozen=True)
+class Limits:
+    """bytes_per_s: that threads read from memory;  operations_per_s: of the activations' width, a MAC being two."""
+
+    threads: int
+    bytes_per_s: float
+    operations_per_s: float
+
+    def least_seconds(self, work: Work) -> float:
+        """The time that the work takes at least."""
+        return max(work.bytes / self.bytes_per_s, 2 * work.macs / self.operations_per_s)
+
+    def bound(self, work: Work) -> str:
+        """What that time is spent on: "memory" or "integers"."""
+        return "memory" if work.bytes / self.bytes_per_s >= 2 * work.macs / self.operations_per_s else "integers"
+
+
+PEAK_SHARE: dict[Mode, float] = {"a16": 0.5, "a8": 1.0, "a4": 1.0}
+"""Of the peak of 8-bit operations: one of 16 bits takes two of them."""
+
+
+def limits(model: Model, refresh: bool) -> dict[str, Limits]:
+    """Limits of "decode", and of "prefill" and "tower", which may have other threads; empty where the target measures none.
+
+    refresh   the bandwidth is measured again; the larger of the old and the new number counts
+    """
+    program = model.program
+    if model.target != "cpu":
+        return {}
+    # Imported here: where this target cannot run, its modules cannot be imported.
+    from edgeq.targets.cpu import probes
+    from edgeq.targets.cpu.choose_isa import choose
+
+    isa, _ = choose(program.options.isa)
+    share = PEAK_SHARE[program.options.mode]
+    found = {}
+    for threads in {program.threads, program.options.threads_prefill}:
+        bandwidth = probes.read_bandwidth(threads, refresh)
+        found[threads] = Limits(threads, bandwidth, share * probes.integer_peak(isa, threads))
+    prefill = found[program.options.threads_prefill]
+    return {"decode": found[program.threads], "prefill": prefill, "tower": prefill}

@@ -1,0 +1,167 @@
+"""Where the time of a test goes: operations by name and layer, waiting for other threads, and the bubble.
+
+The bubble is what no operation accounts for: the time between two calls of the target, by the clock of Python, and within each
+call what its operations, which the processor's own counter times, do not fill.  With the operations it makes the wall time.
+Were the two clocks to disagree, the bubble within calls would be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from edgeq.tools.profile.limits import Limits
+from edgeq.tools.profile.runs import Sample
+from edgeq.tools.profile.work import Work
+
+DRAW = "draw a token"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of operation in one layer; times per token, in seconds.
+
+    phase     prefill, decode or tower
+    layer     -1: before and after the layers
+    kernels   that ran for it
+    seconds   of the calling thread: at work, and then waiting for others, which `waited` is the part of
+    bytes     from memory per token;  macs, float_macs: multiplications of integers and of floats; at least so many
+    roofline  the least time that the machine needs for that over the time taken; None: nothing that is counted, or it computes
+              with floats, for which no limit is measured
+    bound     what that least time is spent on: memory or integers
+    """
+
+    phase: str
+    name: str
+    layer: int
+    kernels: tuple[str, ...]
+    seconds: float
+    waited: float
+    bytes: float
+    macs: float
+    float_macs: float = 0.0
+    roofline: float | None = None
+    bound: str | None = None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.bytes / self.seconds if self.bytes and self.seconds > 0 else None
+
+    @property
+    def operations_per_s(self) -> float | None:
+        """A multiplication and an addition are two."""
+        macs = self.macs + self.float_macs
+        return 2 * macs / self.seconds if macs and self.seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Of one test: seconds per token.
+
+    wall        around the whole test, by one pair of clock readings
+    lines       by name and layer, in the order of execution
+    between     bubble between calls of the target: Python, rows, caches
+    within      bubble inside calls: filling buffers, waking threads
+    samples     whose operations these are: the faster half of the recorded tokens, or prompts
+    """
+
+    test: str
+    tokens: int
+    wall: float
+    lines: tuple[Line, ...]
+    between: float
+    within: float
+    samples: tuple[Sample, ...]
+
+    @property
+    def operations(self) -> float:
+        return sum(line.seconds for line in self.lines)
+
+    @property
+    def waited(self) -> float:
+        return sum(line.waited for line in self.lines)
+
+    @property
+    def bubble(self) -> float:
+        return self.between + self.within
+
+    @property
+    def closure(self) -> float:
+        """Operations plus bubble over the wall time: 1 but for what the clocks themselves take."""
+        return (self.operations + self.bubble) / self.wall
+
+    def fields(self) -> dict[str, Any]:
+        """For JSON: without the samples, with rates."""
+        own = {name: value for name, value in vars(self).items() if name not in ("samples", "lines")}
+        rates = [
+            {**asdict(line), "bytes_per_s": line.bytes_per_s, "operations_per_s": line.operations_per_s} for line in self.lines
+        ]
+        sums = {"operations": self.operations, "waited": self.waited, "bubble": self.bubble, "closure": self.closure}
+        return {**own, **sums, "lines": rates}
+
+
+def quick_half(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The faster half: something else may have disturbed the others."""
+    return tuple(sorted(samples, key=lambda sample: sample.seconds)[: (len(samples) + 1) // 2])
+
+
+def breakdown(test: str, samples: Sequence[Sample], found: dict[str, Limits]) -> Breakdown:
+    """The operations of recorded samples of a test; `found`: the limits of the machine by phase."""
+    quick = quick_half([piece for sample in samples for piece in sample.pieces()])
+    tokens = sum(sample.tokens for sample in quick)
+    lines, between, within, wall = list[Line](), 0.0, 0.0, 0.0
+    for sample in quick:
+        # The draw of a prompt's first token is not part of reading it.
+        drawn = sum(seconds for _, seconds in sample.draws) if sample.steps else 0.0
+        if sample.steps:
+            lines.append(Line("decode", DRAW, -1, (), drawn / tokens, 0.0, 0.0, 0.0))
+        last = sample.started
+        for call in sample.calls:
+            between += call.started - last
+            within += call.ended - call.started - call.measured
+            last = call.ended
+            for timed in call.operations():
+                time, waited = (timed.worked + timed.waited) / tokens, timed.waited / tokens
+                todo = timed.work.bytes / tokens, timed.work.macs / tokens, timed.work.float_macs / tokens
+                lines.append(Line(call.phase, timed.name, timed.layer, (timed.kernel,), time, waited, *todo))
+        between += sample.started + sample.seconds - last - drawn
+        wall += sample.seconds
+    drawing = [line for line in lines if line.name == DRAW]
+    rest = [line for line in lines if line.name != DRAW]
+    every = tuple(merged([*rest, *drawing], found))
+    return Breakdown(test, tokens, wall / tokens, every, between / tokens, within / tokens, quick)
+
+
+def merged(lines: Iterable[Line], found: dict[str, Limits]) -> list[Line]:
+    """Lines of the same phase, name and layer as one, where the first of them was.
+
+    found   limits by phase, for the share of the roofline
+    """
+    sums: dict[tuple[str, str, int], Line] = {}
+    for line in lines:
+        key = line.phase, line.name, line.layer
+        if key not in sums:
+            sums[key] = line
+            continue
+        old = sums[key]
+        sums[key] = replace(
+            old,
+            kernels=tuple(dict.fromkeys((*old.kernels, *line.kernels))),
+            seconds=old.seconds + line.seconds,
+            waited=old.waited + line.waited,
+            bytes=old.bytes + line.bytes,
+            macs=old.macs + line.macs,
+            float_macs=old.float_macs + line.float_macs,
+        )
+    return [_bounded(line, found) for line in sums.values()]
+
+
+def _bounded(line: Line, found: dict[str, Limits]) -> Line:
+    todo = Work(line.bytes, line.macs)
+    # Of a single row attention computes so little that reading the cache bounds it.
+    computes = line.float_macs and line.phase != "decode"
+    if line.phase not in found or line.seconds <= 0 or todo == Work() or computes:
+        return line
+    limits = found[line.phase]
+    return replace(line, roofline=limits.least_seconds(todo) / line.seconds, bound=limits.bound(todo))

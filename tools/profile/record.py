@@ -1,0 +1,151 @@
+"""The record of a measurement, and the document that a profile is saved as."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgeq.errors import FormatError, InputError
+from edgeq.tools.statistics import percentile
+
+SCHEMA = "edgeq profile 1"
+KINDS = ("compile", "load", "ttft", "pp", "tg", "image")
+SETTINGS = ("target", "isa", "mode", "kv", "threads", "threads_prefill", "batch")
+"""Fields that a run chooses: two records that differ in others are of other files or machines."""
+NEEDED = {"mhz": "clocks", "threads": "threads", "context": "context"}
+"""Fields without which a number means little, and what they are called where they are missing."""
+LEAST_SAMPLES = {50: 1, 95: 20, 99: 100}
+"""Values without which a percentile would be an invention."""
+LARGEST = 256 << 20
+"""Bytes of a saved profile that is read."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One thing that was measured: seconds, with all that they depend on.  docs/profile.md has the fields as a schema.
+
+    kind         one of KINDS;  test: its name, as in "tg128 @ d512";  tokens, depth, batch: as in the test
+    facts        of the program, the machine, the file and the settings (tools/report.py, identification; conditions.py)
+    context      positions of the session
+    samples_s    seconds of each repetition
+    step_s       tg: seconds of every token of all repetitions, in order; else empty
+    bytes_per_s  tg: weights, head and cache that are read, at the median speed;  read_bandwidth: of the machine;
+                 bandwidth_share: their ratio
+    instrumented_s   the same with a clock around every operation, in runs that alternate with those of the samples: of every
+                 token of a tg, of every repetition of anything else
+    rss, peak_rss    bytes of memory of the process after the test, and at its peak so far
+    joules_per_token  above idle, where a sensor tells
+    """
+
+    kind: str
+    test: str
+    tokens: int
+    depth: int
+    batch: int
+    context: int
+    facts: dict[str, Any]
+    samples_s: list[float]
+    step_s: list[float] = field(default_factory=list)
+    bytes_per_s: float | None = None
+    read_bandwidth: float | None = None
+    bandwidth_share: float | None = None
+    instrumented_s: list[float] = field(default_factory=list)
+    rss: int | None = None
+    peak_rss: int | None = None
+    joules_per_token: float | None = None
+
+    @property
+    def each(self) -> list[float]:
+        """What the percentiles are of: seconds of every token of a tg, of every repetition of anything else."""
+        return self.step_s or self.samples_s
+
+    def percentile(self, p: int) -> float | None:
+        """Seconds; None: there are too few values for it."""
+        return percentile(self.each, p) if len(self.each) >= LEAST_SAMPLES[p] else None
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return percentile(self.each, 50)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all texts together, at the median repetition; None: it is not about tokens."""
+        if self.kind not in ("pp", "tg"):
+            return None
+        return self.batch * self.tokens / percentile(self.samples_s, 50)
+
+    @property
+    def overhead(self) -> float | None:
+        """What the clocks around operations added to the median, as a share of it; None: not measured."""
+        if not self.instrumented_s:
+            return None
+        return percentile(self.instrumented_s, 50) / self.median - 1
+
+    @property
+    def incomplete(self) -> list[str]:
+        """What the record lacks to be understood later."""
+        known = {**self.facts, "context": self.context}
+        return [name for key, name in NEEDED.items() if not known.get(key)]
+
+    def fields(self) -> dict[str, Any]:
+        """Every field of the record by its name, those of the facts first."""
+        own = {name: value for name, value in asdict(self).items() if name != "facts"}
+        derived = {
+            "unit": "s",
+            "values": len(self.each),
+            **{f"p{p}": self.percentile(p) for p in LEAST_SAMPLES},
+            "tokens_per_s": self.tokens_per_s,
+            "overhead": self.overhead,
+            "incomplete": self.incomplete,
+        }
+        return {**self.facts, **own, **derived}
+
+
+DERIVED = ("unit", "values", "p50", "p95", "p99", "tokens_per_s", "overhead", "incomplete")
+
+
+def measurement(record: dict[str, Any]) -> Measurement:
+    """The measurement that `Measurement.fields` described.  FormatError: it is something else."""
+    own = {name: record[name] for name in Measurement.__dataclass_fields__ if name in record and name != "facts"}
+    facts = {name: value for name, value in record.items() if name not in own and name not in DERIVED}
+    try:
+        made = Measurement(facts=facts, **own)
+    except TypeError:
+        raise FormatError("a record of the profile lacks fields; make the profile again with this version") from None
+    numbers = [*made.samples_s, *made.step_s] if isinstance(made.samples_s, list) and isinstance(made.step_s, list) else []
+    if made.kind not in KINDS or not numbers or not all(type(x) in (int, float) and 0 < x < 1e9 for x in numbers):
+        raise FormatError(f"the record {str(made.test)[:80]!r} of the profile has no times that can be compared")
+    return made
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Replace `path` at once: who kills the process finds the last whole document there."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A document that `write` wrote.  InputError: no such file.  FormatError: not a profile, or of another version."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise FormatError(f"{path}: larger than {LARGEST >> 20} MB; not a profile")
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give a file that `edgeq profile --save` wrote") from None
+    except (ValueError, RecursionError):
+        raise FormatError(f"{path}: not JSON; give a file that `edgeq profile --save` wrote") from None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else None
+        raise FormatError(f"{path}: its schema is {str(found)[:80]!r}, this version reads {SCHEMA!r}; make the profile again")
+    records = document.get("measurements")
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise FormatError(f"{path}: has no list of measurements; make the profile again")
+    return document

@@ -1,0 +1,154 @@
+"""The tests of a profile, run one at a time: a prompt, tokens one by one, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+from edgeq.runtime import Model, Prompt, Sampling
+from edgeq.runtime.sampling import Sampler
+from edgeq.runtime.session import BatchItem, Session, run_together
+from edgeq.tools import picture_bench
+from edgeq.tools.bench import Test, random_tokens
+from edgeq.tools.profile.tape import Call, Tapes
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is chosen when a model is loaded; 0 threads: the target chooses; mode None: the file's."""
+
+    threads: int
+    mode: str | None
+    kv: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of so many pixels, then the first token."""
+
+    size: Size
+
+    kind: Literal["image"] = "image"
+    depth: int = 0
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"image {self.size[0]}x{self.size[1]}"
+
+
+AnyTest = Test | Picture
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of a test; times in seconds, `started` by the clock of Python.
+
+    steps    tg: of every token: the run, and drawing the next token greedily
+    ttft     of a prompt or a picture: until the first token is drawn
+    draws    when a token was begun to be drawn, and how long that took
+    tokens   that were run
+    """
+
+    started: float
+    seconds: float
+    tokens: int
+    steps: list[float] = field(default_factory=list)
+    ttft: float | None = None
+    draws: list[tuple[float, float]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def pieces(self) -> list[Sample]:
+        """The tokens of a tg as samples of their own; anything else is one piece."""
+        if not self.steps:
+            return [self]
+        found, started, begun = list[Sample](), self.started, 0
+        for seconds, draw in zip(self.steps, self.draws, strict=True):
+            ended, first = started + seconds, begun
+            while begun < len(self.calls) and self.calls[begun].started < ended:
+                begun += 1
+            own = self.calls[first:begun]
+            found.append(Sample(started, seconds, 1, [seconds], None, [draw], own))
+            started = ended
+        return found
+
+
+class Combination:
+    """A model loaded in one way, with the sessions that its tests go on from.
+
+    compile_s   seconds of loading in which kernels were compiled;  load_s: the rest of it
+    """
+
+    def __init__(self, setting: Setting, model: Model, compile_s: float, load_s: float, images: bool) -> None:
+        self.setting, self.model, self.compile_s, self.load_s = setting, model, compile_s, load_s
+        self.tapes = Tapes(model, images)
+        self._sampler = Sampler(Sampling())
+        self._kept: dict[tuple[int, int], list[Session]] = {}
+        self._pictures: dict[Size, Prompt] = {}
+
+    def run(self, test: AnyTest, count: int, record: bool) -> Sample:
+        """`count` tokens of a test; `record`: with the time of every operation.
+
+        InputError: a picture that the model does not take.
+        """
+        phase = "decode" if test.kind == "tg" else "prefill"
+        if isinstance(test, Picture):
+            prompt = self._picture(test.size)
+            with self.model.session() as session, self.tapes.recording(phase, record):
+                return self._prefill(session, prompt, len(prompt.tokens))
+        tokens = random_tokens(self.model, test.depth + count)[test.depth :]
+        sessions = self._sessions(test)
+        with self.tapes.recording(phase, record):
+            return self._decode(sessions, tokens) if test.kind == "tg" else self._prefill(sessions[0], tokens, count)
+
+    def _prefill(self, session: Session, prompt: Prompt | Sequence[int], count: int) -> Sample:
+        started = perf_counter()
+        logits = session.prefill(prompt)
+        ended = perf_counter()
+        self._sampler.draw(logits, session.tokens)
+        drawn = perf_counter()
+        calls = list(self.tapes.calls)
+        return Sample(started, ended - started, count, [], drawn - started, [(ended, drawn - ended)], calls)
+
+    def _decode(self, sessions: list[Session], tokens: Sequence[int]) -> Sample:
+        steps, draws = list[float](), list[tuple[float, float]]()
+        started = last = perf_counter()
+        for token in tokens:
+            logits = run_together([BatchItem(session, [token], [0]) for session in sessions])
+            ran = perf_counter()
+            for session, scores in zip(sessions, logits, strict=True):
+                self._sampler.draw(scores[0], session.tokens)
+            now = perf_counter()
+            draws.append((ran, now - ran))
+            steps.append(now - last)
+            last = now
+        return Sample(started, last - started, len(tokens), steps, None, draws, list(self.tapes.calls))
+
+    def _sessions(self, test: Test) -> list[Session]:
+        """One for each text of a test, with its `depth` tokens."""
+        key = test.depth, test.batch
+        # Weights that were requantized for a text are not given back by trim.
+        kept = None if self.model.requantization else self._kept.get(key)
+        if kept is None:
+            kept = [self.model.session() for _ in range(test.batch)]
+            for session in kept if test.depth else ():
+                session.prefill(random_tokens(self.model, test.depth))
+                session.requantize()
+            self._kept[key] = kept
+        for session in kept:
+            session.trim(test.depth)
+        return kept
+
+    def _picture(self, size: Size) -> Prompt:
+        if size not in self._pictures:
+            self._pictures[size] = picture_bench.prompt_of(self.model, picture_bench.drawn(self.model, size))
+        return self._pictures[size]
+
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values in the sessions that are kept."""
+        lengths = [len(session.tokens) for sessions in self._kept.values() for session in sessions]
+        return sum(lengths) * self.model.position_bytes
