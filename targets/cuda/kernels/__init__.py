@@ -21,5 +21,6 @@ FUNCTIONS = {
     "cache_write": cache_write,
     "attend": attend,
 }
-RESIDENT = {"few": 8}
-"""Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of `few`, and spilled registers for it."""
+RESIDENT = {"few": 8, "many": 2}
+"""Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of `few` or 3 of `many`, and spilled
+registers of some variants for them."""
