@@ -61,8 +61,8 @@ def rounded(w: ArrayF32, codec: Codec) -> dict[str, AnyArray]:
     with np.errstate(invalid="ignore"):
         zero = np.full_like(scale, codec.center) if codec.symmetric else _integers(-np.rint(low / scale), top)
         q = _integers(np.rint(groups / scale[:, :, None]) + zero[:, :, None], top)
-    q = q.reshape(rows, -1)[:, :columns].astype(np.uint8)
-    packed = {"q": pack_integers(q, codec.bits), "scale": pack_groups(stored)}
+    codes = q.reshape(rows, -1)[:, :columns].astype(np.uint8)
+    packed = {"q": pack_integers(codes, codec.bits), "scale": pack_groups(stored)}
     return packed if codec.symmetric else packed | {"zero": pack_groups(zero.astype(np.uint8))}
 
 

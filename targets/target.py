@@ -72,9 +72,12 @@ class StepTimes:
 
 
 class Program(Protocol):
-    """A compiled graph with its buffers.  One caller at a time.
+    """A compiled graph with its buffers.  One caller at a time, from any thread.
 
     tile   rows that the kernels multiply together: prefill chunks of a multiple of it waste nothing
+
+    Any method raises DeviceError once the device has failed: the program is unusable from then on.  To drop it and its pages
+    raises nothing.
     """
 
     options: Options
@@ -91,7 +94,7 @@ class Program(Protocol):
         ...
 
     def new_page(self) -> Page:
-        """A cache page of `Graph.page_bytes(kv)` bytes."""
+        """A cache page of `Graph.page_bytes(kv)` bytes.  ResourceError: there is no memory for it."""
         ...
 
     def copy_page(self, page: Page) -> Page:
@@ -118,7 +121,6 @@ class Program(Protocol):
         times    the time of every step is appended to it
 
         The arithmetic of a row does not depend on which rows run with it.
-        DeviceError: the device failed; the program is unusable from then on.
         """
         ...
 

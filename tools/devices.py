@@ -67,9 +67,19 @@ def instruction_sets() -> tuple[list[dict[str, Any]], str, str]:
             choose(isa.name)
         except EdgeqError as error:
             refused = str(error)
-        found.append({"name": isa.name, "missing": sorted(isa.needs - features), "refused": refused})
+        missing = sorted(isa.needs - features)
+        found.append({"name": isa.name, "label": isa.label, "missing": missing, "refused": refused})
     chosen, reason = choose()
     return found, chosen.name, reason
+
+
+def labelled(isas: list[dict[str, Any]]) -> str:
+    """Instruction sets as people call them, each with the names that options take and what the processor lacks for it."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for isa in isas:
+        needs = f"; needs {', '.join(isa['missing'])}" if isa["missing"] else ""
+        groups.setdefault((isa["label"], needs), []).append(isa["name"])
+    return ", ".join(f"{label} ({' or '.join(names)}{needs})" for (label, needs), names in groups.items())
 
 
 def show(facts: dict[str, Any]) -> None:
@@ -83,10 +93,10 @@ def show(facts: dict[str, Any]) -> None:
     for item in facts["targets"]:
         console.print(f"target {item['name']}: {escape(item['refused'] or 'can be used')}")
     if facts["isas"]:
-        usable = [isa["name"] for isa in facts["isas"] if isa["refused"] is None]
-        others = [f"{isa['name']} (needs {', '.join(isa['missing'])})" for isa in facts["isas"] if isa["refused"] is not None]
-        console.print(f"instruction sets: {', '.join(usable)}; not here: {', '.join(others) or 'none'}")
-    isa = f" with {used['isa']}: {used['reason']}" if used["isa"] else ""
+        here, others = (labelled([i for i in facts["isas"] if bool(i["missing"]) is lacking]) for lacking in (False, True))
+        console.print(f"instruction sets, by the names that --isa takes: {here}; not here: {others or 'none'}")
+    chosen = labelled([isa for isa in facts["isas"] if isa["name"] == used["isa"]])
+    isa = f" with {chosen}: {used['reason']}" if chosen else ""
     console.print(f"will be used: {used['target']}{escape(isa)}")
     console.print()
     table = Table(box=None, pad_edge=False)

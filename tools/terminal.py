@@ -141,15 +141,17 @@ class Compilation:
     seconds   from the first kernel that was compiled to the last report; 0 where all were kept from an earlier run
     """
 
-    def __init__(self, bar: Bar) -> None:
+    def __init__(self, bar: Bar, device: str | None = None) -> None:
+        """`device`: what is compiled for, if that is not this machine."""
         self.seconds = 0.0
+        self._when = f" for {device}" if device else ", once on this machine"
         self._bar, self._shown = bar, ""
         self._started: float | None = None
 
     def __call__(self, done: float, total: float, label: str) -> None:
         stage = f"compiling {total:.0f} kernel{'s' * (total != 1)}" if total else label
         if done == 0 and stage != self._shown and not sys.stderr.isatty():
-            note(f"{stage}, once on this machine ...")
+            note(f"{stage}{self._when} ...")
         self._shown = stage
         if total:
             self._started = perf_counter() if self._started is None else self._started
@@ -158,10 +160,10 @@ class Compilation:
 
 
 @contextmanager
-def compilation() -> Iterator[Compilation]:
+def compilation(device: str | None = None) -> Iterator[Compilation]:
     """Progress of Model.load; after it a line with the time that compilation took, if any did."""
     with progress() as bar:
-        report = Compilation(bar)
+        report = Compilation(bar, device)
         yield report
     if report.seconds:
         note(f"kernels compiled in {report.seconds:.1f} s")

@@ -85,7 +85,7 @@ def compile_for(
         options = replace(options, kv=KvCodec(), requantize=False)
         jobs = list(dict.fromkeys(jobs + jobs_for(goal, tower(file.metadata), file, options, (own,) if own else modes)))
     with tempfile.TemporaryDirectory() as folder:
-        with compilation() as report:
+        with compilation(goal.name) as report:
             failures = compile_by(max(1, workers_for(len(jobs))), jobs, Path(folder), goal, report)
         if failures:
             raise UnsupportedError(f"the compiler for {goal.name} ended: {failures[0]}")

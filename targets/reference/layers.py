@@ -102,8 +102,10 @@ def route(context: Context, op: Route, rows: Rows, state: State) -> None:
     logits = state[op.x][:, : op.experts]
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares = weights / weights.sum(axis=1, keepdims=True)
-    shares = np.where(np.isfinite(logits).all(axis=1, keepdims=True), shares, np.float32(np.nan))
-    best = np.argsort(-shares, axis=1, kind="stable")[:, : op.chosen]
+    sound = np.isfinite(logits).all(axis=1, keepdims=True)
+    shares = np.where(sound, shares, np.float32(np.nan))
+    # By logits: shares that are too small for a float32 are all 0.
+    best = np.argsort(-np.where(sound, logits, 0), axis=1, kind="stable")[:, : op.chosen]
     picked = np.take_along_axis(shares, best, axis=1)
     if op.normalized:
         picked = picked / picked.sum(axis=1, keepdims=True)

@@ -519,6 +519,14 @@ def test_devices_say_what_will_be_used(edgeq: Run) -> None:
     assert f"will be used: {TARGETS[0]}" in text and "jetson-orin-nano-8gb" in text
     assert re.search(r"^raspberry-pi-5 +neon-dotprod +4 +8 ", text, re.M) and " GiB available" in text
     assert sum("does not have" in line for line in text.splitlines()) == 0
+    (sets,) = [line for line in text.splitlines() if line.startswith("instruction sets")]
+    here, others = sets.split("; not here: ")
+    for isa in facts["isas"]:
+        # As people call it, once, and the name that an option takes.
+        assert f"{isa['label']} (" in (others if isa["missing"] else here)
+        if isa["name"] == facts["used"]["isa"]:
+            assert f"with {isa['label']} ({isa['name']}): " in text
+        assert sets.count(f"{isa['label']} (") == 1 and re.search(rf"[( ]{isa['name']}[ ;)]", sets)
     assert [isa["name"] for isa in facts["isas"] if isa["missing"]] == [isa["name"] for isa in facts["isas"] if isa["refused"]]
 
 

@@ -25,7 +25,7 @@ from edgeq.converters.quantizer import AWQ, GPTQ, QUAROT, Preset, Quantized, fak
 from edgeq.runtime import Model
 
 TEXT = Path(__file__).read_text(encoding="utf-8")
-"""Of many different tokens: GPTQ fits few so closely that the others lose."""
+"""Text of many different tokens: GPTQ fits few so closely that the others lose."""
 SMALL = {"hidden_size": 72, "intermediate_size": 172}
 WIDE = {"hidden_size": 200, "intermediate_size": 400}
 # Methods with their options, and how far the logits may be from those of the source, as a share of their spread.  With one

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from edgeq.codec import GROUP_SIZES, Codec, pack_floats, pack_integers, to_bf16
-from edgeq.config import ModelConfig, Rope
+from edgeq.config import ModelConfig
 from edgeq.errors import FormatError
 from edgeq.manifest import MODALITIES, array_shapes, fused_shapes, rotation_shapes
 from edgeq.metadata import Metadata
 from edgeq.records import Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Transform, Weight
-from edgeq.rope import frequencies
+from edgeq.rope import Rope, frequencies
 from edgeq.writer import Writer
 
 FLOATS = ("f32", "f16", "bf16")

@@ -44,6 +44,7 @@ class IdleProgram:
         """Nothing is compiled."""
 
     def new_page(self) -> Page:
+        self._check_device()
         return Page()
 
     def copy_page(self, page: Page) -> Page:
@@ -59,13 +60,16 @@ class IdleProgram:
         return None
 
     def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> Any:
-        if len(self.runs) >= self._last:
-            raise DeviceError(LOST)
+        self._check_device()
         assert len(rows) <= self.options.max_rows
         self.runs.append(len(rows))
         logits = np.zeros((len(rows.wanted), self._width), np.float32)
         logits[:, LETTER] = 1
         return logits
+
+    def _check_device(self) -> None:
+        if len(self.runs) >= self._last:
+            raise DeviceError(LOST)
 
 
 class IdleTarget:
@@ -176,3 +180,12 @@ def test_a_conversation_ends_when_the_device_is_lost(edgeq: Callable[..., Result
     result = edgeq("chat", tiny_path, "--chat-template", template, "-n", 2, input="a\nb\n/stats\n")
     assert result.exit_code == 1 and result.stderr.splitlines()[-1] == f"error: {LOST}"
     assert len(result.stdout.splitlines()) == 2 and result.stdout.endswith("\n") and "prefill" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_the_targets_in_host_memory_run_512_tokens_at_once_in_whole_tiles(tiny_path: Path, name: str) -> None:
+    with Model.load(tiny_path, target=name) as model:
+        most, tile = model.program.options.max_rows, model.program.tile
+        assert 512 <= most < 512 + tile and most % tile == 0
+    with Model.load(tiny_path, target=name, max_logits=600) as model:
+        assert model.program.options.max_rows == 600

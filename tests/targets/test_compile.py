@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +18,11 @@ from edgeq.errors import ResourceError
 from edgeq.targets.cpu.jit import compile
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import Entry, address, is_kept
+from edgeq.targets.cpu.jit.parallel import compile_missing
 from edgeq.targets.cpu.jit.threadpool import Pool, publish
 from edgeq.targets.cpu.kernels.elementwise import SelectArgs, select
+from edgeq.targets.cpu.kernels.norms import scale
+from edgeq.targets.target import no_progress
 
 
 @pytest.fixture
@@ -83,6 +89,52 @@ def test_what_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space left"):
         compile.put(tmp_path / "kernel.o", b"code")
     assert not list(tmp_path.iterdir())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from edgeq.targets.cpu.jit import compile
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+compile.put(Path(sys.argv[1]) / "elementwise-select.o", b"code")
+"""
+
+
+def test_what_a_killed_process_had_begun_to_write_is_removed_later(folder: Path) -> None:
+    """Of another process it is left alone for an hour, in which it may still be written."""
+    # Other tests may have loaded these kernels, from another folder.
+    compile.address.cache_clear()
+    subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False)
+    (begun,) = folder.iterdir()
+    assert begun.name.startswith("elementwise-select.o.")
+    others = [folder / "elementwise-norm-4.o", folder / "a.o.txt"]
+    for path in others:
+        path.write_bytes(b"code")
+    compile_missing([(select, ())], no_progress)
+    assert begun.exists() and is_kept(select)
+    for path in folder.iterdir():
+        os.utime(path, (0, time.time() - compile.REMAINS_SECONDS - 60))
+    compile_missing([(select, ())], no_progress)
+    assert begun.exists(), "nothing is looked for where nothing is compiled"
+    compile_missing([(scale, ())], no_progress)
+    assert not begun.exists() and is_kept(select) and is_kept(scale) and all(path.exists() for path in others)
+
+
+def test_a_process_whose_file_was_removed_meanwhile_runs_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed(source: Path, target: Path) -> None:
+        os.unlink(source)
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", removed)
+    call(address.__wrapped__(select))
+    assert not list(folder.glob("elementwise-select*"))
+
+
+def test_a_cache_that_cannot_be_listed_has_no_remains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for place in (tmp_path / "none", Path(os.devnull) / "edgeq"):
+        monkeypatch.setattr(compile, "cache_folder", lambda place=place: place)
+        compile.remove_remains()
 
 
 def _sum(a, b, place):  # type: ignore[no-untyped-def]

@@ -147,6 +147,18 @@ def test_of_equal_logits_the_first_experts_are_chosen():
         assert np.allclose(run(target, graph, arrays, [2]), [[0.5, 0.5, 0, 1]] * 2)
 
 
+def test_experts_whose_shares_are_0_are_chosen_by_their_logits():
+    arrays, x = Arrays(), np.abs(inputs(3))
+    graph = graph_of(arrays, Codec("f32"), x, 3, 2)
+    # The first expert's logit is the least, but both its share and the last one's are too small for a float32.
+    router = pack_floats(np.outer([-20, 20, -10], np.ones(HIDDEN)).astype(np.float32), "f32")
+    arrays.array(graph.operations[1].linear.weights[0].q)[...] = router
+    first = graph.operations[4].projections[0][0]
+    arrays.array(first.weights[0].q)[...] = np.nan
+    for target in ("reference", "cpu"):
+        assert np.isfinite(run(target, graph, arrays, [3])).all(), target
+
+
 def test_a_gated_addition():
     arrays, x = Arrays(), inputs(5) * 20
     operations = (

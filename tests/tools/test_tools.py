@@ -101,3 +101,6 @@ def test_compiling_is_told_in_two_lines_where_nobody_watches_and_not_at_all_when
     with compilation() as report:
         report(0, 1, "compiling norm")
     assert capsys.readouterr().err.startswith("compiling 1 kernel, once")
+    with compilation("raspberry-pi-5") as report:
+        report(0, 2, "compiling norm")
+    assert capsys.readouterr().err.startswith("compiling 2 kernels for raspberry-pi-5 ...\n")

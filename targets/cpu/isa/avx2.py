@@ -15,6 +15,7 @@ B32, W16, D8 = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32,
 
 class Avx2(Isa):
     name = "avx2"
+    label = "AVX2"
     lanes = 8
     tiles = (4, 1)
     prefetch_bytes = 16 << 10

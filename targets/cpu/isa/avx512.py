@@ -11,6 +11,7 @@ from edgeq.targets.cpu.jit.simd import VI32, call
 
 class Avx512Vnni(Isa):
     name = "avx512-vnni"
+    label = "AVX-512 VNNI"
     lanes = 16
     tiles = (12, 4, 1)
     blocks_per_tile = 2

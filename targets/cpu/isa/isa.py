@@ -11,6 +11,8 @@ class Isa(Protocol):
 
     A *quad* is `lanes` rows x 4 channels of unsigned bytes in one vector.  An accumulator is <lanes x i32>, one lane a row.
 
+    name        by which `isa` asks for it
+    label       what people call it; sets that need the same instructions share it
     lanes       rows of a block that one vector holds: 16, or 8 or 4 and a block takes two or four
     tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
     blocks_per_tile  neighbouring blocks that share what is loaded of the tokens, where one alone leaves registers free
@@ -22,6 +24,7 @@ class Isa(Protocol):
     """
 
     name: str
+    label: str
     lanes: int
     tiles: tuple[int, ...]
     machines: frozenset[str]

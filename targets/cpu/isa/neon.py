@@ -45,6 +45,7 @@ def _joined(b: Any, low: Any, high: Any) -> Any:
 
 class Neon(Isa):
     name = "neon"
+    label = "NEON"
     lanes = 4
     tiles = (4, 1)
     machines = frozenset({"aarch64", "arm64"})
@@ -91,6 +92,7 @@ class Neon(Isa):
 
 class NeonDot(Neon):
     name = "neon-dotprod"
+    label = "NEON with dot product"
     needs = frozenset({"asimd", "dotprod"})
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:

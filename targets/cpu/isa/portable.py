@@ -11,6 +11,7 @@ from edgeq.targets.cpu.jit.simd import VI32, constant
 
 class Portable(Isa):
     name = "portable"
+    label = "any processor"
     lanes = 16
     tiles = (4, 1)
     machines: frozenset[str] = frozenset()

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -31,6 +32,8 @@ llvm.initialize_native_asmprinter()
 Kernel = Callable[[int, int, int, int], None]
 """A Python function (row address, part, parts, thread) that becomes machine code."""
 ARGUMENTS = 4
+REMAINS_SECONDS = 3600
+"""Writing machine code takes milliseconds: a file that was begun so long ago is one of a process that was killed."""
 
 
 @cache
@@ -67,6 +70,19 @@ def address(factory: Callable[..., Kernel], *literals: int) -> int:
 def keep(folder: Path, factory: Callable[..., Kernel], *literals: int) -> None:
     """Compile the kernel and write its machine code, without loading it.  OSError: the folder cannot be written."""
     _write(folder / file_name(factory, *literals), _compiled(factory, *literals))
+
+
+def remove_remains() -> None:
+    """Remove from the cache what killed processes had begun to write.
+
+    By age and not by the number of the process, which may be one of another container.  A process that was stopped meanwhile
+    finds its file missing: like one that cannot write it compiles again.
+    """
+    with suppress(OSError):
+        for path in list(cache_folder().glob("*.o.[0-9]*")):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > REMAINS_SECONDS:
+                    path.unlink()
 
 
 def is_kept(factory: Callable[..., Any], *literals: int) -> bool:

@@ -44,6 +44,7 @@ def compile_missing(jobs: Iterable[Job], on_progress: OnProgress) -> None:
     missing = [job for job in dict.fromkeys(jobs) if not compile.is_kept(job[0], *job[1])]
     if not missing:
         return
+    compile.remove_remains()
     started, count = perf_counter(), workers_for(len(missing))
     _log.info("compiling %d kernels in %d process%s", len(missing), count, "es" if count > 1 else "")
     if count > 1:

@@ -50,7 +50,7 @@ STEPS, LINE_BYTES = 24, 64
 TAG_BITS = 32
 SPINS_BEFORE_YIELD = 2_000
 SPINS_BEFORE_SLEEP = 20_000
-"""Of `pause`, 10 to 50 ns each: longer than it takes to sample a token."""
+"""Times `pause`, 10 to 50 ns each: longer than it takes to sample a token."""
 
 
 def _relax(b: Any) -> None:

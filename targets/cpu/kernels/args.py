@@ -12,9 +12,8 @@ NONE, FLOAT, A8, A16 = 0, 1, 2, 3
 BLOCK, TOKEN, TOKEN_ZERO, STATIC = 0, 1, 2, 3
 """What a scale is for: a block of channels, symmetric; a token row, symmetric or with a zero point; all rows of a modality."""
 
-
-INTEGERS, F16_KIND, BF16_KIND, F32_KIND = 0, 2, 3, 4
-"""Kinds of weights and of stored vectors."""
+F16_KIND, BF16_KIND, F32_KIND = 2, 3, 4
+"""Kinds of float weights and of stored vectors."""
 FLOAT_KINDS = {"f32": F32_KIND, "f16": F16_KIND, "bf16": BF16_KIND}
 
 
