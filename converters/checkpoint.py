@@ -243,7 +243,8 @@ class Checkpoint:
 
     def files(self) -> list[Path]:
         """The files whose change would change the result: shards and JSON files."""
-        shards = {tensor.shard for tensor in self.tensors.values()}
+        stored = [*self.tensors.values(), *(tensor.first for tensor in self.tensors.values() if tensor.first)]
+        shards = {tensor.shard for tensor in stored}
         return sorted([*(self.folder / s for s in shards), *(p for pattern in TEXT_FILES for p in self.folder.glob(pattern))])
 
     def digest(self) -> str:

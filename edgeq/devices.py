@@ -1,4 +1,4 @@
-"""Devices by name, as data: what `convert --for` checks a file against.
+"""Devices by name, as data: what `convert --for` and `fit` check a file against.
 
 Peak memory bandwidths are those that the makers state; `read_bandwidth` is a published measurement, where there is one.  Decode
 reads every weight once per token, so bandwidth over bytes per token bounds its speed.
@@ -14,8 +14,13 @@ GB = 10**9
 GIB = 1 << 30
 READ_SHARE = 0.95
 """Share of the measured read bandwidth that decode reaches."""
+READ_SHARES = (0.75, 0.96)
+"""The least and the most of it: decode of a 1B model read at 0.76 on a Zen 4 server core and at 0.96 on a Zen 5."""
 PEAK_SHARE = 0.75
 """Share of a memory's peak bandwidth that decode reaches, where nothing is measured; published rows reach 0.7 to 0.9."""
+PEAK_SHARES = (0.7, 0.9)
+PROCESS = 300 * 10**6
+"""Bytes that a run takes beside the file and the cache: Python, Numba, the tokenizer, buffers."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,16 @@ class Device:
         """Memory less what the system takes: an eighth, at least half a GiB."""
         return self.memory - max(self.memory // 8, GIB // 2)
 
+    @property
+    def decode_range(self) -> tuple[float, float]:
+        """Bytes of weights and cache per second, between which decode is expected to read."""
+        bandwidth, shares = (self.read_bandwidth, READ_SHARES) if self.read_bandwidth else (self.bandwidth, PEAK_SHARES)
+        return shares[0] * bandwidth, shares[1] * bandwidth
+
+    def longest_context(self, file_bytes: int, position_bytes: int) -> int:
+        """Positions of cache that fit in memory beside a file; 0: the file alone does not."""
+        return max(0, self.usable_memory - needed(file_bytes, position_bytes, 0)) // position_bytes
+
     def ceiling(self, bytes_per_token: int) -> float:
         """Upper bound of decode in tokens per second, from bandwidth."""
         return self.usable_bandwidth / bytes_per_token
@@ -85,6 +100,11 @@ DEVICES = {
         Device("h200", "sm_90", 132, 141 * GB, 4800 * GB),
     )
 }
+
+
+def needed(file_bytes: int, position_bytes: int, context: int) -> int:
+    """Bytes of memory that a run of a file takes with a cache of `context` positions."""
+    return file_bytes + context * position_bytes + PROCESS
 
 
 def device(name: str) -> Device:

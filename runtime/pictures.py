@@ -36,8 +36,9 @@ def check_image_tokens(config: ModelConfig, image_tokens: int | None) -> None:
         return
     if config.vision is None:
         raise InputError(f"`image_tokens` is given, and this model ({config.model_type}) reads text alone; leave it out")
-    limit = config.vision.most_tokens
-    integer("image_tokens", image_tokens, 1, limit, f"1 to {limit}, the most that this model takes")
+    limit, least = config.vision.most_tokens, 1 if config.vision.sizes_vary else config.vision.most_tokens
+    which = "the most that this model takes" if config.vision.sizes_vary else "those of every picture of this model"
+    integer("image_tokens", image_tokens, least, limit, f"{f'{least} to ' * (least < limit)}{limit}, {which}")
 
 
 class Pictures:

@@ -12,7 +12,8 @@ PAGES = (
     "CONTRIBUTING.md",
     "README.md",
     "SECURITY.md",
-    *(f"docs/{name}.md" for name in ("arm", "index", "peers", "qspec", "quality", "reproduce", "security", "vision")),
+    *(f"docs/{name}.md" for name in ("arm", "index", "peers", "profile", "qspec", "quality")),
+    *(f"docs/{name}.md" for name in ("reproduce", "security", "vision")),
 )
 FOLDERS = ("edgeq", "targets", "runtime", "converters", "tools", "tests", "docs", "examples", "models")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}

@@ -32,7 +32,7 @@ from edgeq.tools.params import (
     Several,
     Threads,
 )
-from edgeq.tools.profile.options import PROFILE_OPTIONS
+from edgeq.tools.profile.options import FIT_OPTIONS, PROFILE_OPTIONS
 
 
 @click.group(
@@ -198,6 +198,24 @@ def profile(ctx: click.Context, /, compared: tuple[Path, Path] | None, fail_if_s
         profile(**options)
     else:
         compare(compared, options["output"], fail_if_slower)
+
+
+@main.command(
+    short_help="Say whether a file fits a device, and its speed.",
+    epilog="""
+    edgeq fit llama.edgeq --for raspberry-pi-5
+    edgeq fit llama.edgeq --for raspberry-pi-5-4gb --context 8192 --speed 10
+    """,
+)
+@FIT_OPTIONS
+def fit(**options: Any) -> None:
+    """Say whether FILE fits a device before it is copied there: with which context, how fast, and what bounds it.
+
+    Exit code 1: it does not fit, or is slower than --speed.
+    """
+    from edgeq.tools.profile.fit import fit as command
+
+    command(**options)
 
 
 @main.command(short_help="Show what is in a file.")

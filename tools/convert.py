@@ -15,7 +15,7 @@ from edgeq.converters.allocation.plan_file import write_plan, write_text
 from edgeq.converters.method_options import check_method_options
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.output import check_output
-from edgeq.devices import Device, device
+from edgeq.devices import Device, device, needed
 from edgeq.errors import InputError, ResourceError
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.tools.budget import resolved
@@ -144,7 +144,7 @@ def prospect(plan: ConversionPlan, profile: Device | None) -> dict[str, Any]:
     metadata = plan.metadata()
     sizes = metadata.bytes_per_token()
     context = min(DEFAULT_CONTEXT, metadata.config.max_position_embeddings)
-    needs = plan.output_bytes + context * sizes["kv_per_position"]
+    needs = needed(plan.output_bytes, sizes["kv_per_position"], context)
     return {
         "source": plan.checkpoint.name,
         "method": plan.method.name,

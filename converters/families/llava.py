@@ -133,7 +133,7 @@ def tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
     features, width = config.out_hidden_size, config.project_size
     for kind in ("weight", "bias"):
         for ours, theirs, sizes in (("0", "1", (width, hidden)), ("1", "2", (features, width))):
-            shape = sizes if kind == "weight" else sizes[:1]
+            shape: tuple[int, ...] = sizes if kind == "weight" else sizes[:1]
             name = f"multi_modal_projector.linear_{theirs}.{kind}"
             sources[f"vision.project.{ours}.{kind}"] = TensorSource(name, shape, shape)
         if config.pre_norm:

@@ -117,7 +117,7 @@ def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tin
     planned, device, *layers, size = result.stderr.strip().splitlines()
     assert planned.startswith("rtn: a file of at most ") and len(layers) == 6
     assert "bits per weight" in size and size.startswith(str(out))
-    assert device.startswith("raspberry-pi-5: 0.01 GB with a context of 1024 fits in")
+    assert device.startswith("raspberry-pi-5: 0.31 GB with a context of 1024 fits in")
     facts = objects(edgeq("inspect", out, "--json"))
     assert "raspberry" not in json.dumps(facts["provenance"])
     assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {"i3 g32"}

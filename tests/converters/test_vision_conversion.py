@@ -105,20 +105,22 @@ def test_without_a_method_every_tensor_of_the_tower_is_exact(source: Path, tmp_p
     assert bias and np.array_equal(file.array(bias), tensors["visual.blocks.1.attn.qkv.bias"].numpy())
 
 
-def test_a_rotated_decoder_reads_rotated_features(source: Path) -> None:
-    """Inner products of features with embeddings are what they were."""
-    plan = preflight(str(source), ConvertOptions(method="quarot", kv_bits=16))
+@pytest.mark.parametrize("projector", ["vision.", "vision.taps.0.", "vision.taps.1."])
+def test_a_rotated_decoder_reads_rotated_features(taps: Path, projector: str) -> None:
+    """Inner products of features, and of what taps add, with embeddings are what they were."""
+    plan = preflight(str(taps), ConvertOptions(method="quarot", kv_bits=16))
     checkpoint, tower = plan.checkpoint, plan.method.config.vision
     assert tower
     rotated = plan.method.tensors(checkpoint, {})
     inner = np.random.default_rng(0).standard_normal(tower.project_size).astype(np.float32)
 
     def product(tensors: Any) -> Any:
-        features = tensors.whole("vision.project.1.weight") @ inner + tensors.whole("vision.project.1.bias")
+        features = tensors.whole(f"{projector}project.1.weight") @ inner + tensors.whole(f"{projector}project.1.bias")
         return tensors.whole(EMBEDDING) @ features
 
     assert np.allclose(product(rotated), product(checkpoint), atol=1e-4)
-    assert not np.allclose(rotated.whole("vision.project.1.bias"), checkpoint.whole("vision.project.1.bias"))
+    bias = f"{projector}project.1.bias"
+    assert not np.allclose(rotated.whole(bias), checkpoint.whole(bias))
     name = "vision.layers.0.mlp.up_proj.weight"
     assert np.array_equal(rotated.rows(name, 3, 5), checkpoint.rows(name, 3, 5))
 
@@ -363,3 +365,13 @@ def test_what_a_qwen3_vl_cannot_have_is_named(taps: Path, keys: dict[str, Any], 
 def test_architectures_near_a_supported_one_say_what_to_do(architecture: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         recognise({"architectures": [architecture]}, None)
+
+
+def test_the_chat_template_may_lie_beside_the_tokenizer(clip: Path, tmp_path: Path) -> None:
+    """Processors kept it in chat_template.json before transformers 5."""
+    other = edited(tmp_path / "other", clip, lambda values: None)
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").unlink()
+    assert "chat_template" not in preflight(str(other), ConvertOptions()).text.blobs
+    (other / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert preflight(str(other), ConvertOptions()).text.blobs["chat_template"] == template.encode()

@@ -59,6 +59,10 @@ def processor(kind: str) -> tuple[Any, Any]:
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil as Clip
 
         made = Clip(size={"shortest_edge": 60}, crop_size={"height": 56, "width": 42})
+    elif kind == "llava":
+        from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil as Llava
+
+        made = Llava(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
     else:
         from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil as Siglip
 
@@ -94,7 +98,7 @@ def test_pixels_are_those_of_transformers(kind: str, mode: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["qwen2-vl", "clip", "siglip"])
+@pytest.mark.parametrize("kind", ["qwen2-vl", "clip", "llava", "siglip"])
 def test_pixels_are_those_of_transformers_everywhere(kind: str, mode: str, size: tuple[int, int]) -> None:
     compare(kind, mode, *size)
 

@@ -24,6 +24,10 @@ READ = {
         {"feature_extractor_type": "CLIPFeatureExtractor", "size": 224, "crop_size": 224, "resample": 3},
         {"sizing": "crop", "shortest_edge": 224, "height": 224, "width": 224},
     ),
+    "LLaVA": (
+        {"image_processor_type": "LlavaImageProcessorFast", "size": {"shortest_edge": 336}, "crop_size": 336},
+        {"sizing": "crop", "shortest_edge": 336, "height": 336, "width": 336},
+    ),
     "SigLIP": (SIGLIP, {"sizing": "fixed", "height": 384, "width": 384, "mean": (0.5,) * 3, "std": (0.5,) * 3}),
     "bilinear": (SIGLIP | {"resample": 2}, {"resampling": "bilinear"}),
     "not normalized": (CLIP | {"do_normalize": False}, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from random_vlm import IMAGE_TOKEN, VISION, picture, write
+from random_vlm import CONFIG, IMAGE_TOKEN, VISION, picture, write
 
 from edgeq.errors import FormatError, InputError
 from edgeq.image import Picture
+from edgeq.image_config import ImageConfig
 from edgeq.rope import picture_positions
 from edgeq.runtime import Model, Prompt, Session
 from edgeq.runtime import vision as vision_module
+from edgeq.runtime.pictures import Pictures, check_image_tokens
 from edgeq.runtime.prompt import Place, positions, with_pictures
 from edgeq.runtime.session import BatchItem, run_together
 from edgeq.targets.rows import VISION as SEEN
@@ -307,3 +310,12 @@ def test_the_order_of_rows_changes_no_bit(path: Path, target: str, mode: Any) ->
             path, target=target, mode=mode, context=200, max_rows=rows, max_logits=7, row_order="modality"
         ) as model:
             assert all(np.array_equal(a, b) for a, b in zip(as_they_come, turns(model), strict=True))
+
+
+def test_pictures_of_one_size_leave_no_choice_of_tokens() -> None:
+    image = ImageConfig(sizing="fixed", mean=(0.5,) * 3, std=(0.5,) * 3, height=24, width=16)
+    config = replace(CONFIG, vision=replace(VISION, image=image))
+    check_image_tokens(config, 6)
+    with pytest.raises(InputError, match="`image_tokens` is 5; expected 6, those of every picture of this model"):
+        check_image_tokens(config, 5)
+    assert Pictures(config, 8, None, lambda *_: pytest.fail("not asked for")).most_tokens == 6

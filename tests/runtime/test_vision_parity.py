@@ -266,3 +266,17 @@ def test_a_picture_makes_a_difference(case: Get) -> None:
     prompt = found.prompt("text_first")
     other = replace(prompt, pictures=(replace(prompt.pictures[0], patches=prompt.pictures[0].patches[::-1].copy()),))
     assert not near(found.expected(other)[0], found.expected(prompt)[0])
+
+
+def test_what_taps_add_makes_a_difference(case: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, encode = case("taps"), Tower.encode
+    prompt, width = found.prompt("text_first"), found.vision.out_hidden_size
+
+    def without(tower: Tower, *arguments: Any) -> NDArray[np.float32]:
+        features = encode(tower, *arguments)
+        features[:, width:] = 0
+        return features
+
+    monkeypatch.setattr(Tower, "encode", without)
+    model = Model.load(found.path, target="reference", mode="a16", context=256)
+    assert not near(logits_of(model, prompt, 256), found.expected(prompt)[0])

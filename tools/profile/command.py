@@ -18,6 +18,7 @@ from edgeq.tools.bench import Test
 from edgeq.tools.profile import comparison, record, tables
 from edgeq.tools.profile.collect import Plan, Profile, collect
 from edgeq.tools.profile.document import document
+from edgeq.tools.profile.page import page
 from edgeq.tools.profile.runs import AnyTest, Picture, Setting
 from edgeq.tools.profile.trace import trace
 from edgeq.tools.terminal import note, progress, write
@@ -90,6 +91,7 @@ SHOWN: dict[str, Callable[[Profile, dict[str, Any]], str]] = {
     "md": lambda found, made: tables.markdown(made),
     "json": _as_json,
     "csv": lambda found, made: tables.as_csv(made),
+    "html": lambda found, made: page(made),
     "trace": lambda found, made: trace(found),
 }
 

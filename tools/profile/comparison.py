@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -16,6 +17,10 @@ from edgeq.tools.statistics import percentile
 
 CONFIDENCE = 0.99
 """Of several tests in a comparison each can be wrong: with 95 % one in twenty would be."""
+BEST_SHARE = 0.5
+"""Of the difference of the medians, as logarithms."""
+BUSY = 1.5
+"""Processes that want to run, for each core, from which on a difference can be the neighbours'."""
 COMPARED = ("ttft", "pp", "tg", "image")
 """Compilation and loading happen once in a run: they have no spread."""
 IDENTITY = ("kind", "test", "mode", "kv", "threads", "threads_prefill", "target", "isa")
@@ -31,7 +36,11 @@ class Line:
 
     ratio      time of B over time of A, the median of all pairs of repetitions (Hodges and Lehmann 1963);  low, high: its
                interval with at least `confidence`, from the ranks of the pairs (Moses 1965); None: too few repetitions for one
-    verdict    faster, slower or not separable
+    best       ratio of the fastest repetitions, or tokens.  What else runs on a machine only adds time: where the medians
+               differ and these hardly do, it is the neighbours that differ
+    busy       the load was above BUSY times the cores in one of them
+    verdict    faster or slower where the interval does not hold 1 and `best` is at least half as far from it, and neither was
+               busy; else not separable
     """
 
     test: str
@@ -42,6 +51,8 @@ class Line:
     ratio: float
     low: float | None
     high: float | None
+    best: float
+    busy: bool
     verdict: str
 
     def slower_by(self, share: float) -> bool:
@@ -117,28 +128,41 @@ def _value(record: Measurement, name: str) -> Any:
 def _line(a: Measurement, b: Measurement) -> Line:
     one, two = blocks(a), blocks(b)
     middle, low, high = ratio(one, two)
-    verdict = "not separable"
-    if low is not None and high is not None and (low > 1 or high < 1):
+    best, verdict, busy = min(b.each) / min(a.each), "not separable", _busy(a) or _busy(b)
+    if (
+        not busy
+        and low is not None
+        and high is not None
+        and (low > 1 or high < 1)
+        and math.log(best) / math.log(middle) >= BEST_SHARE
+    ):
         verdict = "slower" if low > 1 else "faster"
     changed = {n: [_value(a, n), _value(b, n)] for n in (*SETTINGS, "identity", "processor") if _value(a, n) != _value(b, n)}
     settings = {name: _value(a, name) for name in SETTINGS}
-    return Line(a.test, settings, changed, percentile(one, 50), percentile(two, 50), middle, low, high, verdict)
+    return Line(a.test, settings, changed, percentile(one, 50), percentile(two, 50), middle, low, high, best, busy, verdict)
+
+
+def _busy(record: Measurement) -> bool:
+    load, cores = record.facts.get("load"), record.facts.get("cores")
+    return isinstance(load, (int, float)) and isinstance(cores, int) and load > BUSY * cores
 
 
 def show(lines: Sequence[Line], documents: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     """A table, and what else differs between the two."""
-    rows = [["test", "t", "mode", "cache", "A ms", "B ms", "B / A", f"{100 * CONFIDENCE:.0f} % interval", ""]]
+    rows = [["test", "t", "mode", "cache", "A ms", "B ms", "B / A", f"{100 * CONFIDENCE:.0f} % interval", "best", ""]]
     for line in lines:
         interval = "" if line.low is None else f"{line.low:.3f} – {line.high:.3f}"
         threads = "→".join(map(str, line.changed.get("threads", [line.settings["threads"]])))
         settings = (threads, str(line.settings["mode"]), str(line.settings["kv"]))
-        times = (f"{1000 * line.a_s:,.3f}", f"{1000 * line.b_s:,.3f}", f"{line.ratio:.3f}", interval)
+        times = (f"{1000 * line.a_s:,.3f}", f"{1000 * line.b_s:,.3f}", f"{line.ratio:.3f}", interval, f"{line.best:.3f}")
         rows.append([line.test, *settings, *times, line.verdict])
     notes = [
         f"{name}: {p}{' (partial)' if made.get('partial') else ''}" for name, (p, made) in zip("AB", documents, strict=True)
     ]
     changed = {name: values for line in lines for name, values in line.changed.items()}
     notes += [f"differs: {name}, {old} in A and {new} in B" for name, (old, new) in changed.items()]
+    if any(line.busy for line in lines):
+        notes.append(f"the machine was busy, with a load above {BUSY} for each core: nothing is separable; run both again")
     if any(line.low is None for line in lines):
         notes.append("without an interval nothing is separable: 5 repetitions of each are enough (-r 5)")
     return aligned(rows) + "\n\n" + "\n".join(notes)

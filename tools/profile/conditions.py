@@ -48,7 +48,8 @@ def load() -> float | None:
 
 def facts() -> dict[str, Any]:
     """The present conditions, as fields of a record."""
-    return {"mhz": median_clock(), "power_mode": power_mode(), "load": load(), "celsius": machine.temperature()}
+    own = {"mhz": median_clock(), "power_mode": power_mode(), "load": load(), "cores": machine.cpu().cores}
+    return {**own, "celsius": machine.temperature()}
 
 
 def _text(path: Path) -> str:

@@ -5,8 +5,9 @@ A sentence is said when its condition holds and only then; where what it needs w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NEAR_LIMIT = 0.85
@@ -38,7 +39,7 @@ class Finding:
 
 
 def findings(document: dict[str, Any]) -> list[Finding]:
-    """Of a document (document.py); of each rule at most one per combination of settings."""
+    """Of a document (document.py).  Where a rule holds of several tests, the first is named and the others are counted."""
     records = document["measurements"]
     found = [
         *_bandwidth(records),
@@ -51,7 +52,15 @@ def findings(document: dict[str, Any]) -> list[Finding]:
     ]
     for operations in document["operations"]:
         found += [*_bubble(operations), *_waiting(operations)]
-    return found
+    counts = Counter(finding.name for finding in found)
+    firsts = {finding.name: finding for finding in reversed(found)}
+    return [_counted(firsts[name], count - 1) for name, count in counts.items()]
+
+
+def _counted(finding: Finding, others: int) -> Finding:
+    if not others:
+        return finding
+    return replace(finding, text=f"{finding.text}; so it is in {others} other test{'s' * (others > 1)}")
 
 
 def named(record: dict[str, Any]) -> str:
@@ -118,7 +127,7 @@ def _depth(records: list[dict[str, Any]]) -> Iterator[Finding]:
         low, high = min(group, key=lambda r: r["depth"]), max(group, key=lambda r: r["depth"])
         if high["depth"] > low["depth"] and high["p50"] >= DEEP * low["p50"]:
             text = f"a token takes {high['p50'] / low['p50']:.2f} times as long as after {low['depth']} tokens "
-            text += f"({1000 * high['p50']:.2f} against {1000 * low['p50']:.2f} ms): attention reads the cache"
+            text += f"({1000 * high['p50']:.2f} against {1000 * low['p50']:.2f} ms)"
             figures = {"p50": high["p50"], "p50_at_least_depth": low["p50"], "depth": high["depth"]}
             yield Finding("depth", f"{named(high)}: {text}", figures)
 
@@ -126,8 +135,8 @@ def _depth(records: list[dict[str, Any]]) -> Iterator[Finding]:
 def _unsteady(records: list[dict[str, Any]]) -> Iterator[Finding]:
     for record in _tg(records):
         if record["p99"] is not None and record["p99"] >= UNSTEADY * record["p50"]:
-            text = f"1 token in 100 takes {1000 * record['p99']:.2f} ms, {record['p99'] / record['p50']:.1f} times the median: "
-            text += "something else uses the processor"
+            times = record["p99"] / record["p50"]
+            text = f"1 token in 100 takes {1000 * record['p99']:.2f} ms or more, {times:.1f} times the median"
             figures = {"p99": record["p99"], "p50": record["p50"]}
             yield Finding("unsteady", f"{named(record)}: {text}", figures)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
 import click
 
+from edgeq.devices import DEVICES
 from edgeq.tools.help_sections import decorated, section
-from edgeq.tools.options import BENCH_TESTS, CACHES, IMAGE_TOKENS, MODES, TARGETS, execution
-from edgeq.tools.params import Amount, EdgeqFile, OneOf, Several, Threads
+from edgeq.tools.options import BENCH_TESTS, CACHES, IMAGE_TOKENS, JSON, MODEL, MODES, TARGETS, execution
+from edgeq.tools.params import Amount, Count, EdgeqFile, OneOf, Several, Threads
 
 output = section("Output")
-FORMATS = ("md", "json", "csv", "trace")
+FORMATS = ("md", "json", "csv", "html", "trace")
 
+THIS_MACHINE = "this-machine"
 comparison = section("Comparison (nothing is measured)")
 
 
@@ -27,6 +30,30 @@ class Share(click.ParamType):  # type: ignore[type-arg]
         return share / 100
 
 
+class Board(OneOf):
+    """A device by name, or this machine; a name that is nearly one is suggested."""
+
+    def __init__(self) -> None:
+        super().__init__(THIS_MACHINE, *DEVICES)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            near = difflib.get_close_matches(str(value).casefold(), self.choices, 3, 0.5)
+            if near:
+                self.fail(f"{value!r} is not known; did you mean {' or '.join(near)}? edgeq devices lists all", param, ctx)
+            raise error
+
+
+FIT_OPTIONS = decorated(
+    MODEL,
+    click.option("--for", "board", type=Board(), required=True, metavar="DEVICE", help="The device; edgeq devices lists them."),
+    click.option("-c", "--context", type=Count(1), metavar="N", help="Positions of the cache.  [default: as run chooses them]"),
+    click.option("--speed", type=Amount(), metavar="TOK_S", help="Tokens per second that are wanted."),
+    click.option("--kv", type=OneOf(*CACHES), default="file", show_default=True, help="Type of the cached keys and values."),
+    JSON,
+)
 PROFILE_OPTIONS = decorated(
     click.argument("model", metavar="[FILE]", required=False, type=EdgeqFile()),
     BENCH_TESTS,

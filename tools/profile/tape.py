@@ -42,7 +42,7 @@ class Call:
     ended: float
     times: StepTimes
     shape: Shape
-    selected: Shape
+    wanted: NDArray[np.int32]
     kv: KvCodec
 
     def operations(self) -> Iterator[Timed]:
@@ -55,7 +55,8 @@ class Call:
             todo = Work() if key in seen else work(step, shape, self.kv)
             seen.add(key)
             if isinstance(step.operation, Select):
-                shape = self.selected
+                # The first of every `together` wanted rows stands for them.
+                shape = self.shape.of_rows(self.wanted[:: step.operation.together])
             yield Timed(name, step.operation.layer, step.kernel, worked, waited, todo)
 
     @property
@@ -102,9 +103,8 @@ class Tape(Recorder):
     def _note(self, started: float, rows: Rows) -> None:
         ended = perf_counter()
         (times,) = self.taken()
-        together = next((s.operation.together for s in times.steps if isinstance(s.operation, Select)), 1)
-        shapes = Shape.of(rows), Shape.of(rows.selected(together))
-        self.calls.append(Call(self.phase, started, ended, times, *shapes, self._program.options.kv))
+        # What follows from the rows is worked out later: this is within what is timed.
+        self.calls.append(Call(self.phase, started, ended, times, Shape.of(rows), rows.wanted, self._program.options.kv))
 
 
 class Tapes:

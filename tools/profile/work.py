@@ -32,24 +32,34 @@ class Work:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of the rows of a run decides how much there is to do.
+    """What of the rows of a run decides how much there is to do: arrays of `Rows`, as they are.
 
-    ends       int64 [rows]: the cache positions that a causal row sees, its own included
-    sessions   int64 [rows]
-    spans      int64 [kinds, rows]: patches that a row of a picture sees, by kind of range; None: the run has none
+    slots, sessions   int32 [rows]
+    spans             int32 [kinds, 2, rows], or None
     """
 
-    ends: NDArray[np.int64]
-    sessions: NDArray[np.int64]
-    spans: NDArray[np.int64] | None
+    slots: NDArray[np.int32]
+    sessions: NDArray[np.int32]
+    spans: NDArray[np.int32] | None
 
     @classmethod
     def of(cls, rows: Rows) -> Shape:
-        spans = None if rows.spans is None else (rows.spans[:, 1] - rows.spans[:, 0]).astype(np.int64)
-        return cls(rows.slots.astype(np.int64) + 1, rows.sessions.astype(np.int64), spans)
+        return cls(rows.slots, rows.sessions, rows.spans)
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.slots)
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """int64 [rows]: the cache positions that a causal row sees, its own included."""
+        return self.slots.astype(np.int64) + 1
+
+    def seen(self, kind: int) -> NDArray[np.int64] | None:
+        """int64 [rows]: how many patches each row sees in the ranges of a kind; None: the run has no ranges."""
+        return None if self.spans is None else (self.spans[kind, 1] - self.spans[kind, 0]).astype(np.int64)
+
+    def of_rows(self, which: NDArray[np.int32]) -> Shape:
+        return Shape(self.slots[which], self.sessions[which], None if self.spans is None else self.spans[:, :, which])
 
 
 def work(step: Step, shape: Shape, kv: KvCodec) -> Work:
@@ -65,9 +75,8 @@ def work(step: Step, shape: Shape, kv: KvCodec) -> Work:
         return Work(min(1.0, rows * share) * sum(layer.nbytes for layer in every), macs)
     if isinstance(operation, Attention):
         position = 2 * operation.kv_heads * kv.head_bytes(operation.head_dim)
-        if operation.span >= 0 and shape.spans is not None:
-            seen, read = shape.spans[operation.span], rows
-        else:
+        seen, read = shape.seen(operation.span) if operation.span >= 0 else None, rows
+        if seen is None:
             seen = np.minimum(shape.ends, operation.window) if operation.window else shape.ends
             # A window moves with the rows: together they see from the first one's beginning to the last one's end.
             read = sum(_positions_read(shape, operation.window, s) for s in np.unique(shape.sessions))

@@ -37,6 +37,7 @@ def test_all_commands_are_found() -> None:
         "plant_outliers",
         "quality",
         "roofline",
+        "separability",
         "signs",
         "speculation",
         "train_text",

@@ -45,7 +45,7 @@ def invented(kind: str, test: str, seconds: float, **changes: Any) -> dict[str, 
     facts = {
         **{"model": "m", "codec": "i4 g128", "head_codec": "i6 g128", "file_bytes": 1000, "identity": "0" * 64, "version": "1"},
         **{"processor": "P", "date": "2026-01-01", "target": "cpu", "isa": "avx2", "mode": "a8", "kv": "f16", "threads": 1},
-        **{"threads_prefill": 1, "mhz": 2000.0, "power_mode": None, "celsius": None, "load": 0.1},
+        **{"threads_prefill": 1, "mhz": 2000.0, "power_mode": None, "celsius": None, "load": 0.1, "cores": 2},
     }
     steps = [seconds / 4] * 20 if kind == "tg" else []
     own = Measurement(kind, test, 4, 0, 1, 8, facts, [seconds] * 5, steps, rss=1, peak_rss=2).fields()

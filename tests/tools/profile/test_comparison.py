@@ -66,6 +66,15 @@ def test_what_is_slower_faster_or_neither(calm: Document) -> None:
     assert {line.verdict for line in compare(scaled(calm, 1, 0.05, 1), scaled(calm, 0.7, 0.05, 2))} == {"faster"}
     # A large difference within a larger spread, or from few repetitions, is none.
     assert {x.verdict for x in compare(scaled(calm, 1, 0.6, 1), scaled(calm, 1.3, 0.6, 2))} == {"not separable"}
+    # So is one that the fastest repetitions do not have: neighbours.
+    one, crowded = scaled(calm, 1, 0.02, 1), scaled(calm, 1.5, 0.02, 2)
+    for record in crowded["measurements"]:
+        if record["step_s"]:
+            record["step_s"][0] = 0.25
+        record["samples_s"][0] = 1.0
+    crowded["measurements"] = [r for r in crowded["measurements"] if r["kind"] == "tg"]
+    (line,) = compare(one, crowded)
+    assert line.low is not None and line.low > 1 and line.best < 1.05 and line.verdict == "not separable"
     few = compare(scaled(calm, 1, 0.01, 1, repetitions=4), scaled(calm, 2, 0.01, 2, repetitions=4))
     assert {(line.verdict, line.low) for line in few} == {("not separable", None)}
 
@@ -81,6 +90,12 @@ def test_a_setting_that_is_constant_may_differ(calm: Document) -> None:
     assert {line.settings["threads"] for line in compare(both, one)} == {1}
     with pytest.raises(InputError, match="no test in common"):
         compare(one, scaled(calm, 1, 0.01, 2, kv="int8"))
+
+
+@pytest.mark.parametrize(("load", "busy"), [(None, False), (2.9, False), (3.1, True)])
+def test_nothing_is_separable_on_a_busy_machine(calm: Document, load: float | None, busy: bool) -> None:
+    for line in compare(scaled(calm, 1, 0.02, 1), scaled(calm, 2, 0.02, 2, load=load)):
+        assert line.busy == busy and line.verdict == ("not separable" if busy else "slower")
 
 
 def edgeq(*arguments: object) -> Result:

@@ -121,6 +121,13 @@ def test_time_in_no_operation(calm: Document, bubble: float, within: float, said
         assert ("within calls" in finding.text) == (within > bubble - within)
 
 
+def test_tests_of_the_same_kind_are_counted_and_not_repeated(calm: Document) -> None:
+    slow = {**tg(calm), "bandwidth_share": 0.2}
+    calm["measurements"] += [{**slow, "test": "tg5"}, {**slow, "test": "tg6"}, {**slow, "test": "tg7"}]
+    (finding,) = findings(calm)
+    assert finding.text.startswith("tg5, 1 thread") and finding.text.endswith("; so it is in 2 other tests")
+
+
 @pytest.mark.parametrize(("waited", "said"), [(0.02, False), (0.022, True)])
 def test_time_spent_waiting(calm: Document, waited: float, said: bool) -> None:
     calm["operations"][0].update(waited=waited)

@@ -69,15 +69,23 @@ def test_a_prompt_computes_every_row_but_those_that_nobody_asks_for(profiled: Pr
     assert floats[0] == pytest.approx(seen[0] * heads) and floats[last] == pytest.approx(seen[1] * heads)
 
 
+def shape(ends: list[int], sessions: list[int]) -> Shape:
+    return Shape(np.array(ends, np.int32) - 1, np.array(sessions, np.int32), None)
+
+
 def test_a_window_bounds_what_attention_reads() -> None:
     kv, step = KvCodec("f16"), Step(Attention(0, "x", 0, "y", 4, 2, 8, 1.0, 5, 0), "attend")
-    one = Shape(np.array([12]), np.array([0]), None)
+    one = shape([12], [0])
     assert work(step, one, kv) == Work(5 * 2 * 2 * 16, 0, 2 * 5 * 4 * 8)
     # Rows 10 ... 12 of a session see positions 6 ... 12 together, two sessions their own.
-    three = Shape(np.array([10, 11, 12]), np.array([0, 0, 0]), None)
+    three = shape([10, 11, 12], [0, 0, 0])
     assert work(step, three, kv).bytes == 7 * 2 * 2 * 16
-    apart = Shape(np.array([3, 12]), np.array([0, 1]), None)
+    apart = shape([3, 12], [0, 1])
     assert work(step, apart, kv) == Work((3 + 5) * 2 * 2 * 16, 0, 2 * (3 + 5) * 4 * 8)
+    # Rows of pictures see patches 2 ... 6 and 0 ... 3.
+    patches = Shape(np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.array([[[2, 0], [7, 4]]], np.int32))
+    seeing = Step(Attention(0, "x", 0, "y", 4, 2, 8, 1.0, 0, 0, span=0), "attend")
+    assert work(seeing, patches, kv) == Work(2 * 2 * 2 * 16, 0, 2 * (5 + 4) * 4 * 8)
     assert work(Step(CacheWrite(0, "x", 0, 0, 2, 8, 0), "kv"), three, kv) == Work(3 * 2 * 2 * 16)
 
 

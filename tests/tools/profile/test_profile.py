@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from edgeq.errors import FormatError, InputError
 from edgeq.tools.cli import main
-from edgeq.tools.profile import command, conditions
+from edgeq.tools.profile import command, conditions, findings
 from edgeq.tools.profile.collect import Profile
 from edgeq.tools.profile.record import SCHEMA, Measurement, measurement, read, write
 from edgeq.tools.profile.runs import Combination, Sample
@@ -173,3 +174,27 @@ def test_clocks_are_those_of_cpufreq_else_of_cpuinfo(tmp_path: Path, monkeypatch
     assert conditions.clocks(tmp_path / "none", tmp_path / "nothing") == []
     assert conditions.power_mode(tmp_path, tmp_path / "no") == "ondemand"
     assert conditions.power_mode(tmp_path / "none", tmp_path / "no") is None
+
+
+PAGE = (Path(__file__).parent.parent.parent.parent / "docs" / "profile.md").read_text(encoding="utf-8")
+
+
+def described(heading: str) -> set[str]:
+    """The names in the first column of the table under a heading of docs/profile.md."""
+    table = PAGE.partition(f"| {heading} |")[2].partition("\n\n")[0]
+    return {
+        name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+
+
+def test_the_schema_is_that_of_the_page(written: dict[str, Any]) -> None:
+    assert described("key") == set(written)
+    for found in written["measurements"]:
+        assert described("field") == set(found)
+
+
+def test_every_rule_is_on_the_page() -> None:
+    rules = set(re.findall(r'Finding\(\s*"([\w ]+)"', Path(str(findings.__file__)).read_text(encoding="utf-8")))
+    table = PAGE.partition("| name |")[2].partition("\n\n")[0]
+    named = {name for line in table.splitlines()[2:] for name in re.findall(r"`([\w ]+)`", line.split("|")[1])}
+    assert len(rules) == 11 and named == rules

@@ -1,0 +1,80 @@
+"""Every method on the decoder of every family that sees: what a picture says is still heard, with drafts too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from vision_checkpoints import MODELS, build
+
+from edgeq.converters.convert import ConvertOptions, convert
+from edgeq.converters.methods import METHODS
+from edgeq.runtime import Model, Prompt
+
+FEW: dict[str, Any] = {"calibration_rows": 2, "calibration_length": 64}
+QUESTION = [{"role": "user", "content": "What is it?"}]
+Source = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    known: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in known:
+            known[name] = build(tmp_path_factory.mktemp(name), name)
+        return known[name]
+
+    return get
+
+
+def asked(model: Model, color: str = "") -> Prompt:
+    picture = Image.linear_gradient("L").resize((70, 50)) if not color else Image.new("RGB", (70, 50), color)
+    return model.chat_prompt(QUESTION, images=[picture.convert("RGB")])
+
+
+def logits(path: Path, **options: Any) -> NDArray[np.float32]:
+    with Model.load(path, context=256, threads=1, **options) as model:
+        return model.session().prefill(asked(model)).copy()
+
+
+def like(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
+    return float(np.corrcoef(found, wanted)[0, 1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, name: str) -> None:
+    exact = ConvertOptions(method="none", dtype="f32")
+    convert(str(source(name)), tmp_path / "none.edgeq", exact, lambda *_: None)
+    wanted = logits(tmp_path / "none.edgeq")
+    with Model.load(tmp_path / "none.edgeq", context=256, threads=1) as model:
+        other = model.session().prefill(asked(model, "white"))
+        # What follows a picture sees little of it through short windows.
+        assert like(other, wanted) < (0.99 if model.config.sliding_windows else 0.8)
+    for method in set(METHODS) - {"none"}:
+        path = tmp_path / f"{method}.edgeq"
+        calibrated = {} if method in ("rtn", "ttq", "quarot") else FEW
+        file = convert(str(source(name)), path, ConvertOptions(method=method, **calibrated), lambda *_: None)
+        assert file.metadata.vision_mode == "a8"
+        assert like(logits(path), wanted) > 0.88, method
+        with Model.load(path, context=256, threads=1) as model:
+            prompt = asked(model)
+            plain = model.generate(prompt, max_tokens=8, ignore_eos=True)
+            drafted = model.generate(prompt, max_tokens=8, ignore_eos=True, draft="lookup", gamma=3)
+            assert plain.text() == drafted.text() and plain.tokens == drafted.tokens, method
+
+
+@pytest.mark.exhaustive
+def test_four_bits_in_a_tower_with_taps(source: Source, tmp_path: Path) -> None:
+    found = []
+    for bits in (16, 4):
+        path = tmp_path / f"{bits}.edgeq"
+        convert(str(source("taps")), path, ConvertOptions(bits=8, vision_bits=bits), lambda *_: None)
+        found.append(logits(path))
+    assert 0.9 < like(*found) < 1

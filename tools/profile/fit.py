@@ -1,0 +1,158 @@
+"""`edgeq fit`: whether a file fits a device, with which context, and between which speeds it will decode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import click
+
+from edgeq.container import ModelFile
+from edgeq.devices import Device, device, needed
+from edgeq.errors import InputError
+from edgeq.records import KvCodec, KvKind
+from edgeq.runtime.context_size import DEFAULT_CONTEXT
+from edgeq.targets.rows import PAGE
+from edgeq.tools.budget import this_machine
+from edgeq.tools.profile.options import THIS_MACHINE
+from edgeq.tools.report import describe
+
+SHORT = 32
+"""Positions of the cache at which the first tokens of a text are decoded."""
+SMALL = 2_000
+"""Tokens per second above which the time outside of the kernels, 0.1 ms on a laptop, is a large part of a token."""
+NO_DOT_PRODUCT = ("neon", "portable")
+"""Instruction sets on which arithmetic can be slower than memory."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What can be expected of a file on a device.
+
+    context           asked for, or what run would choose;  longest_context: that fits, 0: the file alone does not
+    needs, has        bytes of memory with that context, and what the device has for it
+    bytes_per_token   weights and head;  position_bytes: of the cache, in all layers
+    slowest, expected, fastest   tokens per second: at the end of the context with the smallest share of the bandwidth that is
+                      known of decode; in the middle of it with the usual share; at the beginning with the largest.  None: this
+                      version does not run there
+    measured          the bandwidth was measured on such a device, or is that of its data sheet
+    speed             asked for;  speed_context: positions to which the expected speed is at least that, 0: not even the first
+    """
+
+    device: str
+    context: int
+    longest_context: int
+    fits: bool
+    needs: int
+    has: int
+    bytes_per_token: int
+    position_bytes: int
+    bandwidth: float
+    measured: bool
+    slowest: float | None
+    expected: float | None
+    fastest: float | None
+    speed: float | None
+    speed_context: int | None
+
+    @property
+    def fast_enough(self) -> bool:
+        return self.speed is None or (self.expected is not None and self.expected >= self.speed)
+
+
+def fit(model: Path, board: str, context: int | None, speed: float | None, kv: str, as_json: bool) -> None:
+    """Print the answer.  Exit code 1: it does not fit, or is slower than `speed`.
+
+    InputError: a context that the model does not take.
+    """
+    file = ModelFile.open(model)
+    target = this_machine() if board == THIS_MACHINE else device(board)
+    found = fitted(file, target, context, speed, kv)
+    click.echo(json.dumps(asdict(found), indent=1) if as_json else text(found, file, target))
+    if not (found.fits and found.fast_enough):
+        raise click.exceptions.Exit(1)
+
+
+def fitted(file: ModelFile, target: Device, context: int | None, speed: float | None, kv: str = "file") -> Fit:
+    """What can be expected of `file` on `target`.  InputError: a context that the model does not take."""
+    metadata, config = file.metadata, file.metadata.config
+    limit = config.max_position_embeddings
+    if context is not None and context > limit:
+        raise InputError(
+            f"context {context} is out of range; this model takes 1 to {limit} positions: pass --context {limit} or less"
+        )
+    codec = metadata.kv if kv == "file" else KvCodec(cast(KvKind, kv))
+    position = config.num_hidden_layers * 2 * config.num_key_value_heads * codec.head_bytes(config.head_dim)
+    sizes = metadata.bytes_per_token()
+    weights = sizes["weights"] + sizes["head"]
+    longest = min(limit, target.longest_context(file.size, position) // PAGE * PAGE)
+    chosen = context or max(1, min(limit, DEFAULT_CONTEXT, longest))
+    needs = needed(file.size, position, chosen)
+
+    def rate(bandwidth: float, positions: int) -> float | None:
+        return bandwidth / (weights + position * config.positions_read(positions)) if target.supported else None
+
+    low, high = target.decode_range
+    reached = None
+    if speed is not None and target.supported:
+        reached = _longest(lambda n: (rate(target.decode_bandwidth, n) or 0.0) >= speed, limit)
+    return Fit(
+        device=target.name,
+        context=chosen,
+        longest_context=longest,
+        fits=needs <= target.usable_memory,
+        needs=needs,
+        has=target.usable_memory,
+        bytes_per_token=weights,
+        position_bytes=position,
+        bandwidth=target.usable_bandwidth,
+        measured=bool(target.read_bandwidth),
+        slowest=rate(low, chosen),
+        expected=rate(target.decode_bandwidth, (chosen + 1) // 2),
+        fastest=rate(high, min(SHORT, chosen)),
+        speed=speed,
+        speed_context=reached,
+    )
+
+
+def _longest(holds: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` for which `holds`, which no larger one does once one does not; 0: none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def text(found: Fit, file: ModelFile, target: Device) -> str:
+    """The same in words."""
+    verdict = "fits in" if found.fits else "does not fit in"
+    lines = [
+        describe(file),
+        f"{found.device}: {found.needs / 1e9:.2f} GB with a context of {found.context} {verdict} {found.has / 1e9:.1f} GB",
+    ]
+    limit = file.metadata.config.max_position_embeddings
+    if not found.longest_context:
+        lines.append("the file alone does not fit; convert it with fewer bits: edgeq convert --for says to which")
+    else:
+        model = " (all that the model takes)" if found.longest_context == limit else ""
+        lines.append(f"longest context that fits: {found.longest_context}{model}, {found.position_bytes:,} bytes per position")
+    if found.slowest is None or found.expected is None or found.fastest is None:
+        return "\n".join([*lines, "this version runs on CPUs only, so no speed is promised there"])
+    source = "measured" if found.measured else "by its data sheet, of which decode reaches 70 to 90 %"
+    read = f"{found.bytes_per_token / 1e6:,.1f} MB per token at {found.bandwidth / 1e9:.1f} GB/s ({source})"
+    lines.append(
+        f"decode {found.slowest:,.1f} to {found.fastest:,.1f} tokens per second, {found.expected:,.1f} in the middle of the "
+        f"context: bounded by reading {read}"
+    )
+    if found.fastest > SMALL:
+        lines.append(f"above some {SMALL:,} tokens per second the Python around each token, which is not counted, bounds it")
+    if target.isa in NO_DOT_PRODUCT:
+        lines.append(f"{target.isa} has no instruction for integer dot products: arithmetic can bound it lower")
+    if found.speed is not None:
+        holds = f"expected up to a context of {found.speed_context}" if found.speed_context else "not expected at any context"
+        lines.append(f"{found.speed:g} tokens per second: {holds}")
+    return "\n".join(lines)
