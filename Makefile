@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo demo-vision test test-exhaustive test-lowest test-python fuzz lint docs schema clean
+.PHONY: demo demo-vision test test-cuda test-exhaustive test-lowest test-python fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -65,6 +65,10 @@ test: $(VENV)/installed-test
 
 test-exhaustive: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
+
+# The CUDA target on an emulated device: TVM generates its kernels, g++ compiles them for the CPU, NVRTC for GPUs.
+test-cuda: $(VENV)/installed-test $(VENV)/installed-build
+	$(BIN)/python -m pytest $(PARALLEL) -m cuda
 
 # The oldest versions that pyproject.toml allows, and another Python.  The machine code of one instruction set, the threads, a run from
 # the command line.  EXTRA=[convert] has torch too, and converts there; without it the file is converted here.

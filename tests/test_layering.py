@@ -126,7 +126,9 @@ def loaded(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
-@pytest.mark.parametrize("module", ["edgeq.runtime", "edgeq.targets", "edgeq.container", "edgeq.tools.cli"])
+@pytest.mark.parametrize(
+    "module", ["edgeq.runtime", "edgeq.targets", "edgeq.targets.cuda", "edgeq.container", "edgeq.tools.cli"]
+)
 def test_the_runtime_loads_neither_torch_nor_transformers(module: str) -> None:
     assert not loaded(f"import {module}") & {"torch", "transformers", "safetensors", "tvm", "numba", "llvmlite"}
 

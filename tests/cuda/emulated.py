@@ -1,0 +1,200 @@
+"""A CUDA device that runs the generated text on the CPU: g++ compiles it with emulator/emulator.h.
+
+It shows what kernels compute, missing barriers and waits, reads of memory that was never written (it is NaN), writes past the
+end of an allocation, and launches that a GPU would refuse.  It does not show speed, nor how an mma rounds inside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import DeviceError
+from edgeq.targets.cuda.device import Kernel, Memory
+from edgeq.targets.cuda.pack import POINTER, Generated, Variant
+
+HERE = Path(__file__).parent / "emulator"
+BUILD = Path(__file__).parents[2] / "build" / "emulator"
+FORWARD, BACKWARD, SHUFFLED = 0, 1, 2
+"""Orders in which the threads of a block, and its blocks, take turns.
+
+Asynchronous copies are done when they are asked for in BACKWARD, else when they are waited for.
+"""
+FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+FLAGS += ["-mavx2", "-mf16c"] if platform.machine() == "x86_64" else []
+GUARD = 256
+"""Bytes after an allocation that nothing may write."""
+ALIGNMENT = 256
+UNWRITTEN = 0xFF
+LARGEST_BLOCK, LARGEST_GRID = 1024, (2**31 - 1, 65535, 65535)
+
+CTYPES = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
+CASTS = {"int32": "int", "int64": "int64_t", "float32": "float"}
+ASM = re.compile(r'asm volatile\(\s*"((?:[^"\\]|\\.)*)"\s*:(.*?)\);', re.S)
+OPERAND = re.compile(r'"[=+]?\w+"\s*\((\w+)\)')
+INSTRUCTIONS = {
+    "add.rn.f32",
+    "mul.rn.f32",
+    "sub.rn.f16x2",
+    "cp.async.cg.shared.global",
+    "cp.async.commit_group",
+    "cp.async.wait_group",
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32",
+}
+"""Those that emulator.h has."""
+
+
+def refusal() -> str | None:
+    """Why nothing can be emulated here; None if it can."""
+    return None if shutil.which("g++") else "g++ is not installed"
+
+
+def called(match: re.Match[str]) -> str:
+    """Inline assembly as the call of a function of emulator.h.  NotImplementedError: an instruction that it does not have."""
+    text, operands = match[1].rstrip("; "), OPERAND.findall(match[2])
+    name, _, rest = text.partition(" ")
+    places = [int(n) for n in re.findall(r"%(\d+)", rest)]
+    if name not in INSTRUCTIONS or places != list(range(len(operands))):
+        raise NotImplementedError(f"the emulator does not know the instruction {text!r}")
+    immediate = re.findall(r"(?<![%\w])\d+", rest)
+    return f"ptx_{re.sub(r'[.:]+', '_', name)}({', '.join([*operands, *immediate])});"
+
+
+def translated(generated: Generated) -> str:
+    """A kernel as C++ with an entry point that takes the addresses of its arguments."""
+    body = ASM.sub(called, generated.text)
+    # A declaration before the definition would have to repeat what __shared__ becomes; alignas may not follow `static`.
+    body = re.sub(r'extern "C" __global__ void[^{;]*;', "", body)
+    body = re.sub(r"alignas\((\d+)\)", r"__attribute__((aligned(\1)))", body)
+    types = re.search(rf"{generated.name}\((.*?)\) \{{", body, re.S)
+    assert types, generated.name
+    kinds = [declared.rpartition(" ")[0] for declared in types[1].split(", ")]
+    values = [
+        f"*({kind}*)a[{i}]" if parameter.type != POINTER else f"*({kind.replace('__restrict__', '')}*)a[{i}]"
+        for i, (kind, parameter) in enumerate(zip(kinds, generated.parameters, strict=True))
+    ]
+    return f"""#include "emulator.h"
+{body}
+extern "C" void emulated_kernel(void **a) {{ {generated.name}({", ".join(values)}); }}
+extern "C" char *emulated_shared_start() {{ return __start_emulated_shared; }}
+extern "C" char *emulated_shared_stop() {{ return __stop_emulated_shared; }}
+"""
+
+
+def compiled(code: str, name: str, *flags: str) -> Path:
+    """The shared library of C++ text, kept in build/ under a digest of the text, the emulator and the flags."""
+    parts = [code, (HERE / "emulator.h").read_text(), *FLAGS, *flags]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    library = BUILD / f"{name}-{digest}.so"
+    if not library.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        source = library.with_suffix(".cpp")
+        source.write_text(code)
+        made = library.with_suffix(".part")
+        subprocess.run(["g++", *FLAGS, *flags, f"-I{HERE}", "-o", str(made), str(source)], check=True)
+        made.rename(library)
+    return library
+
+
+class EmulatedMemory:
+    """Bytes in host memory, all of them NaN until something is written, with a guard after them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._bytes = np.full(nbytes + GUARD + ALIGNMENT, UNWRITTEN, np.uint8)
+        self._start = -self._bytes.ctypes.data % ALIGNMENT
+        self.address = self._bytes.ctypes.data + self._start
+
+    def overrun(self) -> bool:
+        guard = self._bytes[self._start + self.nbytes : self._start + self.nbytes + GUARD]
+        return bool((guard != UNWRITTEN).any())
+
+
+@dataclass(frozen=True)
+class EmulatedKernel:
+    generated: Generated
+    library: ctypes.CDLL
+
+    def shared(self) -> tuple[int | None, int | None]:
+        ends = []
+        for name in ("emulated_shared_start", "emulated_shared_stop"):
+            function = getattr(self.library, name)
+            function.restype = ctypes.c_void_p
+            ends.append(function())
+        return ends[0], ends[1]
+
+
+class EmulatedDevice:
+    """launches   how many kernels ran, by symbol"""
+
+    name, sm = "emulated", 87
+
+    def __init__(self, order: int = FORWARD) -> None:
+        self.order = order
+        self.launches: dict[str, int] = {}
+        self._memory: list[EmulatedMemory] = []
+        core = compiled((HERE / "emulator.cpp").read_text(), "emulator", "-O2")
+        self._core = ctypes.CDLL(str(core), mode=ctypes.RTLD_GLOBAL)
+        self._core.emulated_launch.restype = ctypes.c_char_p
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 32, (1 << 32) - sum(m.nbytes for m in self._memory)
+
+    def allocate(self, nbytes: int) -> Memory:
+        memory = EmulatedMemory(nbytes)
+        self._memory.append(memory)
+        return memory
+
+    def write(self, address: int, data: NDArray[Any]) -> None:
+        assert data.flags.c_contiguous
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
+    def read(self, address: int, data: NDArray[Any]) -> None:
+        assert data.flags.c_contiguous
+        ctypes.memmove(data.ctypes.data, address, data.nbytes)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        ctypes.memset(address, 0, nbytes)
+
+    def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
+        loaded: dict[Variant, Kernel] = {}
+        for generated in kernels:
+            library = compiled(translated(generated), generated.variant.symbol, "-O1")
+            loaded[generated.variant] = EmulatedKernel(generated, ctypes.CDLL(str(library)))
+        return loaded
+
+    def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None:
+        assert isinstance(kernel, EmulatedKernel)
+        generated = kernel.generated
+        if not all(0 < n <= most for n, most in zip(grid, LARGEST_GRID, strict=True)) or tuple(block[1:]) != (1, 1):
+            raise DeviceError(f"{generated.variant.symbol}: a grid of {list(grid)} blocks of {list(block)} threads")
+        values = [
+            ctypes.c_void_p(int(value)) if parameter.type == POINTER else CTYPES[parameter.type](value)
+            for parameter, value in zip(generated.parameters, arguments, strict=True)
+        ]
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        start, stop = (ctypes.c_void_p(end) for end in kernel.shared())
+        sizes = (ctypes.c_uint * 3)(*grid)
+        failed = self._core.emulated_launch(
+            kernel.library.emulated_kernel, addresses, sizes, int(block[0]), self.order, start, stop
+        )
+        self.launches[generated.variant.symbol] = self.launches.get(generated.variant.symbol, 0) + 1
+        if failed:
+            raise DeviceError(f"{generated.variant.symbol}: {failed.decode()}")
+
+    def synchronize(self) -> None:
+        """DeviceError: something was written past the end of an allocation."""
+        if any(memory.overrun() for memory in self._memory):
+            raise DeviceError("a kernel wrote past the end of an allocation")
