@@ -299,10 +299,12 @@ def make(folder: Path, shape: Shape, seed: int) -> None:
     "--shape", type=click.Choice(list(SHAPES)), default="llama-3.2-1b", show_default=True, help="The published shape."
 )
 @click.option("--layers", type=click.IntRange(1), help="Fewer or more decoder layers than the shape has.")
+@click.option("--vocab", type=click.IntRange(512), help="Fewer or more entries of the vocabulary.")
 @click.option("--seed", default=0, show_default=True, help="Start of the random numbers.")
-def main(out: Path, shape: str, layers: int | None, seed: int) -> None:
+def main(out: Path, shape: str, layers: int | None, vocab: int | None, seed: int) -> None:
     """Write a checkpoint of random weights into the folder OUT."""
-    make(out, replace(SHAPES[shape], layers=layers or SHAPES[shape].layers), seed)
+    published = SHAPES[shape]
+    make(out, replace(published, layers=layers or published.layers, vocab=vocab or published.vocab), seed)
     note(f"{out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e6:,.0f} MB")
 
 
