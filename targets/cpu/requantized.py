@@ -37,7 +37,7 @@ class CpuWeights(HostWeights):
             addresses = {memory.stored(ref): int(a.ctypes.data) for ref, a in self.arrays.items()}
             addresses |= {factors_of(memory, i): int(a.ctypes.data) for i, a in enumerate(self.input_scales)}
             decode, prefill = (moved(table, addresses) for table in (general.decode, general.prefill))
-            self.tables[mode] = Tables(decode, prefill, general.steps)
+            self.tables[mode] = general._replace(decode=decode, prefill=prefill)
         return self.tables[mode]
 
 

@@ -195,7 +195,7 @@ def test_options_that_cannot_be_understood(convert: Convert, tiny_llama: Path, o
         (["--bits", 1], ["1 bits", "2 to 8"]),
         (["--bits", 9], ["9 bits", "2 to 8"]),
         (["--group-size", 48], ["group size 48", "16, 32, 64, 128"]),
-        (["--bits", "4/5"], ["5 bits of activations", "4, 8, 16"]),
+        (["--bits", "4/5"], ["5 bits of activations", "4, 6, 8, 16"]),
         (["--method", "resq", "--bits", "3/8/2"], ["cache of 2 bits", "3, 4, 8, 16"]),
         (["--method", "ttq", "--bits", 6], ["6 bits", "ttq", "2 to 5"]),
         (["--rank", 16], ["--rank", "ttq", "rtn"]),

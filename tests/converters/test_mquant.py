@@ -84,7 +84,7 @@ def exact(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **options
     monkeypatch.setitem(preflight.TOWERS, "mquant", ExactTower)
     folder.mkdir()
     plain = convert(str(source), folder / "plain.edgeq", ConvertOptions(method="none", dtype="f32"), lambda *_: None)
-    settings = ConvertOptions(method="mquant", activations="block", head=16, **options)
+    settings = ConvertOptions(method="mquant", activations="block", head=16, vision_activation_bits=16, **options)
     return plain, convert(str(source), folder / "mquant.edgeq", settings, lambda *_: None)
 
 

@@ -70,7 +70,9 @@ def test_what_was_compiled_elsewhere_runs_once_it_is_trusted(whole: bytes, path:
     assert Archive(path).trusted and found.install() == 1 and found.install() == 0
     monkeypatch.setattr(compile.pipeline, "compiled", None)
     x, count = np.arange(32, dtype=np.float32).reshape(2, 16), np.array([2], np.int64)
-    args = ScaleArgs(rows=count.ctypes.data, x=x.ctypes.data, x_stride=64, width=16, factor=0.5)
+    args = ScaleArgs(
+        rows=count.ctypes.data, x=x.ctypes.data, x_stride=64, width=16, factor=0.5, out=x.ctypes.data, out_stride=64
+    )
     place = compile.address(scale)
     monkeypatch.undo()
     Pool(1, 1, RECORD_SLOTS).run(np.array([args.record(place)], np.int64), 1)
