@@ -54,6 +54,7 @@ def test_a_made_checkpoint_loads_in_transformers_and_is_the_same_for_a_seed(tmp_
     assert torch.isfinite(model(ids).logits).all()
 
 
+@pytest.mark.exhaustive
 def test_a_made_model_that_sees_is_converted_and_sees(tmp_path: Path) -> None:
     from edgeq.runtime import Model
     from edgeq.tools import picture_bench

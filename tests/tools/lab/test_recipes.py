@@ -70,6 +70,7 @@ def test_lists_in_a_recipe_stand_for_every_combination() -> None:
     assert quality.expand("--bits 4") == ["--bits 4"]
 
 
+@pytest.mark.exhaustive
 def test_recipes_are_measured_once_and_ordered_only_where_they_differ(tmp_path: Path) -> None:
     def measure() -> quality.Json:
         recipes = ["--bits {2,8} --group-size 32 --head 8", "--bits 8 --group-size 64 --head 8"]
