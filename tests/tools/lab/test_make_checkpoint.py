@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from edgeq.tools import corpus
 from edgeq.tools.lab.make_checkpoint import SHAPES, make, tensors, tokenizer
