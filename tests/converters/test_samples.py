@@ -91,6 +91,8 @@ LINES: dict[str, tuple[dict[str, object], str]] = {
     "outside": ({"image": "../a.png"}, r"line 2: image '\.\./a\.png' is outside of the folder"),
     "absolute": ({"image": "/etc/passwd"}, "is outside of the folder"),
     "missing": ({"image": "c.png"}, r"line 2: .*c\.png: cannot read it: No such file"),
+    "NUL": ({"image": "a\0.png"}, r"line 2: .*a\\x00\.png': no file can have this name"),
+    "surrogate": ({"image": "\ud800"}, "line 2: .*: no file can have this name"),
     "folder": ({"image": "."}, "line 2: .*a folder; give the path of a picture"),
     "no picture": ({"image": FILE}, "line 2: .*samples.jsonl"),
     "too long": ({"question": "word " * 3000}, "tokens with its pictures; this model takes at most 1024"),
