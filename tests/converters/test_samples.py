@@ -147,7 +147,11 @@ def test_models_that_cannot_use_them_are_refused(model: tuple[Any, TextAssets], 
         ({"method": "rtn", "activations": "static"}, "--activations static needs calibration pictures"),
         ({"method": "resq", "calibration": "here"}, "--method resq calibrates with a text"),
         ({"method": "mquant", "calibration": "here", "calibration_length": 64}, "--calibration-length goes with a"),
-        ({"method": "mquant", "calibration": "here", "activation_bits": 16}, "activations of 16 bits have no constant scales"),
+        ({"method": "gptq", "calibration": "here", "allocation": {"head": "i4 g32"}}, "a budget or a plan goes with a"),
+        (
+            {"method": "mquant", "calibration": "here", "activation_bits": 16},
+            "16 bits have no constant scales; choose 4, 6 or 8",
+        ),
         (
             {"method": "mquant", "calibration": "here", "rotate": False, "split_row": True},
             "--split-row goes with a",
