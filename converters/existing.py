@@ -12,6 +12,8 @@ from edgeq.errors import EdgeqError, InputError
 REPLACE = "pass --force to replace it, or choose another name"
 CHOSEN = ("head",)
 """Options that are recorded with what was measured where they were not given."""
+MEASURED = ("measured", "split_rows")
+"""Entries of the provenance that only a conversion knows."""
 FORMER = {
     **{"awq-asymmetric": "min-max", "awq-symmetric": "absmax", "smoothquant": "absmax", "quarot": "absmax-search"},
     **{"gptq-asymmetric": "min-max-zero", "gptq-symmetric": "absmax-full"},
@@ -63,6 +65,6 @@ def _flat(provenance: dict[str, object], plan: ConversionPlan) -> dict[str, obje
     for key, value in json.loads(json.dumps(provenance)).items():
         if key == "options" and isinstance(value, dict):
             flat.update({name: x for name, x in value.items() if getattr(plan.options, name, None) or name not in CHOSEN})
-        elif key != "measured":
+        elif key not in MEASURED:
             flat[key] = FORMER.get(str(value), value) if key == "quantizer" else value
     return flat

@@ -76,8 +76,9 @@ def _check_pictures(method: Method, tower: Method | None) -> None:
     if not (method.scales or (tower and tower.calibrates)):
         return
     if method.scales and (method.config.num_experts or options.activation_bits == 16):
-        what = "experts" if method.config.num_experts else "activations of 16 bits"
-        raise UnsupportedError(f"{kind}: {what} have no constant scales; leave it out")
+        experts = "experts have no constant scales; leave it out"
+        bits = "activations of 16 bits have no constant scales; choose 4, 6 or 8 with --bits W/A"
+        raise UnsupportedError(f"{kind}: {experts if method.config.num_experts else bits}")
     pictures = isinstance(options.calibration, Path) and options.calibration.is_dir()
     if method.config.vision and not pictures:
         what = kind if method.scales else f"--method {method.name}"
@@ -95,7 +96,8 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | PictureSampl
     if not (method.calibrates or method.studies or options.calibration):
         return None
     if isinstance(options.calibration, Path) and options.calibration.is_dir():
-        if options.calibration_length or options.budget or options.allocation:
+        # The allocation may still be empty here.
+        if options.calibration_length or options.budget is not None or options.allocation is not None:
             given = "--calibration-length" if options.calibration_length else "a budget or a plan"
             raise InputError(f"{given} goes with a calibration text, and {options.calibration} is a folder; leave one out")
         if method.studies:

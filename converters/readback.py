@@ -40,10 +40,12 @@ def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -
                     row += rows
         first += len(item.nbytes)
 
-    def array(ref: ArrayRef) -> NDArray[Any]:
+    def bits(ref: ArrayRef) -> NDArray[Any]:
         segment = segments[ref.segment]
-        stored = data[segment.offset : segment.offset + segment.length].view(DTYPES[ref.dtype]).reshape(ref.shape)
-        return from_bf16(stored) if ref.dtype == "bf16" else stored
+        return data[segment.offset : segment.offset + segment.length].view(DTYPES[ref.dtype]).reshape(ref.shape)
+
+    def array(ref: ArrayRef) -> NDArray[Any]:
+        return from_bf16(bits(ref)) if ref.dtype == "bf16" else bits(ref)
 
     def read(name: str) -> NDArray[np.float32]:
         item, segment, rows = places[name]
@@ -56,8 +58,8 @@ def stored_tensors(path: Path, segments: list[Segment], items: Iterable[Item]) -
         return matrix(item, segment)[rows]
 
     def weights(weight: Weight) -> NDArray[np.float32]:
-        scale, zero = (None if ref is None else array(ref) for ref in (weight.scale, weight.zero))
-        return dequantize(weight.codec, weight.rows, weight.columns, array(weight.q), scale, zero)
+        scale, zero = (None if ref is None else bits(ref) for ref in (weight.scale, weight.zero))
+        return dequantize(weight.codec, weight.rows, weight.columns, bits(weight.q), scale, zero)
 
     def matrix(item: LinearItem, segment: int) -> NDArray[np.float32]:
         spec = item.spec(segment)

@@ -121,6 +121,8 @@ def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
         return file
     except OSError as error:
         raise InputError(f"{os.fspath(path)}: cannot read it: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"{os.fspath(path)!r}: no file can have this name") from None
 
 
 def _in_child(name: str, file: IO[bytes], settings: ImageConfig, edge: int, most_tokens: int) -> bytes:

@@ -42,8 +42,8 @@ def observed(block: Block) -> dict[str, Delivery]:
 @torch.no_grad()
 def largest_inputs(block: Block) -> dict[str, Tensor]:
     """max|x| of each channel that a linear layer with constant scales reads, float32 [modalities, channels] by its name."""
-    items = [item for item in block.linears if item.recipe.scales]
-    found = {item.name: torch.zeros(MODALITIES, item.columns) for item in items}
+    items, compute = [item for item in block.linears if item.recipe.scales], block.forward.compute
+    found = {item.name: torch.zeros(MODALITIES, item.columns, device=compute.device) for item in items}
     visual: Tensor | None = None
 
     def observer(largest: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -54,7 +54,7 @@ def largest_inputs(block: Block) -> dict[str, Tensor]:
             hooks.enter_context(_hooked(block.modules(item)[0], observer(found[item.name])))
         for batch in block.forward.batches(block.index):
             visual = batch.visual
-            block.module(batch.x, **batch.arguments)
+            block.module(compute.put(batch.x), **batch.arguments)
     return found
 
 
@@ -101,4 +101,4 @@ def static_scales(largest: Tensor, item: LinearItem) -> NDArray[np.float32]:
     assert recipe.activation is not None
     reach = largest[:, int(recipe.split) :].amax(1)
     reach = reach if recipe.scales > 1 else reach.amax()[None]
-    return np.asarray(reach.clamp(min=SMALLEST) / static_limit(recipe.activation, recipe.codec), np.float32)
+    return np.asarray(reach.cpu().clamp(min=SMALLEST) / static_limit(recipe.activation, recipe.codec), np.float32)

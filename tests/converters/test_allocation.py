@@ -33,6 +33,7 @@ from edgeq.converters.options import ConvertOptions
 from edgeq.converters.plan import ConversionPlan
 from edgeq.converters.preflight import preflight
 from edgeq.converters.quantizer import GPTQ, Preset, fake
+from edgeq.converters.readback import stored_tensors
 from edgeq.devices import DEVICES
 from edgeq.errors import InputError
 from edgeq.tools.report import bits_per_weight
@@ -263,6 +264,15 @@ def test_a_plan_by_hand_is_carried_out_whatever_its_codecs(folder: Path, tmp_pat
     )
     with pytest.raises(InputError, match="--force"):
         convert(str(folder), tmp_path / "a.edgeq", ConvertOptions(method="rtn", allocation=other | {"head": "i4 g32"}), silent)
+
+
+def test_a_weight_in_bf16_is_read_back_as_it_was_written(folder: Path, tmp_path: Path) -> None:
+    wanted = plans(folder) | {"layers.1.o": "bf16"}
+    file = convert(str(folder), tmp_path / "a.edgeq", ConvertOptions(method="rtn", allocation=wanted), silent)
+    plan = preflight(str(folder), ConvertOptions(method="rtn", allocation=wanted))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
+    np.testing.assert_allclose(read(name), plan.checkpoint.whole(name), rtol=2**-8)
 
 
 @pytest.mark.parametrize(

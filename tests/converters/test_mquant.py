@@ -205,6 +205,12 @@ def test_scales_are_the_largest_inputs_of_the_stored_layers(file: ModelFile, sou
     assert {entry["column"] for entry in found.values()} == {0} and all(0 <= x["outputs_over"] <= 1 for x in found.values())
 
 
+def test_a_file_that_is_there_is_not_made_again(file: ModelFile, source: Path, samples: Path) -> None:
+    before = file.path.stat().st_mtime_ns
+    assert made(source, samples, file.path).identity == file.identity
+    assert file.path.stat().st_mtime_ns == before
+
+
 class Interrupted(Exception):
     pass
 
