@@ -21,6 +21,6 @@ FUNCTIONS = {
     "cache_write": cache_write,
     "attend": attend,
 }
-RESIDENT = {"few": 8, "many": 2}
+RESIDENT = {"few": 6, "many": 2}
 """Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of `few` or 3 of `many`, and spilled
 registers of some variants for them."""
