@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from edgeq.errors import FormatError, InputError
 from edgeq.tools.cli import main
 from edgeq.tools.profile import command, conditions, findings
+from edgeq.tools.profile import record as saved
 from edgeq.tools.profile.collect import Profile
 from edgeq.tools.profile.record import SCHEMA, Measurement, measurement, read, write
 from edgeq.tools.profile.runs import Combination, Sample
@@ -79,6 +80,23 @@ def test_records_are_read_as_they_were_written(profiled: Profile) -> None:
         assert measurement(json.loads(json.dumps(r.fields()))) == r
 
 
+DAMAGED: list[dict[str, Any]] = [
+    {"samples_s": [float("nan")]},
+    {"samples_s": "x"},
+    {"samples_s": []},
+    {"samples_s": [1e-320]},
+    {"samples_s": [1.0] * 3, "step_s": [0.1] * 4},
+    {"samples_s": [], "step_s": [0.1]},
+    {"test": None},
+    {"test": "\x1b[2J"},
+    {"mode": ["a8"]},
+    {"threads": {"1": 1}},
+    {"identity": "0" * 300},
+    {"load": float("nan")},
+    {"cores": 10**400},
+]
+
+
 def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     with pytest.raises(InputError, match="give a file that"):
@@ -87,11 +105,17 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(FormatError):
             read(path)
-    for bad in ({}, {**record().fields(), "samples_s": [float("nan")]}, {**record().fields(), "samples_s": "x"}):
+    for bad in ({}, *({**record().fields(), **changes} for changes in DAMAGED)):
         with pytest.raises(FormatError):
             measurement(bad)
     write(path, {"schema": SCHEMA, "measurements": []})
     assert read(path)["measurements"] == [] and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_has_no_end_is_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "LARGEST", 1 << 20)
+    with pytest.raises(FormatError, match="larger than 1 MB"):
+        read(Path("/dev/zero"))
 
 
 def test_the_formats(tiny: Path, tmp_path: Path) -> None:
