@@ -152,6 +152,21 @@ def test_an_interrupt_keeps_what_was_measured(tiny: Path, tmp_path: Path, monkey
     assert nothing.exit_code == 130 and not nothing.stdout
 
 
+def test_an_interrupt_while_the_conditions_are_read_keeps_the_rest(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, facts = [0], conditions.facts
+
+    def interrupted() -> dict[str, Any]:
+        reads[0] += 1
+        if reads[0] == 2:  # after the first run of the second test
+            raise KeyboardInterrupt
+        return facts()
+
+    monkeypatch.setattr(conditions, "facts", interrupted)
+    result = edgeq("profile", tiny, *SHORT, "-o", "json")
+    assert result.exit_code == 130, result.stderr
+    assert {r["test"] for r in json.loads(result.stdout)["measurements"] if r["kind"] in ("pp", "tg")} == {"pp16"}
+
+
 def test_a_round_is_saved_when_it_ends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed leaves the last whole round."""
     kept, seen = tmp_path / "kept.json", []
