@@ -109,9 +109,13 @@ def _saver(save: Path | None) -> Callable[[Profile], None]:
 def _check_place(path: Path) -> None:
     """ResourceError: the file cannot be written there, found out before minutes of measuring."""
     try:
+        existed = path.exists()
+        # What replaces a device or a pipe would be a file.
+        if existed and not (path.is_file() or path.is_dir()):
+            raise ResourceError(f"{path}: not a regular file; choose another file for --save")
         with open(path, "ab"):
             pass
-        if path.stat().st_size == 0:
+        if not existed:
             path.unlink()
     except OSError as error:
         raise ResourceError(f"{path}: {error.strerror}; choose another file for --save") from None

@@ -167,6 +167,16 @@ def test_an_interrupt_while_the_conditions_are_read_keeps_the_rest(tiny: Path, m
     assert {r["test"] for r in json.loads(result.stdout)["measurements"] if r["kind"] in ("pp", "tg")} == {"pp16"}
 
 
+def test_what_is_not_a_file_is_not_replaced(tiny: Path, tmp_path: Path) -> None:
+    pipe, empty = tmp_path / "pipe", tmp_path / "empty.json"
+    os.mkfifo(pipe)
+    result = edgeq("profile", tiny, *SHORT, "--save", pipe)
+    assert result.exit_code == 1 and "not a regular file" in result.stderr and pipe.is_fifo()
+    empty.touch()
+    command._check_place(empty)
+    assert empty.exists()
+
+
 def test_a_round_is_saved_when_it_ends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed leaves the last whole round."""
     kept, seen = tmp_path / "kept.json", []
