@@ -47,14 +47,16 @@ def profile(
 ) -> None:
     """Every combination of settings, each with every test; the results alone go to standard output.
 
-    InputError: nothing to measure, or a test that the model does not take.  Exit code 130 after an interrupt: what was measured
-    until then is printed and saved, marked as partial.
+    InputError: nothing to measure or show, or a test that the model does not take.  Exit code 130 after an interrupt: what was
+    measured until then is printed and saved, marked as partial.
     """
     tests: list[AnyTest] = [Test("pp", n, d) for d in depths for n in prompts if n]
     tests += [Test("tg", n, d, b) for d in depths for n in tokens for b in batches if n]
     tests += [Picture(size) for size in images or ()]
     if not tests:
         raise InputError("nothing to measure: give -p or -n a number above 0, or --image a size")
+    if output == "trace" and not operations:
+        raise InputError("a trace is made of operations; leave out --no-operations")
     settings = tuple(Setting(*chosen) for chosen in itertools.product(threads, modes or (None,), caches))
     plan = Plan(model, settings, tuple(tests), repetitions, operations, options)
     if save is not None:

@@ -202,6 +202,7 @@ def test_a_termination_is_an_interrupt() -> None:
         (("--image", "56x56"), "reads text alone"),
         (("--save", "/nowhere/at/all.json"), "choose another file for --save"),
         (("--mode", "a8,a9"), "'a9' is not known"),
+        (("-o", "trace", "--no-operations"), "leave out --no-operations"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(tiny: Path, arguments: tuple[str, ...], message: str) -> None:
