@@ -192,12 +192,21 @@ def profile(ctx: click.Context, /, compared: tuple[Path, Path] | None, fail_if_s
         raise click.UsageError("give an .edgeq file to measure, or --compare with two saved profiles", ctx)
     if fail_if_slower is not None and compared is None:
         raise click.UsageError("--fail-if-slower needs --compare", ctx)
+    if compared is not None and (unused := _given(ctx, "model", "compared", "fail_if_slower", "output")):
+        raise click.UsageError(f"{unused[0]} is of no use with --compare, which measures nothing", ctx)
     from edgeq.tools.profile.command import compare, profile
 
     if compared is None:
         profile(**options)
     else:
         compare(compared, options["output"], fail_if_slower)
+
+
+def _given(ctx: click.Context, *others: str) -> list[str]:
+    """The options that the user gave, without `others`."""
+    typed = click.core.ParameterSource.COMMANDLINE
+    given = (p for p in ctx.command.params if p.name and ctx.get_parameter_source(p.name) is typed)
+    return [max(p.opts, key=len) for p in given if p.name not in others]
 
 
 @main.command(

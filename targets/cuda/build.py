@@ -44,7 +44,7 @@ def kernels(variants: Sequence[Variant], on_kernel: Callable[[int, str], None] =
 
     on_kernel   is told (kernels done, the one that is generated next)
 
-    UnsupportedError: one was never generated here, and TVM is missing.
+    UnsupportedError: TVM is missing; its version is part of the name of a kept kernel.
     """
     found = []
     for done, variant in enumerate(variants):

@@ -30,6 +30,7 @@ from edgeq.devices import DEVICES
 from edgeq.runtime import Model
 from edgeq.runtime.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
+from edgeq.targets.cpu.isa import all_isas
 from edgeq.tools import chat, convert_options, options
 from edgeq.tools.cli import main
 from edgeq.writer import Writer
@@ -528,6 +529,13 @@ def test_devices_say_what_will_be_used(edgeq: Run) -> None:
             assert f"with {isa['label']} ({isa['name']}): " in text
         assert sets.count(f"{isa['label']} (") == 1 and re.search(rf"[( ]{isa['name']}[ ;)]", sets)
     assert [isa["name"] for isa in facts["isas"] if isa["missing"]] == [isa["name"] for isa in facts["isas"] if isa["refused"]]
+
+
+def test_instruction_sets_of_a_label_need_the_same() -> None:
+    needs: dict[str, set[frozenset[str]]] = {}
+    for isa in all_isas():
+        needs.setdefault(isa.label, set()).add(isa.needs)
+    assert {label for label, found in needs.items() if len(found) > 1} == set()
 
 
 def test_an_interrupt_is_no_error_worth_a_traceback(edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

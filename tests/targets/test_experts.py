@@ -11,10 +11,10 @@ from edgeq.records import LinearSpec, Weight
 from edgeq.targets import load
 from edgeq.targets.graph import Embed, Experts, GatedAdd, Graph, Linear, Route, Select
 from edgeq.targets.target import Options
-from tests.targets.cases import Arrays, matrix, rows_of, weight
+from tests.targets.cases import HERE, Arrays, matrix, rows_of, weight
 from tests.targets.test_cpu_kernels import identity
 
-HIDDEN, INNER = 64, 48
+HIDDEN, INNER, AMX = 64, 48, "avx512-amx"
 CODECS = [
     Codec("f32"),
     Codec("bf16"),
@@ -59,11 +59,11 @@ def graph_of(arrays, codec, x, experts, chosen, normalized=True, fused=True, see
     return Graph(buffers, operations, "y", layers=1, kv_heads=1, head_dim=2)
 
 
-def run(target, graph, arrays, chunks, mode="a16", threads=0):
+def run(target, graph, arrays, chunks, mode="a16", threads=0, isa=None):
     most = max(chunks)
-    program = load(target).compile(graph, arrays, Options(mode, threads, None, most, most))
+    program = load(target).compile(graph, arrays, Options(mode, threads, isa, most, most))
     results, first = [], 0
-    pages = [program.new_page() for _ in range(4)]
+    pages = [program.new_page() for _ in range(5)]
     for count in chunks:
         results.append(program.run(rows_of(program, count, first, pages)).copy())
         first += count
@@ -111,6 +111,15 @@ def test_a_row_is_bit_equal_whatever_runs_beside_it(codec, mode):
     for chunks in ([1] * 40, [17, 1, 22]):
         assert np.array_equal(run("cpu", graph, arrays, chunks, mode, threads=2), whole)
     assert np.abs(whole - run("reference", graph, arrays, [40], mode)).max() < (1e-3 if mode == "a16" else 0.05)
+
+
+@pytest.mark.skipif(AMX not in HERE, reason="this processor has no matrix unit, or its system keeps it")
+def test_unpacked_weights_of_a_thread_do_not_move_with_the_rows_of_an_expert():
+    """With 16 rows and more an expert's products unpack their weights into memory of the thread."""
+    arrays, x = Arrays(), inputs(300)
+    graph = graph_of(arrays, Codec("int", 4, 64), x, 6, 2)
+    found, expected = (run("cpu", graph, arrays, [300], "a8", threads=2, isa=isa) for isa in (AMX, "avx512-vnni"))
+    assert np.array_equal(found, expected)
 
 
 def test_gate_and_up_apart_give_what_they_give_in_one_layer():

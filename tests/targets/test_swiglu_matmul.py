@@ -1,11 +1,14 @@
 """Gate, up, SwiGLU and quantization in one pass: bit by bit what the operations give one after the other."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from edgeq.codec import Codec
 from edgeq.records import LinearSpec
 from edgeq.targets import load
+from edgeq.targets.cpu import program as cpu_program
 from edgeq.targets.graph import Activate, Embed, Graph, Linear, Operation, RmsNorm, Select
 from edgeq.targets.target import Options, StepTimes
 from tests.targets.cases import HERE, Arrays, rows_of, run, weight
@@ -56,6 +59,20 @@ def test_one_pass_gives_the_bits_of_many(up: Codec, down: Codec, mode: str, isa:
         options = Options(mode, 2, isa, 40, 40)  # type: ignore[arg-type]
         assert np.array_equal(*(run("cpu", graph, arrays, count, options) for graph in (joined, apart))), (width, count)
         assert [any("gated" in name for name in kernels(graph, arrays, count, options)) for graph in (joined, apart)] == [1, 0]
+
+
+def test_a_product_that_is_cut_does_the_swiglu_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel reads the op record that follows."""
+    arrays, width, count = Arrays(), 384, 31
+    joined, _ = mlp(arrays, np.random.default_rng(3), I4, I4, width, count)
+    options = Options("a8", 2, None, 40, 40)
+    assert any("gated" in name for name in kernels(joined, arrays, count, options))
+    whole = run("cpu", joined, arrays, count, options)
+    monkeypatch.setattr(cpu_program, "MOST_PRODUCTS", 2 * 2 * width * 256 * count / 3)
+    spans = np.stack([np.zeros(count, np.int32), np.full(count, count, np.int32)])[None]
+    # A program of its own: nothing of another run lies in its buffers.
+    program = load("cpu").compile(joined, arrays, options)
+    assert np.array_equal(program.run(replace(rows_of(program, count), spans=spans)), whole)
 
 
 def test_floats_that_somebody_reads_are_kept() -> None:

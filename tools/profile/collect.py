@@ -175,9 +175,11 @@ def _once(series: Series, operations: bool, meter: Meter, recorded_first: bool) 
                 series.recorded.append(series.combination.run(series.test, count, True))
             continue
         with _energy(meter, series):
-            series.plain.append(series.combination.run(series.test, count, False))
+            sample = series.combination.run(series.test, count, False)
         memory = machine.process_memory()
         series.facts = {**conditions.facts(), "rss": memory.get("VmRSS"), "peak_rss": memory.get("VmHWM")}
+        # Last: after an interrupt a series that has a run has its facts too.
+        series.plain.append(sample)
 
 
 @contextmanager

@@ -47,14 +47,16 @@ def profile(
 ) -> None:
     """Every combination of settings, each with every test; the results alone go to standard output.
 
-    InputError: nothing to measure, or a test that the model does not take.  Exit code 130 after an interrupt: what was measured
-    until then is printed and saved, marked as partial.
+    InputError: nothing to measure or show, or a test that the model does not take.  Exit code 130 after an interrupt: what was
+    measured until then is printed and saved, marked as partial.
     """
     tests: list[AnyTest] = [Test("pp", n, d) for d in depths for n in prompts if n]
     tests += [Test("tg", n, d, b) for d in depths for n in tokens for b in batches if n]
     tests += [Picture(size) for size in images or ()]
     if not tests:
         raise InputError("nothing to measure: give -p or -n a number above 0, or --image a size")
+    if output == "trace" and not operations:
+        raise InputError("a trace is made of operations; leave out --no-operations")
     settings = tuple(Setting(*chosen) for chosen in itertools.product(threads, modes or (None,), caches))
     plan = Plan(model, settings, tuple(tests), repetitions, operations, options)
     if save is not None:
@@ -109,9 +111,13 @@ def _saver(save: Path | None) -> Callable[[Profile], None]:
 def _check_place(path: Path) -> None:
     """ResourceError: the file cannot be written there, found out before minutes of measuring."""
     try:
+        existed = path.exists()
+        # What replaces a device or a pipe would be a file.
+        if existed and not (path.is_file() or path.is_dir()):
+            raise ResourceError(f"{path}: not a regular file; choose another file for --save")
         with open(path, "ab"):
             pass
-        if path.stat().st_size == 0:
+        if not existed:
             path.unlink()
     except OSError as error:
         raise ResourceError(f"{path}: {error.strerror}; choose another file for --save") from None

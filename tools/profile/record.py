@@ -21,6 +21,10 @@ LEAST_SAMPLES = {50: 1, 95: 20, 99: 100}
 """Values without which a percentile would be an invention."""
 LARGEST = 256 << 20
 """Bytes of a saved profile that is read."""
+SHOWN = ("test", "identity", "processor", "load", "cores", *SETTINGS)
+"""Fields by which records are compared, or that are shown then."""
+LONGEST = 200
+"""Characters of such a field."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +120,24 @@ def measurement(record: dict[str, Any]) -> Measurement:
         made = Measurement(facts=facts, **own)
     except TypeError:
         raise FormatError("a record of the profile lacks fields; make the profile again with this version") from None
-    numbers = [*made.samples_s, *made.step_s] if isinstance(made.samples_s, list) and isinstance(made.step_s, list) else []
-    if made.kind not in KINDS or not numbers or not all(type(x) in (int, float) and 0 < x < 1e9 for x in numbers):
-        raise FormatError(f"the record {str(made.test)[:80]!r} of the profile has no times that can be compared")
+    named = f"the record {str(made.test)[:80]!r} of the profile"
+    if not isinstance(made.test, str) or not all(_is_plain(record.get(name)) for name in SHOWN):
+        raise FormatError(f"{named} has a setting that is neither a number nor a short line")
+    if made.kind not in KINDS or not _are_times(made.samples_s) or not made.samples_s or not _are_times(made.step_s):
+        raise FormatError(f"{named} has no times that can be compared")
+    if len(made.step_s) % len(made.samples_s):
+        raise FormatError(f"{named} has tokens that belong to no repetition")
     return made
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= LONGEST and value.isprintable()
+    return value is None or type(value) in (int, float) and abs(value) < 2**63
+
+
+def _are_times(values: Any) -> bool:
+    return isinstance(values, list) and all(type(x) in (int, float) and 1e-9 < x < 1e9 for x in values)
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
@@ -135,9 +153,12 @@ def write(path: Path, document: dict[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """A document that `write` wrote.  InputError: no such file.  FormatError: not a profile, or of another version."""
     try:
-        if path.stat().st_size > LARGEST:
+        # A device or a pipe does not tell its size.
+        with open(path, "rb") as file:
+            stored = file.read(LARGEST + 1)
+        if len(stored) > LARGEST:
             raise FormatError(f"{path}: larger than {LARGEST >> 20} MB; not a profile")
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(stored.decode("utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; give a file that `edgeq profile --save` wrote") from None
     except (ValueError, RecursionError):

@@ -39,5 +39,6 @@ class Avx512Amx(Avx512Vnni):
     """With a unit that multiplies tiles of 16 x 64 bytes: eight times the products of VNNI in the same time."""
 
     name = "avx512-amx"
+    label = "AVX-512 with AMX"
     needs = Avx512Vnni.needs | {"amx_tile", "amx_int8", "amx_bf16"}
     matrix_unit = True

@@ -33,8 +33,9 @@ def split(table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[Pie
         if cuts is None or cuts[start] <= 1:
             found.append(Piece(start, table[start:end]))
             continue
-        record, count = table[start:end].copy(), int(cuts[start])
+        # With the record after it, which a kernel may read (args.py, following).
+        record, count = table[start : end + 1].copy(), int(cuts[start])
         each = -(-int(record[0, -1]) // count)
         record[0, -1] = each * count
-        found += [Piece(start, record, each * i, each * (i + 1)) for i in range(count)]
+        found += [Piece(start, record[:1], each * i, each * (i + 1)) for i in range(count)]
     return found

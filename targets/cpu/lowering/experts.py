@@ -23,10 +23,10 @@ from edgeq.targets.cpu.kernels import elementwise
 from edgeq.targets.cpu.kernels import experts as kernels
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import SMALL_TILE
-from edgeq.targets.cpu.lowering.linear import WINOGRAD
+from edgeq.targets.cpu.lowering.linear import UNPACKED, WINOGRAD
 
 X, INNER, Y = "expert x", "expert inner", "expert y"
-OF_THREADS = ("scratch", WINOGRAD)
+OF_THREADS = ("scratch", WINOGRAD, UNPACKED)
 """What belongs to threads, not to rows, in the memory of a lowering."""
 
 

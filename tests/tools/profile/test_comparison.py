@@ -123,6 +123,8 @@ def test_the_exit_code_is_for_scripts(calm: Document, tmp_path: Path) -> None:
         (("--compare", "a.json", "b.json", "-o", "csv"), "printed as md or json"),
         (("x.edgeq", "--fail-if-slower", "5%"), "needs --compare"),
         (("--compare", "a.json", "b.json", "--fail-if-slower", "-5%"), "above 0"),
+        (("--compare", "a.json", "b.json", "--mode", "a8"), "--mode is of no use with --compare"),
+        (("--compare", "a.json", "b.json", "--save", "c.json"), "--save is of no use with --compare"),
     ],
 )
 def test_a_comparison_that_cannot_be_made_is_one_line(arguments: tuple[str, ...], message: str) -> None:

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from edgeq.errors import FormatError, InputError
 from edgeq.tools.cli import main
 from edgeq.tools.profile import command, conditions, findings
+from edgeq.tools.profile import record as saved
 from edgeq.tools.profile.collect import Profile
 from edgeq.tools.profile.record import SCHEMA, Measurement, measurement, read, write
 from edgeq.tools.profile.runs import Combination, Sample
@@ -79,6 +80,23 @@ def test_records_are_read_as_they_were_written(profiled: Profile) -> None:
         assert measurement(json.loads(json.dumps(r.fields()))) == r
 
 
+DAMAGED: list[dict[str, Any]] = [
+    {"samples_s": [float("nan")]},
+    {"samples_s": "x"},
+    {"samples_s": []},
+    {"samples_s": [1e-320]},
+    {"samples_s": [1.0] * 3, "step_s": [0.1] * 4},
+    {"samples_s": [], "step_s": [0.1]},
+    {"test": None},
+    {"test": "\x1b[2J"},
+    {"mode": ["a8"]},
+    {"threads": {"1": 1}},
+    {"identity": "0" * 300},
+    {"load": float("nan")},
+    {"cores": 10**400},
+]
+
+
 def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     with pytest.raises(InputError, match="give a file that"):
@@ -87,11 +105,17 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(FormatError):
             read(path)
-    for bad in ({}, {**record().fields(), "samples_s": [float("nan")]}, {**record().fields(), "samples_s": "x"}):
+    for bad in ({}, *({**record().fields(), **changes} for changes in DAMAGED)):
         with pytest.raises(FormatError):
             measurement(bad)
     write(path, {"schema": SCHEMA, "measurements": []})
     assert read(path)["measurements"] == [] and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_has_no_end_is_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "LARGEST", 1 << 20)
+    with pytest.raises(FormatError, match="larger than 1 MB"):
+        read(Path("/dev/zero"))
 
 
 def test_the_formats(tiny: Path, tmp_path: Path) -> None:
@@ -128,6 +152,31 @@ def test_an_interrupt_keeps_what_was_measured(tiny: Path, tmp_path: Path, monkey
     assert nothing.exit_code == 130 and not nothing.stdout
 
 
+def test_an_interrupt_while_the_conditions_are_read_keeps_the_rest(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, facts = [0], conditions.facts
+
+    def interrupted() -> dict[str, Any]:
+        reads[0] += 1
+        if reads[0] == 2:  # after the first run of the second test
+            raise KeyboardInterrupt
+        return facts()
+
+    monkeypatch.setattr(conditions, "facts", interrupted)
+    result = edgeq("profile", tiny, *SHORT, "-o", "json")
+    assert result.exit_code == 130, result.stderr
+    assert {r["test"] for r in json.loads(result.stdout)["measurements"] if r["kind"] in ("pp", "tg")} == {"pp16"}
+
+
+def test_what_is_not_a_file_is_not_replaced(tiny: Path, tmp_path: Path) -> None:
+    pipe, empty = tmp_path / "pipe", tmp_path / "empty.json"
+    os.mkfifo(pipe)
+    result = edgeq("profile", tiny, *SHORT, "--save", pipe)
+    assert result.exit_code == 1 and "not a regular file" in result.stderr and pipe.is_fifo()
+    empty.touch()
+    command._check_place(empty)
+    assert empty.exists()
+
+
 def test_a_round_is_saved_when_it_ends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed leaves the last whole round."""
     kept, seen = tmp_path / "kept.json", []
@@ -153,6 +202,7 @@ def test_a_termination_is_an_interrupt() -> None:
         (("--image", "56x56"), "reads text alone"),
         (("--save", "/nowhere/at/all.json"), "choose another file for --save"),
         (("--mode", "a8,a9"), "'a9' is not known"),
+        (("-o", "trace", "--no-operations"), "leave out --no-operations"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(tiny: Path, arguments: tuple[str, ...], message: str) -> None:
