@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo demo-vision test test-cuda test-exhaustive test-lowest test-python fuzz lint docs schema clean
+.PHONY: demo demo-vision test setup-cuda test-cuda test-exhaustive test-lowest test-python fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -67,6 +67,8 @@ test-exhaustive: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
 
 # The CUDA target on an emulated device: TVM generates its kernels, g++ compiles them for the CPU, NVRTC for GPUs.
+setup-cuda: $(VENV)/installed-build
+
 test-cuda: $(VENV)/installed-test $(VENV)/installed-build
 	$(BIN)/python -m pytest $(PARALLEL) -m cuda
 

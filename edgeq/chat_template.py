@@ -1,8 +1,8 @@
 """Messages to tokens through the chat template of the file.
 
 A template is a program that came with a checkpoint: it runs in jinja2's sandbox, in a child process with limits on memory and
-time, and there are limits on what it can build and say.  What a user
-writes is text: a control token spelled in a message is encoded as the characters it is made of.
+time, and there are limits on what it can build and say.  What a user writes is text: a control token spelled in a message is
+encoded as the characters it is made of.
 """
 
 from __future__ import annotations

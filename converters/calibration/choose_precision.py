@@ -106,11 +106,11 @@ def choose(
     """Measure on what `forward` holds, each time from the first layer on; `on_share` is called with the share of the work of
     the layers that is done.
 
-    tensors  of the model;  stored: those of its decoder layers as the file has them
-    heads    candidates, smallest first: bits -> codec, None for an unrounded head
-    codecs   of the weights of decoder layers, by tensor
-    round_rows  how rows of the head are rounded
-    compute  where layers and head run; None: on the CPU
+    tensors      of the model;  stored: those of its decoder layers as the file has them
+    heads        candidates, smallest first: bits -> codec, None for an unrounded head
+    codecs       of the weights of decoder layers, by tensor
+    round_rows   how rows of the head are rounded
+    compute      where layers and head run; None: on the CPU
     """
     compute, config, began = compute or Compute(), method.stored_config, forward()
     tokens = began.tokens

@@ -125,9 +125,14 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
     """The lines of the file that are not empty, and their numbers."""
     try:
-        if path.stat().st_size > MAX_FILE:
-            raise InputError(f"{path}: {path.stat().st_size} bytes; at most {MAX_FILE >> 20} MiB are read")
-        found = [(i + 1, line) for i, line in enumerate(path.read_bytes().splitlines()) if line.strip()]
+        if not path.is_file() and path.exists():
+            # A pipe would be waited for.
+            raise InputError(f"{path}: not a regular file; give a folder with one sample per line in {FILE}")
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE + 1)
+        if len(text) > MAX_FILE:
+            raise InputError(f"{path}: more than {MAX_FILE >> 20} MiB, which are the most that is read")
+        found = [(i + 1, line) for i, line in enumerate(text.splitlines()) if line.strip()]
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}; a folder of calibration pictures needs it") from None
     if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,8 @@ def test_a_picture_that_changes_meanwhile_is_refused(model: tuple[Any, TextAsset
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda folder: folder / FILE, r"samples\.jsonl: cannot read it: No such file"),
+    "a pipe": (lambda folder: os.mkfifo(folder / FILE), "not a regular file"),
+    "endless": (lambda folder: (folder / FILE).symlink_to("/dev/zero"), "not a regular file"),
     "empty": (lambda folder: (folder / FILE).write_text("\n \n"), "no samples; expected a line for each"),
     "not JSON": (lambda folder: (folder / FILE).write_text("{"), "line 1: not JSON"),
     "deep": (lambda folder: (folder / FILE).write_text("[" * 100_000), "line 1: not JSON"),
