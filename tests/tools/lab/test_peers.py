@@ -34,6 +34,7 @@ def compare(work: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_edgeq_alone_gives_valid_json_and_keeps_its_model(tmp_path: Path) -> None:
     found = compare(tmp_path, "--only", "edgeq-a8-g128-h8,edgeq-a16")
     assert found["versions"].keys() == {"edgeq"} and not found["left_out"]
