@@ -9,8 +9,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from edgeq.converters.from_python import convert
     from edgeq.runtime import Answer, Batch, Generation, Measurement, Model, Requantization, Sampling, Session
+    from edgeq.runtime.server.within import serve
 
-__all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Requantization", "Sampling", "Session", "convert"]
+__all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Requantization", "Sampling", "Session", "convert", "serve"]
 
 # In a checkout runtime/, converters/, targets/ and tools/ lie beside edgeq/, not in it.
 if not os.path.isdir(os.path.join(__path__[0], "runtime")):
@@ -26,6 +27,11 @@ def __getattr__(name: str) -> object:
 
         globals()[name] = convert
         return convert
+    if name == "serve":
+        from edgeq.runtime.server.within import serve
+
+        globals()[name] = serve
+        return serve
     from edgeq import runtime
 
     globals()[name] = found = getattr(runtime, name)

@@ -20,9 +20,11 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgeq.confinement import LimitError, Limits, confined
+from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.template_tags import TAGS
 from edgeq.text import REPLACEMENT, Text
+from edgeq.tool_formats import tool_format
 
 Message = Mapping[str, Any]
 
@@ -43,7 +45,10 @@ _MARKED = re.compile(f"{MARK}([0-9]{{1,9}}){MARK}")
 
 
 class ChatTemplate:
-    """UnsupportedError: jinja2 cannot read the template, or takes too much memory or time for it."""
+    """UnsupportedError: jinja2 cannot read the template, or takes too much memory or time for it.
+
+    tool_format   how the model calls tools; None: in no way that is known here
+    """
 
     def __init__(self, source: str, text: Text, sees: bool = False) -> None:
         """sees   the model reads pictures: bos comes first where its tokenizer puts it before a text, and content is given in
@@ -56,10 +61,20 @@ class ChatTemplate:
         self._special = _alternatives([literal for literal, special in text.added.items() if special])
         if len(source) > MAX_SOURCE:
             raise UnsupportedError(f"the chat template has more than {MAX_SOURCE} characters; {OTHER_TEMPLATE}")
+        self.tool_format = tool_format(source, text.added)
         environment = _environment()
         # jinja2 evaluates constant expressions while it translates: only the child does that.
         code = compile(_confined(lambda: _python_source(environment, source)), "<template>", "exec")
         self._template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
+
+    @classmethod
+    def of(cls, file: ModelFile, given: str | None, text: Callable[[], Text]) -> ChatTemplate | None:
+        """The template of a file, or `given` instead; None: there is none.  UnsupportedError: it cannot be read."""
+        blob = file.blob("chat_template") if given is None else given.encode()
+        try:
+            return None if blob is None else cls(blob.decode("utf-8"), text(), file.metadata.config.vision is not None)
+        except UnicodeDecodeError:
+            raise UnsupportedError(f"{file.path}: the chat template is not UTF-8; {OTHER_TEMPLATE}") from None
 
     def encode(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Tokens of a conversation, ready for the assistant's turn.
@@ -73,11 +88,14 @@ class ChatTemplate:
             masked = [{**message, "content": parts(message)} for message in masked]
         rendered = self.render(masked, **self._masked(variables, self._all))
         tokens: list[int] = []
+        plain: dict[int, list[int]] = {}  # a message may be nothing but literals
         for i, part in enumerate(_MARKED.split(rendered)):
             if i % 2 == 0:
-                tokens += self._text.encode_part(part)
-            elif int(part) < len(self._literals):
-                tokens += self._text.encode_plain(self._literals[int(part)])
+                tokens += self._text.encode_part(part) if part else []
+            elif (index := int(part)) < len(self._literals):
+                if index not in plain:
+                    plain[index] = self._text.encode_plain(self._literals[index])
+                tokens += plain[index]
         begins = self._sees and self._text.bos is not None and self._text.encode("")[:1] == [self._text.bos] != tokens[:1]
         return [*self._text.encode("")[:1], *tokens] if begins else tokens
 

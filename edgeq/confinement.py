@@ -18,11 +18,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Lock
 
 from edgeq import errors
 from edgeq.errors import EdgeqError
 
 Work = Callable[[], bytes]
+_forking = Lock()
 
 
 class LimitError(Exception):
@@ -54,15 +56,18 @@ def confined_bytes(work: Work, limits: Limits) -> bytes:
     """
     if not hasattr(os, "fork"):
         return _result(_answer(work, limits), "")
-    read, write = os.pipe()
-    child = os.fork()
+    # A child of another thread that had this pipe too would keep it open beyond the end of this one.
+    with _forking:
+        read, write = os.pipe()
+        child = os.fork()
+        if child:
+            os.close(write)
     if child == 0:
         try:
             _run(work, limits, write)
         finally:
             # No handler, no buffer of the parent: they are the parent's to run and to write.
             os._exit(0)
-    os.close(write)
     try:
         data = _receive(read, limits)
     finally:

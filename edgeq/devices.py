@@ -6,7 +6,9 @@ reads every weight once per token, so bandwidth over bytes per token bounds its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from edgeq.errors import InputError
 
@@ -19,6 +21,8 @@ READ_SHARES = (0.75, 0.96)
 PEAK_SHARE = 0.75
 """Share of a memory's peak bandwidth that decode reaches, where nothing is measured; published rows reach 0.7 to 0.9."""
 PEAK_SHARES = (0.7, 0.9)
+MEASURED_SHARES = (0.9, 1.1)
+"""The slowest and the fastest decode that is expected of what was measured, over the measured one."""
 PROCESS = 300 * 10**6
 """Bytes that a run takes beside the file and the cache: Python, Numba, the tokenizer, buffers."""
 
@@ -28,9 +32,13 @@ class Device:
     """One device.
 
     isa              instruction set or CUDA architecture
+    cores            of the processor; 0: a graphics card, which any machine can have
+    multiprocessors  of the GPU, where there is one
     memory           bytes
     bandwidth        peak of the memory, bytes per second
     read_bandwidth   measured, bytes per second; 0: not published
+    decode_points    bytes of weights that a token reads and the seconds it took, both rising: measured with models of one
+                     shape; empty: decode is expected to read a share of the bandwidth
     """
 
     name: str
@@ -39,6 +47,8 @@ class Device:
     memory: int
     bandwidth: float
     read_bandwidth: float = 0.0
+    decode_points: tuple[tuple[int, float], ...] = ()
+    multiprocessors: int = 0
 
     @property
     def usable_bandwidth(self) -> float:
@@ -51,7 +61,7 @@ class Device:
 
     @property
     def supported(self) -> bool:
-        """Whether this version has a runtime for it: those for GPUs, whose architecture is given, are still to come."""
+        """Whether this version has a runtime that was measured on such a device: that for GPUs has not run on one yet."""
         return not self.isa.startswith("sm_")
 
     @property
@@ -59,11 +69,37 @@ class Device:
         """Memory less what the system takes: an eighth, at least half a GiB."""
         return self.memory - max(self.memory // 8, GIB // 2)
 
-    @property
-    def decode_range(self) -> tuple[float, float]:
-        """Bytes of weights and cache per second, between which decode is expected to read."""
-        bandwidth, shares = (self.read_bandwidth, READ_SHARES) if self.read_bandwidth else (self.bandwidth, PEAK_SHARES)
-        return shares[0] * bandwidth, shares[1] * bandwidth
+    def decode_seconds(self, weights: float, cache: float = 0.0) -> float:
+        """The seconds that a token is expected to take which reads so many bytes of weights and of its cache.
+
+        Between measured points, and beyond them, it follows straight lines.
+        """
+        if not self.decode_points:
+            return (weights + cache) / self.decode_bandwidth
+        (read, seconds), slope = self._line(lambda point: point[0] < weights)
+        return seconds + slope * (weights - read) + cache / self.decode_bandwidth
+
+    def readable(self, seconds: float) -> float:
+        """The inverse: the most bytes of weights that a token can read in `seconds`, without a cache; 0 or less: none."""
+        if not self.decode_points:
+            return seconds * self.decode_bandwidth
+        (read, start), slope = self._line(lambda point: point[1] < seconds)
+        return read + (seconds - start) / slope
+
+    def _line(self, before: Callable[[tuple[float, float]], bool]) -> tuple[tuple[float, float], float]:
+        """A point of the line that leads on from the last point that is `before`, and its slope in seconds per byte."""
+        points = [*self.decode_points] if len(self.decode_points) > 1 else [(0, 0.0), *self.decode_points]
+        lines = [(a, (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(points)]
+        return [line for line in lines if before(line[0])][-1] if before(lines[0][0]) else lines[0]
+
+    def decode_range(self, weights: float, cache: float) -> tuple[float, float]:
+        """The fewest and the most tokens per second that are expected."""
+        if self.decode_points:
+            expected, shares = 1 / self.decode_seconds(weights, cache), MEASURED_SHARES
+        else:
+            bandwidth, shares = (self.read_bandwidth, READ_SHARES) if self.read_bandwidth else (self.bandwidth, PEAK_SHARES)
+            expected = bandwidth / (weights + cache)
+        return shares[0] * expected, shares[1] * expected
 
     def longest_context(self, file_bytes: int, position_bytes: int) -> int:
         """Positions of cache that fit in memory beside a file; 0: the file alone does not."""
@@ -85,19 +121,20 @@ DEVICES = {
         # 8 GB (raspberrypi/firmware issue 1876).  Four cores of these two were not measured.
         Device("raspberry-pi-5-4gb", "neon-dotprod", 4, 4 * GIB, 17.1 * GB, 13.8 * GB),
         Device("raspberry-pi-5-16gb", "neon-dotprod", 4, 16 * GIB, 17.1 * GB, 13.8 * GB),
-        # 25 W mode; 68.3 GB/s in the 15 W mode of the first boards.
-        Device("jetson-orin-nano-8gb", "sm_87", 6, 8 * GIB, 102.4 * GB),
-        Device("jetson-orin-nx-16gb", "sm_87", 8, 16 * GIB, 102.4 * GB),
-        Device("jetson-agx-orin-64gb", "sm_87", 12, 64 * GIB, 204.8 * GB),
+        # 25 W mode; 68.3 GB/s in the 15 W mode, which is all that the first boards have.
+        Device("jetson-orin-nano-8gb", "sm_87", 6, 8 * GIB, 102.4 * GB, multiprocessors=8),
+        Device("jetson-orin-nano-8gb-15w", "sm_87", 6, 8 * GIB, 68.3 * GB, multiprocessors=8),
+        Device("jetson-orin-nx-16gb", "sm_87", 8, 16 * GIB, 102.4 * GB, multiprocessors=8),
+        Device("jetson-agx-orin-64gb", "sm_87", 12, 64 * GIB, 204.8 * GB, multiprocessors=16),
         # Two channels of DDR4-3200.
         Device("x86-avx2", "avx2", 8, 16 * GIB, 51.2 * GB),
         # Two channels of DDR5-5600.
         Device("x86-avx512-vnni", "avx512-vnni", 8, 32 * GIB, 89.6 * GB),
-        Device("rtx-4060-laptop", "sm_89", 24, 8 * GIB, 256 * GB),
-        Device("rtx-4070-laptop", "sm_89", 36, 8 * GIB, 256 * GB),
-        Device("rtx-4070-ti", "sm_89", 60, 12 * GIB, 504 * GB),
-        Device("rtx-4090", "sm_89", 128, 24 * GIB, 1008 * GB),
-        Device("h200", "sm_90", 132, 141 * GB, 4800 * GB),
+        Device("rtx-4060-laptop", "sm_89", 0, 8 * GIB, 256 * GB, multiprocessors=24),
+        Device("rtx-4070-laptop", "sm_89", 0, 8 * GIB, 256 * GB, multiprocessors=36),
+        Device("rtx-4070-ti", "sm_89", 0, 12 * GIB, 504 * GB, multiprocessors=60),
+        Device("rtx-4090", "sm_89", 0, 24 * GIB, 1008 * GB, multiprocessors=128),
+        Device("h200", "sm_90", 0, 141 * GB, 4800 * GB, multiprocessors=132),
     )
 }
 

@@ -25,6 +25,23 @@ def patch_places(grid: Grid, merge: int) -> NDArray[np.int32]:
     return np.stack(blocks)
 
 
+def interpolated(table: NDArray[np.float32], grid: Grid, merge: int) -> NDArray[np.float32]:
+    """Positions float32 [patches, hidden_size] of a frame, in the order of `patch_places`.
+
+    table   float32 [side, side, hidden_size], stretched so that its corners lie on those of the frame, linear in between
+    """
+    _, rows, columns = grid
+    for axis, size in enumerate((rows, columns)):
+        side = table.shape[axis]
+        at = np.arange(size) * ((side - 1) / max(size - 1, 1))
+        low = np.floor(at).astype(np.int64)
+        share = (at - low).astype(np.float32).reshape((size, 1, 1) if axis == 0 else (1, size, 1))
+        high = np.minimum(low + 1, side - 1)
+        table = table.take(low, axis) * (1 - share) + table.take(high, axis) * share
+    row, column = patch_places(grid, merge)
+    return np.asarray(table[row, column], np.float32)
+
+
 @dataclass(frozen=True)
 class Frame:
     """The patches of a frame in the order of a run: window by window, so that what a patch sees is one range of slots.

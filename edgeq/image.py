@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -37,7 +38,7 @@ EXACT_PIXELS = 1 << 24
 """Above this a JPEG may be decoded at a half, a quarter or an eighth of its size."""
 LIMITS = Limits(memory=8 * MOST_PIXELS + (64 << 20), seconds=60)
 """Pillow holds a colour picture with 4 bytes per pixel; turning it or taking its alpha away needs two of them."""
-STRIP = 256
+STRIP = 32
 """Lines of a picture that are put on white together."""
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
          8: "ROTATE_90"}  # fmt: skip
@@ -48,22 +49,46 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture as a vision tower reads it.
+    """A picture as a vision tower reads it, with a byte for each colour of a pixel: a request may wait for long, and patches
+    take four or eight times as much.
 
-    patches   float32 [n, patch_width], channel, frame, row, column in each; those that become one token follow one another
+    stored    uint8 [n, channel, row, column], a patch each, or float32 [n, patch_width], channel, frame, row, column in each;
+              those that become one token follow one another
     grid      frames, rows and columns of patches
     digest    of the pixels: pictures with the same one give the same features
     size      width and height of what was read
     notes     what the user should know of it
     read_s    seconds that reading took
+    values    of each level, float32 [channel, 256], where bytes are stored;  frames: how often a patch has them
     """
 
-    patches: NDArray[np.float32]
+    stored: NDArray[np.uint8] | NDArray[np.float32]
     grid: tuple[int, int, int]
     digest: bytes
     size: tuple[int, int] = (0, 0)
     notes: tuple[str, ...] = ()
     read_s: float = 0.0
+    values: NDArray[np.float32] | None = None
+    frames: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    @property
+    def patch_width(self) -> int:
+        return math.prod(self.stored.shape[1:]) * self.frames
+
+    @property
+    def patches(self) -> NDArray[np.float32]:
+        """float32 [n, patch_width]; made at every call where bytes are stored."""
+        if self.values is None:
+            return self.stored.astype(np.float32, copy=False)
+        count, channels, *size = self.stored.shape
+        made = np.empty((count, channels, self.frames, *size), np.float32)
+        for channel in range(channels):
+            made[:, channel] = self.values[channel][self.stored[:, channel, None]]
+        return made.reshape(count, -1)
 
     @property
     def name(self) -> str:
@@ -96,7 +121,9 @@ def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionC
     grid = (1, height // edge * vision.merge, width // edge * vision.merge)
     digest = hashlib.blake2b(json.dumps(grid).encode() + data, digest_size=DIGEST_BYTES).digest()
     notes = tuple(f"{name}: {note}" for note in facts["notes"])
-    return Picture(_patches(pixels, vision), grid, digest, tuple(facts["size"]), notes, perf_counter() - started)
+    size, frames = tuple(facts["size"]), vision.temporal_patch_size
+    read_s = perf_counter() - started
+    return Picture(_levels(pixels, vision), grid, digest, size, notes, read_s, _values(vision), frames)
 
 
 def _pillow() -> Any:
@@ -200,7 +227,10 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
             image.close()
         image = turned
     filters = pillow.Resampling[settings.resampling.upper()]
-    image = _rgb(image).resize((size[1], size[0]), filters, reducing_gap=3.0 if large else None)
+    coloured = _rgb(image)
+    if ours and coloured is not image:
+        image.close()
+    image = coloured.resize((size[1], size[0]), filters, reducing_gap=3.0 if large else None)
     if settings.sizing == "factor" and size != settings.size_of(height, width, edge, settings.most_tokens(edge)):
         notes.append(f"shrunk to {size[1]} x {size[0]}, for at most {most_tokens} tokens")
     if settings.sizing == "crop":
@@ -238,17 +268,20 @@ def _rgb(image: Image) -> Image:
     return opaque
 
 
-def _patches(pixels: NDArray[np.uint8], vision: VisionConfig) -> NDArray[np.float32]:
-    """Patches float32 [n, patch_width] of pixels uint8 [height, width, 3]; pixels beyond the last whole patch are left out."""
-    size, merge, frames = vision.patch_size, vision.merge, vision.temporal_patch_size
+def _levels(pixels: NDArray[np.uint8], vision: VisionConfig) -> NDArray[np.uint8]:
+    """Patches uint8 [n, 3, size, size] of pixels uint8 [height, width, 3]; pixels beyond the last whole patch are left out."""
+    size, merge = vision.patch_size, vision.merge
     rows, columns = pixels.shape[0] // size // merge, pixels.shape[1] // size // merge
     pixels = pixels[: rows * merge * size, : columns * merge * size]
     # Rows and columns of tokens, within a token, and of pixels within a patch.
     order = pixels.reshape(rows, merge, size, columns, merge, size, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-    patches = order.reshape(-1, 3, 1, size, size)
+    return order.reshape(-1, 3, size, size)
+
+
+def _values(vision: VisionConfig) -> NDArray[np.float32]:
+    """What stands for each level of each channel, float32 [3, 256]."""
     # In the arithmetic of the processors: a product in float64, the rest in float32.
     values = (np.arange(256, dtype=np.float64) * vision.image.rescale).astype(np.float32)
-    made = np.empty((len(patches), 3, frames, size, size), np.float32)
-    for channel, (mean, std) in enumerate(zip(vision.image.mean, vision.image.std, strict=True)):
-        made[:, channel] = ((values - np.float32(mean)) / np.float32(std))[patches[:, channel]]
-    return made.reshape(len(patches), -1)
+    mean, std = (np.array(each, np.float32)[:, None] for each in (vision.image.mean, vision.image.std))
+    made: NDArray[np.float32] = (values - mean) / std
+    return made

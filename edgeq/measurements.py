@@ -6,11 +6,17 @@ The caller decides what is measured, and how: the probes of a target run kernels
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 
 from edgeq.machine import cache_folder, cpu
+from edgeq.whole_file import write_whole
 
+READ_BANDWIDTH = "read_bandwidth 2"
+"""The name of the read bandwidth; its number is raised when it is measured in another way, so that older ones are not used."""
+IN_CACHE = " within the cache"
+"""Follows it where memory has no room for an array that is larger than the cache."""
+LARGEST = 1e30
+"""No measurement gives more."""
 OnMeasure = Callable[[], None]
 """Called before a measurement, which takes a while; not called where the number is kept already."""
 
@@ -49,9 +55,7 @@ def keep(what: str, threads: int, value: float) -> None:
     path, numbers = cache_folder() / "machine.json", {**_kept(), _key(what, threads): value}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(numbers, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(numbers, indent=1))
     except OSError:
         pass
 
@@ -67,4 +71,4 @@ def _kept() -> dict[str, float]:
     except (OSError, ValueError, RecursionError):
         return {}
     entries = data.items() if isinstance(data, dict) else ()
-    return {key: float(value) for key, value in entries if type(value) in (int, float) and value > 0}
+    return {key: float(value) for key, value in entries if type(value) in (int, float) and 0 < value < LARGEST}

@@ -6,14 +6,20 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from edgeq.container import MAGIC
 from edgeq.errors import InputError
+from edgeq.whole_file import no_follow
 
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What flock answers on file systems without locks."""
+
+
+HEAD_BYTES = 32
+"""Of an unfinished file, by which it is known."""
 
 
 def partial_path(path: Path) -> Path:
@@ -40,9 +46,9 @@ def check_replaceable(path: Path) -> None:
     raise InputError(f"{path}: {what}; it is not replaced: choose another name")
 
 
-def no_follow(path: str, flags: int) -> int:
-    """An opener that fails where `path` is a symbolic link, and does not wait where it is a pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+def is_rest_of_model(head: bytes) -> bool:
+    """An unfinished file begins with zeros, or with a header if the run ended just before it got its name."""
+    return head[: len(MAGIC)].rstrip(b"\0") in (b"", MAGIC)
 
 
 class Partial:
@@ -51,9 +57,14 @@ class Partial:
     The lock is of the file, not of its name: a crash leaves none.
     """
 
-    def __init__(self, output: Path) -> None:
-        """InputError: another process writes it, it cannot be written, or it is not what an interrupted run leaves."""
+    def __init__(self, output: Path, what: str = "conversion", is_rest: Callable[[bytes], bool] = is_rest_of_model) -> None:
+        """what      writes such files, for messages
+        is_rest   whether an interrupted run leaves a file that begins with these bytes, 32 if it has as many
+
+        InputError: another process writes it, it cannot be written, or it is not what an interrupted run leaves.
+        """
         self.path = partial_path(output)
+        self._what, self._is_rest = what, is_rest
         self.file = self._open()
         # One that its writer finished between the calls has its final name by now, or was removed.
         while not self._is_named():
@@ -64,8 +75,8 @@ class Partial:
         try:
             descriptor = no_follow(os.fspath(self.path), os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            reason = "a symbolic link" if error.errno == errno.ELOOP else f"cannot write it: {error.strerror}"
-            raise InputError(f"{self.path}: {reason}") from None
+            link = "a symbolic link, " if error.errno == errno.ELOOP else ""
+            raise InputError(f"{self.path}: {link}cannot write it: {error.strerror}") from None
         try:
             self._lock(descriptor)
             self._check(descriptor)
@@ -79,19 +90,18 @@ class Partial:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"{self.path}: another conversion is writing this file; wait for its end or choose another name"
+                f"{self.path}: another {self._what} is writing this file; wait for its end or choose another name"
             ) from None
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise InputError(f"{self.path}: cannot lock it: {error.strerror}") from None
 
     def _check(self, descriptor: int) -> None:
-        """An unfinished file begins with zeros, or with a header if the run ended just before it got its name."""
         found = os.fstat(descriptor)
         # A second name would be another file's, whose contents were lost.
         own = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
-        if not own or os.pread(descriptor, len(MAGIC), 0).rstrip(b"\0") not in (b"", MAGIC):
-            raise InputError(f"{self.path}: not the rest of a conversion; remove it, or choose another name for the output")
+        if not own or not self._is_rest(os.pread(descriptor, HEAD_BYTES, 0)):
+            raise InputError(f"{self.path}: not the rest of a {self._what}; remove it, or choose another name for the output")
 
     def _is_named(self) -> bool:
         try:

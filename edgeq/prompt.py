@@ -70,6 +70,11 @@ class Prompt:
         return Prompt(self.tokens[count:], tuple(self.pictures[i] for i in left), places)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the pictures."""
+        return sum(picture.nbytes for picture in self.pictures)
+
+    @property
     def visual_tokens(self) -> int:
         return sum(place.tokens for place in self.places)
 

@@ -20,7 +20,7 @@ class Text:
     add_bos          put bos before a prompt (where tokenizer.json does not do so itself)
     eos              tokens that end a text
     special_tokens   `bos_token`, `eos_token` ... as text, for the chat template
-    added            literals of control tokens and whether each is special
+    added            literals of control tokens and whether each is special;  special_ids: the tokens of those that are
     """
 
     def __init__(self, tokenizer_json: str | bytes, generation: dict[str, object]) -> None:
@@ -32,6 +32,7 @@ class Text:
         # Runs of spaces are added tokens of some tokenizers; they control nothing.
         self.added: dict[str, bool] = {t.content: t.special for _, t in added if t.content.strip()}
         self.added_ids = frozenset(i for i, t in added if t.content.strip())
+        self.special_ids = frozenset(i for i, t in added if t.special)
         self.special_tokens = _special_tokens(generation.get("special_tokens"))
         self.bos = _token_id("bos_token_id", generation.get("bos_token_id"))
         self.add_bos = generation.get("add_bos") is True and self.bos is not None
@@ -70,6 +71,48 @@ class Text:
         # A vocabulary that holds the literal as an ordinary word (Unigram); a single character is never one.
         apart = self._plain.encode_each(list(text), add_special_tokens=False)
         return [i for ids in apart for i in ids if i not in self.added_ids]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, exactly; of a control token its literal."""
+        library = self._tokenizer.tokenizer
+        piece = library.id_to_token(token) or ""
+        if token in self.added_ids:
+            return piece.encode()
+        if self._byte_level:
+            return b"".join(self._byte_level[c] if c in self._byte_level else c.encode() for c in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters, or bytes, of the longest token of the vocabulary."""
+        library = self._tokenizer.tokenizer
+        left, longest = library.get_vocab_size(), 1
+        # One by one: the whole vocabulary as strings of Python leaves 17 MB behind where it has 128,000.
+        for token in range(4 * left):
+            piece = library.id_to_token(token)
+            if piece is not None:
+                longest, left = max(longest, len(piece)), left - 1
+            if not left:
+                break
+        return longest
+
+    @cached_property
+    def _byte_level(self) -> dict[str, bytes]:
+        """The byte of each character of a byte-level vocabulary (GPT-2's); empty for others, in which U+2581 is a space."""
+        library = self._tokenizer.tokenizer
+        if library.token_to_id("\u2581") is not None or library.token_to_id("\u0120") is None:
+            return {}
+        shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        hidden = [byte for byte in range(256) if byte not in shown]
+        found = {chr(byte): bytes([byte]) for byte in shown}
+        return found | {chr(256 + i): bytes([byte]) for i, byte in enumerate(hidden)}
+
+    def special_token(self, literal: str) -> int | None:
+        """The control token with this literal that `decode` leaves out; None: there is none."""
+        token = self._tokenizer.tokenizer.token_to_id(literal)
+        return token if token in self.special_ids else None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, control tokens left out."""

@@ -22,6 +22,7 @@ from edgeq.confinement import Limits, confined
 from edgeq.errors import FormatError, InputError
 from edgeq.machine import cache_folder
 from edgeq.tokenizer_rules import is_linear
+from edgeq.whole_file import write_whole
 
 MAX_TOKENIZER = 64 << 20
 """Bytes of a tokenizer.json; the largest of a published language model has 33 MB."""
@@ -161,6 +162,4 @@ def _remember(path: Path, verdict: str) -> None:
     """Where the cache folder cannot be written, the tokenizer is checked again the next time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(verdict, encoding="ascii")
-        os.replace(temporary, path)
+        write_whole(path, verdict)

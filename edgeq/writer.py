@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from edgeq.metadata import DIGEST_BYTES, Metadata, Segment
 from edgeq.metadata_codec import encode
 from edgeq.partial import Partial, check_replaceable
 from edgeq.records import DTYPES, ArrayRef
+from edgeq.whole_file import sync_folder
 
 BLOCK_BYTES = 2 << 20
-"""Linux (from 6.16 on, ext4) maps a file in huge pages if it was written in whole blocks at multiples of their size; otherwise
-only after the file was read from the disk again.  Decode is a few percent faster with huge pages."""
+"""Linux (from 6.16 on, ext4) maps a file in huge pages where it was written in whole blocks at multiples of their size, else
+only after it was read from the disk again.  A block that had to be on the disk before it was full is written again later."""
 
 
 class Writer:
@@ -43,12 +45,15 @@ class Writer:
         self.segments = list(segments or ())
         last = self.segments[-1] if self.segments else None
         self._at = aligned(last.offset + last.length) if last else DATA_OFFSET
-        self._pending, self._written = bytearray(), self._at
+        # Where the block begins that is not full, and what is in it.
+        self._block, self._pending = self._at // BLOCK_BYTES * BLOCK_BYTES, bytearray()
         self._file = self._lock.file
         try:
             self._file.truncate(self._at if segments else 0)
             self._file.truncate(self._at)
-            self._file.seek(self._at)
+            self._file.seek(self._block)
+            self._pending += self._file.read(self._at - self._block)
+            self._forget_block()
         except OSError as error:
             raise self._failed(error) from None
 
@@ -87,32 +92,40 @@ class Writer:
         """Write as much of `data` as completes blocks; the rest waits for the next call."""
         left = memoryview(data)
         while len(left):
-            room = BLOCK_BYTES - (self._written + len(self._pending)) % BLOCK_BYTES
+            room = BLOCK_BYTES - len(self._pending)
             if self._pending or len(left) < room:
                 count = min(room, len(left))
                 self._pending += left[:count]
                 if count == room:
-                    self._write_pending()
+                    self._file.write(self._pending)
+                    self._block += BLOCK_BYTES
+                    self._pending.clear()
             else:
-                count = room + (len(left) - room) // BLOCK_BYTES * BLOCK_BYTES
+                count = len(left) // BLOCK_BYTES * BLOCK_BYTES
                 self._file.write(left[:count])
-                self._written += count
+                self._block += count
             left = left[count:]
 
-    def _write_pending(self) -> None:
-        self._file.write(self._pending)
-        self._written += len(self._pending)
-        self._pending.clear()
+    def _forget_block(self) -> None:
+        """The next write is of the block again, and finds nothing of it in the system's cache of files."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._file.fileno(), self._block, 0, os.POSIX_FADV_DONTNEED)
+        self._file.seek(self._block)
 
     def sync(self) -> list[Segment]:
         """Flush everything to the disk; returns the segments that a resumed run may rely on."""
         try:
-            self._write_pending()
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._file.write(self._pending)
+            self._flush()
+            self._forget_block()
         except OSError as error:
             raise self._failed(error) from None
         return list(self.segments)
+
+    def _flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def finish(self, metadata: Metadata) -> ModelFile:
         """Write metadata and header, sync and rename; the finished file is opened, and so checked, before it gets its name."""
@@ -120,20 +133,17 @@ class Writer:
         header = Header(self._at - DATA_OFFSET, len(data), digest(data))
         try:
             self._put(data)
-            self.sync()
+            self._file.write(self._pending)
+            self._flush()
             self._file.seek(0)
             self._file.write(header.encode())
-            self.sync()
+            self._flush()
             ModelFile.open(self.partial)
             check_replaceable(self.path)
             os.replace(self.partial, self.path)
             # Only now: another conversion that got the lock before would have cut the file.
             self._lock.close()
-            directory = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            sync_folder(self.path.parent)
         except OSError as error:
             raise self._failed(error) from None
         return ModelFile.open(self.path)
