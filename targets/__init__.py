@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
-from edgeq.targets.target import Target
+from edgeq.targets.target import Absence, Target
 
-TARGETS = ("cpu", "reference")
+TARGETS = ("cuda", "cpu", "reference")
 """In order of preference."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen target and why the ones before it were refused."""
+    """The chosen target, and why those before it were refused that this machine has something for."""
 
     target: Target
     refused: Sequence[tuple[str, str]]
@@ -24,6 +24,10 @@ class Choice:
 
 def load(name: str) -> Target:
     """The target of that name; a target is imported when it is first asked for."""
+    if name == "cuda":
+        from edgeq.targets.cuda import CudaTarget
+
+        return CudaTarget()
     if name == "cpu":
         from edgeq.targets.cpu import CpuTarget
 
@@ -45,7 +49,7 @@ def pick(name: str | None = None, file: ModelFile | None = None) -> Choice:
         target = load(candidate)
         reason = target.refusal(file)
         if reason is None:
-            return Choice(target, refused)
+            return Choice(target, [each for each in refused if not isinstance(each[1], Absence)])
         refused.append((candidate, reason))
     reasons = "; ".join(f"{candidate}: {reason}" for candidate, reason in refused)
     raise UnsupportedError(f"no target can run here: {reasons}")

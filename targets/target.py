@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ class Options:
     max_logits        rows whose results one run can return
     kv                how keys and values are cached
     requantize        runs that sum inputs and runs with requantized weights will follow: compile for them too
+    graphs            a target may record the launches of a run and start them together (CUDA graphs)
 
     `Program.options` has the numbers that the target chose.
     """
@@ -39,6 +40,7 @@ class Options:
     threads_prefill: int = 0
     kv: KvCodec = KvCodec()
     requantize: bool = False
+    graphs: bool = True
 
 
 OnProgress = Callable[[int, int, str], None]
@@ -61,14 +63,43 @@ class Step(NamedTuple):
     reads_weights: bool = False
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """The steps of a run, in order, and float64 [steps, 2]: the seconds that the calling thread worked on each step, and the
-    seconds it then waited for work items that other threads had taken.
+class StepTimes(NamedTuple):
+    """The steps of a run, in order, and when they ran.
+
+    work_out   gives of `noted` what `threads` and `inside` are; called when they are asked for, since it can take longer than
+               a small run.  Who asks more than once keeps them
     """
 
     steps: Sequence[Step]
-    seconds: NDArray[np.float64]
+    work_out: Callable[[Any], tuple[NDArray[np.float64], float]]
+    noted: Any
+
+    @property
+    def inside(self) -> float:
+        """Seconds by perf_counter in which the steps ran: what a target that times them by another clock is checked against."""
+        return self.work_out(self.noted)[1]
+
+    @property
+    def threads(self) -> NDArray[np.float64]:
+        """float64 [threads, steps, 3]: when each thread came to a step, by perf_counter; the seconds that it worked on it, and
+        the seconds that it then waited for work items that others had taken.  NaN: the thread was not there.
+        """
+        return self.work_out(self.noted)[0]
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """float64 [steps, 2]: the seconds that the calling thread worked on each step, and that it waited."""
+        return self.threads[0, :, 1:]
+
+
+def in_turn(steps: Sequence[Step], clock: Sequence[float]) -> StepTimes:
+    """Times of steps that one thread ran one after another: `clock` has the beginning of each, then the end of the last."""
+    return StepTimes(steps, _in_turn, clock)
+
+
+def _in_turn(clock: Sequence[float]) -> tuple[NDArray[np.float64], float]:
+    began = np.array(clock[:-1])
+    return np.stack([began, np.diff(clock), np.zeros_like(began)], 1)[None], clock[-1] - clock[0]
 
 
 class Program(Protocol):
@@ -163,6 +194,36 @@ class Requantizable(Program, Protocol):
 
 
 @dataclass(frozen=True)
+class Largest:
+    """The largest numbers of rows of a result, in order, equals in the order of their ids.
+
+    ids      int32 [rows, count];  values: float32 [rows, count]
+    finite   bool [rows]: all numbers of the row are; where one is not, its ids and values mean nothing
+    """
+
+    ids: NDArray[np.int32]
+    values: NDArray[np.float32]
+    finite: NDArray[np.bool_]
+
+
+@runtime_checkable
+class FindsLargest(Program, Protocol):
+    """A Program whose device finds the largest numbers of its result, so that the host need not have all of it.
+
+    most_largest   that can be asked for; 0: none
+    """
+
+    most_largest: int
+
+    def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
+        """The `count` largest numbers of each row of what `run` gives, with requantized weights if there are some.
+
+        Valid until the next run.  ValueError: more than `most_largest`, or none.
+        """
+        ...
+
+
+@dataclass(frozen=True)
 class Room:
     """Bytes of memory that a program may take, and bytes that it needs without its cache pages."""
 
@@ -170,8 +231,15 @@ class Room:
     needed: int
 
 
+class Absence(str):
+    """A refusal because this machine has nothing of the kind: told only to who asked for that target."""
+
+
 class Target(Protocol):
+    """shares_weights   programs of one file hold its weights together: a second one takes its buffers alone."""
+
     name: str
+    shares_weights: bool
 
     def refusal(self, file: ModelFile | None = None) -> str | None:
         """Why this target cannot be used on this machine, or not for `file`; None if it can."""

@@ -12,6 +12,7 @@ from edgeq.targets.target import OnProgress, Options, Room, no_progress
 
 class ReferenceTarget:
     name = "reference"
+    shares_weights = True
 
     def refusal(self, file: ModelFile | None = None) -> str | None:
         return None

@@ -46,7 +46,7 @@ from edgeq.targets.reference.linear import linear
 from edgeq.targets.reference.requantize import ReferenceWeights
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, Step, StepTimes, no_progress
+from edgeq.targets.target import OnProgress, Options, Step, StepTimes, in_turn, no_progress
 
 ArrayF32 = NDArray[np.float32]
 
@@ -145,8 +145,7 @@ class ReferenceProgram:
             if len(here) == 0:
                 break
         if times is not None:
-            seconds = np.diff(clock)
-            times.append(StepTimes(steps, np.stack([seconds, np.zeros_like(seconds)], 1)))
+            times.append(in_turn(steps, clock))
         if sums is not None:
             sums.tokens += len(rows) if rows.counted is None else int(rows.counted.sum())
         return context.out(state, self._graph.result, len(here))
