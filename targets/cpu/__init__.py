@@ -13,6 +13,7 @@ from edgeq.targets.target import OnProgress, Options, Program, Room, no_progress
 
 class CpuTarget:
     name = "cpu"
+    shares_weights = True
 
     def refusal(self, file: ModelFile | None = None) -> str | None:
         if sys.byteorder != "little" or sys.maxsize < 1 << 32:

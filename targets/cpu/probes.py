@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from edgeq.codec import CHUNK, ROWS, Codec
-from edgeq.machine import cpu
-from edgeq.measurements import OnMeasure, measured
+from edgeq.machine import available_bytes, cpu, last_level_cache
+from edgeq.measurements import IN_CACHE, READ_BANDWIDTH, OnMeasure, measured
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.args import PARTS, Args, pointer
@@ -25,10 +25,23 @@ from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, stor
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, integer_matvec
+from edgeq.targets.cpu.kernels.matrix_unit import (
+    CONFIGURATION_BYTES,
+    ROW_BYTES,
+    SIDE,
+    TILE_BYTES,
+    configure,
+    products_int8,
+    release,
+)
 from edgeq.targets.cpu.kernels.winograd import plain
 
 BYTES = 256 << 20
-"""Several times the largest cache of a machine this is for."""
+"""The least that is read: several times the largest cache of most machines this is for."""
+CACHES = 2
+"""What is read is at least so many times the largest cache."""
+MEMORY_SHARE = 4
+"""At most one part in so many of the available memory is read."""
 Table = NDArray[np.int64]
 
 
@@ -111,6 +124,35 @@ def multiply(isa: int, pairs: int) -> Kernel:
     return kernel
 
 
+STEPS = 16
+"""Of a product on a matrix unit, 64 channels each: its operands stay in the first-level cache."""
+
+
+class MultiplyTilesArgs(Args):
+    """`rows`: repetitions; x, weights: operands of all parts; room: of each part, for sizes and then results."""
+
+    x = pointer()
+    weights = pointer()
+    room = pointer()
+
+
+def multiply_tiles() -> Kernel:
+    """Multiplies integers on a matrix unit: 32 rows that overlap, by two blocks of 16 channels."""
+
+    def kernel(record, part, parts, thread):
+        args = MultiplyTilesArgs(record)
+        room = args.room + TILES_ROOM_BYTES * part
+        configure(room, SIDE, SIDE)
+        for _ in range(get_i64(args.rows)):
+            products_int8(args.x, args.x, ROW_BYTES, args.weights, args.weights, STEPS, room + CONFIGURATION_BYTES)
+        release()
+
+    return kernel
+
+
+TILES_ROOM_BYTES = CONFIGURATION_BYTES + 4 * TILE_BYTES
+
+
 def _rates_and_share(table: Table, threads: int, work: float, seconds: float) -> tuple[list[float], float]:
     """`work` per second of each pass, for at least three passes and `seconds`, and which share of the time the threads had a
     core each; they do not sleep between the passes."""
@@ -137,33 +179,57 @@ def read_bandwidth(threads: int, refresh: bool = False) -> float:
 
     Threads beyond the number of cores read no more than the cores do, and count as those.
     """
-    threads = min(threads, cpu().cores)
-    return measured("read_bandwidth", threads, lambda: _read_bandwidth(threads), refresh, largest=True)
+    threads, size = min(threads, cpu().cores), probe_bytes()
+    what = f"{READ_BANDWIDTH}{IN_CACHE if within_cache(size) else ''}"
+    return measured(what, threads, lambda: _read_bandwidth(threads, size), refresh, largest=True)
 
 
-def _read_bandwidth(threads: int) -> tuple[float, bool]:
-    """The median of as many passes over 256 MiB as fit in a second; whether the threads were alone."""
-    data = np.ones(BYTES // 4, np.float32)
+def probe_bytes() -> int:
+    """Bytes that a measurement of the bandwidth reads: more than the largest cache holds, where memory has room for it."""
+    wanted = max(BYTES, CACHES * (last_level_cache() or 0))
+    return max(1 << 20, min(wanted, available_bytes() // MEMORY_SHARE)) // 256 * 256
+
+
+def within_cache(size: int) -> bool:
+    """Whether so many bytes fit in the largest cache: what is measured with them is said, and kept, apart."""
+    return size <= (last_level_cache() or 0)
+
+
+def _read_bandwidth(threads: int, size: int) -> tuple[float, bool]:
+    """The median of as many passes over `size` bytes as fit in a second; whether the threads were alone."""
+    data = np.ones(size // 4, np.float32)
     parts = 4 * threads
-    results, count = np.zeros(16 * parts, np.float32), np.array([BYTES // 256], np.int64)
+    results, count = np.zeros(16 * parts, np.float32), np.array([size // 256], np.int64)
     args = ReadArgs(rows=count.ctypes.data, x=data.ctypes.data, results=results.ctypes.data)
     table = np.array([args.record(address(read_lines), parts)], np.int64)
-    passes, share = _rates_and_share(table, threads, BYTES, 1.0)
+    passes, share = _rates_and_share(table, threads, size, 1.0)
     return statistics.median(passes), share >= ALONE
 
 
-def integer_peak(isa: Isa, threads: int, refresh: bool = False) -> float:
-    """8-bit operations per second of `threads` threads from registers, measured in half a second; the largest is kept per
-    machine.
+def integer_peak(isa: Isa, threads: int, refresh: bool = False, dots: bool = False) -> float:
+    """8-bit operations per second of `threads` threads from registers, on a matrix unit where the instruction set has one from
+    the first-level cache, measured in half a second; the largest is kept per machine.  `dots`: by dot products in any case.
 
     A multiplication and an addition are two operations.
     """
 
     def measure() -> tuple[float, bool]:
-        passes, share = _product_rates(isa, False, threads, 20_000, 0.5)
+        passes, share = _tile_rates(threads, 10_000, 0.5) if by_tiles else _product_rates(isa, False, threads, 20_000, 0.5)
         return statistics.median(passes), share >= ALONE
 
-    return measured(f"integer_peak {isa.name}", threads, measure, refresh, largest=True)
+    by_tiles = isa.matrix_unit and not dots
+    kind = "matrix_peak" if by_tiles else "integer_peak"
+    return measured(f"{kind} {isa.name}", threads, measure, refresh, largest=True)
+
+
+def _tile_rates(threads: int, repeat: int, seconds: float) -> tuple[list[float], float]:
+    x, weights, room = zeros(TILE_BYTES + ROW_BYTES * STEPS), zeros(TILE_BYTES * STEPS), zeros(TILES_ROOM_BYTES * threads)
+    count = np.array([repeat], np.int64)
+    args = MultiplyTilesArgs(
+        rows=count.ctypes.data, x=x.ctypes.data, weights=weights.ctypes.data, room=room.ctypes.data
+    )  # fmt: skip
+    table = np.array([args.record(address(multiply_tiles), threads)], np.int64)
+    return _rates_and_share(table, threads, 2.0 * (2 * SIDE) ** 2 * ROW_BYTES * STEPS * repeat * threads, seconds)
 
 
 PROBES = 5

@@ -7,7 +7,6 @@ depends on the version of Python.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -18,10 +17,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from edgeq import machine
+from edgeq import machine, trust
 from edgeq.devices import Device
 from edgeq.errors import FormatError, InputError, UnsupportedError
 from edgeq.targets.cpu.jit import compile, processor
+from edgeq.trust import digest_of
+from edgeq.whole_file import write_whole
 
 MOST_BYTES, MOST_FILES, MOST_OF_FILE, MOST_OF_DESCRIPTION = 64 << 20, 4096, 4 << 20, 1 << 20
 _END = struct.Struct("<4s4H2LH")
@@ -41,7 +42,7 @@ def write(path: Path, folder: Path, device: Device) -> None:
     files = {each.name: each.read_bytes() for each in sorted(folder.iterdir())}
     about = {
         "version": _VERSION, "device": device.name, "arch": chosen.arch, "features": sorted(chosen.features),
-        "sources": compile.source_digest(), "files": {name: _digest(data) for name, data in files.items()},
+        "sources": compile.source_digest(), "files": {name: digest_of(data) for name, data in files.items()},
     }  # fmt: skip
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w") as archive:
@@ -49,7 +50,7 @@ def write(path: Path, folder: Path, device: Device) -> None:
             # A fixed date: the same kernels are the same file.
             archive.writestr(zipfile.ZipInfo(name), data)
     try:
-        compile.put(path, written.getvalue())
+        write_whole(path, written.getvalue())
     except OSError as error:
         raise InputError(f"{path}: cannot write it: {error.strerror}") from None
 
@@ -65,7 +66,7 @@ class Archive:
         """InputError: it cannot be read.  FormatError: damaged.  UnsupportedError: of another version or processor."""
         self.path = path
         data = _read(path)
-        self.digest = _digest(data)
+        self.digest = digest_of(data)
         self._check_end(data)
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -117,7 +118,7 @@ class Archive:
             and isinstance(files, dict)
         ):
             raise FormatError(f"{self.path}: its description is not sound")
-        if files != {name: _digest(data) for name, data in self._files.items()}:
+        if files != {name: digest_of(data) for name, data in self._files.items()}:
             raise FormatError(f"{self.path}: kernels and description do not agree; copy it again")
         cpu = machine.cpu()
         if about["arch"] != cpu.arch:
@@ -137,12 +138,11 @@ class Archive:
     @property
     def trusted(self) -> bool:
         """Whether the user has accepted exactly these bytes before."""
-        return (_trusted_folder() / self.digest).exists()
+        return trust.trusted(self.digest)
 
     def trust(self) -> None:
         """Remember the digest.  OSError: the cache folder cannot be written."""
-        _trusted_folder().mkdir(parents=True, exist_ok=True)
-        (_trusted_folder() / self.digest).touch()
+        trust.trust(self.digest)
 
     def install(self) -> int:
         """Put the kernels where they are looked for; those that are there stay.  Returns how many were added.
@@ -155,14 +155,9 @@ class Archive:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self._files.items():
             if not (folder / name).exists():
-                compile.put(folder / name, data)
+                write_whole(folder / name, data)
                 added += 1
         return added
-
-
-def digest_of(path: Path) -> str:
-    """The digest by which a user knows the file."""
-    return _digest(_read(path))
 
 
 def _read(path: Path) -> bytes:
@@ -177,11 +172,3 @@ def _read(path: Path) -> bytes:
             return file.read(MOST_BYTES)
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from None
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
-
-
-def _trusted_folder() -> Path:
-    return machine.cache_folder() / "trusted"

@@ -26,7 +26,7 @@ from numba.extending import infer_getattr, lower_builtin, lower_getattr_generic,
 from edgeq.targets.cpu.jit.simd import F32, I64, get_i64, load
 
 SLOT_BYTES = 8
-RECORD_SLOTS = 28
+RECORD_SLOTS = 32
 RECORD_BYTES = SLOT_BYTES * RECORD_SLOTS
 FUNCTION = 0
 """Slot of a record: the address of the kernel."""

@@ -25,6 +25,7 @@ import numba
 from edgeq import codec, machine, quantization
 from edgeq.targets import rows
 from edgeq.targets.cpu.jit import pipeline, processor
+from edgeq.whole_file import write_whole
 
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
@@ -122,19 +123,7 @@ def _compiled(factory: Callable[..., Any], *literals: int) -> pipeline.Compiled:
 def _write(path: Path, made: pipeline.Compiled) -> None:
     about = {"needs": made.needs, "digest": hashlib.blake2b(made.code).hexdigest()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    put(path, json.dumps(about).encode() + b"\n" + made.code)
-
-
-def put(path: Path, data: bytes) -> None:
-    """Write under another name and rename: the file is whole or not there.  OSError: it cannot be written."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    write_whole(path, [json.dumps(about).encode(), b"\n", made.code])
 
 
 def _read(path: Path) -> pipeline.Compiled | None:

@@ -12,11 +12,12 @@ Table = NDArray[np.int64]
 
 
 class Piece(NamedTuple):
-    """Operations that are run in one call: those of `table`, which begins at `start` of the whole, or with `last`, not 0, the
-    parts [first, last) of one."""
+    """Operations that are run in one call: those of `table`, which lies at `address` and begins at `start` of the whole, or
+    with `last`, not 0, the parts [first, last) of one."""
 
     start: int
     table: Table
+    address: int
     first: int = 0
     last: int = 0
 
@@ -31,11 +32,11 @@ def split(table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[Pie
     found = list[Piece]()
     for start, end in pairwise(sorted(bounds)):
         if cuts is None or cuts[start] <= 1:
-            found.append(Piece(start, table[start:end]))
+            found.append(Piece(start, table[start:end], table.ctypes.data + start * table.strides[0]))
             continue
         # With the record after it, which a kernel may read (args.py, following).
         record, count = table[start : end + 1].copy(), int(cuts[start])
         each = -(-int(record[0, -1]) // count)
         record[0, -1] = each * count
-        found += [Piece(start, record[:1], each * i, each * (i + 1)) for i in range(count)]
+        found += [Piece(start, record[:1], record.ctypes.data, each * i, each * (i + 1)) for i in range(count)]
     return found

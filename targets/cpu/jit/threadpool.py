@@ -10,7 +10,7 @@ while nothing decodes.  The threads are Python's, running machine code without t
 or on Numba's threading layer, and other users of either are left alone.  On a processor with cores of several kinds they keep
 to the fast ones.
 
-Asked to, the caller's thread notes the time before and after every operation: all that a profiler needs.
+Asked to, every thread notes the time before and after every operation: all that a profiler needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,13 @@ from numpy.typing import NDArray
 
 from edgeq import machine
 from edgeq.errors import ResourceError
+from edgeq.targets.cpu.jit.clock import note_python_time, note_time
 from edgeq.targets.cpu.jit.compile import Entry
+from edgeq.targets.cpu.jit.notes import COUNTS, ENTERED, LEFT, ROOM, STARTED, Noted, Notes, call_words
 from edgeq.targets.cpu.jit.pieces import Piece, split
 from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.processor import current
-from edgeq.targets.cpu.jit.simd import I32, I64, call, load, store
+from edgeq.targets.cpu.jit.simd import I32, I64, call, load
 
 Table = NDArray[np.int64]
 
@@ -45,8 +46,9 @@ WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
 NAP_MICROSECONDS = 100
 
 # int64 words of the shared block: RUN and SLEEPERS on cache lines of their own, then what describes a run.
-RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END, LAST = 0, 8, 16, 17, 18, 19, 20
-# From here a line for each operation: the run's number with the next part to be taken, and how many parts are done.
+RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END, LAST, TIMES = 0, 8, 16, 17, 18, 19, 20, 21
+# From here a line for each operation: the run's number with the next part to be taken, and how many parts are done.  Then
+# what notes.py describes.
 STEPS, LINE_BYTES = 24, 64
 TAG_BITS = 32
 SPINS_BEFORE_YIELD = 2_000
@@ -154,36 +156,15 @@ def invoke(typing: Any, row: Any, part: Any, parts: Any, thread: Any) -> Any:
     return types.void(*[types.intp] * 4), codegen
 
 
-@intrinsic  # type: ignore[misc]
-def note_time(typing: Any, address: Any) -> Any:
-    """Store the processor's clock: counts of a constant rate, the same for all cores, that cost 10 ns or so to read.
-
-    On Arm the virtual counter: a program may not read the cycle counter there.
-    """
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        if current().is_arm:
-            # By name and not in assembly, for which llvmlite has a parser for its own processor only.
-            kind = ir.FunctionType(I64, [ir.MetaDataType()])
-            function = cgutils.get_or_insert_function(b.module, kind, "llvm.read_volatile_register.i64")
-            now = b.call(function, [b.module.add_metadata(["cntvct_el0"])])
-        else:
-            now = call(b, "llvm.readcyclecounter", I64)
-        store(b, now, args[0], 8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp), codegen
-
-
-def _walk(shared, tag, table, length, row_bytes, thread, times, last):
+def _walk(shared, tag, table, length, row_bytes, thread, counts, last):
     """Take part in run `tag`.  The last slot of an op record is its number of parts; `last`, not 0: the run ends there.
 
-    A thread that comes too late finds another run's number on the operation, and leaves.  `times`: 0, or where the clock goes:
-    of each operation when it begins and when no part of it is left to take; then of the end.
+    A thread that comes too late finds another run's number on the operation, and leaves.  `counts`: 0, or where the thread's
+    clock goes: of each operation when it comes to it and when no part of it is left to take; then of the end.
     """
     for i in range(length):
-        if times:
-            note_time(times + 16 * i)
+        if counts:
+            note_time(counts + 16 * i)
         row, step = table + i * row_bytes, shared + 8 * STEPS + LINE_BYTES * i
         parts: int = read(row + row_bytes - 8)
         end = last if last > 0 else parts
@@ -197,35 +178,45 @@ def _walk(shared, tag, table, length, row_bytes, thread, times, last):
             if exchange(step, ticket, ticket + 1):
                 invoke(row, part, parts, thread)
                 add(step + 8, 1)
-        if times:
-            note_time(times + 16 * i + 8)
+        if counts:
+            note_time(counts + 16 * i + 8)
         spins = 0
         while read(step + 8) < end:
             if read(step) >> TAG_BITS != tag:
                 return
             spins += 1
             relax(spins)
-    if times:
-        note_time(times + 16 * length)
+    if counts:
+        note_time(counts + 16 * length)
 
 
 walk = inline(_walk)
 
 
+@inline
+def count_words(length):
+    """Words for the counts of one thread of several: whole cache lines."""
+    return (2 * length + 8) // 8 * 8
+
+
 def _walk_alone(table, length, row_bytes, times, first, last):
+    """`times`: 0, or where the call is noted.  Who is alone waits for nothing."""
+    counts = times + 8 * COUNTS
+    if times:
+        note_python_time(times + 8 * ENTERED)
+        note_time(times + 8 * STARTED)
     for i in range(length):
         row = table + i * row_bytes
         if times:
-            note_time(times + 16 * i)
+            note_time(counts + 8 * i)
         if last > 0:
             for part in range(first, last):
                 invoke(row, part, read(row + row_bytes - 8), 0)
         else:
             invoke(row, 0, 1, 0)
-        if times:
-            note_time(times + 16 * i + 8)
     if times:
-        note_time(times + 16 * length)
+        note_time(counts + 8 * length)
+        note_python_time(times + 8 * LEFT)
 
 
 walk_alone = Entry(_walk_alone, 6)
@@ -250,21 +241,22 @@ def _work(shared, row_bytes, thread):
                 add(shared + 8 * SLEEPERS, -1)
             continue
         length, threads, table = read(shared + 8 * LENGTH), read(shared + 8 * ACTIVE), read(shared + 8 * TABLE)
-        last = read(shared + 8 * LAST)
+        last, times = read(shared + 8 * LAST), read(shared + 8 * TIMES)
         if read(shared + 8 * RUN) != current:
             continue
         seen, spins = current, 0
         if thread < threads:
-            walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, 0, last)
+            counts = times + 8 * (COUNTS + thread * count_words(length)) if times else 0
+            walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, counts, last)
 
 
 work = Entry(_work, 3)
 
 
 @inline
-def announce(shared, table, length, threads, first, last):
+def announce(shared, table, length, threads, times, first, last):
     """Tell the other threads that there is a run, for the first `threads` of them, of the parts [first, last) if `last` is not
-    0; returns its number."""
+    0; returns its number.  `times`: 0, or where the call is noted."""
     tag = (add(shared + 8 * RUN, 1) + 2) & 0x7FFFFFFF
     for i in range(length):
         step = shared + 8 * STEPS + LINE_BYTES * i
@@ -275,6 +267,7 @@ def announce(shared, table, length, threads, first, last):
     publish(shared + 8 * TABLE, table)
     publish(shared + 8 * LENGTH, length)
     publish(shared + 8 * LAST, last)
+    publish(shared + 8 * TIMES, times)
     add(shared + 8 * RUN, 1)
     if read(shared + 8 * SLEEPERS) > 0:
         futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
@@ -283,7 +276,14 @@ def announce(shared, table, length, threads, first, last):
 
 def _run_together(shared, table, length, row_bytes, threads, times, first, last):
     """A whole run in one call: an interrupt taken in the middle would leave the others at work on what Python then frees."""
-    walk(shared, announce(shared, table, length, threads, first, last), table, length, row_bytes, 0, times, last)
+    counts = 0
+    if times:
+        counts = times + 8 * COUNTS
+        note_python_time(times + 8 * ENTERED)
+        note_time(times + 8 * STARTED)
+    walk(shared, announce(shared, table, length, threads, times, first, last), table, length, row_bytes, 0, counts, last)
+    if times:
+        note_python_time(times + 8 * LEFT)
 
 
 run_together = Entry(_run_together, 8)
@@ -330,12 +330,18 @@ class Pool:
     def __init__(self, threads: int, operations: int, row_words: int) -> None:
         self.threads, self.operations = threads, operations
         self._row_bytes = 8 * row_words
-        self._first_time: tuple[float, int] | None = None
-        self._seconds_per_count = np.inf
         # The memory of a whole number of cache lines more: the block starts on one.
         self._tables: tuple[Table | None, Table | None] = (None, None)
-        self._memory = np.zeros(STEPS + (LINE_BYTES // 8) * (operations + 1), np.int64)
+        self._pieces: tuple[Table | None, int, list[Piece]] = (None, 0, [])
+        lines, line = LINE_BYTES // 8 * (operations + 1), LINE_BYTES // 8
+        place = call_words(threads, operations)
+        noted = max(1, ROOM // place) * place
+        self._memory = np.zeros(STEPS + lines + noted + line, np.int64)
         self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
+        # A thread that comes late still writes there: part of the block, which lives as long as the threads.
+        self._notes = Notes(self._shared[STEPS + lines :][:noted], place)
+        self.times = self._notes.times
+        self._address = self._shared.ctypes.data
         workers: list[threading.Thread] = []
         # Before the first thread: whatever interrupts this, those that have begun end with the pool.
         self.close = weakref.finalize(self, _stop, self._shared, workers, threads)
@@ -355,41 +361,34 @@ class Pool:
         With several pieces Python can take an interrupt between two of them.  `cuts`, for each row: an operation of several is
         cut as well, into so many.
         """
-        for piece in split(self._roomy(table), pieces, cuts):
+        for piece in self._split(table, pieces, cuts):
             self._walk(piece, threads, 0)
 
-    def timed(self, table: Table, threads: int, pieces: int = 1, cuts: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-        """The same run; seconds [operations, 2] that the caller's thread worked on each and then waited for the others."""
-        seconds = np.zeros((len(table), 2))
-        for piece in split(self._roomy(table), pieces, cuts):
-            seconds[piece.start : piece.start + len(piece.table)] += self._timed(piece, threads)
-        return seconds
+    def timed(self, table: Table, threads: int, pieces: int = 1, cuts: NDArray[np.int64] | None = None) -> list[Noted]:
+        """The same run; its calls, of which `times` works out how long they took."""
+        calls, notes = [], self._notes
+        for piece in self._split(table, pieces, cuts):
+            place = notes.free.pop() if notes.free else notes.turn()
+            self._walk(piece, threads, place)
+            calls.append((notes.page, place, piece, threads))
+        return calls
 
-    def _roomy(self, table: Table) -> Table:
-        """ValueError: it has no room here."""
+    def _split(self, table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[Piece]:
+        """The pieces of a table; those of the last run again where it was the same.  ValueError: it has no room here."""
         if len(table) > self.operations:
             raise ValueError(f"{len(table)} operations; this pool has room for {self.operations}")
-        return table
+        if cuts is not None:
+            return split(table, pieces, cuts)
+        if self._pieces[0] is not table or self._pieces[1] != pieces:
+            self._pieces = table, pieces, split(table, pieces, None)
+        return self._pieces[2]
 
     def _walk(self, piece: Piece, threads: int, times: int) -> None:
-        shared, (_, table, first, last) = self._shared.ctypes.data, piece
+        """`times`: 0, or where the call is noted."""
+        _, table, address, first, last = piece
         # A thread that comes late still reads the table.
         self._tables = (self._tables[1], table)
         if threads > 1:
-            run_together(shared, table.ctypes.data, len(table), self._row_bytes, threads, times, first, last)
+            run_together(self._address, address, len(table), self._row_bytes, threads, times, first, last)
         else:
-            walk_alone(table.ctypes.data, len(table), self._row_bytes, times, first, last)
-
-    def _timed(self, piece: Piece, threads: int) -> NDArray[np.float64]:
-        times = np.zeros(2 * len(piece.table) + 1, np.int64)
-        before = perf_counter()
-        self._walk(piece, threads, times.ctypes.data)
-        after = perf_counter()
-        if self._first_time is None:
-            self._first_time = before, int(times[0])
-        # Seconds from before the first count to after the last one are always too many, whatever came between: the least of
-        # them is the nearest.  Over all timed runs so far the calls count little, and in this run an interruption of the first.
-        for first, start_count in (self._first_time, (before, int(times[0]))):
-            rate = (after - first) / max(1, int(times[-1]) - start_count)
-            self._seconds_per_count = min(self._seconds_per_count, rate)
-        return np.diff(times).reshape(-1, 2) * self._seconds_per_count
+            walk_alone(address, len(table), self._row_bytes, times, first, last)

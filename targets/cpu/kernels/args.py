@@ -12,6 +12,10 @@ NONE, FLOAT, A8, A16 = 0, 1, 2, 3
 BLOCK, TOKEN, TOKEN_ZERO, STATIC = 0, 1, 2, 3
 """What a scale is for: a block of channels, symmetric; a token row, symmetric or with a zero point; all rows of a modality."""
 
+CHUNKS, HALF_CHUNK, WHOLE = 0, 1, 2
+"""Integers that a product adds up before it multiplies with scales: of an activation block of whole chunks, of one of half a
+chunk; or of the whole row, where neither weights nor activations have a scale inside it and all its blocks have the same."""
+
 F16_KIND, BF16_KIND, F32_KIND = 2, 3, 4
 """Kinds of float weights and of stored vectors."""
 FLOAT_KINDS = {"f32": F32_KIND, "f16": F16_KIND, "bf16": BF16_KIND}
@@ -58,13 +62,14 @@ class ProductArgs(Args):
     weights           in file order; scales and zero points: address, bytes from one block of output channels to the next, and
                       from one activation block to the next
     columns           of floats: input channels
-    chunks            of integers: chunks of 32 input channels in a row, and in an activation block
+    chunks            of integers: chunks of 32 input channels in a row, and in what is added up before it is scaled
     group_blocks      blocks that stay in the cache while tokens pass
     bias              f32 or 0
     add               1: the product is added to y
     scratch           SCRATCH_BYTES of every thread
     winograd_sums     of the activations, int32 per row and block, or 0
-    room              of every thread, for what a product makes of the weights
+    room              of every thread, for what a product makes of the weights, and how much;  numbers_bytes: of what it makes
+                      of the rows before that, on a matrix unit
     block_step        of tiles of several blocks: from one block to the next
     """
 
@@ -92,6 +97,8 @@ class ProductArgs(Args):
     scratch = pointer()
     winograd_sums = pointer(0)
     room = pointer(0)
+    room_bytes = nbytes(0)
+    numbers_bytes = nbytes(0)
     block_step = number(1)
 
 

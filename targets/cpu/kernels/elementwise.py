@@ -224,7 +224,7 @@ class ActivationArgs(Args):
 
 
 def swiglu(max_tile: int, done: int) -> Kernel:
-    """Literal `done`, 1: the product before it has done it all (swiglu_matmul.py)."""
+    """Literal `done`, 1: the product before it does it all (swiglu_matmul.py), or the transform after it (transform.py)."""
 
     def kernel(record, part, parts, thread):
         args = ActivationArgs(record)

@@ -1,12 +1,15 @@
 """Packed integers times many tokens on a processor's matrix unit (matrix_unit.py).
 
 Sums of integers are exact, and what becomes of them is what microkernel_int.py does, in its order: results are the same bits.
-Activations of such a run lie row by row.  Weights of 8 bits are multiplied as they lie in the file, of fewer they are unpacked
-first, for all tokens once.
+Activations of such a run lie row by row, with zeros up to a whole step of 64 channels.  Weights of 8 bits are multiplied as
+they lie in the file, of fewer, or where a row ends within a step, they are unpacked first, for all tokens once.
+
+Sums stay in the unit's registers for an activation block; where a row has one scale (args.WHOLE), for the whole row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +19,7 @@ from numba.extending import intrinsic
 
 from edgeq.codec import CHUNK, LINE, QUADS, ROWS
 from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.pipeline import always_inline
 from edgeq.targets.cpu.jit.simd import (
@@ -27,6 +31,7 @@ from edgeq.targets.cpu.jit.simd import (
     VF32,
     VI32,
     call,
+    constant,
     get_i64,
     load,
     splat,
@@ -34,7 +39,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsplat,
     vstore,
 )
-from edgeq.targets.cpu.kernels.args import A8, ProductArgs
+from edgeq.targets.cpu.kernels.args import A8, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.bitplanes import unpack
 from edgeq.targets.cpu.kernels.matmul import LEAST_OF_SMALL, SCRATCH_BYTES, SMALL_TILE, finish, share, tile_loop
 from edgeq.targets.cpu.kernels.matrix_unit import CONFIGURATION_BYTES, ROW_BYTES, SIDE, configure, products_int8, release
@@ -49,17 +54,25 @@ INTEGERS_BYTES = 4 * PANEL * ROWS * 2
 """In scratch the integer sums of a panel with two blocks, then as many floats."""
 BYTES_OF_CHUNK = LINE * QUADS
 """Unpacked."""
+STEP_CHUNKS = ROW_BYTES // CHUNK
+NUMBERS_BYTES = 8
+"""Of a row: its scale, f32, and the sum of its integers, i32."""
 
 
-def takes(kind: int, columns: int, block: int) -> bool:
+def takes(kind: int, block: int) -> bool:
     """Whether such activations can be multiplied there: steps of 64 channels."""
-    chunks = -(-columns // CHUNK)
-    return kind == A8 and chunks % 2 == 0 and block % ROW_BYTES == 0
+    return kind == A8 and block % ROW_BYTES == 0
 
 
-def room_bytes(bits: int, chunks: int, group_blocks: int) -> int:
-    """Room of a thread."""
-    return CONFIGURATION_BYTES + (BYTES_OF_CHUNK * chunks * group_blocks if bits < 8 else 0)
+def room_bytes(bits: int, chunks: int, group_blocks: int, numbered_rows: int) -> int:
+    """Room of a thread: numbers of so many rows, then unpacked weights."""
+    numbers = padded(NUMBERS_BYTES * numbered_rows, ROW_BYTES)
+    return CONFIGURATION_BYTES + numbers + weights_bytes(bits, chunks) * group_blocks
+
+
+def weights_bytes(bits: int, chunks: int) -> int:
+    """Of a block of weights, unpacked; 0: they are multiplied as they lie."""
+    return BYTES_OF_CHUNK * padded(chunks, STEP_CHUNKS) if bits < 8 or chunks % STEP_CHUNKS else 0
 
 
 def unpacked(bits: int) -> Any:
@@ -127,17 +140,123 @@ def scaled_sums(bits: int, zero: int) -> Any:
     return add
 
 
+def row_numbers(b: Any, record: Any, rows: Any, out: Any) -> None:
+    """Scale f32 and sum i32 of the integers of rows 0 ... rows - 1, one pair after another, to `out`: the scale that all
+    activation blocks have, NaN if one of theirs is."""
+    blocks, four = ProductArgs.x_blocks.load(b, record), ir.Constant(I64, 4)
+    line = b.mul(blocks, four)
+    vectors = b.udiv(b.add(blocks, ir.Constant(I64, SIDE - 1)), ir.Constant(I64, SIDE))
+    lanes = ir.Constant(VI32, list(range(SIDE)))
+    with cgutils.for_range(b, rows) as loop:
+        scales = b.add(ProductArgs.x_scales.load(b, record), b.mul(loop.index, line))
+        sums = b.add(ProductArgs.x_sums.load(b, record), b.mul(loop.index, line))
+        bad, total = cgutils.alloca_once(b, VF32), cgutils.alloca_once(b, VI32)
+        b.store(constant(VF32, 0.0), bad)
+        b.store(constant(VI32, 0), total)
+        with cgutils.for_range(b, vectors) as inner:
+            left = b.trunc(b.sub(blocks, b.mul(inner.index, ir.Constant(I64, SIDE))), I32)
+            some = b.icmp_signed("<", lanes, splat(b, left, VI32))
+            of_scales = _some(b, at(b, scales, inner.index, ROW_BYTES), some, VF32, 0.0)
+            of_sums = _some(b, at(b, sums, inner.index, ROW_BYTES), some, VI32, 0)
+            b.store(b.fadd(b.load(bad), b.fmul(of_scales, constant(VF32, 0.0))), bad)
+            b.store(b.add(b.load(total), of_sums), total)
+        worst = call(b, "llvm.vector.reduce.fadd.v16f32", F32, ir.Constant(F32, 0.0), b.load(bad))
+        place = at(b, out, loop.index, NUMBERS_BYTES)
+        store(b, b.fadd(load(b, scales, F32, 4), worst), place, 4)
+        store(b, call(b, "llvm.vector.reduce.add.v16i32", I32, b.load(total)), plus(b, place, 4), 4)
+
+
+def _some(b: Any, address: Any, some: Any, kind: Any, other: Any) -> Any:
+    """The vector at an address where `some`, else `other`, without reading there."""
+    name = f"llvm.masked.load.v16{'f' if kind is VF32 else 'i'}32.p0"
+    return call(b, name, kind, b.inttoptr(address, kind.as_pointer()), ir.Constant(I32, 4), some, constant(kind, other))
+
+
+@intrinsic  # type: ignore[misc]
+def write_numbers(typing: Any, args: Any, rows: Any, out: Any) -> Any:
+    """A function: (args, rows, out): see `row_numbers`."""
+
+    def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+        row_numbers(b, *values)
+        return context.get_dummy_value()
+
+    return types.void(args, *[types.intp] * 2), codegen
+
+
+def scaled_rows(bits: int, stores_result: bool) -> Any:
+    """A function: (args, sums, (n, other), (r, rows), numbers): scale * scale of the row * (sum - center * sum of the row) of
+    `rows` rows from row r on with blocks n and `other`, to the floats after the integer sums; or, of two whole blocks, what
+    `finish` makes of it, to y.  numbers: of row 0."""
+
+    @intrinsic  # type: ignore[misc]
+    def scaled(typing: Any, args: Any, sums: Any, blocks: Any, rows: Any, numbers: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            record, sums, blocks, rows, numbers = values
+            first, rows = cgutils.unpack_tuple(b, rows, 2)
+            numbers = at(b, numbers, first, NUMBERS_BYTES)
+            scales, places = [], []
+            for block in cgutils.unpack_tuple(b, blocks, 2):
+                places.append(b.shl(block, ir.Constant(I64, 6)))
+                place = b.add(ProductArgs.scales.load(b, record), b.mul(block, ProductArgs.scales_block.load(b, record)))
+                scales.append(b.fpext(load(b, place, ir.VectorType(F16, ROWS), 2), VF32))
+
+            def each(put: Callable[[Any, int, Any, Any], None]) -> None:
+                with cgutils.for_range(b, rows) as loop:
+                    number = at(b, numbers, loop.index, NUMBERS_BYTES)
+                    factor = splat(b, load(b, number, F32, 4), VF32)
+                    center = b.mul(load(b, plus(b, number, 4), I32, 4), ir.Constant(I32, 1 << (bits - 1)))
+                    for i, scale in enumerate(scales):
+                        place = plus(b, at(b, sums, loop.index, ROW_BYTES), i * INTEGERS_BYTES // 2)
+                        value = b.sitofp(b.sub(load(b, place, VI32, 4), splat(b, center, VI32)), VF32)
+                        put(loop.index, i, place, _fma(b, value, b.fmul(scale, factor), constant(VF32, 0.0)))
+
+            if stores_result:
+                _to_y(b, record, first, places, each)
+            else:
+                each(lambda t, i, place, result: store(b, result, plus(b, place, INTEGERS_BYTES), 4))
+            return context.get_dummy_value()
+
+        pair = types.UniTuple(types.intp, 2)
+        return types.void(args, types.intp, pair, pair, types.intp), codegen
+
+    return scaled
+
+
+def _to_y(b: Any, record: Any, first: Any, places: list[Any], each: Callable[[Callable[..., None]], None]) -> None:
+    """Bias and residual, as `finish` adds them, from row `first` of y on; `places`: bytes from a row to its blocks."""
+    bias, step, none = ProductArgs.bias.load(b, record), ProductArgs.y_stride.load(b, record), ir.Constant(I64, 0)
+    y, biases = b.add(ProductArgs.y.load(b, record), b.mul(first, step)), []
+    for place in places:
+        slot = cgutils.alloca_once(b, VF32)
+        # A result of zero has no sign: a bias of zero changes none.
+        b.store(constant(VF32, 0.0), slot)
+        with b.if_then(b.icmp_unsigned("!=", bias, none)):
+            b.store(load(b, b.add(bias, place), VF32, 4), slot)
+        biases.append(b.load(slot))
+
+    def put(adds: bool, t: Any, i: int, result: Any) -> None:
+        to, result = b.add(b.add(y, b.mul(t, step)), places[i]), b.fadd(result, biases[i])
+        store(b, b.fadd(load(b, to, VF32, 4), result) if adds else result, to, 4)
+
+    with b.if_else(b.icmp_unsigned("!=", ProductArgs.add.load(b, record), none)) as (residual, alone):
+        for branch, adds in ((residual, True), (alone, False)):
+            with branch:
+                each(lambda t, i, place, result, adds=adds: put(adds, t, i, result))
+
+
 def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return call(b, "llvm.fmuladd.v16f32", VF32, x, y, z)
 
 
-def panel_products(bits: int, zero: int) -> Any:
+def panel_products(bits: int, zero: int, extent: int) -> Any:
     """A function: the products of `here` rows from row r on with blocks n and `other`, f32 [2][PANEL][16] after the integers in
-    scratch.  weights: address of these blocks, a byte for every weight."""
+    scratch.  weights: address of these blocks, a byte for every weight;  numbers: of row 0, of whole rows."""
+    if extent == WHOLE:
+        return _whole_products(bits)
     add = scaled_sums(bits, zero)
 
     @always_inline
-    def products(args, blocks, weights, rows, scratch):
+    def products(args, blocks, weights, rows, scratch, numbers):
         (r, here), stride = rows, args.x_stride
         # Of a few rows the second tile is the first once more, and not read.
         second = r + SIDE if here > SIDE else r
@@ -148,7 +267,7 @@ def panel_products(bits: int, zero: int) -> Any:
         chunks, per_block = args.chunks, args.chunks_per_block
         for index in range(args.x_blocks):
             first = index * per_block
-            steps = min(per_block, chunks - first) // 2
+            steps = (min(per_block, chunks - first) + 1) // STEP_CHUNKS
             at_weights = BYTES_OF_CHUNK * first
             products_int8(
                 a + CHUNK * first,
@@ -165,24 +284,45 @@ def panel_products(bits: int, zero: int) -> Any:
     return products
 
 
-def matrix_matmul(isa: int, bits: int, zero: int) -> Kernel:
+def _whole_products(bits: int, stores_result: bool = False) -> Any:
+    scaled = scaled_rows(bits, stores_result)
+
+    @always_inline
+    def products(args, blocks, weights, rows, scratch, numbers):
+        (r, here), stride = rows, args.x_stride
+        second = r + SIDE if here > SIDE else r
+        a, steps = args.x, (args.chunks + 1) // STEP_CHUNKS
+        products_int8(a + r * stride, a + second * stride, stride, weights[0], weights[1], steps, scratch)
+        scaled(args, scratch, blocks, rows, numbers)
+
+    return products
+
+
+def matrix_matmul(isa: int, bits: int, zero: int, extent: int) -> Kernel:
     """`integer_matmul` of 8-bit activations.  Runs of fewer rows than LEAST_ROWS go its way."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, bits, 0, zero, 0)
+    weights = IntegerWeights(isa, bits, 0, zero, extent)
     large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), LEAST_OF_SMALL)
     single = tile_loop(IntegerTile(weights, 1), 1)
-    products, unpack_chunks, packed = panel_products(bits, zero), unpacked(bits), bits < 8
+    products, unpack_chunks, packed, whole = panel_products(bits, zero, extent), unpacked(bits), bits < 8, extent == WHOLE
+
+    to_y = _whole_products(bits, stores_result=True) if whole else products
 
     @always_inline
     def panels(args, first, last, scratch, room):
         count, chunks = get_i64(args.rows), args.chunks
-        step = BYTES_OF_CHUNK * chunks
+        apart = packed or chunks % STEP_CHUNKS != 0
+        step = BYTES_OF_CHUNK * ((chunks + 1) // STEP_CHUNKS * STEP_CHUNKS)
+        numbers = room + CONFIGURATION_BYTES
+        if whole:
+            write_numbers(args, count, numbers)
+        of_weights = numbers + args.numbers_bytes
         for start in range(first, last, args.group_blocks):
             stop = min(start + args.group_blocks, last)
             stored = args.weights + start * args.weights_block
-            if packed:
-                stored = room + CONFIGURATION_BYTES
+            if apart:
+                stored = of_weights
                 for n in range(start, stop):
                     unpack_chunks(args.weights + n * args.weights_block, chunks, stored + (n - start) * step)
             configure(room, SIDE, SIDE)
@@ -193,7 +333,10 @@ def matrix_matmul(isa: int, bits: int, zero: int) -> Kernel:
                 for n in range(start, stop, 2):
                     other = min(n + 1, stop - 1)
                     pair = stored + (n - start) * step, stored + (other - start) * step
-                    products(args, (n, other), pair, (r, here), scratch)
+                    if whole and other > n and ROWS * (other + 1) <= args.output_channels:
+                        to_y(args, (n, other), pair, (r, here), scratch, numbers)
+                        continue
+                    products(args, (n, other), pair, (r, here), scratch, numbers)
                     for i in range(other - n + 1):
                         finish(args, scratch + INTEGERS_BYTES + i * INTEGERS_BYTES // 2, here, n + i, r)
         release()
@@ -203,10 +346,7 @@ def matrix_matmul(isa: int, bits: int, zero: int) -> Kernel:
         scratch = args.scratch + thread * SCRATCH_BYTES
         first, last = share(args.output_channels, part, parts, 2)
         if get_i64(args.rows) >= LEAST_ROWS:
-            room = args.room + thread * (
-                CONFIGURATION_BYTES + (BYTES_OF_CHUNK * args.chunks * args.group_blocks if packed else 0)
-            )
-            panels(args, first, last, scratch, room)
+            panels(args, first, last, scratch, args.room + thread * args.room_bytes)
             return
         for start in range(first, last, args.group_blocks):
             stop = min(start + args.group_blocks, last)

@@ -7,6 +7,7 @@ from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.pipeline import always_inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
+from edgeq.targets.cpu.kernels.args import WHOLE
 from edgeq.targets.cpu.kernels.elementwise import gated
 from edgeq.targets.cpu.kernels.matmul import BLOCK_BYTES, LEAST_OF_SMALL, SCRATCH_BYTES, SMALL_TILE, share
 from edgeq.targets.cpu.kernels.matrix_matmul import (
@@ -14,8 +15,10 @@ from edgeq.targets.cpu.kernels.matrix_matmul import (
     INTEGERS_BYTES,
     LEAST_ROWS,
     PANEL,
+    STEP_CHUNKS,
     panel_products,
     unpacked,
+    write_numbers,
 )
 from edgeq.targets.cpu.kernels.matrix_unit import CONFIGURATION_BYTES, SIDE, configure, release
 from edgeq.targets.cpu.kernels.microkernel_int import IntegerWeights
@@ -25,27 +28,28 @@ from edgeq.targets.cpu.kernels.swiglu_matmul import RESULT_STRIDE, UNIT, GatedPr
 RESULTS_BYTES = PANEL * RESULT_STRIDE
 
 
-def room_bytes(bits: int, chunks: int) -> int:
-    """Room of a thread: results of a unit, f32 [32][128], then weights."""
-    return CONFIGURATION_BYTES + RESULTS_BYTES + (2 * UNIT * BYTES_OF_CHUNK * chunks if bits < 8 else 0)
+GROUP_BLOCKS = 2 * UNIT
+"""Blocks of gate and up that are unpacked at a time."""
 
 
-def gated_matrix_matmul(isa: int, bits: int, zero: int) -> Kernel:
+def gated_matrix_matmul(isa: int, bits: int, zero: int, extent: int) -> Kernel:
     """`gated_matmul` of 8-bit activations.  Runs of fewer rows than LEAST_ROWS go its way."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, bits, 0, zero, 0)
+    weights = IntegerWeights(isa, bits, 0, zero, extent)
     large = gated_loop(weights, max_tile, blocks_per_tile, max_tile, max_tile)
     small = gated_loop(weights, SMALL_TILE, blocks_per_tile, LEAST_OF_SMALL, max_tile)
     single = gated_loop(weights, 1, 1, 1, max_tile)
-    products, unpack_chunks, packed = panel_products(bits, zero), unpacked(bits), bits < 8
+    products, unpack_chunks, packed, whole = panel_products(bits, zero, extent), unpacked(bits), bits < 8, extent == WHOLE
 
     @always_inline
-    def unit(args, start, stop, scratch, room):
+    def unit(args, start, stop, scratch, numbers):
         """Blocks [start, stop) of results, at most UNIT."""
         count, chunks, up, quantized = get_i64(args.rows), args.chunks, args.block_step, args.swiglu.quantized
-        results, step = room + CONFIGURATION_BYTES, BYTES_OF_CHUNK * chunks
+        results, room = numbers + args.numbers_bytes, numbers - CONFIGURATION_BYTES
+        apart = packed or chunks % STEP_CHUNKS != 0
+        step = BYTES_OF_CHUNK * ((chunks + 1) // STEP_CHUNKS * STEP_CHUNKS)
         first, of_up = args.weights + start * args.weights_block, args.weights + (start + up) * args.weights_block
-        if packed:
+        if apart:
             first, of_up = results + RESULTS_BYTES, results + RESULTS_BYTES + UNIT * step
             for n in range(start, stop):
                 stored, place = args.weights + n * args.weights_block, (n - start) * step
@@ -58,7 +62,7 @@ def gated_matrix_matmul(isa: int, bits: int, zero: int) -> Kernel:
                 configure(room, min(here, SIDE), here - SIDE if here > SIDE else here)
             for n in range(start, stop):
                 place = (n - start) * step
-                products(args, (n, n + up), (first + place, of_up + place), (r, here), scratch)
+                products(args, (n, n + up), (first + place, of_up + place), (r, here), scratch, numbers)
                 floats, out = scratch + INTEGERS_BYTES, results + BLOCK_BYTES * (n - start)
                 for t in range(here):
                     gate, other = vload(floats + BLOCK_BYTES * t), vload(floats + BLOCK_BYTES * (PANEL + t))
@@ -72,11 +76,13 @@ def gated_matrix_matmul(isa: int, bits: int, zero: int) -> Kernel:
         scratch = args.scratch + thread * SCRATCH_BYTES
         first, last = share(args.swiglu.width, part, parts, UNIT)
         many = get_i64(args.rows) >= LEAST_ROWS
-        room = CONFIGURATION_BYTES + RESULTS_BYTES + (2 * UNIT * BYTES_OF_CHUNK * args.chunks if packed else 0)
+        numbers = args.room + thread * args.room_bytes + CONFIGURATION_BYTES
+        if many and whole:
+            write_numbers(args, get_i64(args.rows), numbers)
         for start in range(first, last, UNIT):
             stop = min(start + UNIT, last)
             if many:
-                unit(args, start, stop, scratch, args.room + thread * room)
+                unit(args, start, stop, scratch, numbers)
             else:
                 r = large(args, start, stop, 0, scratch)
                 r = small(args, start, stop, r, scratch)

@@ -22,6 +22,9 @@ Activations of a tile of T tokens, as `quantize.py` writes them:
 
 Integers of one activation block are summed exactly: 8 bits x 15 bits x 128 channels stay below 2^31.  Where a row ends within a
 chunk of 32 channels, activations are zeros up to its end.
+
+Where neither weights nor activations have a scale inside a row (args.WHOLE), acc runs over all of it, as exactly while it has
+at most MOST_WHOLE channels, and is scaled once, by the one scale of its blocks; sum_x is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -36,9 +39,12 @@ from numba.core import cgutils
 from edgeq.codec import LINE, QUADS, ROWS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.simd import F16, F32, I8, I16, I32, I64, call, constant, load, prefetch, splat, store
-from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.bitplanes import unpack
 from edgeq.targets.cpu.kernels.tiles import at, chunks_of, plus
+
+MOST_WHOLE = 1 << 16
+"""Channels of which an int32 holds the sum of products of 8 by 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,14 @@ class IntegerWeights:
     isa      index into all_isas()
     mode16   1: activations of 16 bits; 0: of 8
     zero     1: stored zero points; 0: the symmetric form
-    group16  1: activation blocks of 16 channels, half a chunk; 0: of whole chunks
+    extent   CHUNKS, HALF_CHUNK or WHOLE: what is added up before it is scaled
     """
 
     isa: int
     bits: int
     mode16: int
     zero: int
-    group16: int
+    extent: int
 
 
 class IntegerTile:
@@ -63,7 +69,7 @@ class IntegerTile:
 
     def __init__(self, weights: IntegerWeights, tokens: int, blocks: int = 1) -> None:
         isa, bits, mode16, zero = all_isas()[weights.isa], weights.bits, weights.mode16, weights.zero
-        self.isa, self.bits, self.mode16, self.zero, self.group16 = isa, bits, mode16, zero, weights.group16
+        self.isa, self.bits, self.mode16, self.zero, self.extent = isa, bits, mode16, zero, weights.extent
         self.tokens, self.blocks, self.per_block = tokens, blocks, ROWS // isa.lanes
         self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes
@@ -74,6 +80,9 @@ class IntegerTile:
         self.center = (0 if zero else 1 << (bits - 1)) - (0 if mode16 else isa.offset(bits))
         # What was taken off the weights, and is to be off their zero points.
         self.zero_center = 0
+        # Vectors of the tokens of a tile, of whole rows.
+        self.row_factors: Any = None
+        self.row_sums: Any = None
         # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer
         # sums may be split freely.
         self.chains = 4 if tokens == 1 and self.parts < 4 else 1
@@ -104,15 +113,17 @@ class IntegerTile:
                     prefetch(b, place, 64 * self.blocks, write=True)
         floats = [[self._float(b, out, part, t) for t in range(self.tokens)] for part in range(self.parts)]
         whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
-        count = chunks if self.group16 else whole
+        count = chunks if self.extent == HALF_CHUNK else whole
+        if self.extent == WHOLE:
+            self.row_factors, self.row_sums = self._of_rows(b, record, xscale, xsum)
         numbers = (scale, scale_step, zero, zero_step, xscale, xsum)
         with cgutils.for_range(b, count) as loop:
-            if self.group16:
+            if self.extent == HALF_CHUNK:
                 index = b.shl(loop.index, ir.Constant(I64, 1))
-                self._group16(b, w, x, loop.index, 0, index, numbers, floats)
+                self._half_chunk(b, w, x, loop.index, 0, index, numbers, floats)
                 odd = b.or_(index, ir.Constant(I64, 1))
                 with b.if_then(b.icmp_unsigned("<", odd, of(ProductArgs.x_blocks))):
-                    self._group16(b, w, x, loop.index, 4, odd, numbers, floats)
+                    self._half_chunk(b, w, x, loop.index, 4, odd, numbers, floats)
             else:
                 sums = self._start(b, xsum, loop.index)
                 first, inside = chunks_of(b, loop.index, chunks, per_block)
@@ -165,15 +176,38 @@ class IntegerTile:
         numbers = [b.add(n, b.mul(ProductArgs.block_step.load(b, record), ir.Constant(I64, i))) for i in range(self.blocks)]
         return [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
 
-    def _group16(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
+    def _half_chunk(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
         """An activation block of 16 channels: quads first ... first + 3 of a chunk."""
         sums = self._start(b, numbers[-1], index)
         self._chunk(b, w, x, chunk, sums, range(first, first + 4))
         self._finish(b, index, numbers, sums, floats)
 
+    def _of_rows(self, b: Any, record: Any, xscale: Any, xsum: Any) -> tuple[Any, Any]:
+        """Vectors of T: the scale that the blocks of each token have, NaN if one of theirs is, and the sum of their sums."""
+        floats = ir.VectorType(F32, self.tokens)
+        bad, first = cgutils.alloca_once_value(b, constant(floats, 0.0)), load(b, xscale, floats, 4)
+        with cgutils.for_range(b, ProductArgs.x_blocks.load(b, record)) as loop:
+            scales = load(b, at(b, xscale, loop.index, 4 * self.tokens), floats, 4)
+            b.store(b.fadd(b.load(bad), b.fmul(scales, constant(floats, 0.0))), bad)
+        return b.fadd(first, b.load(bad)), self._sum_of_row(b, record, xsum)
+
+    def _sum_of_row(self, b: Any, record: Any, xsum: Any) -> Any:
+        """Of numbers int32 [activation block][T]: a vector of T."""
+        ints = ir.VectorType(I32, self.tokens)
+        total = cgutils.alloca_once_value(b, constant(ints, 0))
+        with cgutils.for_range(b, ProductArgs.x_blocks.load(b, record)) as loop:
+            b.store(b.add(b.load(total), load(b, at(b, xsum, loop.index, 4 * self.tokens), ints, 4)), total)
+        return b.load(total)
+
+    def _number_of(self, b: Any, of_row: Any, address: Any, index: Any, t: int, kind: Any) -> Any:
+        """A number of an activation block of token t: that of its row, where blocks are added up, else the one stored."""
+        if self.extent == WHOLE:
+            return b.extract_element(of_row, ir.Constant(I32, t))
+        return load(b, plus(b, at(b, address, index, 4 * self.tokens), 4 * t), kind, 4)
+
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
         """Accumulators [part][token][chain]; the symmetric form subtracts its center here, exactly and for nothing."""
-        zero, xsum = constant(self.sums, 0), at(b, xsum, index, 4 * self.tokens)
+        zero = constant(self.sums, 0)
         sums = [
             [[cgutils.alloca_once(b, self.sums) for _ in range(self.chains)] for _ in range(self.tokens)]
             for _ in range(self.parts)
@@ -182,7 +216,7 @@ class IntegerTile:
             first = zero
             if self.center:
                 center = ir.Constant(I32, -self.center)
-                first = splat(b, b.mul(load(b, plus(b, xsum, 4 * t), I32, 4), center), self.ints)
+                first = splat(b, b.mul(self._number_of(b, self.row_sums, xsum, index, t, I32), center), self.ints)
                 first = self.isa.start16(b, first, self.bits) if self.mode16 else first
             for part in range(self.parts):
                 for chain, slot in enumerate(sums[part][t]):
@@ -295,7 +329,7 @@ class IntegerTile:
                 if self.zero:
                     block_sum = b.sitofp(load(b, plus(b, at(b, xsum, index, 4 * self.tokens), 4 * t), I32, 4), F32)
                     value = self._fma(b, zeros, splat(b, block_sum, self.floats), value)
-                factor = load(b, plus(b, at(b, xscale, index, 4 * self.tokens), 4 * t), F32, 4)
+                factor = self._number_of(b, self.row_factors, xscale, index, t, F32)
                 factors = b.fmul(scales, splat(b, factor, self.floats))
                 b.store(self._fma(b, value, factors, b.load(floats[part][t])), floats[part][t])
 

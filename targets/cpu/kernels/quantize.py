@@ -145,11 +145,14 @@ def put_integers(kind, whole, data, c, tokens, t):
 
 
 @inline
-def put_padding(kind, data, columns, tokens, t, shifts):
-    """Zeros, shifted, up to a whole chunk: another run may have left numbers there, which not every instruction set ignores."""
-    c = (columns + 15) // 16 * 16
-    if c % 32 != 0:
+def put_padding(quantized, data, tokens, t, shifts):
+    """Zeros, shifted, up to a whole chunk, of a row by itself to the end of its room: another run may have left numbers there,
+    which not every instruction set ignores."""
+    kind, c = quantized.kind, (quantized.columns + 15) // 16 * 16
+    end = quantized.stride if kind == A8 and tokens == 1 else (c + 31) // 32 * 32
+    while c < end:
         put_integers(kind, shifts, data, c, tokens, t)
+        c += 16
 
 
 @inline
@@ -204,7 +207,7 @@ def write_quantized(quantized, x, place, first, last):
         scale = largest / limit if largest > LEAST else 0.0
         put_numbers(quantized, base * blocks + start // block * tokens + t, scale, total, products)
     if last == columns:
-        put_padding(kind, data, columns, tokens, t, shifts)
+        put_padding(quantized, data, tokens, t, shifts)
 
 
 @inline
@@ -225,13 +228,13 @@ def write_quantized_constant(quantized, x, place, first, last):
             value = channels(x, factors, c, columns)
             whole = vmin(most, vmax(least, vrint(vmul(value, factor))))
             # Limited, an infinity would go unnoticed.
-            total = vfma(value, none, vadd(total, whole))
+            total = vadd(vfma(value, none, whole), total)
             if winograd != 0:
                 products = vadd(products, vwinograd(whole))
             put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
         put_numbers(quantized, base * blocks + start // block * tokens + t, scale, total, products)
     if last == columns:
-        put_padding(kind, data, columns, tokens, t, shifts)
+        put_padding(quantized, data, tokens, t, shifts)
 
 
 @inline
@@ -270,7 +273,7 @@ def write_quantized_tokens(quantized, asymmetric, x, place, first, last):
             put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
         put_numbers(quantized, base * blocks + start // block * tokens + t, scale, total, products)
     if last == columns:
-        put_padding(kind, data, columns, tokens, t, shifts)
+        put_padding(quantized, data, tokens, t, shifts)
 
 
 class QuantizeArgs(Args):

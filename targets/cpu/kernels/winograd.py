@@ -35,7 +35,7 @@ from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.pipeline import always_inline
 from edgeq.targets.cpu.jit.simd import I8, I32, I64, constant, get_i64, load, prefetch, splat, store
-from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.args import WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.matmul import (
     BLOCK_BYTES,
     LEAST_OF_SMALL,
@@ -79,16 +79,19 @@ class WinogradTile(IntegerTile):
     of these blocks to those that come next and are still in memory; the processor brings them while it multiplies.
     """
 
-    def __init__(self, isa: int, zero: int, tokens: int, blocks: int, constants: Any, later: Any) -> None:
-        super().__init__(IntegerWeights(isa, BITS, 0, zero, 0), tokens, blocks)
+    def __init__(self, weights: IntegerWeights, tokens: int, blocks: int, constants: Any, later: Any) -> None:
+        super().__init__(weights, tokens, blocks)
         self.zero_center = CENTER
         self.constants, self.later = constants, later
+        self.of_rows: Any = None
 
     def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
         blocks = ProductArgs.x_blocks.load(b, record)
         places = [b.mul(blocks, ir.Constant(I64, i)) for i in range(self.blocks)]
         self.of_weights = [at(b, self.constants, place, CONSTANT_BYTES) for place in places]
         self.of_tokens = at(b, ProductArgs.winograd_sums.load(b, record), b.mul(r, blocks), 4)
+        if self.extent == WHOLE:
+            self.of_rows = self._sum_of_row(b, record, self.of_tokens)
         super().emit(b, record, n, r, out, stores_result)
 
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
@@ -98,9 +101,11 @@ class WinogradTile(IntegerTile):
             constants = at(b, address, index, CONSTANT_BYTES)
             less.append([load(b, plus(b, constants, alone * LINE), self.ints, 4) for alone in range(2)])
         for t in range(self.tokens):
-            of_token = load(b, plus(b, at(b, xsum if plain(t) else self.of_tokens, index, 4 * self.tokens), 4 * t), I32, 4)
             if plain(t):
+                of_token = self._number_of(b, self.row_sums, xsum, index, t, I32)
                 of_token = b.mul(of_token, ir.Constant(I32, CENTER))
+            else:
+                of_token = self._number_of(b, self.of_rows, self.of_tokens, index, t, I32)
             for block, of_weights in enumerate(less):
                 b.store(b.sub(of_weights[plain(t)], splat(b, of_token, self.ints)), sums[block][t][0])
         return sums
@@ -124,14 +129,14 @@ class WinogradTile(IntegerTile):
                         b.store(self.isa.dot8(b, b.load(slot), [unsigned], [b.bitcast(signed, self.ints)], BITS), slot)
 
 
-def winograd_tile(isa: int, zero: int, tokens: int, blocks: int) -> Any:
+def winograd_tile(weights: IntegerWeights, tokens: int, blocks: int) -> Any:
     """The tile as a function: (args, n, r, out, stores_result, (constants, later))."""
 
     @intrinsic  # type: ignore[misc]
     def product(typing: Any, args: Any, n: Any, r: Any, out: Any, stores_result: Any, of_weights: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             constants, later = cgutils.unpack_tuple(b, values[5], 2)
-            WinogradTile(isa, zero, tokens, blocks, constants, later).emit(b, *values[:5])
+            WinogradTile(weights, tokens, blocks, constants, later).emit(b, *values[:5])
             return context.get_dummy_value()
 
         return types.void(args, *[types.intp] * 4, types.UniTuple(types.intp, 2)), codegen
@@ -150,7 +155,8 @@ def weight_constants(isa: int) -> Any:
             w = b.add(ProductArgs.weights.load(b, record), b.mul(n, ProductArgs.weights_block.load(b, record)))
             chunks, per_block = ProductArgs.chunks.load(b, record), ProductArgs.chunks_per_block.load(b, record)
             even_shift, odd_shift = (constant(octets, shift) for shift in WINOGRAD_SHIFTS)
-            with cgutils.for_range(b, ProductArgs.x_blocks.load(b, record)) as loop:
+            whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
+            with cgutils.for_range(b, whole) as loop:
                 slots = [cgutils.alloca_once_value(b, constant(ints, 0)) for _ in range(2)]
                 first, count = chunks_of(b, loop.index, chunks, per_block)
                 with cgutils.for_range(b, count) as inner:
@@ -171,10 +177,10 @@ def weight_constants(isa: int) -> Any:
     return write
 
 
-def large_tiles(isa: int, zero: int, tokens: int, blocks: int, gates: bool) -> Any:
+def large_tiles(weights: IntegerWeights, tokens: int, blocks: int, gates: bool) -> Any:
     """A function: blocks [start, stop), or those of a unit of results if `gates`, times as many rows as whole tiles take;
     returns the row after them.  `constants`: room for those of the weights."""
-    product, write_constants = winograd_tile(isa, zero, tokens, blocks), weight_constants(isa)
+    product, write_constants = winograd_tile(weights, tokens, blocks), weight_constants(weights.isa)
     stride = 1 if gates else blocks
 
     @always_inline
@@ -204,11 +210,11 @@ def large_tiles(isa: int, zero: int, tokens: int, blocks: int, gates: bool) -> A
     return loop
 
 
-def winograd_matmul(isa: int, zero: int) -> Kernel:
+def winograd_matmul(isa: int, zero: int, extent: int) -> Kernel:
     """`integer_matmul` of 4-bit weights and 8-bit activations, whose largest tiles go by Winograd's method."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, BITS, 0, zero, 0)
-    large = large_tiles(isa, zero, max_tile, blocks_per_tile, False)
+    weights = IntegerWeights(isa, BITS, 0, zero, extent)
+    large = large_tiles(weights, max_tile, blocks_per_tile, False)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), LEAST_OF_SMALL)
     single = tile_loop(IntegerTile(weights, 1), 1)
 
@@ -227,11 +233,11 @@ def winograd_matmul(isa: int, zero: int) -> Kernel:
     return kernel
 
 
-def gated_winograd_matmul(isa: int, zero: int) -> Kernel:
+def gated_winograd_matmul(isa: int, zero: int, extent: int) -> Kernel:
     """`gated_matmul` in the same way."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, BITS, 0, zero, 0)
-    large = large_tiles(isa, zero, max_tile, blocks_per_tile, True)
+    weights = IntegerWeights(isa, BITS, 0, zero, extent)
+    large = large_tiles(weights, max_tile, blocks_per_tile, True)
     small = gated_loop(weights, SMALL_TILE, blocks_per_tile, LEAST_OF_SMALL, max_tile)
     single = gated_loop(weights, 1, 1, 1, max_tile)
 

@@ -64,7 +64,7 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
         kind = A16 if limit > LARGEST_BYTE else A8
     fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
     by_winograd = context.isa.winograd and fits and block >= CHUNK
-    flat_from = matrix_matmul.LEAST_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, weight.columns, block) else 0
+    flat_from = matrix_matmul.LEAST_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, block) else 0
     return Layout(kind, weight.columns, block, limit, scaling, factors, first, by_winograd, constants, flat_from)
 
 

@@ -24,9 +24,10 @@ from edgeq.targets.cpu.kernels import experts as kernels
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import SMALL_TILE
 from edgeq.targets.cpu.lowering.linear import UNPACKED, WINOGRAD
+from edgeq.targets.cpu.lowering.prepare import ROWS_OF_THREADS
 
 X, INNER, Y = "expert x", "expert inner", "expert y"
-OF_THREADS = ("scratch", WINOGRAD, UNPACKED)
+OF_THREADS = ("scratch", WINOGRAD, UNPACKED, ROWS_OF_THREADS)
 """What belongs to threads, not to rows, in the memory of a lowering."""
 
 

@@ -3,6 +3,7 @@
 quantization    the operation that makes a layer's input also writes it quantized; where nothing reads its float32,
                 those never leave the cache
 SwiGLU          into the product of gate and up
+activation      into the transform of the layer that reads it
 heads           head norms, rotary positions and the rotation of heads into the write of keys and values
 """
 
@@ -17,6 +18,7 @@ from edgeq.targets.cpu.kernels.args import BLOCK, STATIC
 from edgeq.targets.cpu.lowering.activations import layer_read, layouts
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import Layout
+from edgeq.targets.cpu.lowering.prepare import transforms_at_once
 
 MAKERS = (op.RmsNorm, op.LayerNorm, op.Activate)
 """Operations whose kernels write quantized activations of their result as well."""
@@ -31,13 +33,17 @@ class Fusion:
 
     layout       the layout in which its result is also written
     keeps_floats whether its result is read as float32
-    swiglu       Linear: in runs of several rows the product does the SwiGLU after it;  the SwiGLU: the product has done it
+    swiglu       Linear: in runs of several rows the product does the SwiGLU after it
+    activation   Linear: in runs of several rows the transform of its input does this first
+    elsewhere    activation: in runs of several rows the product before it or the transform after it does it
     heads        CacheWrite: what changes the heads before
     """
 
     layout: Layout | None = None
     keeps_floats: bool = True
     swiglu: bool = False
+    activation: op.Activate | None = None
+    elsewhere: bool = False
     heads: tuple[HeadChange, ...] = ()
 
 
@@ -48,9 +54,10 @@ def fuse(context: Context) -> list[Fusion]:
         fusion = Fusion()
         if isinstance(o, MAKERS):
             joined = bool(fusions) and fusions[-1].swiglu and _is_swiglu(o)
-            fusion = Fusion(_layout_made(context, position, o.out), _keeps_floats(context, position, o), joined)
+            elsewhere = joined or _before_transform(context, position, o)
+            fusion = Fusion(_layout_made(context, position, o.out), _keeps_floats(context, position, o), elsewhere=elsewhere)
         elif isinstance(o, op.Linear):
-            fusion = Fusion(swiglu=_does_swiglu(context, position, o))
+            fusion = Fusion(swiglu=_does_swiglu(context, position, o), activation=_activation_before(context, position))
         elif isinstance(o, (op.HeadNorm, op.RopeRotate, op.HeadRotate)):
             heads.append(o)
         elif isinstance(o, op.CacheWrite):
@@ -98,6 +105,30 @@ def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
             return True
     whole = context.width(buffer)
     return len(found) != 1 or any(each.scaling not in AT_ONCE or each.columns != whole for each in found)
+
+
+def _before_transform(context: Context, position: int, o: op.Operation) -> bool:
+    """Whether the layer after an activation can do it: it alone reads the result, and begins with a transform of whole rows."""
+    following = context.graph.operations[position + 1 :]
+    if context.source == "masters" or context.stage_of_expert or not isinstance(o, op.Activate) or o.width % ROWS:
+        return False
+    if not following or not isinstance(following[0], op.Linear) or following[0].x != o.out or o.out in following[0].writes():
+        return False
+    layer = layer_read(context, following[0].linear)
+    if layer.input_order or layer.low_rank or not transforms_at_once(context, layer):
+        return False
+    for other in following[1:]:
+        if o.out in other.reads():
+            return False
+        if o.out in other.writes():
+            break
+    return True
+
+
+def _activation_before(context: Context, position: int) -> op.Activate | None:
+    """What the layer at `position` does before its transform."""
+    before = context.graph.operations[position - 1] if position else None
+    return before if isinstance(before, op.Activate) and _before_transform(context, position - 1, before) else None
 
 
 def _does_swiglu(context: Context, position: int, o: op.Linear) -> bool:

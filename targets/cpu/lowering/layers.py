@@ -85,9 +85,10 @@ def activation(context: Context, o: op.Activate, fusion: Fusion) -> None:
         x=x, x_stride=stride, width=o.width, out=result.place.address, out_stride=result.place.stride,
         out_of_thread=result.of_thread, quantized=result.quantized,
     )  # fmt: skip
-    prefill = decode = kernel(activate.activate, context.max_tile, activate.FUNCTION_CODES[o.function], int(o.gated))
+    decode = kernel(activate.activate, context.max_tile, activate.FUNCTION_CODES[o.function], int(o.gated))
     if o.swiglu:
-        decode, prefill = (kernel(elementwise.swiglu, context.max_tile, int(done)) for done in (False, fusion.swiglu))
+        decode = kernel(elementwise.swiglu, context.max_tile, 0)
+    prefill = kernel(elementwise.swiglu, context.max_tile, 1) if fusion.elsewhere else decode
     context.emit(prefill, args, parts=channel_parts(o.width), decode=decode)
 
 

@@ -46,7 +46,7 @@ class Layout:
     @property
     def stride(self) -> int:
         """Bytes of a row."""
-        return padded(self.columns, CHUNK) // CHUNK * CHUNK_BYTES[self.kind]
+        return padded(self.columns, 2 * CHUNK if self.flat_from else CHUNK) // CHUNK * CHUNK_BYTES[self.kind]
 
 
 @dataclass(frozen=True)

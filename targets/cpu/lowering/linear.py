@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgeq.codec import CHUNK, ROWS
-from edgeq.records import LinearSpec, Transform, Weight
+from edgeq.records import Weight
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
-from edgeq.targets.cpu.kernels import hadamard, low_rank, matmul, matrix_matmul, matrix_swiglu, swiglu_matmul, winograd
-from edgeq.targets.cpu.kernels.args import A16, FLOAT_KINDS, ProductArgs
+from edgeq.targets.cpu.kernels import low_rank, matmul, matrix_matmul, matrix_swiglu, swiglu_matmul, winograd
+from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.microkernel_int import MOST_WHOLE
 from edgeq.targets.cpu.lowering import requantize
-from edgeq.targets.cpu.lowering.activations import layer_read, layouts, quantized
+from edgeq.targets.cpu.lowering.activations import layer_read
 from edgeq.targets.cpu.lowering.context import Context, Place
 from edgeq.targets.cpu.lowering.fuse import Fusion
-from edgeq.targets.cpu.lowering.layout import QuantizedActivation
+from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
+from edgeq.targets.cpu.lowering.prepare import prepared
 
 WINOGRAD = "winograd"
 """The threads' memory for the constants of weights that are multiplied by Winograd's method."""
@@ -33,8 +35,8 @@ UNPACKED = "unpacked"
 """The threads' memory for weights that are unpacked before they are multiplied."""
 GROUP_BYTES = 256 << 10
 """Weights that stay in a core's second-level cache while the tokens of a chunk pass by."""
-LEAST_PRODUCTS = 1 << 16
-"""Multiplications with a dense transform's base that are worth a work item of their own."""
+MATRIX_GROUP_BYTES = 1 << 20
+"""The same, unpacked, for a matrix unit, which is faster than the rows of a chunk come from further away."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +50,31 @@ class Product:
     swiglu: bool = False
 
 
+@dataclass(frozen=True)
+class Room:
+    """Memory of the threads for a product: the first's address, bytes of each, and of numbers of rows in it."""
+
+    address: int = 0
+    nbytes: int = 0
+    numbers: int = 0
+
+
 def linear(context: Context, o: op.Linear, fusion: Fusion) -> None:
     requantize.count_input(context, o)
     layer = layer_read(context, o.linear)
-    x = _prepared(context, layer, o.x)
-    activations = [quantized(context, x, layout) for layout in layouts(context, o)]
+    x = prepared(context, layer, o, fusion.activation)
     out = context.place(o.out)
     y = Place(out.address + 4 * o.offset, out.stride)
     bias = context.memory.floats(layer.bias) if layer.bias else 0
-    for index, (weight, activation) in enumerate(zip(layer.weights, activations, strict=True)):
+    for index, (weight, activation) in enumerate(zip(layer.weights, x.activations, strict=True)):
         product = Product(weight, y, 0 if index else bias, o.add or index > 0, fusion.swiglu)
         if weight.codec.kind == "int":
             _integer_product(context, product, activation)
         else:
             _float_product(context, product, activation)
     if layer.split_row:
-        source = context.place(x)
         split = low_rank.SplitRowArgs(
-            x=source.address + 4 * layer.split_row.index, x_stride=source.stride,
+            x=x.split.address, x_stride=x.split.stride,
             weights=context.memory.floats(layer.split_row.row), width=layer.rows, y=y.address, y_stride=y.stride,
         )  # fmt: skip
         context.emit(kernel(low_rank.split_row), split)
@@ -79,90 +88,56 @@ def linear(context: Context, o: op.Linear, fusion: Fusion) -> None:
     context.invalidate(o.out)
 
 
-def _prepared(context: Context, layer: LinearSpec, buffer: str) -> str:
-    """The buffer that holds x ordered and transformed: made unless another layer has done so since x was written."""
-    order = context.file.array(layer.input_order) if layer.input_order else None
-    indices = 0 if order is None else context.memory.copied(order)
-    transform, base = layer.transform, 0
-    if transform and transform.base:
-        base = context.memory.copied(context.file.array(transform.base))
-    if not transform and order is None:
-        return buffer
-    key = (indices, base, transform and (transform.size, transform.stride))
-    if made := context.prepared(buffer, key):
-        return made
-    made = context.add_prepared(buffer, key, layer.columns)
-    x, out = context.place(buffer), context.place(made)
-    if order is not None:
-        # A transform does not end where it reads.
-        ordered = context.temporary("ordered", layer.columns) if transform else out
-        args = hadamard.GatherArgs(
-            x=x.address, x_stride=x.stride, out=ordered.address, out_stride=ordered.stride,
-            columns=layer.columns, indices=indices,
-        )  # fmt: skip
-        context.emit(kernel(hadamard.gather), args, parts=channel_parts(layer.columns))
-        x = ordered
-    if transform:
-        _transform(context, transform, base, x, out, layer.columns)
-    return made
-
-
-def _transform(context: Context, transform: Transform, base: int, x: Place, out: Place, columns: int) -> None:
-    power, factor, stride = transform.size // transform.base_size, transform.size**-0.5, transform.stride
-    if power > 1 or not base:
-        target = context.temporary("butterflies", columns) if base else out
-        args = hadamard.HadamardArgs(
-            x=x.address, x_stride=x.stride, out=target.address, out_stride=target.stride,
-            columns=columns, power=power, stride=stride, factor=1.0 if base else factor,
-        )  # fmt: skip
-        pieces = columns // (power * stride) * max(1, stride // ROWS)
-        context.emit(kernel(hadamard.hadamard), args, parts=min(pieces, channel_parts(columns)))
-        x = target
-    if base:
-        mixed = hadamard.MixArgs(
-            x=x.address, x_stride=x.stride, out=out.address, out_stride=out.stride,
-            columns=columns, order=transform.base_size, width=power * stride, factor=factor, base=base,
-        )  # fmt: skip
-        context.emit(kernel(hadamard.mix), mixed, parts=-(-columns * transform.base_size // LEAST_PRODUCTS))
-
-
 def _integer_product(context: Context, product: Product, x: QuantizedActivation) -> None:
     weight, codec, block = product.weight, product.weight.codec, x.layout.block
     blocks, groups, grouped = weight.q.shape[0], codec.groups(weight.columns), int(codec.group_size > 0)
     blocks_per_tile, zero = context.isa.blocks_per_tile, int(not codec.symmetric)
-    literals = (context.isa_index, codec.bits, int(x.layout.kind == A16), zero, int(block < CHUNK))
+    chunks, extent = -(-weight.columns // CHUNK), _extent(weight, x.layout)
+    literals = (context.isa_index, codec.bits, int(x.layout.kind == A16), zero, extent)
     factory = swiglu_matmul.gated_matmul if product.swiglu else matmul.integer_matmul
-    prefill, room = kernel(factory, *literals), 0
+    prefill, room = kernel(factory, *literals), Room()
     shared = _shared_args(context, product)
     if x.winograd_sums:
         at_once = blocks_per_tile * swiglu_matmul.UNIT if product.swiglu else padded(shared["group_blocks"], blocks_per_tile)
         nbytes = at_once * winograd.CONSTANT_BYTES * x.layout.blocks
-        room = context.memory.shared(WINOGRAD, context.threads * nbytes)
+        room = Room(context.memory.shared(WINOGRAD, context.threads * nbytes), nbytes)
         by_winograd = winograd.gated_winograd_matmul if product.swiglu else winograd.winograd_matmul
-        prefill = kernel(by_winograd, context.isa_index, zero)
+        prefill = kernel(by_winograd, context.isa_index, zero, extent)
     if x.layout.flat_from:
-        group, room = _matrix_room(context, product, shared["group_blocks"])
+        group, room = _matrix_room(context, product, extent)
         shared["group_blocks"] = group
         by_matrix_unit = matrix_swiglu.gated_matrix_matmul if product.swiglu else matrix_matmul.matrix_matmul
-        prefill = kernel(by_matrix_unit, context.isa_index, codec.bits, zero)
+        prefill = kernel(by_matrix_unit, context.isa_index, codec.bits, zero, extent)
     args = ProductArgs(
         **shared, **_activation_args(x),
         scales=context.memory.stored(weight.scale), scales_block=2 * ROWS * groups, scales_step=2 * ROWS * grouped,
         zeros=context.memory.stored(weight.zero), zeros_block=ROWS * groups, zeros_step=ROWS * grouped,
-        chunks=-(-weight.columns // CHUNK), chunks_per_block=max(1, block // CHUNK),
-        block_step=blocks // 2 if product.swiglu else 1, winograd_sums=x.winograd_sums, room=room,
+        chunks=chunks, chunks_per_block=chunks if extent == WHOLE else max(1, block // CHUNK),
+        block_step=blocks // 2 if product.swiglu else 1, winograd_sums=x.winograd_sums,
+        room=room.address, room_bytes=room.nbytes, numbers_bytes=room.numbers,
     )  # fmt: skip
     context.emit(prefill, args, parts=blocks, decode=kernel(matmul.integer_matvec, *literals), reads_weights=True)
 
 
-def _matrix_room(context: Context, product: Product, group_blocks: int) -> tuple[int, int]:
-    """Blocks whose unpacked weights stay in the cache, whole pairs, and the address of the threads' room for them."""
+def _extent(weight: Weight, layout: Layout) -> int:
+    """What products add up before they multiply with scales (args.py)."""
+    if layout.block < CHUNK:
+        return HALF_CHUNK
+    one_scale = layout.scaling != BLOCK and weight.codec.groups(weight.columns) == 1 and weight.codec.symmetric
+    # Zero points would be multiplied in float32, which would round sums of whole rows.
+    return WHOLE if one_scale and layout.kind == A8 and weight.columns <= MOST_WHOLE else CHUNKS
+
+
+def _matrix_room(context: Context, product: Product, extent: int) -> tuple[int, Room]:
+    """Blocks whose unpacked weights stay in the cache, whole pairs, and the threads' room for them."""
     bits, chunks = product.weight.codec.bits, -(-product.weight.columns // CHUNK)
-    group_blocks = max(2, min(GROUP_BYTES // (matrix_matmul.BYTES_OF_CHUNK * chunks), padded(group_blocks, 2)) // 2 * 2)
-    nbytes = matrix_matmul.room_bytes(bits, chunks, group_blocks)
-    if product.swiglu:
-        nbytes = matrix_swiglu.room_bytes(bits, chunks)
-    return group_blocks, context.memory.shared(UNPACKED, context.threads * nbytes)
+    blocks = padded(product.weight.q.shape[0], 2)
+    group_blocks = max(2, min(MATRIX_GROUP_BYTES // (matrix_matmul.BYTES_OF_CHUNK * chunks), blocks) // 2 * 2)
+    rows = context.max_rows if extent == WHOLE else 0
+    at_once = matrix_swiglu.GROUP_BLOCKS if product.swiglu else group_blocks
+    nbytes = matrix_matmul.room_bytes(bits, chunks, at_once, rows) + product.swiglu * matrix_swiglu.RESULTS_BYTES
+    numbers = padded(matrix_matmul.NUMBERS_BYTES * rows, matrix_matmul.ROW_BYTES)
+    return group_blocks, Room(context.memory.shared(UNPACKED, context.threads * nbytes), nbytes, numbers)
 
 
 def _float_product(context: Context, product: Product, x: QuantizedActivation) -> None:
