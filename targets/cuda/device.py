@@ -6,7 +6,7 @@ The program, its lowering and its tests know nothing else of a GPU, so the same 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +17,70 @@ from edgeq.targets.cuda.pack import Generated, Variant
 class Memory(Protocol):
     """Bytes on a device, from `address`, a multiple of 256; freed when the object is dropped."""
 
-    address: int
-    nbytes: int
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Kernel(Protocol):
     """A kernel that a device has loaded, and how it is launched."""
 
-    generated: Generated
+    @property
+    def generated(self) -> Generated: ...
+
+
+class Pinned(Protocol):
+    """Memory of the host that a recording copies from and to, uint8, from `address`; freed when the object is dropped."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def array(self) -> NDArray[np.uint8]: ...
+
+
+class Call(NamedTuple):
+    """A launch, as `Device.launch` takes it."""
+
+    kernel: Kernel
+    grid: Sequence[int]
+    block: Sequence[int]
+    arguments: Sequence[int | float]
+
+
+class Copy(NamedTuple):
+    """`nbytes` from `source` to `target`: in from pinned memory to the device, out of it to pinned memory, or within it."""
+
+    way: Literal["in", "out", "within"]
+    target: int
+    source: int
+    nbytes: int
+
+
+class Recording(Protocol):
+    """Calls and copies that are started together, one after another as they were recorded, with the same arguments."""
+
+    def replay(self) -> None:
+        """Start them, and wait until they have ended."""
+        ...
 
 
 class Device(Protocol):
-    """One device.  One caller at a time.
+    """One device, for callers from any threads.
 
-    sm   compute capability, 87 for 8.7
+    sm                compute capability, 87 for 8.7
+    multiprocessors   that run blocks side by side
+    integrated        it shares its memory with the processor
 
     DeviceError: it was lost, or a kernel failed.
     """
 
     name: str
     sm: int
+    multiprocessors: int
+    integrated: bool
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the device: all, and those that are free."""
@@ -57,11 +101,19 @@ class Device(Protocol):
     def zero(self, address: int, nbytes: int) -> None: ...
 
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
-        """Kernels made ready to launch."""
+        """Kernels made ready to launch.  UnsupportedError: the device does not take their image."""
         ...
 
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None:
         """Start a kernel over at least one block; `arguments` in the order of its parameters, pointers as addresses."""
+        ...
+
+    def pinned(self, nbytes: int) -> Pinned:
+        """Memory of the host, as zeros.  ResourceError: there is not that much."""
+        ...
+
+    def record(self, steps: Sequence[Call | Copy]) -> Recording:
+        """Calls and copies to be replayed, none of which is started.  ResourceError: the device has no memory for it."""
         ...
 
     def synchronize(self) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from edgeq.errors import FormatError
@@ -21,6 +22,9 @@ Scalars = Mapping[str, int | float]
 POINTER, SCALARS = "pointer", ("int32", "int64", "float32")
 MAX_DEPTH = 32
 MAX_PARAMETERS = 64
+MAX_LITERALS = 16
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
+DAMAGED = "a stored kernel is damaged; delete it, and it is generated again"
 LARGEST = 1 << 62
 """Of a value of an expression: the sizes of a grid and the scalars of a kernel are below it."""
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -60,6 +64,7 @@ class Generated:
 
     text     CUDA C without a preamble, with one kernel, `name`
     grid, block   three expressions each
+    image    machine code or PTX of the text, for the device that loads it; empty where it was generated and not compiled
     """
 
     variant: Variant
@@ -68,6 +73,7 @@ class Generated:
     parameters: tuple[Parameter, ...]
     grid: tuple[Expression, ...]
     block: tuple[Expression, ...]
+    image: bytes = field(default=b"", repr=False)
 
     def bind(self, scalars: Scalars) -> tuple[list[int], list[int], list[int | float]]:
         """Grid, block and arguments of a launch; `scalars` has all scalars and pointers by name, and may have more."""
@@ -103,24 +109,60 @@ def evaluate(expression: Expression, scalars: Scalars, depth: int = 0) -> int | 
     return value
 
 
-def encode(generated: Generated) -> str:
-    return json.dumps(asdict(generated) | {"variant": [generated.variant.kernel, *generated.variant.literals]})
+def checked(expression: Any, depth: int = 0) -> Expression:
+    """An expression of a stranger's, its form checked.  FormatError: it is none."""
+    if isinstance(expression, str) and NAME.fullmatch(expression):
+        return expression
+    if isinstance(expression, int) and not isinstance(expression, bool) and abs(expression) <= LARGEST:
+        return expression
+    operation = expression[0] if isinstance(expression, list) and len(expression) == 3 and depth < MAX_DEPTH else None
+    if not isinstance(operation, str) or operation not in OPERATIONS:
+        raise FormatError(f"not an expression of a launch: {str(expression)[:80]}")
+    for operand in expression[1:]:
+        checked(operand, depth + 1)
+    return expression  # type: ignore[no-any-return]
 
 
-def decode(text: str) -> Generated:
-    """The inverse of `encode`.  FormatError: that is no kernel."""
+def record(generated: Generated) -> dict[str, Any]:
+    """A kernel as JSON has it, without its text and image."""
+    fields = asdict(generated) | {"variant": [generated.variant.kernel, *generated.variant.literals]}
+    return {name: value for name, value in fields.items() if name not in ("text", "image")}
+
+
+def of_record(found: Any, text: str) -> Generated:
+    """The inverse of `record`.  FormatError: that is no kernel."""
     try:
-        found = json.loads(text)
         kernel, *literals = found["variant"]
         parameters = tuple(Parameter(p["type"], p["value"]) for p in found["parameters"])
         grid, block = (tuple(found[key]) for key in ("grid", "block"))
-        name, body = found["name"], found["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise FormatError("a stored kernel is damaged; delete it, and it is generated again") from None
+        name = found["name"]
+    except (ValueError, KeyError, TypeError):
+        raise FormatError(DAMAGED) from None
     if (
         len(parameters) > MAX_PARAMETERS
+        or len(literals) > MAX_LITERALS
+        or not all(isinstance(text, str) and NAME.fullmatch(text) for text in (kernel, name))
+        or not all(isinstance(value, int) or (isinstance(value, str) and NAME.fullmatch(value)) for value in literals)
         or not all(p.type in (POINTER, *SCALARS) for p in parameters)
-        or not (len(grid) == len(block) == 3 and isinstance(name, str) and isinstance(body, str))
+        or not len(grid) == len(block) == 3
     ):
-        raise FormatError("a stored kernel is damaged; delete it, and it is generated again")
-    return Generated(Variant(kernel, tuple(literals)), name, body, parameters, grid, block)
+        raise FormatError(DAMAGED)
+    for expression in (*grid, *block, *(p.value for p in parameters)):
+        checked(expression)
+    return Generated(Variant(kernel, tuple(literals)), name, text, parameters, grid, block)
+
+
+def encode(generated: Generated) -> str:
+    return json.dumps(record(generated) | {"text": generated.text})
+
+
+def decode(stored: str) -> Generated:
+    """The inverse of `encode`.  FormatError: that is no kernel."""
+    try:
+        found = json.loads(stored)
+        text = found["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise FormatError(DAMAGED) from None
+    if not isinstance(text, str):
+        raise FormatError(DAMAGED)
+    return of_record(found, text)

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
-from edgeq.errors import DeviceError
+from edgeq.errors import DeviceError, UnsupportedError
 from edgeq.records import Mode
-from edgeq.targets.cuda import build
-from edgeq.targets.cuda.device import Device, Kernel
-from edgeq.targets.cuda.lower import MANY_TOKENS, Angles, Gather, Launch, Lowered, lower
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda import bandwidth, build
+from edgeq.targets.cuda.device import Call, Copy, Device, Kernel
+from edgeq.targets.cuda.feed import PAGES_OF_A_RUN, Feed
+from edgeq.targets.cuda.graphs import ROW_CLASSES, Key, Recordings, gathered, padded, parts_of, repeats, row_class
+from edgeq.targets.cuda.lowering import lower
+from edgeq.targets.cuda.lowering.attention import PART, SIDE_BY_SIDE
+from edgeq.targets.cuda.lowering.context import FEW_ROWS, Gather, Launch, Lowered, Lowering, Origin, Routed
+from edgeq.targets.cuda.lowering.largest import Chosen, largest, most
+from edgeq.targets.cuda.lowering.linear import MANY_TOKENS
+from edgeq.targets.cuda.pack import POINTER, Variant
+from edgeq.targets.cuda.requantized import CudaWeights, Requantizer
 from edgeq.targets.cuda.storage import Pool, Storage
-from edgeq.targets.graph import Graph, Select
+from edgeq.targets.cuda.supply import Source
+from edgeq.targets.graph import Embed, Graph, Select
 from edgeq.targets.host import check_rows
-from edgeq.targets.reference.context import as_float32
-from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, Step, StepTimes, no_progress
+from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
+from edgeq.targets.rows import PAGE, Page, Rows
+from edgeq.targets.target import Largest, OnProgress, Options, Step, StepTimes, in_turn, no_progress
 
 CHUNK_ROWS = 1024
 """Default maximum rows per run."""
-FEW_ROWS = 16
-"""Rows up to which products use the kernel for few, which reads the weights once for every 8 of them."""
-PAGES_OF_A_RUN = 1 << 16
-"""Pages that the rows of a run see at most: 4 million positions."""
+MOST_ROWS = 65535
+"""Of a run: a launch has no more blocks in its second dimension."""
 
 
 def resolved(options: Options) -> Options:
@@ -43,129 +51,337 @@ class CudaProgram:
     tile = MANY_TOKENS
 
     def __init__(
-        self, device: Device, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress
+        self,
+        device: Device,
+        graph: Graph,
+        file: ModelFile,
+        options: Options,
+        on_progress: OnProgress = no_progress,
+        source: Source = build.kernels,
     ) -> None:
+        """UnsupportedError: the graph has what this target does not, more rows than a launch takes, or kernels are missing."""
         self.options = resolved(options)
-        self._device, self._graph, self._file = device, graph, file
+        if max(self.options.max_rows, self.options.max_logits) > MOST_ROWS:
+            raise UnsupportedError(f"the cuda target runs at most {MOST_ROWS} rows; pass a smaller `max_rows` or `max_logits`")
+        self._device, self._graph, self._file, self._source = device, graph, file, source
         self._storage = Storage(device, file)
-        self._storage.named("pages", PAGES_OF_A_RUN * 8)
         self._pool = Pool(device, graph.page_bytes(self.options.kv))
-        self._modes: dict[Mode, list[Lowered]] = {}
-        self._angles: set[Angles] = set()
+        self._feed = Feed(graph, file, self._storage, self._pool)
+        self._lowered: dict[tuple[Mode, Origin], Lowering] = {}
         self._kernels: dict[Variant, Kernel] = {}
+        self.most_largest = 0
         self._logits = np.zeros((self.options.max_logits, graph.buffers[graph.result]), np.float32)
+        self._padding: Page | None = None
         self._failed = ""
         self.prepare(self.options.mode, on_progress)
+        if self.options.requantize:
+            self._made(self.options.mode, "masters", on_progress)
+            self._load(self._requantizer.variants, on_progress)
+        if any(isinstance(op, Embed) for op in graph.operations):
+            # Of logits, not of what a tower gives.
+            self.most_largest = most(self._logits.shape[1])
+            self._load([variant for variant, _ in self._chosen(self.most_largest).launches], on_progress)
+        self._recordings = self._new_recordings()
+
+    def _chosen(self, count: int) -> Chosen:
+        """The launches that find the largest numbers of the result."""
+        rows, width = min(self._logits.shape[0], ROW_CLASSES[-1]), self._logits.shape[1]
+        return largest(self._storage, self._storage.address(self._result_name), width, rows, count)
+
+    def _new_recordings(self) -> Recordings:
+        """For runs in which the host has nothing to read before the end."""
+        found = self._made(self.options.mode, self._own).found
+        whole = self.options.graphs and self._graph.together == 1 and not any(isinstance(each, Routed) for each in found)
+        most = min(self.options.max_rows, self.options.max_logits)
+        steps = max(len(found), self.kernels_per_token) if whole else 0
+        return Recordings(self._device, most, self._graph.buffers[self._graph.result], steps)
+
+    @cached_property
+    def _inputs(self) -> tuple[SharedInput, ...]:
+        return shared_inputs(self._graph)
+
+    @cached_property
+    def _requantizer(self) -> Requantizer:
+        return Requantizer(self._device, self._storage, self._inputs)
 
     @property
     def description(self) -> str:
+        started = "started as one graph" if self._recordings.reserved else "started one by one"
         return (
             f"cuda target: {self._device.name}, sm_{self._device.sm}, mode {self.options.mode}, "
-            f"{len(self._modes[self.options.mode])} kernels per run"
+            f"{self.kernels_per_token} kernels per token, {started}"
         )
 
     @property
+    def kernels_per_token(self) -> int:
+        """Launches of a run of one row that asks for its logits."""
+        return sum(isinstance(each, Launch) for each in self._made(self.options.mode, self._own).launches((1, 1)))
+
+    @property
+    def device_name(self) -> str:
+        return self._device.name
+
+    @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that this program holds."""
-        return self._storage.nbytes + self._pool.nbytes
+        """Bytes of device memory that this program holds, or has reserved for recordings."""
+        return self._storage.nbytes + self._pool.nbytes + self._recordings.reserved
+
+    @property
+    def _own(self) -> Origin:
+        """What most runs of this program use."""
+        return "requantized" if self.options.requantize else "file"
 
     def prepare(self, mode: Mode, on_progress: OnProgress = no_progress) -> None:
-        if mode in self._modes:
-            return
-        lowered, angles = lower(self._graph, self._storage, self.options, mode)
-        needed = dict.fromkeys(v for each in lowered if isinstance(each, Launch) for v in (each.variant, each.many) if v)
-        missing = [variant for variant in needed if variant not in self._kernels]
-        generated = build.kernels(missing, lambda done, label: on_progress(done, len(missing), f"kernel {label}"))
+        with self._guarded():
+            self._made(mode, self._own, on_progress)
+
+    def _made(self, mode: Mode, origin: Origin, on_progress: OnProgress = no_progress) -> Lowering:
+        """The launches of a mode and of weights, lowered when they are first used: over the same buffers."""
+        if (mode, origin) not in self._lowered:
+            inputs = () if origin == "file" else self._inputs
+            if origin == "masters":
+                self._storage.named("sums", max(4, InputSums(inputs).values.nbytes))
+            lowering = lower(self._graph, self._storage, replace(self.options, mode=mode), origin, inputs)
+            self._load([variant for each in (*lowering.found, *lowering.fused) for variant in each.variants], on_progress)
+            self._lowered[mode, origin] = lowering
+        return self._lowered[mode, origin]
+
+    def _load(self, variants: Sequence[Variant], on_progress: OnProgress) -> None:
+        missing = [variant for variant in dict.fromkeys(variants) if variant not in self._kernels]
+        generated = self._source(missing, lambda done, label: on_progress(done, len(missing), f"kernel {label}"))
         self._kernels.update(self._device.load(generated))
-        self._angles |= angles
-        self._modes[mode] = lowered
 
-    def new_page(self) -> Page:
-        return self._pool.page()
-
-    def copy_page(self, page: Page) -> Page:
-        return self._pool.filled(self._pool.contents(page))
-
-    def save_page(self, page: Page) -> bytes:
-        return self._pool.contents(page).tobytes()
-
-    def load_page(self, data: bytes) -> Page:
-        return self._pool.filled(np.frombuffer(data, np.uint8))
-
-    def read_bandwidth(self, refresh: bool = False) -> float | None:
-        """None: not measured."""
-        return None
-
-    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> NDArray[np.float32]:
-        """The rows of the result, float32 [wanted, width].  ValueError: more rows than the options allow."""
-        check_rows(rows, self.options, self._graph.together)
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """DeviceError: the device failed now, or did before; nothing is tried on it again."""
         if self._failed:
             raise DeviceError(self._failed)
-        mode = mode or self.options.mode
-        self.prepare(mode)
         try:
-            return self._run(rows, self._modes[mode], times)
+            yield
         except DeviceError as error:
             self._failed = f"this program cannot run any more: {error}"
             raise
 
-    def _run(self, rows: Rows, lowered: list[Lowered], times: list[StepTimes] | None) -> NDArray[np.float32]:
-        stages = rows, rows.selected() if len(rows.wanted) else None
-        pages = self._send_pages(rows)
-        for stage, here in enumerate(stages):
-            if here is not None:
-                self._send(here, stage, pages[here.sessions])
-        if len(rows.wanted):
-            self._storage.send("wanted", np.asarray(rows.wanted, np.int32))
+    def new_page(self) -> Page:
+        with self._guarded():
+            return self._pool.page()
+
+    def copy_page(self, page: Page) -> Page:
+        with self._guarded():
+            return self._pool.filled(self._pool.contents(page))
+
+    def save_page(self, page: Page) -> bytes:
+        with self._guarded():
+            return self._pool.contents(page).tobytes()
+
+    def load_page(self, data: bytes) -> Page:
+        with self._guarded():
+            return self._pool.filled(np.frombuffer(data, np.uint8))
+
+    def new_sums(self) -> InputSums:
+        return InputSums(self._inputs)
+
+    def new_weights(self) -> CudaWeights:
+        with self._guarded():
+            return CudaWeights(self._device, self._inputs)
+
+    def requantize(self, weights: Weights, scales: Sequence[NDArray[np.float32]]) -> None:
+        assert isinstance(weights, CudaWeights)
+        with self._guarded():
+            self._load(self._requantizer.variants, no_progress)
+            self._requantizer.fill(self._kernels, weights, scales)
+
+    def read_bandwidth(self, refresh: bool = False) -> float | None:
+        """None: the device does not measure it, as it is emulated or full."""
+        if not isinstance(self._device, bandwidth.Copying):
+            return None
+        return bandwidth.measured(self._device, refresh)
+
+    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> NDArray[np.float32]:
+        """The rows of the result, float32 [wanted, width].  ValueError: more rows than the options allow."""
+        return self._checked(rows, mode, "file", times)
+
+    def run_requantized(
+        self, rows: Rows, weights: Weights, mode: Mode | None = None, *, times: list[StepTimes] | None = None
+    ) -> NDArray[np.float32]:
+        assert isinstance(weights, CudaWeights)
+        return self._checked(rows, mode, "requantized", times, weights)
+
+    def run_summing(
+        self, rows: Rows, sums: InputSums, mode: Mode | None = None, *, times: list[StepTimes] | None = None
+    ) -> NDArray[np.float32]:
+        return self._checked(rows, mode, "masters", times, sums=sums)
+
+    def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
+        if not 0 < count <= self.most_largest or len(rows.wanted) > ROW_CLASSES[-1]:
+            raise ValueError(
+                f"the {count} largest of {len(rows.wanted)} rows; at most {self.most_largest} of {ROW_CLASSES[-1]}"
+            )
+        assert weights is None or isinstance(weights, CudaWeights)
+        check_rows(rows, self.options)
+        # Recordings are kept for few counts.
+        chosen = self._chosen(1 if count == 1 else min(self.most_largest, 1 << max(3, (count - 1).bit_length())))
+        with self._guarded():
+            lowering = self._made(mode or self.options.mode, "requantized" if weights else "file")
+            found = self._run(rows, lowering, None, weights, chosen)
+        values = found[0].view(np.float32).reshape(-1, chosen.count)[:, :count]
+        ids = found[1].view(np.int32).reshape(-1, chosen.count)[:, :count]
+        return Largest(ids, values, found[2].view(np.int32) != 0)
+
+    def _checked(
+        self,
+        rows: Rows,
+        mode: Mode | None,
+        origin: Origin,
+        times: list[StepTimes] | None,
+        weights: CudaWeights | None = None,
+        sums: InputSums | None = None,
+    ) -> NDArray[np.float32]:
+        check_rows(rows, self.options, self._graph.together)
+        with self._guarded():
+            lowering = self._made(mode or self.options.mode, origin)
+            if sums is not None:
+                self._storage.send("sums", sums.values)
+            result = self._run(rows, lowering, times, weights)[0].view(np.float32).reshape(-1, self._logits.shape[1])
+            if sums is not None:
+                # Last: a run that failed leaves the sums as they were.
+                self._device.read(self._storage.address("sums"), sums.values)
+                sums.tokens += len(rows) if rows.counted is None else int(rows.counted.sum())
+            return result
+
+    def _run(
+        self,
+        rows: Rows,
+        lowering: Lowering,
+        times: list[StepTimes] | None,
+        weights: CudaWeights | None,
+        chosen: Chosen | None = None,
+    ) -> list[NDArray[np.uint8]]:
+        """The rows of the result as bytes, or of its largest numbers what `Chosen` has."""
+        if times is None and lowering.origin != "masters" and repeats(rows, self._recordings.rows):
+            results = self._replayed(rows, lowering, weights, chosen)
+            if results is not None:
+                return results
+        for name, values in self._feed.of(rows, lowering).items():
+            if isinstance(name, Gather):
+                self._device.write(name.address, values)
+            else:
+                self._storage.send(name, values)
+        self._started(rows, lowering, times, weights)
+        count = len(rows.wanted) // self._graph.together if self._result_name[1] else len(rows)
+        if chosen is None:
+            if count:
+                self._device.read(self._storage.address(self._result_name), self._logits[:count])
+            return [self._logits[:count].reshape(-1).view(np.uint8)]
+        for call in self._choosing(chosen, count):
+            self._device.launch(*call)
+        found = [np.empty(nbytes, np.uint8) for _, nbytes in chosen.results(count)]
+        for (address, _), array in zip(chosen.results(count), found, strict=True):
+            self._device.read(address, array)
+        return found
+
+    def _choosing(self, chosen: Chosen, rows: int) -> list[Call]:
+        kernels = [(self._kernels[variant], values) for variant, values in chosen.launches]
+        return [Call(kernel, *kernel.generated.bind({**values, "tokens": rows})) for kernel, values in kernels]
+
+    def _replayed(
+        self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None
+    ) -> list[NDArray[np.uint8]] | None:
+        """The results of a recording of such runs; None: there is no memory for it."""
+        count, parts = row_class(len(rows), self._recordings.rows), parts_of(rows)
+        number = weights.number if weights else 0
+        key = Key(lowering.options.mode, lowering.origin, number, count, parts, chosen.count if chosen else 0)
+        if self._padding is None:
+            self._padding = self._pool.page()
+        run = padded(rows, count, self._padding)
+        sent = self._feed.of(run, lowering, pages=min(PAGES_OF_A_RUN, count * parts * (PART // PAGE)))
+
+        def calls(places: Mapping[object, int]) -> list[Call | Copy]:
+            moved = {self._storage.address(name): at for name, at in places.items() if not isinstance(name, Gather)}
+            found: list[Call | Copy] = []
+            for each in lowering.launches((count, count)):
+                assert not isinstance(each, Routed)
+                found.append(
+                    gathered(each, places, sent) if isinstance(each, Gather) else self._call(each, count, weights, parts, moved)
+                )
+            return found + (self._choosing(chosen, count) if chosen else [])
+
+        whole = [(self._storage.address(self._result_name), 4 * count * self._logits.shape[1])]
+        results = self._recordings.run(key, sent, calls, chosen.results(count) if chosen else whole)
+        return None if results is None else [each[: len(each) // count * len(rows)] for each in results]
+
+    def _started(self, rows: Rows, lowering: Lowering, times: list[StepTimes] | None, weights: CudaWeights | None) -> None:
+        """Start the launches one by one, once everything was sent, and wait for them."""
+        stages = rows, rows.selected(self._graph.together) if len(rows.wanted) else None
+        # What a row sees by spans is not what its slot says.
+        parts = parts_of(rows) if rows.spans is None else 0
         steps: list[Step] = []
         clock = [perf_counter()]
-        for each in lowered:
-            here = stages[each.stage] if isinstance(each, Launch) else rows
-            if here is None:
-                break
-            steps.append(self._start(each, here))
-            if times is not None:
-                self._device.synchronize()
-                clock.append(perf_counter())
+        # Times are those of operations.
+        for each in lowering.launches([len(here) if here else 0 for here in stages], fused=times is None):
+            here = stages[each.stage]
+            assert here is not None
+            for step in self._start(each, len(here), weights, parts):
+                steps.append(step)
+                if times is not None:
+                    self._device.synchronize()
+                    clock.append(perf_counter())
         self._device.synchronize()
         if times is not None:
-            seconds = np.diff(clock)
-            times.append(StepTimes(steps, np.stack([seconds, np.zeros_like(seconds)], 1)))
-        return self._result(rows)
+            times.append(in_turn(steps, clock))
 
-    def _start(self, each: Lowered, here: Rows) -> Step:
+    def _start(self, each: Lowered, count: int, weights: CudaWeights | None, parts: int) -> Iterator[Step]:
         if isinstance(each, Gather):
-            table = self._file.array(each.table)[here.tokens.astype(np.int64)]
-            self._device.write(each.address, np.ascontiguousarray(as_float32(table, each.table.dtype)))
-            return Step(each.operation, "gather")
-        variant = each.many if each.many and len(here) > FEW_ROWS else each.variant
-        kernel = self._kernels[variant]
-        scalars: Mapping[str, int | float] = {**each.values, "tokens": len(here), "pool": self._pool.base}
-        self._device.launch(kernel, *kernel.generated.bind(scalars))
-        return Step(each.operation, variant.symbol, each.reads_weights)
+            yield Step(each.operation, "gather")
+        elif isinstance(each, Routed):
+            yield from self._start_experts(each, count)
+        else:
+            yield self._launch(each, count, weights, parts)
 
-    def _send_pages(self, rows: Rows) -> NDArray[np.int32]:
-        """Send the offsets of the pages of all sessions; returns where those of each begin."""
-        offsets = [self._pool.offset(page) for session in rows.pages for page in session]
-        if len(offsets) > PAGES_OF_A_RUN:
-            raise ValueError(f"{len(offsets)} pages in a run, of at most {PAGES_OF_A_RUN}")
-        self._storage.send("pages", np.array(offsets, np.int64))
-        return np.cumsum([0, *(len(session) for session in rows.pages)])[:-1].astype(np.int32)
+    def _launch(self, each: Launch, tokens: int, weights: CudaWeights | None = None, parts: int = 0) -> Step:
+        call = self._call(each, tokens, weights, parts)
+        self._device.launch(*call)
+        return Step(each.operation, call.kernel.generated.variant.symbol, each.reads_weights)
 
-    def _send(self, rows: Rows, stage: int, tables: NDArray[np.int32]) -> None:
-        for name, values in (("tokens", rows.tokens), ("slots", rows.slots), ("tables", tables)):
-            if self._storage.has((name, "sent", stage)):
-                self._storage.send((name, "sent", stage), np.asarray(values, np.int32))
-        for angles in self._angles:
-            if angles.stage == stage:
-                cos, sin = angles.of(rows.positions)
-                self._storage.send((angles, "cos"), cos)
-                self._storage.send((angles, "sin"), sin)
+    def _call(
+        self,
+        each: Launch,
+        tokens: int,
+        weights: CudaWeights | None,
+        parts: int = 0,
+        moved: Mapping[int, int] | None = None,
+    ) -> Call:
+        """A launch over `tokens` rows.
 
-    def _result(self, rows: Rows) -> NDArray[np.float32]:
-        stage = int(any(isinstance(op, Select) for op in self._graph.operations))
-        count = len(rows.wanted) if stage else len(rows)
-        result = self._logits[:count]
-        if count:
-            self._device.read(self._storage.address((self._graph.result, stage)), result)
-        return result
+        parts   of the longest context among them, where they may be taken side by side
+        moved   addresses to be used in place of others
+        """
+        kernel = self._kernels[each.many if each.many and tokens > FEW_ROWS else each.variant]
+        base = self._pool.base
+        scalars: dict[str, int | float] = {**each.values, "tokens": tokens * each.each, "pool": base, "numbers": base}
+        scalars["parts"] = parts if tokens * parts <= SIDE_BY_SIDE else 0
+        if weights:
+            scalars |= {name: weights.address(ref) for name, ref in each.moved.items()}
+        if moved:
+            pointers = {str(p.value) for p in kernel.generated.parameters if p.type == POINTER}
+            scalars |= {name: moved[int(at)] for name, at in scalars.items() if name in pointers and at in moved}
+        return Call(kernel, *kernel.generated.bind(scalars))
+
+    def _start_experts(self, each: Routed, count: int) -> Iterator[Step]:
+        """Every expert that a row chose, over its rows; the host waits for the routing."""
+        chosen = each.operation.chosen
+        routing = np.empty((count, 2 * chosen), np.float32)
+        self._device.read(each.routing, routing)
+        experts = routing[:, chosen:].astype(np.int64)
+        for expert in np.unique(experts).tolist():
+            rows, ranks = np.nonzero(experts == expert)
+            self._device.write(each.rows, rows.astype(np.int32))
+            self._device.write(each.places, (rows * chosen + ranks).astype(np.int32))
+            for launch in each.launches[expert]:
+                yield self._launch(launch, len(rows))
+        yield self._launch(each.combine, count)
+
+    @cached_property
+    def _result_name(self) -> tuple[str, int]:
+        """Of the memory that has the result."""
+        return self._graph.result, int(any(isinstance(op, Select) for op in self._graph.operations))

@@ -10,13 +10,18 @@ from numpy.typing import NDArray
 
 from edgeq.codec import AnyArray
 from edgeq.container import ModelFile
+from edgeq.errors import UnsupportedError
 from edgeq.records import ArrayRef
 from edgeq.targets.cuda.device import Device, Memory, upload
 from edgeq.targets.reference.context import as_float32
 from edgeq.targets.rows import Page
 
+MOST_BYTES = 4 << 31
+"""Of an array or a buffer: kernels count its words of 4 bytes in int32."""
 POOL_PAGES = 16
 """Pages that the pool of a cache grows by."""
+PIECE_BYTES = 32 << 20
+"""Bytes of an array that are copied to the device at once."""
 POOL_UNIT = 16
 """Bytes in which kernels count the offsets of pages."""
 
@@ -44,12 +49,38 @@ class Storage:
     def _upload(self, ref: ArrayRef, as_stored: bool) -> int:
         key = ref, as_stored
         if key not in self._uploaded:
-            stored: AnyArray = self._file.array(ref)
-            self._uploaded[key] = upload(self.device, stored if as_stored else as_float32(stored, ref.dtype))
+            stored = self._file.array(ref)
+            if stored.nbytes > MOST_BYTES:
+                raise UnsupportedError(
+                    f"the cuda target has no arrays of {stored.nbytes / (1 << 30):,.1f} GiB, only of up to {MOST_BYTES >> 30}; "
+                    "run with --target cpu"
+                )
+            if as_stored:
+                self._uploaded[key] = self._copied(stored)
+            else:
+                self._uploaded[key] = upload(self.device, as_float32(stored, ref.dtype))
+            # One copy is enough where the GPU has the memory of the processor; elsewhere the system keeps what it has read.
+            self._file.release(ref, uncached=self.device.integrated)
         return self._uploaded[key].address
 
+    def _copied(self, stored: AnyArray) -> Memory:
+        """An array on the device, copied in pieces: a driver that copies through memory of its own then needs little of it."""
+        data = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
+        memory = self.device.allocate(data.nbytes)
+        for start in range(0, data.nbytes, PIECE_BYTES):
+            self.device.write(memory.address + start, data[start : start + PIECE_BYTES])
+        return memory
+
     def named(self, name: object, nbytes: int) -> int:
-        """The address of memory that is made, as zeros, when it is first asked for."""
+        """The address of memory that is made, as zeros, when it is first asked for.
+
+        UnsupportedError: a kernel would count beyond its end, and wrap around.
+        """
+        if nbytes > MOST_BYTES:
+            raise UnsupportedError(
+                f"the cuda target has no buffers of {nbytes / (1 << 30):,.1f} GiB, only of up to {MOST_BYTES >> 30}; "
+                "pass a smaller `max_rows` or `max_logits`"
+            )
         memory = self._named.get(name)
         if memory is None:
             memory = self._named[name] = self.device.allocate(nbytes)

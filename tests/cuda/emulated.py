@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import DeviceError
-from edgeq.targets.cuda.device import Kernel, Memory
+from edgeq.targets.cuda.device import Call, Copy, Kernel, Memory, Pinned, Recording
 from edgeq.targets.cuda.pack import POINTER, Generated, Variant
 
 HERE = Path(__file__).parent / "emulator"
@@ -45,7 +45,9 @@ ASM = re.compile(r'asm volatile\(\s*"((?:[^"\\]|\\.)*)"\s*:(.*?)\);', re.S)
 OPERAND = re.compile(r'"[=+]?\w+"\s*\((\w+)\)')
 INSTRUCTIONS = {
     "add.rn.f32",
+    "sub.rn.f32",
     "mul.rn.f32",
+    "prefetch.global.L2",
     "sub.rn.f16x2",
     "cp.async.cg.shared.global",
     "cp.async.commit_group",
@@ -122,6 +124,29 @@ class EmulatedMemory:
         return bool((guard != UNWRITTEN).any())
 
 
+class EmulatedPinned:
+    """Host memory that recordings may use, and others not."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = np.zeros(nbytes, np.uint8)
+        self.address = self.array.ctypes.data
+
+
+@dataclass(frozen=True)
+class EmulatedRecording:
+    device: EmulatedDevice
+    steps: tuple[Call | Copy, ...]
+
+    def replay(self) -> None:
+        self.device.replays += 1
+        for step in self.steps:
+            if isinstance(step, Copy):
+                ctypes.memmove(step.target, step.source, step.nbytes)
+            else:
+                self.device.launch(*step)
+        self.device.synchronize()
+
+
 @dataclass(frozen=True)
 class EmulatedKernel:
     generated: Generated
@@ -137,13 +162,15 @@ class EmulatedKernel:
 
 
 class EmulatedDevice:
-    """launches   how many kernels ran, by symbol"""
+    """launches   how many kernels ran, by symbol;  replays: how many recordings"""
 
-    name, sm = "emulated", 87
+    name, sm, multiprocessors, integrated = "emulated", 87, 8, False
 
     def __init__(self, order: int = FORWARD) -> None:
         self.order = order
         self.launches: dict[str, int] = {}
+        self.replays = 0
+        self._pinned: list[EmulatedPinned] = []
         self._memory: list[EmulatedMemory] = []
         core = compiled((HERE / "emulator.cpp").read_text(), "emulator", "-O2")
         self._core = ctypes.CDLL(str(core), mode=ctypes.RTLD_GLOBAL)
@@ -193,6 +220,23 @@ class EmulatedDevice:
         self.launches[generated.variant.symbol] = self.launches.get(generated.variant.symbol, 0) + 1
         if failed:
             raise DeviceError(f"{generated.variant.symbol}: {failed.decode()}")
+
+    def pinned(self, nbytes: int) -> Pinned:
+        self._pinned.append(EmulatedPinned(nbytes))
+        return self._pinned[-1]
+
+    def record(self, steps: Sequence[Call | Copy]) -> Recording:
+        """DeviceError: a copy leaves the memory that it is from or to."""
+        for step in steps:
+            if isinstance(step, Copy):
+                self._check(step.source, step.nbytes, pinned=step.way == "in")
+                self._check(step.target, step.nbytes, pinned=step.way == "out")
+        return EmulatedRecording(self, tuple(steps))
+
+    def _check(self, address: int, nbytes: int, pinned: bool) -> None:
+        sizes = [(m.address, m.array.nbytes) for m in self._pinned] if pinned else [(m.address, m.nbytes) for m in self._memory]
+        if not any(start <= address and address + nbytes <= start + size for start, size in sizes):
+            raise DeviceError(f"a copy of {nbytes} bytes outside of {'pinned' if pinned else 'device'} memory")
 
     def synchronize(self) -> None:
         """DeviceError: something was written past the end of an allocation."""

@@ -7,18 +7,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from edgeq.codec import BITS
 from edgeq.errors import UnsupportedError
-from edgeq.targets.cuda import build
+from edgeq.records import KV_KINDS
+from edgeq.targets.cuda import build, nvrtc
+from edgeq.targets.cuda.lowering.attention import PART
+from edgeq.targets.cuda.lowering.largest import SLICE
 from edgeq.targets.cuda.pack import Variant, encode
-from tests.cuda import nvrtc
+from edgeq.targets.graph import Function
 
 pytestmark = pytest.mark.cuda
 
-SMS = (80, 87, 89, 90)
+SMS, HEADS = (80, 87, 89, 90), (20, 32, 64, 72, 80, 96, 128, 256)
 FORMS = [Variant("form", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)]
 PRODUCTS = [
     Variant(kernel, (bits, zero, integer, group))
@@ -29,21 +33,56 @@ PRODUCTS = [
     for group in (16, 32, 64, 128)
 ]
 EMBEDS = [Variant("embed", (bits, zero)) for bits in BITS for zero in (False, True)]
+FUNCTIONS = (
+    "rms_norm", "layer_norm", "head_norm", "scale", "inject", "select", "rope", "cache_write", "cache_write_int8",
+    "cache_write_int4", "arrange", "butterflies", "split_row", "add_squares", "route", "scatter", "gather_add",
+    "gated_add",
+)  # fmt: skip
+"""Kernels without literals."""
+CODECS = [
+    *((bits, True, False, 128) for bits in BITS),
+    *((4, False, integer, group) for integer in (False, True) for group in (16, 32, 64, 128)),
+    (2, True, True, 32),
+    (8, True, True, 64),
+]
+TWO = (4, False, True, 128, 8, False, False, 128)
+FUSED = [
+    *(Variant("fused_rows", ("group", *codec)) for codec in CODECS),
+    *(Variant("fused_rows", (rule, *TWO[:4])) for rule in ("token", "static")),
+    *(Variant("fused_activate", (f, f != "relu", "group", *CODECS[2])) for f in get_args(Function)),
+    Variant("fused_activate", ("silu", True, "token", *TWO)),
+    *(Variant("fused_heads", (kv, rotated, "group", *CODECS[2])) for kv in KV_KINDS for rotated in (False, True)),
+    *(Variant("fused_heads", (kv, True, "token", *TWO)) for kv in KV_KINDS),
+    *(Variant("fused_heads", ("int4", True, "group", *(4, True, False, group) * 2)) for group in (16, 64)),
+]
+"""One or two of each kind: their inner loop is that of `few`."""
+MASTERS = [
+    *(("int", bits, zero) for bits in (4, 5, 8) for zero in (False, True)),
+    *((kind, 0, False) for kind in ("f16", "bf16", "f32")),
+]
 OTHERS = [
-    *(Variant("attend", (head_dim,)) for head_dim in (32, 64, 80, 96, 128, 256)),
-    *(Variant(name) for name in ("rms_norm", "swiglu", "select", "rope", "cache_write")),
+    *(Variant("attend", (head_dim, kv, PART)) for head_dim in HEADS for kv in KV_KINDS),
+    *(Variant("head_rotate", (head_dim,)) for head_dim in HEADS),
+    *(Variant("form_token", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)),
+    *(Variant("form_static", (group,)) for group in (16, 32, 64, 128)),
+    *(Variant(name, (kind,)) for name in ("float_product", "embed_float") for kind in ("f16", "bf16", "f32")),
+    *(Variant("activate", (function, gated)) for function in get_args(Function) for gated in (False, True)),
+    *(Variant("requantize", (*master, 4, zero)) for master in MASTERS for zero in (False, True)),
+    *(Variant("requantize", (*MASTERS[-1], bits, zero)) for bits in BITS if bits != 4 for zero in (False, True)),
+    *(Variant("largest", (first, SLICE)) for first in (True, False)),
+    *(Variant(name) for name in FUNCTIONS),
 ]
 SHARE = {
     Variant("few", (4, True, True, 128)),
     Variant("many", (4, True, False, 128)),
     Variant("embed", (8, False)),
-    Variant("attend", (32,)),
-    *OTHERS[-5:],
+    Variant("attend", (32, "f16", PART)),
+    *(Variant(name) for name in ("rms_norm", "select", "rope", "cache_write")),
 }
 """What `make test` compiles; the rest is for `make test-cuda`."""
 VARIANTS = [
     pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol)
-    for v in (*FORMS, *PRODUCTS, *EMBEDS, *OTHERS)
+    for v in (*FORMS, *PRODUCTS, *FUSED, *EMBEDS, *OTHERS)
 ]
 GATHERED = re.compile(r"make_(uint|int|float)[24]\(")
 
@@ -59,8 +98,8 @@ def test_a_kernel_compiles_for_every_gpu_and_spills_nothing(variant: Variant) ->
     (generated,) = build.kernels([variant])
     assert not GATHERED.search(generated.text), "a vector load is gathered word by word"
     for sm in SMS:
-        compiled = nvrtc.compiled(generated, sm)
-        assert compiled.cubin[:4] == b"\x7fELF" and not compiled.spilled and compiled.registers <= 255
+        compiled = nvrtc.compiled(generated, f"sm_{sm}")
+        assert compiled.image[:4] == b"\x7fELF" and not compiled.spilled and compiled.registers <= 255
 
 
 @pytest.mark.exhaustive
@@ -74,7 +113,7 @@ def test_text_and_machine_code_are_the_same_each_time(tmp_path: Path) -> None:
     (generated,) = build.kernels([variant])
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(other) == json.loads(encode(generated))
-    assert nvrtc.compiled(generated, 87) == nvrtc.compiled(generated, 87)
+    assert nvrtc.compiled(generated, "sm_87") == nvrtc.compiled(generated, "sm_87")
 
 
 def test_a_kernel_is_kept_and_a_damaged_one_is_generated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,24 +34,110 @@ def product(kernel: Generated, order: int) -> np.ndarray:
 def norm(kernel: Generated, order: int) -> np.ndarray:
     x = np.random.default_rng(1).standard_normal((3, 300)).astype(np.float32)
     arrays = {"x": x, "gain": np.ones(300, np.float32), "out": np.zeros_like(x)}
-    return launched(kernel, arrays, {"tokens": 3, "width": 300, "eps": 1e-5}, order)["out"]
+    return launched(kernel, arrays, {"tokens": 3, "width": 300, "add": 0, "eps": 1e-5}, order)["out"]
 
 
 def attend(kernel: Generated, order: int) -> np.ndarray:
-    """Two query heads and one of keys and values, 100 slots in two pages."""
+    """Two query heads and one of keys and values, 100 slots in two pages, which are two parts."""
     rng = np.random.default_rng(1)
     arrays = {
         "q": rng.standard_normal((2, 64)).astype(np.float32),
         "pool": rng.standard_normal(2 * 2 * 64 * 32).astype(np.float16),
         "pages": np.array([0, 2 * 64 * 32 // 8], np.int64),
         "tables": np.zeros(2, np.int32),
-        "slots": np.array([70, 99], np.int32),
+        "firsts": np.zeros(2, np.int32),
+        "lasts": np.array([71, 100], np.int32),
         "out": np.zeros((2, 64), np.float32),
+        "numbers": np.zeros(1, np.float32),
+        "sums": np.zeros((2, 2, 2, 64), np.float32),
+        "arrived": np.zeros(2, np.int32),
     }
-    scalars = {"tokens": 2, "width": 64, "heads": 2, "kv_heads": 1, "layer": 0, "window": 0, "scale": 0.2}
-    return launched(kernel, arrays, scalars, order)["out"]
+    scalars = {"tokens": 2, "width": 64, "heads": 2, "kv_heads": 1, "layer": 0, "window": 0, "high": 0, "scale": 0.2}
+    return launched(kernel, arrays, {**scalars, "parts": 2}, order)["out"]
 
 
+def largest(kernel: Generated, order: int) -> np.ndarray:
+    """The five largest of 300 numbers."""
+    arrays = {
+        "x": np.random.default_rng(1).standard_normal((2, 300)).astype(np.float32),
+        "given": np.zeros(1, np.int32), "sound": np.zeros(1, np.int32), "values": np.zeros((2, 5), np.float32),
+        "ids": np.zeros((2, 5), np.int32), "finite": np.zeros(2, np.int32),
+    }  # fmt: skip
+    return launched(kernel, arrays, {"tokens": 2, "width": 300, "sounds": 0, "count": 5}, order)["ids"]
+
+
+def layer_norm(kernel: Generated, order: int) -> np.ndarray:
+    x = np.random.default_rng(1).standard_normal((3, 300)).astype(np.float32)
+    arrays = {"x": x, "gain": np.ones(300, np.float32), "bias": np.zeros(300, np.float32), "out": np.zeros_like(x)}
+    return launched(kernel, arrays, {"tokens": 3, "width": 300, "eps": 1e-5}, order)["out"]
+
+
+def transform(kernel: Generated, order: int) -> np.ndarray:
+    x = np.random.default_rng(1).standard_normal((2, 512)).astype(np.float32)
+    scalars: dict[str, int | float] = {
+        "tokens": 2, "columns": 512, "width": 512, "power": 256, "stride": 1, "vectors": 2, "order": 1, "piece": 256,
+        "factor": 1.0,
+    }  # fmt: skip
+    return launched(kernel, {"x": x, "base": np.ones(1, np.float32), "out": np.zeros_like(x)}, scalars, order)["out"]
+
+
+def token(kernel: Generated, order: int) -> np.ndarray:
+    """The scales of three tokens."""
+    arrays = {
+        "x": np.random.default_rng(1).standard_normal((3, 512)).astype(np.float32),
+        "data": np.zeros(512 * 64 // 4, np.uint32),
+        "xs": np.zeros(4 * 64, np.float32),
+        "xn": np.zeros(4 * 64, np.int32),
+    }
+    scalars = {"tokens": 3, "columns": 512, "width": 512, "padded": 64, "groups": 4, "symmetric": 0, "levels": 15.0}
+    return launched(kernel, arrays, scalars, order)["xs"]
+
+
+def float_product(kernel: Generated, order: int) -> np.ndarray:
+    rng = np.random.default_rng(1)
+    arrays = {
+        "x": rng.standard_normal((5, 64)).astype(np.float32),
+        "q": rng.standard_normal((2, 64, 16)).astype(np.float32),
+        "bias": np.zeros(1, np.float32),
+        "y": np.zeros((5, 32), np.float32),
+    }
+    scalars = {"tokens": 5, "columns": 64, "stride": 64, "rows": 32, "width": 32, "has_bias": 0, "add": 0}
+    return launched(kernel, arrays, scalars, order)["y"]
+
+
+def rotate(kernel: Generated, order: int) -> np.ndarray:
+    rng = np.random.default_rng(1)
+    arrays = {
+        "x": rng.standard_normal((2, 128)).astype(np.float32),
+        "matrix": rng.integers(-127, 128, (32, 32), dtype=np.int8),
+        "scale": np.ones(1, np.float32),
+    }
+    return launched(kernel, arrays, {"tokens": 2, "width": 128, "heads": 4}, order)["x"]
+
+
+def fused(kernel: Generated, order: int) -> np.ndarray:
+    """Twenty groups, more than two rounds, of five tokens after a norm; two blocks of output channels, which are a head."""
+    case = product_of(Codec("int", 4, 128), False, 32, 2560)
+    arrays = {
+        **case.arrays,
+        "x": np.random.default_rng(1).standard_normal((5, 2560)).astype(np.float32),
+        "gain": np.ones(2560, np.float32), "bias": np.ones(32, np.float32), "y": np.zeros((5, 32), np.float32),
+        **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "cos", "sin", "q_gain", "k_gain")},
+        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots")},
+        "pages": np.zeros(1, np.int64), "pool": np.zeros(1, np.float16),
+    }  # fmt: skip
+    scalars: dict[str, int | float] = {
+        "tokens": 5, "width_in": 2560, "norm": 1, "ordered": 0, "scaled": 0, "eps": 1e-5, "limit": 0, "columns": 2560,
+        "groups": 20, "chunks": 80, "stride": 1, "rows": 32, "width": 32, "has_bias": 1, "add": 0, "ctas": 1, "each": 2,
+        "most": 2, "first": 0, "heads": 1, "kv_heads": 0, "head_dim": 32, "head_normed": 0, "head_eps": 0, "pairs": 0,
+        "layer": 0,
+    }  # fmt: skip
+    return launched(kernel, arrays, scalars, order)["y"]
+
+
+FUSED = Variant("fused_rows", ("group", 4, False, False, 128))
+HEADS = Variant("fused_heads", ("f16", False, *FUSED.literals))
+ATTEND = Variant("attend", (32, "f16", 64))
 FEW, MANY = Variant("few", (4, False, False, 128)), Variant("many", (4, False, False, 128))
 MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("few: products are added before all are there", FEW, product, BARRIER, 0),
@@ -60,9 +146,25 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("many: the next tokens overwrite what is still read", MANY, product, BARRIER, 1),
     ("many: tokens are read before they have come", MANY, product, WAIT.format(1), 0),
     ("many: the last tokens are read before they have come", MANY, product, WAIT.format(0), 0),
+    ("fused: the mean is read before it is there", FUSED, fused, BARRIER, 1),
+    ("fused: squares of other warps are read too early", FUSED, fused, BARRIER, 2),
+    ("fused: the norm is read before it is there", FUSED, fused, BARRIER, 3),
+    ("fused: the form of other warps is read too early", FUSED, fused, BARRIER, 4),
+    ("fused: products are added before all are there", FUSED, fused, BARRIER, 5),
+    ("fused: the next block overwrites what is not yet added", FUSED, fused, BARRIER, 6),
+    ("fused: a head is read before it is there", HEADS, fused, BARRIER, 7),
     ("norm: sums of other warps are read too early", Variant("rms_norm"), norm, BARRIER, 0),
-    ("attend: the query is read before it is whole", Variant("attend", (32,)), attend, WARP, 0),
-    ("attend: weights of other lanes are read too early", Variant("attend", (32,)), attend, WARP, 1),
+    ("layer norm: the mean is taken before all are added", Variant("layer_norm"), layer_norm, BARRIER, 0),
+    ("layer norm: squares of other warps are read too early", Variant("layer_norm"), layer_norm, BARRIER, 1),
+    ("transform: numbers are read before others have them", Variant("butterflies"), transform, BARRIER, 0),
+    ("transform: the next level reads what is not yet written", Variant("butterflies"), transform, BARRIER, 1),
+    ("token: ranges of other warps are read too early", Variant("form_token", (True, 128)), token, BARRIER, 0),
+    ("floats: parts are added before all are there", Variant("float_product", ("f32",)), float_product, BARRIER, 0),
+    ("rotation: integers of other lanes are read too early", Variant("head_rotate", (32,)), rotate, WARP, 0),
+    ("attend: the query is read before it is whole", ATTEND, attend, WARP, 0),
+    ("attend: weights of other lanes are read too early", ATTEND, attend, WARP, 1),
+    ("attend: how many parts have come is read too early", ATTEND, attend, BARRIER, 1),
+    ("largest: those of other warps are read too early", Variant("largest", (True, 4096)), largest, BARRIER, 0),
 ]
 
 

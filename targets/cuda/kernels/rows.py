@@ -1,10 +1,11 @@
-"""Operations on rows of buffers f32: embedding, norm, activation, the choice of rows."""
+"""Operations on rows of buffers f32: embedding, activation, what is added to rows, the choice of rows."""
 
 from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.product import planes_of
 
 LARGEST_F32 = 3.4028234663852886e38
+NAN_BITS, INFINITY_BITS = 0x7FC00000, 0x7F800000
 THREADS = 128
 
 
@@ -55,51 +56,12 @@ def embed(bits, zero):
     return embed_
 
 
-def rms_norm():
-    """out = x / sqrt(mean(x^2) + eps) * gain over rows of `width` channels; NaN where f32 does not hold the sum of squares."""
+def activate(function, gated):
+    """out = f(x[:, :width]), times x[:, width : 2 width] where it is gated; rows of x have `stride` channels."""
+    apply = functions[function]
 
     @T.prim_func
-    def rms_norm_(x_: T.handle, gain_: T.handle, out_: T.handle, tokens: T.int32, width: T.int32, eps: T.float32):
-        T.func_attr({"tirx.noalias": True})
-        nx, ng, no = T.int32(), T.int32(), T.int32()
-        x = T.match_buffer(x_, (nx,), "float32")
-        gain = T.match_buffer(gain_, (ng,), "float32")
-        out = T.match_buffer(out_, (no,), "float32")
-        T.device_entry()
-        row = T.cta_id([tokens])
-        warp = T.warp_id([THREADS // 32])
-        lane = T.lane_id([32])
-        tid: T.let = warp * 32 + lane
-        sums = T.alloc_shared((THREADS // 32,), "float32")
-        total = T.alloc_local((1,), "float32")
-        factor = T.alloc_local((1,), "float32")
-        total[0] = T.float32(0)
-        for i in T.serial(T.ceildiv(width, THREADS)):
-            if i * THREADS + tid < width:
-                total[0] = total[0] + x[row * width + i * THREADS + tid] * x[row * width + i * THREADS + tid]
-        for level in T.unroll(5):
-            total[0] = total[0] + T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), total[0], 1 << level, 32, 32)
-        if lane == 0:
-            sums[warp] = total[0]
-        T.cuda.cta_sync()
-        total[0] = T.float32(0)
-        for i in T.unroll(THREADS // 32):
-            total[0] = total[0] + sums[i]
-        factor[0] = T.reinterpret("float32", T.uint32(0x7FC00000))
-        if total[0] <= T.float32(LARGEST_F32):
-            factor[0] = T.float32(1) / T.sqrt(total[0] / T.Cast("float32", width) + eps)
-        for i in T.serial(T.ceildiv(width, THREADS)):
-            if i * THREADS + tid < width:
-                out[row * width + i * THREADS + tid] = x[row * width + i * THREADS + tid] * factor[0] * gain[i * THREADS + tid]
-
-    return rms_norm_
-
-
-def swiglu():
-    """out = silu(x[:, :width]) * x[:, width : 2 width]."""
-
-    @T.prim_func
-    def swiglu_(x_: T.handle, out_: T.handle, tokens: T.int32, width: T.int32):
+    def activate_(x_: T.handle, out_: T.handle, tokens: T.int32, stride: T.int32, width: T.int32):
         T.func_attr({"tirx.noalias": True})
         nx, no = T.int32(), T.int32()
         x = T.match_buffer(x_, (nx,), "float32")
@@ -110,21 +72,34 @@ def swiglu():
         lane = T.lane_id([32])
         channel: T.let = part * THREADS + warp * 32 + lane
         if channel < width:
-            gate: T.let = x[row * 2 * width + channel]
-            out[row * width + channel] = gate / (T.float32(1) + T.exp(T.float32(0) - gate)) * x[(row * 2 + 1) * width + channel]
+            value: T.let = apply(x[row * stride + channel])
+            if gated:
+                out[row * width + channel] = value * x[row * stride + width + channel]
+            else:
+                out[row * width + channel] = value
 
-    return swiglu_
+    return activate_
 
 
-def select():
-    """out[i] = x[wanted[i]], rows of `width` channels."""
+functions = {
+    "silu": lambda x: x / (T.float32(1) + T.exp(T.float32(0) - x)),
+    "gelu": lambda x: x * T.float32(0.5) * (T.float32(1) + T.erf(x * T.float32(0.7071067811865476))),
+    "gelu_pytorch_tanh": lambda x: T.float32(0.5) * x * (
+        T.float32(1) + T.tanh(T.float32(0.7978845608028654) * (x + T.float32(0.044715) * (x * x * x)))
+    ),
+    "quick_gelu": lambda x: x / (T.float32(1) + T.exp(T.float32(-1.702) * x)),
+    "relu": lambda x: T.if_then_else(x < T.float32(0), T.float32(0), x),
+}  # fmt: skip
+
+
+def scale():
+    """out = x * factor, rows of `width` channels."""
 
     @T.prim_func
-    def select_(x_: T.handle, wanted_: T.handle, out_: T.handle, tokens: T.int32, width: T.int32):
+    def scale_(x_: T.handle, out_: T.handle, tokens: T.int32, width: T.int32, factor: T.float32):
         T.func_attr({"tirx.noalias": True})
-        nx, nw, no = T.int32(), T.int32(), T.int32()
+        nx, no = T.int32(), T.int32()
         x = T.match_buffer(x_, (nx,), "float32")
-        wanted = T.match_buffer(wanted_, (nw,), "int32")
         out = T.match_buffer(out_, (no,), "float32")
         T.device_entry()
         part, row = T.cta_id([T.ceildiv(width, THREADS), tokens])
@@ -132,6 +107,62 @@ def select():
         lane = T.lane_id([32])
         channel: T.let = part * THREADS + warp * 32 + lane
         if channel < width:
+            out[row * width + channel] = x[row * width + channel] * factor
+
+    return scale_
+
+
+def inject():
+    """out[row] = v[offset : offset + width], or with `add` added to what is there, where v is row which[row] of the table.
+
+    which   int32 per token row; rows with a negative one stay as they are
+    table   f32 [any][stride]
+    """
+
+    @T.prim_func
+    def inject_(table_: T.handle, which_: T.handle, out_: T.handle,
+                tokens: T.int32, width: T.int32, stride: T.int32, offset: T.int32, add: T.int32):  # fmt: skip
+        T.func_attr({"tirx.noalias": True})
+        nt, nw, no = T.int32(), T.int32(), T.int32()
+        table = T.match_buffer(table_, (nt,), "float32")
+        which = T.match_buffer(which_, (nw,), "int32")
+        out = T.match_buffer(out_, (no,), "float32")
+        T.device_entry()
+        part, row = T.cta_id([T.ceildiv(width, THREADS), tokens])
+        warp = T.warp_id([THREADS // 32])
+        lane = T.lane_id([32])
+        channel: T.let = part * THREADS + warp * 32 + lane
+        value = T.alloc_local((1,), "float32")
+        if channel < width and which[row] >= 0:
+            value[0] = table[which[row] * stride + offset + channel]
+            if add != 0:
+                value[0] = out[row * width + channel] + value[0]
+            out[row * width + channel] = value[0]
+
+    return inject_
+
+
+def select():
+    """out[i] = x[wanted[i]], rows of `width` channels; and the same of x2, of `width2`, which may be 0."""
+
+    @T.prim_func
+    def select_(x_: T.handle, x2_: T.handle, wanted_: T.handle, out_: T.handle, out2_: T.handle,
+                tokens: T.int32, width: T.int32, width2: T.int32):  # fmt: skip
+        T.func_attr({"tirx.noalias": True})
+        nx, nx2, nw, no, no2 = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
+        x = T.match_buffer(x_, (nx,), "float32")
+        x2 = T.match_buffer(x2_, (nx2,), "float32")
+        wanted = T.match_buffer(wanted_, (nw,), "int32")
+        out = T.match_buffer(out_, (no,), "float32")
+        out2 = T.match_buffer(out2_, (no2,), "float32")
+        T.device_entry()
+        part, row = T.cta_id([T.ceildiv(width + width2, THREADS), tokens])
+        warp = T.warp_id([THREADS // 32])
+        lane = T.lane_id([32])
+        channel: T.let = part * THREADS + warp * 32 + lane
+        if channel < width:
             out[row * width + channel] = x[wanted[row] * width + channel]
+        if channel >= width and channel < width + width2:
+            out2[row * width2 + channel - width] = x2[wanted[row] * width2 + channel - width]
 
     return select_

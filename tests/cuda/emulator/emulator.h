@@ -101,7 +101,12 @@ inline void ptx_sub_rn_f16x2(uint32_t &d, uint32_t a, uint32_t b) {
   for (int i = 0; i < 2; ++i) x[i] = half(float(x[i]) - float(y[i]));
   memcpy(&d, x, 4);
 }
+// Blocks run one after another, so what one adds the next finds.
+template <typename T> T atomicAdd(T *address, T value) { T old = *address; return *address = old + value, old; }
+inline void __threadfence() {}
 inline void ptx_add_rn_f32(float &d, float a, float b) { d = a + b; }
+inline void ptx_sub_rn_f32(float &d, float a, float b) { d = a - b; }
+inline void ptx_prefetch_global_L2(const void *) {}
 inline void ptx_mul_rn_f32(float &d, float a, float b) { d = a * b; }
 inline void ptx_cp_async_commit_group() { emulated_copies_commit(); }
 inline void ptx_cp_async_wait_group(int pending) { emulated_copies_wait(pending); }

@@ -1,0 +1,329 @@
+"""A product for few token rows with what comes before and after it.
+
+Before: norm, order, scale and form of the input.  After: bias and residual, an activation, or what heads and the cache ask for.
+
+A block of threads has up to 8 token rows and one or more blocks of 16 output channels: with a gate its own and those of the
+other factor, or a whole head.  It goes through the input channels in rounds: the form of a round is made in shared memory, once
+for all of its output channels.  Products, and the order in which they are added, are those of `few` (product.py).  Weights in
+two blocks of input channels are read one after the other, and the sums of the second are added to those of the first.
+
+    x, q, s, z, bias, y      as in product.py, but x f32 [token rows][width_in];  names with a 2 are those of the second block
+    gain, shift, norm, eps   of the norm (prologue.py)
+    order, scale             i32 and f32 [columns + columns2]
+    limit                    of the integers of `group` and `static`, `levels` of `token`
+    ctas, each, most         blocks of threads; output blocks of each, and how many there are, where gated of either factor
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tvm.script import tirx as T
+
+from edgeq.targets.cuda.kernels.epilogue import finishing_heads
+from edgeq.targets.cuda.kernels.form import forming
+from edgeq.targets.cuda.kernels.product import arithmetic, decoder
+from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, range_of_rows, read_channel
+from edgeq.targets.cuda.kernels.rows import THREADS, functions
+
+LARGEST_HEAD = 256
+BLOCKS = {"rows": 8, "activate": 8, "heads": LARGEST_HEAD // 16}
+"""Output blocks that a block of threads has at most."""
+POOLS = {"f16": "float16", "int8": "int8", "int4": "uint8"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """What of a block of weights changes the inner loop; of a round: `steps` of one group, or of a chunk that is two."""
+
+    rule: str
+    bits: int
+    zero: bool
+    integer: bool
+    group: int
+
+    @cached_property
+    def inlines(self):
+        put = forming(self.rule, self.integer, self.group)
+        return put, decoder(self.bits, self.group == 16), *arithmetic(self.integer, self.group == 16)
+
+    @property
+    def center(self):
+        return 1 << (self.bits - 1)
+
+    @property
+    def sum(self):
+        return "uint32" if self.integer else "float32"
+
+    @property
+    def chunks(self):
+        """Of a step."""
+        return max(1, self.group // 32)
+
+    @property
+    def parts(self):
+        """Groups of a step."""
+        return 2 if self.group == 16 else 1
+
+    @property
+    def steps(self):
+        return 2 * WARPS if self.group == 128 else 4 * WARPS
+
+    @property
+    def groups(self):
+        return self.steps * self.parts
+
+    @property
+    def words(self):
+        """Of a chunk of the form of one token."""
+        return 8 if self.integer else 16
+
+
+def fused_rows(rule, *codecs):
+    """y = W x' + bias; with `add` added to what is there."""
+    return fused("rows", rule, codecs)
+
+
+def fused_activate(function, gated, rule, *codecs):
+    """out = f(W x' + bias), times the other factor's W x' + bias where it is gated."""
+    return fused("activate", rule, codecs, function=function, gated=gated)
+
+
+def fused_heads(kv, rotated, rule, *codecs):
+    """y = W x' + bias; queries and keys through norm, rotary positions and rotation; keys and values into the cache too.
+
+    first        of the heads that W makes, of `heads` of queries, then `kv_heads` of keys and as many of values
+    head_normed, head_eps, q_gain, k_gain   as head_norm;  cos, sin, pairs: as rope, 0 pairs for none
+    matrix, rotation                        as head_rotate, where `rotated`
+    """
+    return fused("heads", rule, codecs, kv=kv, rotated=rotated)
+
+
+def block_of(j, cta, each, most, gated):
+    """Which block of output channels is the j-th of a block of threads; what has none of its own repeats the last."""
+    if gated:
+        inner = T.if_then_else(j < each, j, j - each)
+        return T.min(cta * each + inner, most - 1) + T.if_then_else(j < each, 0, most)
+    return T.min(cta * each + j, most - 1)
+
+
+def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=False):
+    one, *others = (Block(rule, *codecs[i : i + 4]) for i in range(0, len(codecs), 4))
+    TWO = bool(others)
+    two = others[0] if TWO else one
+    FORM, GROUPS = (max(one.chunks * one.steps * one.words, two.chunks * two.steps * two.words),
+                    max(one.groups, two.groups))  # fmt: skip
+    SPAN = 16 * BLOCKS[after]
+    apply = functions[function]
+    finish = finishing_heads(kv, rotated)
+
+    @T.prim_func
+    def fused_(x_: T.handle, gain_: T.handle, shift_: T.handle, order_: T.handle, scale_: T.handle, scales_: T.handle,
+               modality_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, q2_: T.handle, s2_: T.handle, z2_: T.handle,
+               bias_: T.handle, y_: T.handle, cos_: T.handle, sin_: T.handle, q_gain_: T.handle, k_gain_: T.handle,
+               matrix_: T.handle, rotation_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle,
+               tables_: T.handle, slots_: T.handle, tokens: T.int32, width_in: T.int32, norm: T.int32, ordered: T.int32,
+               scaled: T.int32, eps: T.float32, kinds: T.int32, symmetric: T.int32, limit: T.float32, limit2: T.float32,
+               columns: T.int32, columns2: T.int32, groups: T.int32, groups2: T.int32, chunks: T.int32, chunks2: T.int32,
+               stride: T.int32, stride2: T.int32, rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32,
+               ctas: T.int32, each: T.int32, most: T.int32, first: T.int32, heads: T.int32, kv_heads: T.int32,
+               head_dim: T.int32, head_normed: T.int32, head_eps: T.float32, pairs: T.int32, layer: T.int32, high: T.int32,
+               top: T.float32):  # fmt: skip
+        T.func_attr({"tirx.noalias": True})
+        x = T.match_buffer(x_, (T.int32(),), "float32")
+        gain = T.match_buffer(gain_, (T.int32(),), "float32")
+        shift = T.match_buffer(shift_, (T.int32(),), "float32")
+        order = T.match_buffer(order_, (T.int32(),), "int32")
+        scale = T.match_buffer(scale_, (T.int32(),), "float32")
+        scales = T.match_buffer(scales_, (T.int32(),), "float32")
+        modality = T.match_buffer(modality_, (T.int32(),), "int32")
+        q = T.match_buffer(q_, (T.int32(),), "uint32")
+        s = T.match_buffer(s_, (T.int32(),), "float16")
+        z = T.match_buffer(z_, (T.int32(),), "uint8")
+        q2 = T.match_buffer(q2_, (T.int32(),), "uint32")
+        s2 = T.match_buffer(s2_, (T.int32(),), "float16")
+        z2 = T.match_buffer(z2_, (T.int32(),), "uint8")
+        bias = T.match_buffer(bias_, (T.int32(),), "float32")
+        y = T.match_buffer(y_, (T.int32(),), "float32")
+        cos = T.match_buffer(cos_, (T.int32(),), "float32")
+        sin = T.match_buffer(sin_, (T.int32(),), "float32")
+        q_gain = T.match_buffer(q_gain_, (T.int32(),), "float32")
+        k_gain = T.match_buffer(k_gain_, (T.int32(),), "float32")
+        matrix = T.match_buffer(matrix_, (T.int32(),), "int8")
+        rotation = T.match_buffer(rotation_, (T.int32(),), "float32")
+        pool = T.match_buffer(pool_, (T.int64(),), POOLS[kv])
+        numbers = T.match_buffer(numbers_, (T.int64(),), "float32")
+        pages = T.match_buffer(pages_, (T.int32(),), "int64")
+        tables = T.match_buffer(tables_, (T.int32(),), "int32")
+        slots = T.match_buffer(slots_, (T.int32(),), "int32")
+        T.device_entry()
+        cta, tile = T.cta_id([ctas, T.ceildiv(tokens, TOKENS)])
+        warp = T.warp_id([WARPS])
+        lane = T.lane_id([32])
+        tid: T.let = warp * 32 + lane
+        g: T.let = lane // 4
+        t: T.let = lane % 4
+        count: T.let = T.min(TOKENS, tokens - tile * TOKENS)
+        form = T.alloc_shared((FORM * TOKENS,), "uint32")
+        xs = T.alloc_shared((GROUPS * TOKENS,), "float32")
+        xn = T.alloc_shared((GROUPS * TOKENS,), "int32")
+        part = T.alloc_shared((GROUPS * 128,), "float32")
+        result = T.alloc_shared((TOKENS * SPAN,), "float32")
+        second = T.alloc_shared((TOKENS * SPAN if TWO else 1,), "float32")
+        stats = T.alloc_shared((TOKENS * 2,), "float32")
+        sums = T.alloc_shared((TOKENS * WARPS,), "float32")
+        rules = T.alloc_shared((TOKENS * 4,), "float32")
+        ends = T.alloc_shared((TOKENS * WARPS * 2,), "float32")
+        largest = T.alloc_shared((TOKENS * WARPS,), "uint32")
+        whole = T.alloc_shared((WARPS * LARGEST_HEAD if rotated else 1,), "int32")
+        v = T.alloc_local((4,), "float32")
+        of = T.alloc_local((4,), "float32")
+        acc = T.alloc_local((4,), "float32")
+        sum_of = T.alloc_local((4,), "uint32")
+        w = T.alloc_local((2,), "uint32")
+        quad = T.alloc_local((2, 2), "uint32")
+        b = T.alloc_local((4,), "uint32")
+        a = T.alloc_local((8,), "uint32")
+        sc = T.alloc_local((2,), "float16")
+        zp = T.alloc_local((2,), "int32")
+        pr = T.alloc_local((1,), "float32")
+        total = T.alloc_local((1,), "float32")
+        value = T.alloc_local((1,), "float32")
+        blocks: T.let = each * (2 if gated else 1)
+
+        @T.inline
+        def read(to, n, channel):
+            read_channel(
+                to, x, gain, shift, order, scale, stats, tile * TOKENS + n, n, channel, width_in, norm, ordered, scaled
+            )
+
+        @T.inline
+        def make_form(code, put, r, start, columns, groups, limit):
+            BLOCKS_OF_ROUND = code.groups * code.group // 128
+            for i in T.serial(T.ceildiv(count * BLOCKS_OF_ROUND, WARPS)):
+                n: T.let = (i * WARPS + warp) // BLOCKS_OF_ROUND
+                inside: T.let = (i * WARPS + warp) % BLOCKS_OF_ROUND
+                channel: T.let = (r * BLOCKS_OF_ROUND + inside) * 128
+                if n < count and channel < columns:
+                    for c in T.unroll(4):
+                        v[c] = T.float32(0)
+                        if channel + lane * 4 + c < columns:
+                            read(value, n, start + channel + lane * 4 + c)
+                            v[c] = value[0]
+                    if code.rule == "group":
+                        of[0] = limit
+                    elif code.rule == "static":
+                        of[0] = scales[T.min(modality[tile * TOKENS + n], kinds - 1)]
+                        of[1] = limit
+                    else:
+                        for c in T.unroll(4):
+                            of[c] = rules[n * 4 + c]
+                    put(v, of, form, xs, xn, (inside * 4 + lane // 8) * TOKENS + n,
+                        inside * (128 // code.group) + lane // (code.group // 4), n, TOKENS,
+                        groups - r * code.groups, lane)  # fmt: skip
+
+        @T.inline
+        def multiply_block(
+            code, decode, operand_a, operand_b, multiply, scaled, acc, q, s, z, r, block, groups, chunks, stride
+        ):
+            for i in T.serial(code.steps // WARPS):
+                for h in T.unroll(code.parts):
+                    at: T.let = i * WARPS + warp
+                    step: T.let = r * code.steps + at
+                    grp: T.let = step * code.parts + h
+                    if grp < groups:
+                        at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
+                        for k in T.vectorized(2):
+                            sc[k] = s[at_scale * 16 + g * 2 + k]
+                        for k in T.unroll(2):
+                            if code.zero:
+                                zp[k] = T.Cast("int32", z[at_scale * 16 + g * 2 + k])
+                            else:
+                                zp[k] = code.center
+                        for k in T.unroll(4):
+                            acc[k] = T.Cast(code.sum, 0)
+                        for c in T.unroll(code.chunks):
+                            chunk: T.let = T.min(step * code.chunks + c, chunks - 1)
+                            decode(q, w, quad, g, t, (block * chunks + chunk) * (code.bits * 16))
+                            operand_a(a, quad, zp)
+                            operand_b(b, form, (at * code.chunks + c) * TOKENS + g, t)
+                            multiply(acc, 0, a, 0, b, h)
+                        for k in T.unroll(2):
+                            for n in T.unroll(2):
+                                scaled(pr, acc, k * 2 + n, sc[k], zp[k], xs, xn, (at * code.parts + h) * TOKENS + t * 2 + n)
+                                part[(at * code.parts + h) * 128 + (g * 2 + k) * 8 + t * 2 + n] = pr[0]
+
+        @T.inline
+        def multiply_rows(code, put, decode, operand_a, operand_b, multiply, scaled, acc, to, q, s, z, start, columns, groups,
+                          chunks, stride, limit):  # fmt: skip
+            for r in T.serial(T.ceildiv(groups, code.groups)):
+                make_form(code, put, r, start, columns, groups, limit)
+                T.cuda.cta_sync()
+                for j in T.serial(blocks):
+                    multiply_block(code, decode, operand_a, operand_b, multiply, scaled, acc, q, s, z, r,
+                                   block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
+                    T.cuda.cta_sync()
+                    total[0] = T.float32(0)
+                    if r > 0:
+                        total[0] = to[tid % 8 * SPAN + j * 16 + tid // 8]
+                    for i in T.serial(T.min(code.groups, groups - r * code.groups)):
+                        T.ptx.add.rn.f32(total[0], total[0], part[i * 128 + tid])
+                    to[tid % 8 * SPAN + j * 16 + tid // 8] = total[0]
+                    T.cuda.cta_sync()
+
+        # The first weights are asked for before the norm.
+        for i in T.serial(T.ceildiv(chunks * one.bits, 2 * THREADS)):
+            if i * 2 * THREADS + tid * 2 < chunks * one.bits:
+                T.ptx["prefetch.global.L2"](
+                    q.ptr_to([block_of(0, cta, each, most, gated) * (chunks * one.bits * 16) + (i * THREADS + tid) * 32])
+                )
+        if norm != 0:
+            norm_rows(x, stats, sums, tile * TOKENS, count, width_in, norm, eps, warp, lane)
+        if rule == "token":
+            range_of_rows(read, rules, ends, largest, 0, columns, count, symmetric, limit, warp, lane)
+        multiply_rows(
+            one, *one.inlines, sum_of if one.integer else acc, result, q, s, z, 0, columns, groups, chunks, stride, limit
+        )
+        if TWO:
+            if rule == "token":
+                range_of_rows(read, rules, ends, largest, columns, columns2, count, symmetric, limit2, warp, lane)
+            multiply_rows(two, *two.inlines, sum_of if two.integer else acc, second, q2, s2, z2, columns, columns2, groups2,
+                          chunks2, stride2, limit2)  # fmt: skip
+        for j in T.serial(blocks):
+            at: T.let = tid % 8 * SPAN + j * 16 + tid // 8
+            row: T.let = block_of(j, cta, each, most, gated) * 16 + tid // 8
+            if tid % 8 < count and row < rows:
+                total[0] = result[at]
+                if has_bias != 0:
+                    T.ptx.add.rn.f32(total[0], total[0], bias[row])
+                if add != 0:
+                    T.ptx.add.rn.f32(total[0], y[(tile * TOKENS + tid % 8) * width + row], total[0])
+                if TWO:
+                    T.ptx.add.rn.f32(total[0], total[0], second[at])
+                if after == "rows":
+                    if cta * each + j < most:
+                        y[(tile * TOKENS + tid % 8) * width + row] = total[0]
+                else:
+                    result[at] = total[0]
+        if after == "activate":
+            for j in T.serial(each):
+                at: T.let = tid % 8 * SPAN + j * 16 + tid // 8
+                channel: T.let = (cta * each + j) * 16 + tid // 8
+                if tid % 8 < count and channel < width:
+                    made: T.let = apply(result[at])
+                    if gated:
+                        y[(tile * TOKENS + tid % 8) * width + channel] = made * result[at + each * 16]
+                    else:
+                        y[(tile * TOKENS + tid % 8) * width + channel] = made
+        if after == "heads":
+            T.cuda.cta_sync()
+            for i in T.serial(TOKENS // WARPS):
+                n: T.let = i * WARPS + warp
+                if n < count:
+                    finish(result, n * SPAN, whole, warp * LARGEST_HEAD, tile * TOKENS + n, first + cta, heads, kv_heads,
+                           head_dim, head_normed, head_eps, q_gain, k_gain, cos, sin, pairs, matrix, rotation, pool, numbers,
+                           pages, tables, slots, layer, high, top, lane)  # fmt: skip
+                    for c in T.serial(T.ceildiv(head_dim, 32)):
+                        if c * 32 + lane < head_dim:
+                            y[(tile * TOKENS + n) * width + cta * head_dim + c * 32 + lane] = result[n * SPAN + c * 32 + lane]
+
+    return fused_

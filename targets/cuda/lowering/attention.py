@@ -1,0 +1,106 @@
+"""Operations on heads, and the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgeq.targets.cuda.lowering.context import Angles, Launch, Lowering, Value, refuse
+from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.graph import Attention, CacheWrite, HeadNorm, HeadRotate, RopeRotate
+
+LARGEST_HEAD = 256
+PART = 512
+"""Positions of a part of the context, whose sums are made by themselves."""
+SIDE_BY_SIDE = 512
+"""Rows times parts that are taken side by side; more parts are taken one after the other, to the same bits."""
+
+
+def head_norm(lowering: Lowering, op: HeadNorm) -> Sequence[Launch]:
+    values: dict[str, Value] = {
+        "x": lowering.buffer(op.x) + 4 * op.offset,
+        "gain": lowering.storage.floats(op.gain),
+        "width": lowering.graph.buffers[op.x],
+        "heads": op.heads,
+        "head_dim": op.head_dim,
+        "eps": op.eps,
+    }
+    return [Launch(op, lowering.stage, Variant("head_norm"), values)]
+
+
+def rope_rotate(lowering: Lowering, op: RopeRotate) -> Sequence[Launch]:
+    values: dict[str, Value] = {
+        "x": lowering.buffer(op.x) + 4 * op.offset,
+        **rotary_values(lowering, op),
+        "width": lowering.graph.buffers[op.x],
+        "heads": op.heads,
+        "head_dim": op.head_dim,
+    }
+    return [Launch(op, lowering.stage, Variant("rope"), values)]
+
+
+def rotary_values(lowering: Lowering, op: RopeRotate) -> dict[str, Value]:
+    angles = Angles(op.frequencies, op.factor, op.axes, lowering.stage)
+    lowering.angles.add(angles)
+    return {"cos": lowering.table(angles, "cos"), "sin": lowering.table(angles, "sin"), "pairs": len(op.frequencies)}
+
+
+def head_rotate(lowering: Lowering, op: HeadRotate) -> Sequence[Launch]:
+    check_head(op.head_dim)
+    values: dict[str, Value] = {
+        "x": lowering.buffer(op.x) + 4 * op.offset,
+        "matrix": lowering.storage.array(op.matrix),
+        "scale": lowering.storage.floats(op.scale),
+        "width": lowering.graph.buffers[op.x],
+        "heads": op.heads,
+    }
+    return [Launch(op, lowering.stage, Variant("head_rotate", (op.head_dim,)), values)]
+
+
+def check_head(head_dim: int) -> None:
+    if head_dim % 4 or head_dim > LARGEST_HEAD:
+        refuse(f"heads of {head_dim} dimensions, only multiples of 4 up to {LARGEST_HEAD}")
+
+
+def cache_values(lowering: Lowering, op: CacheWrite | Attention) -> dict[str, Value]:
+    check_head(op.head_dim)
+    return {
+        "pages": lowering.storage.address("pages"),
+        "tables": lowering.sent("tables"),
+        "width": lowering.graph.buffers[op.x],
+        "kv_heads": op.kv_heads,
+        "layer": op.cache,
+        "high": lowering.options.kv.high,
+    }
+
+
+def cache_write(lowering: Lowering, op: CacheWrite) -> Sequence[Launch]:
+    kv = lowering.options.kv
+    x = lowering.buffer(op.x)
+    values = {
+        **cache_values(lowering, op),
+        "slots": lowering.sent("slots"),
+        "k": x + 4 * op.k_offset,
+        "v": x + 4 * op.v_offset,
+        "head_dim": op.head_dim,
+        "top": (1 << kv.bits) - 1,
+    }
+    variant = Variant("cache_write" if kv.kind == "f16" else f"cache_write_{kv.kind}")
+    return [Launch(op, lowering.stage, variant, values)]
+
+
+def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
+    kind = "causal" if op.span < 0 else f"span {op.span}"
+    stride = -(-op.head_dim // 32) * 32 + 32
+    values = {
+        **cache_values(lowering, op),
+        "q": lowering.buffer(op.x) + 4 * op.q_offset,
+        "firsts": lowering.sent(f"first of {kind}"),
+        "lasts": lowering.sent(f"last of {kind}"),
+        "out": lowering.buffer(op.out),
+        "heads": op.heads,
+        "window": op.window if op.span < 0 else 0,
+        "scale": op.scale,
+        "sums": lowering.storage.named(("sums", op.heads, op.head_dim), SIDE_BY_SIDE * op.heads * stride * 4),
+        "arrived": lowering.storage.named(("arrived", op.heads), SIDE_BY_SIDE * op.heads * 4),
+    }
+    return [Launch(op, lowering.stage, Variant("attend", (op.head_dim, lowering.options.kv.kind, PART)), values)]

@@ -1,0 +1,188 @@
+"""Launches as data, and the state while a graph is lowered.
+
+Two stages: rows of the run, and after a Select the selected ones; their buffers lie apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import UnsupportedError
+from edgeq.records import ArrayRef, LinearSpec, Mode
+from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.storage import Storage
+from edgeq.targets.graph import Embed, Experts, Graph, InjectVectors, LayerNorm, Operation, RmsNorm, mode_of
+from edgeq.targets.requantization import SharedInput
+from edgeq.targets.target import Options
+
+Value = int | float
+Origin = Literal["file", "masters", "requantized"]
+"""The weights of layers with a master: the file's, the masters while inputs are summed, or requantized ones."""
+FACTORS = "factors"
+FEW_ROWS = 16
+"""Rows up to which products use a kernel for few, which reads the weights once for every 8 of them."""
+
+
+@dataclass(frozen=True)
+class Angles:
+    """A table of cosines and sines that a run needs: [rows][pairs] of each."""
+
+    frequencies: tuple[float, ...]
+    factor: float
+    axes: tuple[int, ...]
+    stage: int
+
+    def of(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines for positions [axes, rows].  Angles are float64: a float32 one is wrong at large positions."""
+        axes = np.array(self.axes or (0,) * len(self.frequencies))
+        which = positions[axes if len(positions) > 1 else np.zeros_like(axes)]
+        angle = which.T.astype(np.float64) * np.array(self.frequencies, np.float64)
+        cos, sin = ((f(angle) * self.factor).astype(np.float32) for f in (np.cos, np.sin))
+        return cos, sin
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel over the rows of its stage.
+
+    many     the kernel for many rows, where it is another one
+    values   its scalars and addresses by name, without `tokens`, the number of rows
+    each     rows of the kernel for one of the stage, where several are joined
+    moved    of these, the addresses that belong to the requantized weights of a run: the array that each replaces, or
+             (FACTORS, index of the shared input)
+    """
+
+    operation: Operation
+    stage: int
+    variant: Variant
+    values: Mapping[str, Value]
+    many: Variant | None = None
+    reads_weights: bool = False
+    moved: Mapping[str, ArrayRef | tuple[str, int]] = field(default_factory=dict)
+    each: int = 1
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        return (self.variant,) if self.many is None else (self.variant, self.many)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Rows of a table that stays in the file, by token, written to a buffer by the host."""
+
+    operation: Embed
+    table: ArrayRef
+    address: int
+    stage: int = 0
+    variants: tuple[Variant, ...] = ()
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The launches of every expert over the rows that chose it, which the host reads from `routing`, [rows][2 * chosen].
+
+    rows, places   memory i32 [rows of an expert]: the rows that chose it, and where its results go, row * chosen + rank
+    combine        adds the results of all
+    """
+
+    operation: Experts
+    routing: int
+    rows: int
+    places: int
+    launches: tuple[tuple[Launch, ...], ...]
+    combine: Launch
+    stage: int
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        every = (*(launch for expert in self.launches for launch in expert), self.combine)
+        return tuple(variant for launch in every for variant in launch.variants)
+
+
+Lowered = Launch | Gather | Routed
+
+
+@dataclass
+class Lowering:
+    """The state while a graph is lowered.
+
+    found     the launches so far, operation by operation
+    fused     those of runs of few rows (fused.py); empty: the same
+    norms     by the buffer of its result, a norm that those who read it compute
+    angles    tables that runs have to send
+    held      what memory of a use holds, by use: buffer, and how it was made of it
+    """
+
+    graph: Graph
+    storage: Storage
+    options: Options
+    origin: Origin
+    inputs: tuple[SharedInput, ...]
+    stage: int = 0
+    found: list[Lowered] = field(default_factory=list)
+    fused: list[Lowered] = field(default_factory=list)
+    norms: dict[str, RmsNorm | LayerNorm] = field(default_factory=dict)
+    angles: set[Angles] = field(default_factory=set)
+    held: dict[str, tuple[object, ...]] = field(default_factory=dict)
+
+    def launches(self, rows: Sequence[int], fused: bool = True) -> Iterator[Lowered]:
+        """The launches of a run of so many rows in each stage, without a stage that has none."""
+        for stage, count in enumerate(rows):
+            for each in self.fused if fused and self.fused and count <= FEW_ROWS else self.found:
+                if count and each.stage == stage:
+                    yield each
+
+    def rows(self, stage: int) -> int:
+        return self.options.max_logits if stage else self.options.max_rows
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of any stage: memory that both use is as large."""
+        return max(self.options.max_rows, self.options.max_logits)
+
+    def mode_of(self, operation: Operation) -> Mode:
+        return mode_of(operation, self.options.mode)
+
+    def buffer(self, name: str, stage: int | None = None) -> int:
+        stage = self.stage if stage is None else stage
+        return self.storage.named((name, stage), self.rows(stage) * self.graph.buffers[name] * 4)
+
+    def sent(self, name: str, each: int = 4) -> int:
+        """The address of what a run sends for the rows of this stage."""
+        return self.storage.named((name, "sent", self.stage), self.rows(self.stage) * each)
+
+    def table(self, angles: Angles, kind: str) -> int:
+        return self.storage.named((angles, kind), self.rows(angles.stage) * len(angles.frequencies) * 4)
+
+    @property
+    def vector_width(self) -> int:
+        """Channels of the vectors that rows bring, as far as the graph reads them."""
+        injected = (op for op in self.graph.operations if isinstance(op, InjectVectors))
+        return max((op.offset + self.graph.buffers[op.out] for op in injected), default=0)
+
+    def holds(self, use: str, what: tuple[object, ...]) -> bool:
+        """Whether memory of `use` already holds `what`, whose first entry is a buffer; from now on it does."""
+        found = self.held.get(use) == what
+        self.held[use] = what
+        return found
+
+    def changed(self, buffers: Iterable[str]) -> None:
+        """These buffers have other contents now."""
+        names = set(buffers)
+        self.held = {use: what for use, what in self.held.items() if what[0] not in names}
+
+    def shared_input(self, layer: LinearSpec) -> int | None:
+        """The index of the shared input of a layer that runs with its master or with requantized weights."""
+        for index, each in enumerate(self.inputs):
+            if any(layer.name == other.name for other in each.layers):
+                return index
+        return None
+
+
+def refuse(what: str) -> NoReturn:
+    raise UnsupportedError(f"the cuda target does not have {what} yet; run with --target cpu")

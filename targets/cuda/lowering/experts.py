@@ -1,0 +1,79 @@
+"""Mixtures of experts.  The host reads which rows chose which expert, and starts every expert over its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from edgeq.targets.cuda.lowering.context import Launch, Lowered, Lowering, Routed, Value
+from edgeq.targets.cuda.lowering.linear import Input, Output, layer_launches
+from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.graph import Experts, GatedAdd, Linear, Route
+
+
+def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:
+    values: dict[str, Value] = {
+        "x": lowering.buffer(op.x),
+        "out": lowering.buffer(op.out),
+        "width": lowering.graph.buffers[op.x],
+        "experts": op.experts,
+        "chosen": op.chosen,
+        "normalized": int(op.normalized),
+    }
+    return [Launch(op, lowering.stage, Variant("route"), values)]
+
+
+def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
+    rows, named = lowering.rows(lowering.stage), lowering.storage.named
+    width, result = lowering.graph.buffers[op.x], op.downs[0].rows
+    here = ("experts", lowering.stage)
+
+    def memory(name: str, numbers: int) -> int:
+        return named((*here, name, numbers), rows * numbers * 4)
+
+    # Of one expert: every row at most once.
+    taken, gate_up, inner = memory("taken", width), memory("gate_up", 2 * op.width), memory("inner", op.width)
+    out, results = memory("out", result), memory("results", op.chosen * result)
+    which, places = memory("rows", 1), memory("places", 1)
+    launches = []
+    for e, (projection, down) in enumerate(zip(op.projections, op.downs, strict=True)):
+        select: dict[str, Value] = {
+            "x": lowering.buffer(op.x), "wanted": which, "out": taken, "width": width, "x2": 0, "out2": 0, "width2": 0,
+        }  # fmt: skip
+        steps = [Launch(op, lowering.stage, Variant("select"), select)]
+        offset = 0
+        for layer in projection:
+            part = Linear(op.layer, op.x, layer, op.out)
+            to = Output(gate_up + 4 * offset, 2 * op.width, False)
+            source = Input(taken, width, ("taken", op, e))
+            steps += layer_launches(lowering, part, layer, source, to, lowering.mode_of(op))
+            offset += layer.rows
+        act: dict[str, Value] = {"x": gate_up, "out": inner, "stride": 2 * op.width, "width": op.width}
+        steps.append(Launch(op, lowering.stage, Variant("activate", ("silu", True)), act))
+        part = Linear(op.layer, op.x, down, op.out)
+        source = Input(inner, op.width, ("inner", op, e))
+        steps += layer_launches(lowering, part, down, source, Output(out, result, False), lowering.mode_of(op))
+        put: dict[str, Value] = {"x": out, "places": places, "out": results, "width": result}
+        steps.append(Launch(op, lowering.stage, Variant("scatter"), put))
+        launches.append(tuple(replace(step, operation=op) for step in steps))
+    routing = lowering.buffer(op.routing)
+    combine: dict[str, Value] = {
+        "x": results,
+        "routing": routing,
+        "out": lowering.buffer(op.out),
+        "width": result,
+        "chosen": op.chosen,
+    }
+    last = Launch(op, lowering.stage, Variant("gather_add"), combine)
+    return [Routed(op, routing, which, places, tuple(launches), last, lowering.stage)]
+
+
+def gated_add(lowering: Lowering, op: GatedAdd) -> Sequence[Lowered]:
+    values: dict[str, Value] = {
+        "x": lowering.buffer(op.x),
+        "gate": lowering.buffer(op.gate),
+        "out": lowering.buffer(op.out),
+        "width": lowering.graph.buffers[op.out],
+        "stride": lowering.graph.buffers[op.gate],
+    }
+    return [Launch(op, lowering.stage, Variant("gated_add"), values)]

@@ -1,0 +1,254 @@
+"""Linear layers: what changes their input, the form that products read, products, and what is added to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from edgeq.codec import CHUNK
+from edgeq.quantization import activation_block, activation_limit, static_limit
+from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Mode, Transform, Weight
+from edgeq.targets.cuda.lowering.context import FACTORS, Launch, Lowering, Value
+from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.graph import Linear, linears
+
+FORM_BLOCK = 128
+"""Channels that a warp brings into the form that products read, and of which the form holds a multiple."""
+MANY_TOKENS = 64
+"""Token rows of a tile of `many`; the form has a multiple of it."""
+TILE = 4096
+"""The largest power of two that one pass of a transform takes."""
+BASE_TILE = 512
+"""Numbers of a block of threads in a pass with a base, if its power of two is not more."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Rows f32 at `address`, `width` apart; `made` says of which buffer, and how, they were made."""
+
+    address: int
+    width: int
+    made: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Rows f32 at `address`, `width` apart; with `add` a result is added to what is there."""
+
+    address: int
+    width: int
+    add: bool
+
+
+def linear(lowering: Lowering, op: Linear) -> Sequence[Launch]:
+    layer, buffers = op.linear, lowering.graph.buffers
+    raw = Input(lowering.buffer(op.x), buffers[op.x], (op.x,))
+    out = Output(lowering.buffer(op.out) + 4 * op.offset, buffers[op.out], op.add)
+    return layer_launches(lowering, op, layer, raw, out, lowering.mode_of(op))
+
+
+def layer_launches(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input, out: Output, mode: Mode) -> list[Launch]:
+    """y = W x' + bias and what else the layer adds, for rows of `raw`."""
+    index, launches = lowering.shared_input(layer), list[Launch]()
+    if index is not None and lowering.origin == "masters":
+        assert layer.master
+        if lowering.inputs[index].layers[0].name == layer.name:
+            launches.append(add_squares(lowering, op, raw, index))
+        layer, index = replace(layer, weights=(layer.master,)), None
+    made, x = prepared(lowering, op, layer, raw, index)
+    launches += made
+    start = 0
+    for place, weight in enumerate(layer.weights):
+        block = Input(x.address + 4 * start, x.width, (*x.made, start, weight.columns))
+        to = replace(out, add=out.add or place > 0)
+        bias = layer.bias if place == 0 else None
+        activation = layer.activation if mode != "a16" else None
+        launches += product(lowering, op, weight, block, to, bias, mode, activation, place, index)
+        start += weight.columns
+    if layer.split_row is not None:
+        values: dict[str, Value] = {
+            "x": x.address, "weights": lowering.storage.floats(layer.split_row.row), "y": out.address, "rows": layer.rows,
+            "columns": x.width, "width": out.width, "index": layer.split_row.index,
+        }  # fmt: skip
+        launches.append(Launch(op, lowering.stage, Variant("split_row"), values))
+    if layer.low_rank is not None:
+        launches += low_rank(lowering, op, layer.low_rank, raw, out)
+    return launches
+
+
+def low_rank(lowering: Lowering, op: Linear, part: LowRank, raw: Input, out: Output) -> list[Launch]:
+    rank = part.a.rows
+    inner = Output(lowering.storage.named("low rank", lowering.most_rows * widest_rank(lowering) * 4), rank, False)
+    return [
+        *float_product(lowering, op, part.a, raw, inner, None),
+        *float_product(lowering, op, part.b, Input(inner.address, rank, ()), replace(out, add=True), None),
+    ]
+
+
+def widest_rank(lowering: Lowering) -> int:
+    layers = (layer for op in lowering.graph.operations for layer in linears(op))
+    return max(layer.low_rank.a.rows for layer in layers if layer.low_rank)
+
+
+def widest_input(lowering: Lowering) -> int:
+    return max(layer.columns for op in lowering.graph.operations for layer in linears(op))
+
+
+def add_squares(lowering: Lowering, op: Linear, raw: Input, index: int) -> Launch:
+    shared = lowering.inputs[index]
+    values: dict[str, Value] = {
+        "x": raw.address,
+        "counted": lowering.sent("counted"),
+        "sums": lowering.storage.address("sums") + 4 * shared.offset,
+        "columns": shared.columns,
+        "width": raw.width,
+    }
+    return Launch(op, lowering.stage, Variant("add_squares"), values)
+
+
+def prepared(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input, index: int | None) -> tuple[list[Launch], Input]:
+    """The launches that order, transform and scale an input, and where it is then; layers of the same parts share it.
+
+    index   of a shared input, whose requantized weights want it divided by their scales
+    """
+    if not (layer.input_order or layer.transform or layer.input_scale or index is not None):
+        return [], raw
+    columns = layer.columns
+    nbytes = lowering.most_rows * widest_input(lowering) * 4
+    result = Input(
+        lowering.storage.named("prepared", nbytes), columns,
+        (*raw.made, raw.address, layer.input_order, layer.transform, layer.input_scale, index),
+    )  # fmt: skip
+    if lowering.holds("prepared", result.made):
+        return [], result
+    launches, at = list[Launch](), raw
+    scale = lowering.storage.floats(layer.input_scale) if layer.input_scale else 0
+    if layer.input_order or layer.transform is None:
+        # The scale comes after a transform.  One that has a base cannot work in place.
+        order = lowering.storage.array(layer.input_order) if layer.input_order else 0
+        early = scale if layer.transform is None else 0
+        based = layer.transform is not None and layer.transform.base is not None
+        place = Input(lowering.storage.named("ordered", nbytes), columns, ()) if based else result
+        launches.append(arrange(lowering, op, at, place, order, early, index))
+        at = place
+    if layer.transform is not None:
+        launches += transform(lowering, op, layer.transform, at, result)
+        if scale:
+            launches.append(arrange(lowering, op, result, result, 0, scale, None))
+    return launches, result
+
+
+def arrange(lowering: Lowering, op: Linear, source: Input, to: Input, order: int, scale: int, index: int | None) -> Launch:
+    values: dict[str, Value] = {
+        "x": source.address, "order": order, "scale": scale, "out": to.address, "columns": to.width, "width": source.width,
+        "ordered": int(order != 0), "scaled": int(scale != 0 or index is not None),
+    }  # fmt: skip
+    moved: dict[str, ArrayRef | tuple[str, int]] = {} if index is None else {"scale": (FACTORS, index)}
+    return Launch(op, lowering.stage, Variant("arrange"), values, moved=moved)
+
+
+def transform(lowering: Lowering, op: Linear, part: Transform, source: Input, to: Input) -> list[Launch]:
+    """(base (x) H_2^m) v / sqrt(size): a pass for every TILE of the power of two, the first with the base."""
+    power, stride, at, launches = part.size // part.base_size, part.stride, source, list[Launch]()
+    if part.size == 1:
+        return [arrange(lowering, op, at, to, 0, 0, None)]
+    left, order = power, part.base_size
+    while left > 1 or order > 1:
+        now = min(left, TILE)
+        left //= now
+        # Every channel of a base is a sum of many: more blocks of threads share them.
+        numbers = max(now, BASE_TILE) if order > 1 else TILE
+        values: dict[str, Value] = {
+            "x": at.address, "base": lowering.storage.floats(part.base) if part.base else 0, "out": to.address,
+            "columns": to.width, "width": at.width, "power": now, "stride": stride, "order": order,
+            "piece": power * part.stride, "vectors": min(numbers // now, to.width // now),
+            "factor": part.size**-0.5 if left == 1 else 1.0,
+        }  # fmt: skip
+        launches.append(Launch(op, lowering.stage, Variant("butterflies"), values))
+        at, stride, order = to, stride * now, 1
+    return launches
+
+
+def product(
+    lowering: Lowering, op: Linear, weight: Weight, x: Input, out: Output, bias: ArrayRef | None, mode: Mode,
+    activation: Activation | None, place: int, index: int | None,
+) -> list[Launch]:  # fmt: skip
+    """The product of weight block `place` with x, in the form that the layer's activation or the mode asks for."""
+    codec = weight.codec
+    if codec.kind != "int":
+        return float_product(lowering, op, weight, x, out, bias)
+    group, padded = activation_block(codec), -(-lowering.most_rows // MANY_TOKENS) * MANY_TOKENS
+    groups = -(-weight.columns // group)
+    form: dict[str, Value] = {
+        "x": x.address,
+        **form_memory(lowering, padded),
+        "columns": weight.columns,
+        "width": x.width,
+        "padded": padded,
+        "groups": groups,
+    }
+    forming, rule, integer = form_rule(lowering, op, weight, mode, activation, place)
+    values: dict[str, Value] = {
+        **stored(lowering, weight),
+        "x": form["data"],
+        **{name: form[name] for name in ("xs", "xn", "groups", "padded")},
+        "stride": 1 if codec.group_size else 0,
+        "rows": weight.rows,
+        "width": out.width,
+        "y": out.address,
+        "bias": lowering.storage.floats(bias) if bias else 0,
+        "has_bias": int(bias is not None),
+        "add": int(out.add),
+    }
+    literals = (codec.bits, not codec.symmetric, integer, group)
+    names = {"q": "q", "scale": "s", "zero": "z"}
+    moved = {} if index is None else {names[name]: ref for name, ref in weight.arrays()}
+    few, many = Variant("few", literals), Variant("many", literals)
+    launch = Launch(op, lowering.stage, few, values, many, reads_weights=True, moved=moved)
+    if x.made and lowering.holds("form", (*x.made, x.address, forming, *rule.items())):
+        return [launch]
+    return [Launch(op, lowering.stage, forming, form | rule), launch]
+
+
+def form_rule(
+    lowering: Lowering, op: Linear, weight: Weight, mode: Mode, activation: Activation | None, place: int
+) -> tuple[Variant, dict[str, Value], bool]:
+    """The kernel that brings an input into its form, the scalars of its rule, and whether the form holds bytes."""
+    group = activation_block(weight.codec)
+    if activation is not None and activation.scales is not None:
+        return Variant("form_static", (group,)), {
+            "scales": lowering.storage.floats(activation.scales), "kinds": activation.scales.shape[0],
+            "modality": lowering.sent("modality"), "limit": static_limit(activation, weight.codec),
+        }, True  # fmt: skip
+    if activation is not None:
+        bits = activation.high_bits if place else activation.bits
+        integer = activation.symmetric or bits < 8
+        levels = (1 << (bits - 1)) - 1 if activation.symmetric else (1 << bits) - 1
+        return Variant("form_token", (integer, group)), {"symmetric": int(activation.symmetric), "levels": levels}, integer
+    limit = 0 if mode == "a16" else activation_limit(weight.codec, mode)
+    return Variant("form", (mode != "a16", group)), {"limit": limit}, mode != "a16"
+
+
+def form_memory(lowering: Lowering, padded: int) -> dict[str, Value]:
+    """Room for the form of the widest input in any kind: f16 is the larger one, and a group has at least 16 channels."""
+    channels = -(-widest_input(lowering) // FORM_BLOCK) * FORM_BLOCK * padded
+    sizes = {"data": channels * 2, "xs": channels // 16 * 4, "xn": channels // 16 * 4}
+    return {name: lowering.storage.named(("form", name), nbytes) for name, nbytes in sizes.items()}
+
+
+def float_product(lowering: Lowering, op: Linear, weight: Weight, x: Input, out: Output, bias: ArrayRef | None) -> list[Launch]:
+    values: dict[str, Value] = {
+        "x": x.address, "q": lowering.storage.array(weight.q), "bias": lowering.storage.floats(bias) if bias else 0,
+        "y": out.address, "columns": weight.columns, "stride": x.width, "rows": weight.rows, "width": out.width,
+        "has_bias": int(bias is not None), "add": int(out.add),
+    }  # fmt: skip
+    return [Launch(op, lowering.stage, Variant("float_product", (weight.codec.kind,)), values, reads_weights=True)]
+
+
+def stored(lowering: Lowering, weight: Weight) -> dict[str, Value]:
+    return {
+        "q": lowering.storage.array(weight.q),
+        "s": lowering.storage.array(weight.scale) if weight.scale else 0,
+        "z": lowering.storage.array(weight.zero) if weight.zero else 0,
+        "chunks": -(-weight.columns // CHUNK),
+    }

@@ -1,0 +1,74 @@
+"""How many blocks of a kernel a multiprocessor holds, and the bytes of weights that they ask for at once: computed numbers.
+
+Limits of a compute capability: CUDA C++ Programming Guide 12.6, table "Technical Specifications per Compute Capability".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgeq.devices import Device
+from edgeq.targets.cuda.nvrtc import Compiled
+from edgeq.targets.cuda.pack import Generated, Variant, whole
+
+REGISTERS = 65536
+REGISTER_UNIT, RESERVED_SHARED = 256, 1024
+"""Registers of a warp are given in units; the system takes some shared memory of every block."""
+LATENCY = 0.8e-6
+"""Seconds from asking for memory to having it, of a busy GPU: so long every byte is in flight (Little's law)."""
+FEW_ROWS, WARP = 16, 32
+DETAILS = {"few": 0, "fused_rows": 1, "fused_activate": 3, "fused_heads": 3}
+"""Kernels that read weights in decode, and how many literals they have before those of the weights."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    threads: int
+    blocks: int
+    shared: int
+
+
+LIMITS = {
+    80: Limits(2048, 32, 164 << 10),
+    86: Limits(1536, 16, 100 << 10),
+    87: Limits(1536, 16, 164 << 10),
+    89: Limits(1536, 24, 100 << 10),
+    90: Limits(2048, 32, 228 << 10),
+}
+
+
+def threads_of(generated: Generated) -> int:
+    """Threads of a block, which are literals in all kernels.  FormatError: here they are not."""
+    return whole(generated.block[0], {})
+
+
+def blocks_held(image: Compiled, threads: int) -> int | None:
+    """Blocks that a multiprocessor holds at once; None: PTX, or a capability without known limits."""
+    limits = LIMITS.get(int(image.arch.rpartition("_")[2])) if image.arch.startswith("sm_") else None
+    if limits is None:
+        return None
+    warps = -(-threads // WARP)
+    registers = -(-image.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT * warps
+    return min(
+        limits.blocks,
+        limits.threads // (warps * WARP),
+        REGISTERS // registers,
+        limits.shared // (image.shared + RESERVED_SHARED),
+    )
+
+
+def bytes_in_flight(variant: Variant, blocks: int, threads: int) -> int | None:
+    """Bytes of weights that a multiprocessor has asked for: in decode a group of 16 output channels in every warp; else None.
+
+    Of weights in two blocks of input channels those of the first.
+    """
+    at = DETAILS.get(variant.kernel)
+    if at is None or not all(isinstance(value, int) for value in variant.literals[at : at + 4]):
+        return None
+    bits, _, _, group = (int(value) for value in variant.literals[at : at + 4])
+    return blocks * (threads // WARP) * FEW_ROWS * max(32, group) * bits // 8
+
+
+def bytes_needed(device: Device) -> int | None:
+    """Bytes that each multiprocessor must have asked for to keep the memory busy."""
+    return round(device.bandwidth / device.multiprocessors * LATENCY) if device.multiprocessors else None

@@ -1,0 +1,107 @@
+"""The kernels and the memory that a model needs on a GPU, found out without one: its program is made on a device that has
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgeq.container import ModelFile
+from edgeq.errors import DeviceError
+from edgeq.records import Mode
+from edgeq.targets.cuda.device import Call, Copy, Kernel, Memory, Pinned, Recording
+from edgeq.targets.cuda.pack import Generated, Variant
+from edgeq.targets.cuda.program import CudaProgram
+from edgeq.targets.cuda.supply import OnKernel
+from edgeq.targets.graph import Graph
+from edgeq.targets.target import Options
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class _Place:
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Named:
+    generated: Generated
+
+
+class _Nothing:
+    """A device whose memory is addresses, and whose kernels are names."""
+
+    name, sm, multiprocessors = "a GPU that is not here", 0, 1
+
+    def __init__(self, integrated: bool = False) -> None:
+        self.integrated = integrated
+        self._next = ALIGNMENT
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 62, 1 << 62
+
+    def allocate(self, nbytes: int) -> Memory:
+        place = _Place(self._next, nbytes)
+        self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return place
+
+    def write(self, address: int, data: NDArray[Any]) -> None: ...
+
+    def read(self, address: int, data: NDArray[Any]) -> None: ...
+
+    def zero(self, address: int, nbytes: int) -> None: ...
+
+    def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
+        return {each.variant: _Named(each) for each in kernels}
+
+    def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None: ...
+
+    def pinned(self, nbytes: int) -> Pinned:
+        raise DeviceError(f"{self.name} runs nothing")
+
+    def record(self, steps: Sequence[Call | Copy]) -> Recording:
+        raise DeviceError(f"{self.name} runs nothing")
+
+    def synchronize(self) -> None: ...
+
+
+def variants(graph: Graph, file: ModelFile, options: Options, modes: Iterable[Mode]) -> list[Variant]:
+    """Every kernel that a program launches in these modes, with requantized weights too if the options ask for them.
+
+    UnsupportedError: as CudaTarget.compile.
+    """
+    asked: dict[Variant, None] = {}
+
+    def source(wanted: Sequence[Variant], on_kernel: OnKernel) -> list[Generated]:
+        asked.update(dict.fromkeys(wanted))
+        return _named(wanted, on_kernel)
+
+    for mode in modes:
+        # A short prompt is decoded with the weights of the file.
+        for requantize in {False, options.requantize}:
+            CudaProgram(_Nothing(), graph, file, replace(options, mode=mode, requantize=requantize), source=source)
+    return sorted(asked, key=lambda variant: variant.symbol)
+
+
+def device_bytes(graph: Graph, file: ModelFile, options: Options, integrated: bool) -> int:
+    """Device memory of a program: weights, buffers, recordings, the pages of the cache that its pool begins with, and the
+    requantized weights of one session if the options ask for them.
+
+    UnsupportedError: as CudaTarget.compile.
+    """
+    program = CudaProgram(_Nothing(integrated), graph, file, options, source=_named)
+    return program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
+
+
+def launches_per_token(graph: Graph, file: ModelFile, options: Options) -> int:
+    """Kernels that a decoded token of one text starts.  UnsupportedError: as CudaTarget.compile."""
+    return CudaProgram(_Nothing(), graph, file, options, source=_named).kernels_per_token
+
+
+def _named(wanted: Sequence[Variant], on_kernel: OnKernel) -> list[Generated]:
+    return [Generated(variant, variant.symbol, "", (), (1, 1, 1), (1, 1, 1)) for variant in wanted]

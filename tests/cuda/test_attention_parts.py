@@ -1,0 +1,90 @@
+"""Attention whose context is taken in parts, side by side and one after the other, on the emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from edgeq.records import KvCodec
+from edgeq.targets.cuda.lowering import attention
+from edgeq.targets.cuda.lowering.attention import PART
+from edgeq.targets.cuda.program import CudaProgram
+from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, Linear, Select
+from edgeq.targets.rows import PAGE, Rows
+from tests.cuda.comparing import program_of
+from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED
+from tests.targets.cases import Arrays
+from tests.targets.test_cache import identity
+
+pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
+
+HEADS, KV_HEADS, HEAD = 6, 2, 20
+LENGTHS = (3, PART, PART + 1, 2 * PART + 70, 3 * PART - 1)
+"""Of the contexts of five sessions: one part or several, and ends of them."""
+
+
+def graph_of(arrays: Arrays, window: int) -> Graph:
+    """Six query heads, three for each of two key/value heads, of 128 random tokens."""
+    q, k = HEADS * HEAD, KV_HEADS * HEAD
+    table = np.random.default_rng(0).standard_normal((128, q + 2 * k)).astype(np.float32)
+    operations = (
+        Embed(-1, arrays.add(table, "f32"), "x"),
+        CacheWrite(0, "x", q, q + k, KV_HEADS, HEAD, 0),
+        Attention(0, "x", 0, "a", HEADS, KV_HEADS, HEAD, 0.7, window, 0),
+        Select(-1, ("a",)),
+        Linear(-1, "a", identity(arrays, q), "y"),
+    )
+    return Graph({"x": q + 2 * k, "a": q, "y": q}, operations, "y", 1, KV_HEADS, HEAD)
+
+
+def filled(program: CudaProgram, length: int) -> list[object]:
+    """The pages of a session after `length` random tokens."""
+    pages = [program.new_page() for _ in range(-(-length // PAGE) + 1)]
+    tokens = np.random.default_rng(length).integers(0, 128, length).astype(np.int32)
+    for first in range(0, length, 256):
+        places = np.arange(first, min(length, first + 256), dtype=np.int32)
+        program.run(Rows(tokens[places], places[None], places, places * 0, [pages], places[:0]))
+    return pages  # type: ignore[return-value]
+
+
+def run(program: CudaProgram, pages: Sequence[list[object]], which: Sequence[int]) -> np.ndarray:
+    """The next token of these sessions."""
+    slots = np.array([LENGTHS[i] for i in which], np.int32)
+    every = np.arange(len(which), dtype=np.int32)
+    rows = Rows(slots % 128, slots[None], slots, every, [pages[i] for i in which], every)  # type: ignore[misc]
+    return program.run(rows, times=[]).copy()
+
+
+@pytest.mark.parametrize(
+    ("kv", "window", "order"),
+    [
+        (KvCodec(), 0, FORWARD),
+        (KvCodec(), PART + 40, BACKWARD),
+        (KvCodec("int8"), 0, SHUFFLED),
+        (KvCodec("int4"), 100, FORWARD),
+    ],
+)
+def test_parts_side_by_side_give_the_bits_of_parts_in_turn_alone_and_together(
+    kv: KvCodec, window: int, order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = Arrays()
+    graph = graph_of(arrays, window)
+    program, reference = (program_of(graph, arrays, 256, kv=kv, order=each) for each in (order, None))
+    assert isinstance(program, CudaProgram)
+    pages, theirs = ([filled(each, length) for length in LENGTHS] for each in (program, reference))  # type: ignore[arg-type]
+    together = run(program, pages, range(5))
+    for i in range(5):
+        assert np.array_equal(run(program, pages, [i])[0], together[i]), LENGTHS[i]
+    monkeypatch.setattr("edgeq.targets.cuda.program.SIDE_BY_SIDE", 0)
+    assert np.array_equal(run(program, pages, range(5)), together)
+    monkeypatch.undo()
+    # What has arrived is counted from zero again.
+    assert np.array_equal(run(program, pages, [4, 3, 0]), together[[4, 3, 0]])
+    wanted = run(reference, theirs, range(5))  # type: ignore[arg-type]
+    assert np.abs(together - wanted).max() < 3e-3 * np.abs(wanted).max()
+
+
+def test_a_part_is_whole_pages_and_blocks_of_32() -> None:
+    assert PART % PAGE == 0 and attention.SIDE_BY_SIDE >= 64

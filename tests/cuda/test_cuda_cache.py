@@ -1,0 +1,135 @@
+"""The cache of keys and values in every codec, and rotated heads: the emulated device against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edgeq.records import KvCodec
+from edgeq.targets.graph import Attention, HeadNorm, HeadRotate, Linear, Select
+from edgeq.targets.rows import PAGE
+from tests.cuda.comparing import both, program_of, read
+from tests.cuda.emulated import SHUFFLED
+from tests.targets.cases import Arrays, rows_of
+from tests.targets.test_cache import Heads
+from tests.targets.test_cpu_kernels import identity
+
+pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
+
+F16, INT8 = KvCodec(), KvCodec("int8")
+CODECS = [F16, INT8, *(KvCodec("int4", high) for high in (0, 3, 8)), KvCodec("int4", 8, bits=2), KvCodec("int4", 0, bits=3)]
+WHOLE = KvCodec("int4", 20)
+"""All dimensions of a head of 20 in 8 bits."""
+TOLERANCE = 5e-6
+
+
+@pytest.mark.parametrize("dim", [20, 32, 72])
+@pytest.mark.parametrize("kv", [*CODECS, WHOLE], ids=lambda kv: kv.name)
+@pytest.mark.parametrize("heads, kv_heads, window, positions", [(4, 2, 0, 70), (6, 1, 70, 150), (2, 2, 5, 65)])
+def test_attention_equals_the_reference_however_it_is_cut(
+    kv: KvCodec, dim: int, heads: int, kv_heads: int, window: int, positions: int
+) -> None:
+    shape, arrays = Heads(heads, kv_heads, dim, window), Arrays()
+    graph = shape.graph(arrays, shape.numbers(positions))
+    oracle, y = both(graph, arrays, positions, kv=kv)
+    # The same numbers are cached: only the order of sums differs.
+    assert np.abs(y - oracle).max() < TOLERANCE * np.abs(oracle).max()
+    program = program_of(graph, arrays, positions, kv=kv, order=SHUFFLED)
+    assert np.array_equal(read(program, positions, [5, 1, 3, positions - 10, 1]), y), "chunks must not change a bit"
+    assert graph.page_bytes(kv) == len(program.save_page(program.new_page()))
+
+
+@pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)
+@pytest.mark.parametrize("value", [0.0, 3.0, -2.5, 1e-38, 3e38, 65504.0, 65600.0])
+def test_heads_of_one_number_are_no_division_by_zero(kv: KvCodec, value: float) -> None:
+    shape, arrays = Heads(2, 1, 32), Arrays()
+    x = shape.numbers(4)
+    x[1:3, shape.widths[0] :] = value
+    oracle, y = both(shape.graph(arrays, x), arrays, 4, kv=kv)
+    assert np.isfinite(oracle[0]).all() and np.abs(y[0] - oracle[0]).max() < 1e-5
+    if abs(value) < 1e30:
+        assert np.isfinite(oracle).all() and np.abs(y - oracle).max() < 1e-5 * max(1, np.abs(oracle).max())
+
+
+@pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_a_position_that_is_not_finite_reaches_the_rows_that_see_it_alone(kv: KvCodec, bad: float, part: int) -> None:
+    shape, arrays = Heads(2, 1, 32, window=3), Arrays()
+    x = shape.numbers(9)
+    q, k = shape.widths
+    x[4, q + part * k + 5] = bad
+    oracle, y = both(shape.graph(arrays, x), arrays, 9, kv=kv)
+    seen = np.isin(np.arange(9), (4, 5, 6))
+    assert np.isnan(y[seen]).any(axis=1).all() and np.isfinite(y[~seen]).all()
+    assert np.array_equal(np.isnan(y), np.isnan(oracle))
+
+
+@pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 8)], ids=lambda kv: kv.name)
+def test_spans_of_slots(kv: KvCodec) -> None:
+    """Rows see what they are told to, also later slots of the same run."""
+    shape, arrays, count = Heads(4, 2, 32), Arrays(), 70
+    graph = shape.graph(arrays, shape.numbers(count))
+    graph = replace(graph, operations=tuple(
+        replace(op, span=1) if isinstance(op, Attention) else op for op in graph.operations
+    ))  # fmt: skip
+    rng = np.random.default_rng(0)
+    spans = np.zeros((2, 2, count), np.int32)
+    spans[1, 0] = rng.integers(0, count, count)
+    spans[1, 1] = [rng.integers(first, count) + 1 for first in spans[1, 0]]
+    results = []
+    for order in (None, 0):
+        program = program_of(graph, arrays, count, kv=kv, order=order)
+        results.append(program.run(replace(rows_of(program, count), spans=spans)).copy())
+    assert np.abs(results[1] - results[0]).max() < TOLERANCE * np.abs(results[0]).max()
+
+
+@pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)
+def test_pages_are_saved_and_what_lay_after_a_trimmed_cache_leaves_no_trace(kv: KvCodec) -> None:
+    shape, arrays = Heads(2, 1, 32), Arrays()
+    graph = shape.graph(arrays, shape.numbers(80))
+    program = program_of(graph, arrays, 80, kv=kv)
+    pages = [program.new_page() for _ in range(80 // PAGE + 1)]
+    fresh = program.run(rows_of(program, 80, 0, pages)).copy()
+    assert np.array_equal(program.run(rows_of(program, 50, 30, pages)), fresh[30:])
+    pages = [program.load_page(program.save_page(page)) for page in pages]
+    assert np.array_equal(program.run(rows_of(program, 10, 70, pages)), fresh[70:])
+
+
+@pytest.mark.parametrize("dim", [32, 72])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "head-norm"])
+def test_rotated_heads_equal_the_reference(dim: int, normed: bool) -> None:
+    rng, shape, arrays = np.random.default_rng(dim), Heads(dim=dim), Arrays()
+    matrix = arrays.add(rng.integers(-127, 128, (dim, dim), dtype=np.int8), "i8")
+    scale = arrays.add(np.array([0.3 / 127], np.float32), "f32")
+    where = ((0, shape.heads), (shape.widths[0], shape.kv_heads))
+    gain = arrays.add(rng.uniform(0.5, 2, dim).astype(np.float32), "f32")
+    norms = tuple(HeadNorm(1, "x", offset, heads, dim, gain, 1e-6) for offset, heads in where) if normed else shape.turns()
+    spins = tuple(HeadRotate(1, "x", offset, heads, dim, matrix, scale) for offset, heads in where)
+    x = shape.numbers(70)
+    x[5], x[6] = 0, 2
+    graph = shape.graph(arrays, x, (*norms, *spins))
+    for kv in (F16, KvCodec("int4", dim // 8)):
+        oracle, y = both(graph, arrays, 70, kv=kv)
+        # Now and then a number lies so near the middle of two codes that the last bit of a norm or an angle decides.
+        assert np.abs(y - oracle).mean() < 2e-3 * np.abs(oracle).mean()
+        assert np.array_equal(y, read(program_of(graph, arrays, 70, kv=kv), 70, [1, 60, 9]))
+
+
+@pytest.mark.parametrize("dim", [32, 72, 128])
+def test_a_rotation_of_heads_gives_the_bits_of_the_reference(dim: int) -> None:
+    rng, shape, arrays = np.random.default_rng(4), Heads(dim=dim), Arrays()
+    matrix = arrays.add(rng.integers(-127, 128, (dim, dim), dtype=np.int8), "i8")
+    scale = arrays.add(np.array([1 / 127], np.float32), "f32")
+    q, k = shape.widths
+    x = shape.numbers(9) * 100
+    x[1], x[2], x[3] = 0, 5, -5
+    spins = (HeadRotate(1, "x", 0, shape.heads, dim, matrix, scale), HeadRotate(1, "x", q, shape.kv_heads, dim, matrix, scale))
+    graph = shape.graph(arrays, x, spins)
+    width = q + 2 * k
+    shown = (Select(-1, ("x",)), Linear(-1, "x", identity(arrays, width), "y"))
+    graph = replace(graph, buffers={"x": width, "y": width}, operations=(*graph.operations[:3], *shown))
+    oracle, y = both(graph, arrays, 9)
+    assert np.array_equal(oracle, y)

@@ -1,0 +1,329 @@
+"""The driver's Device over cuda.bindings itself, on an imitated libcuda: memory, errors, refusals.
+
+What an imitation cannot show is said in docs/cuda.md: no test here has run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from edgeq.targets.cuda import discover
+from edgeq.targets.cuda.driver import packed
+from edgeq.targets.cuda.pack import Parameter
+from edgeq.targets.target import Absence
+from tests.cuda import imitated
+
+START = """
+import json, threading
+import numpy as np
+from edgeq.errors import DeviceError, ResourceError, UnsupportedError
+from edgeq.targets.cuda import discover, driver
+from edgeq.targets.cuda.pack import Generated, Variant
+def failing(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+def kernel(image):
+    return Generated(Variant("k"), "k_kernel", "", (), (1, 1, 1), (32, 1, 1), image)
+"""
+
+
+@pytest.fixture
+def needs_imitation() -> None:
+    if reason := imitated.refusal():
+        pytest.skip(reason)
+
+
+def on_gpu(tmp_path: Path, code: str, **settings: object) -> dict[str, object]:
+    """What `code` puts into `found`, in a process with an imitated GPU."""
+    text = f"{START}\nfound = {{}}\n{textwrap.dedent(code)}\nprint(json.dumps(found))"
+    result = imitated.run("-c", text, cache=tmp_path / "cache", **settings)
+    assert result.returncode == 0, result.stderr
+    return dict(json.loads(result.stdout))
+
+
+def test_arguments_have_the_types_of_their_parameters_and_fit_them() -> None:
+    parameters = [Parameter("pointer", "x"), Parameter("int32", "n"), Parameter("int64", "m"), Parameter("float32", "eps")]
+    values, types = packed(parameters, [1 << 40, -5, 1 << 40, 1e-5])
+    assert values == (1 << 40, -5, 1 << 40, 1e-5)
+    assert types == (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float)
+    for wrong in ([1, 1 << 31, 1, 1.0], [1, 1.5, 1, 1.0], [1, 1, 1 << 63, 1.0]):
+        with pytest.raises(ValueError, match="is no int"):
+            packed(parameters, wrong)
+    with pytest.raises(ValueError):
+        packed(parameters, [1, 2])
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
+def test_memory_is_written_and_read_in_order_from_any_thread(tmp_path: Path) -> None:
+    """More than the pinned buffer holds; copies are done only when something waits, and the array is changed at once."""
+    found = on_gpu(
+        tmp_path,
+        """
+        device = driver.DriverDevice()
+        found["memory"] = device.memory()
+        data = np.arange((driver.STAGING + driver.PIECE) // 4, dtype=np.uint32)
+        memory = device.allocate(data.nbytes)
+        found["left"] = device.memory()[1]
+        device.write(memory.address, data)
+        data += 1
+        device.write(memory.address, data[:7].copy())
+        device.zero(memory.address + 4 * 100, 4 * 5)
+        got = np.zeros_like(data)
+        worker = threading.Thread(target=device.read, args=(memory.address, got))
+        worker.start(), worker.join()
+        want = data - 1
+        want[:7] += 1
+        want[100:105] = 0
+        found["same"] = bool(np.array_equal(got, want))
+        def drop():
+            global memory
+            del memory
+        worker = threading.Thread(target=drop)
+        worker.start(), worker.join()
+        found["after"] = device.memory()
+        found["facts"] = [device.name, device.sm, device.multiprocessors, device.integrated, device.driver]
+        """,
+        memory=1 << 27,
+    )
+    assert found["memory"] == found["after"] == [1 << 27, 1 << 27] and found["left"] == (1 << 27) - (40 << 20)
+    assert found["same"] and found["facts"] == ["Imitated GPU 0", 87, 8, False, 12060]
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
+def test_threads_do_not_take_the_pinned_buffer_from_each_other(tmp_path: Path) -> None:
+    """The decoder of one request and the vision tower of another."""
+    found = on_gpu(
+        tmp_path,
+        """
+        import sys
+        sys.setswitchinterval(1e-6)
+        device, found["wrong"] = driver.DriverDevice(), []
+        def copy(thread):
+            memory = device.allocate(1 << 16)
+            for i in range(300):
+                data = np.full(1 << 14, 1000 * thread + i, np.uint32)
+                got = np.zeros_like(data)
+                device.write(memory.address, data)
+                device.read(memory.address, got)
+                if not np.array_equal(got, data):
+                    found["wrong"].append([thread, i])
+        threads = [threading.Thread(target=copy, args=(thread,)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        """,
+    )
+    assert found["wrong"] == []
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
+def test_what_is_recorded_is_replayed_and_finalizers_leave_the_context_of_the_thread(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+        import ctypes
+        from edgeq.targets.cuda.device import Copy
+        from cuda.bindings import driver as cuda
+        device = driver.DriverDevice()
+        block, result, memory = device.pinned(64), device.pinned(32), device.allocate(128)
+        steps = [Copy("in", memory.address, block.address, 64), Copy("within", memory.address + 64, memory.address, 64),
+                 Copy("out", result.address, memory.address + 64 + 8, 32)]
+        recording = device.record(steps)
+        found["before"] = result.array.tolist()
+        for first in (0, 100):
+            block.array[:] = np.arange(first, first + 64)
+            recording.replay()
+            found[f"after {first}"] = result.array.tolist()
+        graphs = ctypes.CDLL("libcuda.so.1").imitated_graphs
+        found["graphs"] = graphs()
+        held = result.array
+        del result
+        recording.replay()
+        found["held"] = held.tolist() == found["after 100"]
+        found["outside"] = failing(device.record, [Copy("in", memory.address, block.address + 1, 64)])
+        def finalize():
+            global recording, memory, block
+            device.synchronize()
+            _, mine = cuda.cuCtxGetCurrent()
+            cuda.cuCtxSetCurrent(0)
+            del recording, memory, block
+            _, after = cuda.cuCtxGetCurrent()
+            found["context"] = [int(mine) != 0, int(after)]
+        finalize()
+        found["left"] = graphs()
+        """,
+        memory=1 << 27,
+    )
+    assert found["before"] == [0] * 32
+    for first in (0, 100):
+        assert found[f"after {first}"] == list(range(first + 8, first + 40))
+    assert found["graphs"] == 1 and found["left"] == 0 and found["held"] and found["context"] == [True, 0]
+    assert "cuMemcpyHtoDAsync" in str(found["outside"]) and "invalid argument" in str(found["outside"])
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
+def test_a_graph_without_memory_is_no_failure_of_the_device(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+        from edgeq.targets.cuda.device import Copy
+        device = driver.DriverDevice()
+        block, memory = device.pinned(64), device.allocate(64)
+        found["full"] = failing(device.record, [Copy("in", memory.address, block.address, 64)])
+        device.record([Copy("in", memory.address, block.address, 64)]).replay()
+        """,
+        fail="cuGraphInstantiate:2",
+    )
+    assert "ResourceError: Imitated GPU 0 has no room for a graph of 1 steps" in str(found["full"])
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
+def test_a_gpu_without_room_for_a_context_is_told_and_asked_again(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+        device = driver.DriverDevice()
+        found["full"] = failing(device.allocate, 1 << 20)
+        found["later"] = device.allocate(1 << 20).nbytes
+        """,
+        fail="cuMemHostAlloc:2",
+    )
+    assert "ResourceError: no room on Imitated GPU 0 to begin with" in str(found["full"]) and found["later"] == 1 << 20
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
+def test_errors_are_told_and_end_the_device_but_not_the_process(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+        device = driver.DriverDevice()
+        found["full"] = failing(device.allocate, 1 << 30)
+        memory = device.allocate(1 << 20)
+        data = np.zeros(1 << 18, np.float32)
+        device.write(memory.address, data)
+        found["lost"] = failing(device.synchronize)
+        found["still lost"] = failing(device.write, memory.address, data)
+        del memory, device
+        device = driver.DriverDevice()
+        memory = device.allocate(1 << 20)
+        device.write(memory.address, data)
+        device.synchronize()
+        found["again"] = device.memory()[0]
+        """,
+        memory=64 << 20,
+        fail="cuStreamSynchronize:700",
+    )
+    assert "ResourceError: Imitated GPU 0 has no room for 1,024 MiB more: 64 MiB are free, 960 MiB are missing" in str(
+        found["full"]
+    )
+    for key in ("lost", "still lost"):
+        assert "DriverError" in str(found[key]) and "an illegal memory access" in str(found[key]), found[key]
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(found[key]) and "load it again" in str(found[key])
+    assert found["again"] == 64 << 20
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
+def test_an_image_that_the_driver_does_not_take_is_refused_by_name(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+        device = driver.DriverDevice()
+        found["none"] = failing(device.load, [kernel(b"")])
+        found["text"] = failing(device.load, [kernel(b"no PTX, no ELF")])
+        elf = bytearray(64)
+        elf[:4], elf[48] = b"\\x7fELF", 90
+        found["newer"] = failing(device.load, [kernel(bytes(elf))])
+        """,
+    )
+    assert "was not compiled" in str(found["none"])
+    assert "the driver (CUDA 12.6) does not take kernel k for Imitated GPU 0, sm_87: CUDA_ERROR_INVALID_IMAGE" in str(
+        found["text"]
+    )
+    assert "CUDA_ERROR_NO_BINARY_FOR_GPU; install a newer driver, or run edgeq build --for sm_87" in str(found["newer"])
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"driver": 11040}, "the driver is of CUDA 11.4; 12.0 or later is needed"),
+        ({"sm": 75}, "Imitated GPU 0: it is sm_75; sm_80 .Ampere. or later is needed"),
+        ({"count": 0}, "no NVIDIA GPU|may hide it"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_refused(settings: dict[str, object], match: str, tmp_path: Path) -> None:
+    found = on_gpu(tmp_path, "found['refused'] = discover.find().refused", **settings)
+    assert re.search(match, str(found["refused"])), found
+
+
+def test_without_a_gpu_there_is_nothing_to_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(discover, "LIBRARY", "libcuda-of-no-machine.so.1")
+    monkeypatch.setattr(discover, "SIGNS", ())
+    monkeypatch.setattr(discover, "PCI", tmp_path)
+    found = discover.find()
+    assert isinstance(found.refused, Absence) and found.first is None and not found.gpus
+
+
+def test_without_a_gpu_its_driver_is_not_imported() -> None:
+    """Every run on a machine without one would pay for it: 9 ms of processor time."""
+    code = """
+import sys
+from edgeq.targets.cuda import discover
+discover.LIBRARY, discover.SIGNS, discover.PCI = "libcuda-of-no-machine.so.1", (), discover.Path("/no/bus")
+assert discover.find().refused
+print([name for name in sys.modules if name in ("cuda.bindings", "edgeq.targets.cuda.driver", "edgeq.targets.cuda.pack")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_gpu_without_its_library_is_told_and_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(discover, "LIBRARY", "libcuda-of-no-machine.so.1")
+    monkeypatch.setattr(discover, "SIGNS", ())
+    monkeypatch.setattr(discover, "PCI", tmp_path)
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "vendor").write_text("0x10de\n")
+    (tmp_path / "0000:01:00.0" / "class").write_text("0x030000\n")
+    reason = discover.find().refused
+    assert reason is not None and not isinstance(reason, Absence)
+    for part in ("libcuda-of-no-machine.so.1", "/usr/lib/aarch64-linux-gnu/tegra", "nvidia-l4t-cuda"):
+        assert part in reason
+
+
+def test_without_its_bindings_their_name_is_told_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(discover, "library_refusal", lambda: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(discover, "PCI", tmp_path)
+    monkeypatch.setattr(discover, "WSL", tmp_path / "dxg")
+    for signs, told in (((str(tmp_path),), True), ((), False)):
+        monkeypatch.setattr(discover, "SIGNS", signs)
+        reason = discover.find().refused
+        assert reason == discover.NOT_INSTALLED and isinstance(reason, Absence) != told
+    assert "edgeq[cuda12]" in discover.NOT_INSTALLED
