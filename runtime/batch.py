@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 from edgeq.errors import InputError
 from edgeq.prompt import Prompt
 from edgeq.runtime.arguments import callback, instance, integer, wrong
-from edgeq.runtime.decode import Stream, decode_step
+from edgeq.runtime.context_size import check_length
+from edgeq.runtime.job import Job
 from edgeq.runtime.model import Model
 from edgeq.runtime.request import Request, check_sampling
 from edgeq.runtime.sampling import Logprobs, Processor, Sampling
-from edgeq.runtime.session import check_length
+from edgeq.runtime.scheduler import Scheduler
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Speculation
-from edgeq.runtime.stopping import Ending, FinishReason
+from edgeq.runtime.stopping import FinishReason
 
 MOST_SAMPLES = 128
 
@@ -39,7 +39,10 @@ class Answer:
 
 @dataclass
 class BatchMeasurement:
-    """Seconds and tokens of all texts together; prompts run between the cycles of the texts that are already decoding."""
+    """Seconds and tokens of all texts together.
+
+    prefill_s   of the runs with tokens of prompts; what other texts decoded in them is not in decode_tokens
+    """
 
     prefill_s: float = 0.0
     prompt_tokens: int = 0
@@ -49,15 +52,8 @@ class BatchMeasurement:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second of all texts together, after the first of each."""
+        """Tokens per second of all texts together, while no prompt was read."""
         return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
-
-
-@dataclass
-class _Seat:
-    answer: Answer
-    stream: Stream
-    ending: Ending
 
 
 class Batch:
@@ -93,9 +89,8 @@ class Batch:
         )
         self._request.check(model.config.vocab_size)
         self._model, self._size = model, size
-        speculator = model.speculator(draft, gamma)
-        self._step = speculator.step if speculator else decode_step
-        self.measurement = BatchMeasurement(speculation=speculator.statistics if speculator else Speculation())
+        self._speculator = model.speculator(draft, gamma)
+        self.measurement = BatchMeasurement(speculation=self._speculator.statistics if self._speculator else Speculation())
 
     def run(
         self,
@@ -130,51 +125,30 @@ class Batch:
             check_sampling(each, self._model.config.vocab_size)
         if len(sampling) != len(read):
             raise InputError(f"`sampling` has {len(sampling)} entries for {len(read)} prompts; expected one for each")
-        return self._run(self._begin(list(zip(read, sampling, strict=True)), n), on_tokens)
+        jobs = [Job(prompt, self._request, drawn, n) for prompt, drawn in zip(read, sampling, strict=True)]
+        return self._run(jobs, on_tokens)
 
-    def _run(self, begun: Iterator[_Seat], on_tokens: Callable[[int], None]) -> Iterator[Answer]:
-        seats: list[_Seat] = []
-        while True:
-            while len(seats) < self._size and (seat := next(begun, None)):
-                seats.append(seat)
-            if not seats:
-                return
-            if going := [seat for seat in seats if seat.answer.finish_reason is None]:
-                before = perf_counter()
-                emitted = self._step([seat.stream for seat in going], [seat.ending.room for seat in going])
-                self.measurement.decode_s += perf_counter() - before
-                self.measurement.decode_tokens += sum(map(len, emitted))
-                on_tokens(sum(map(len, emitted)))
-                for seat, tokens in zip(going, emitted, strict=True):
-                    self._take(seat, tokens)
-            yield from (seat.answer for seat in seats if seat.answer.finish_reason)
-            seats = [seat for seat in seats if seat.answer.finish_reason is None]
-
-    def _begin(self, prompts: Sequence[tuple[Prompt, Sampling]], n: int) -> Iterator[_Seat]:
-        """Seats with the first token of each text, which are made as they are asked for."""
-        for index, (prompt, sampling) in enumerate(prompts):
-            session = self._model.session()
-            before = perf_counter()
-            logits = session.prefill(prompt)
-            self.measurement.prefill_s += perf_counter() - before
-            self.measurement.prompt_tokens += len(prompt.tokens)
-            for sample in range(n):
-                mine = session if sample == n - 1 else session.fork()
-                sampler = self._request.sampler(sampling, self._model.text, len(prompt.tokens), sample)
-                stream = Stream(mine, sampler, list(prompt.tokens), top=self._request.logprobs)
-                seat = _Seat(Answer(index, sample), stream, self._request.ending(self._model.text))
-                stream.draw(logits)
-                self._take(seat, stream.tokens[-1:])
-                yield seat
-
-    def _take(self, seat: _Seat, tokens: Sequence[int]) -> None:
-        drawn = seat.stream.logprobs[-len(tokens) :]
-        for i, token in enumerate(tokens):
-            seat.answer.tokens.append(token)
-            seat.answer.logprobs += drawn[i : i + 1]
-            full = i + 1 == len(tokens) and not seat.stream.session.left
-            seat.answer.text += seat.ending.push(token, full)
-            if seat.ending.reason:
-                seat.answer.finish_reason = seat.ending.reason
-                seat.stream.session.close()
-                return
+    def _run(self, jobs: Sequence[Job], on_tokens: Callable[[int], None]) -> Iterator[Answer]:
+        scheduler, m = Scheduler(self._model, self._size, speculator=self._speculator), self.measurement
+        indices = {scheduler.submit(job): index for index, job in enumerate(jobs)}
+        answers: dict[tuple[int, int], Answer] = {}
+        while scheduler.busy:
+            updates, last = scheduler.step(), scheduler.last
+            m.prompt_tokens += last.prompt_tokens
+            if last.prompt_tokens:
+                m.prefill_s += last.seconds
+            else:
+                m.decode_s += last.seconds
+                m.decode_tokens += last.decode_tokens
+            on_tokens(sum(len(update.pieces) for update in updates))
+            for update in updates:
+                if update.error:
+                    raise update.error
+                key = indices[update.ticket], update.sample
+                answer = answers.setdefault(key, Answer(*key))
+                answer.tokens += [piece.token for piece in update.pieces]
+                answer.text += "".join(piece.text for piece in update.pieces)
+                answer.logprobs += update.logprobs
+                answer.finish_reason = update.reason
+                if update.reason:
+                    yield answers.pop(key)

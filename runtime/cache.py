@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import ParamSpec, TypeVar
 
 from edgeq.targets.rows import PAGE, Page
 from edgeq.targets.target import Program
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_turn(lock: Lock, call: Callable[P, R]) -> Callable[P, R]:
+    """`call` of a program, which has one caller at a time, between the runs of other threads."""
+
+    def waiting(*arguments: P.args, **named: P.kwargs) -> R:
+        with lock:
+            return call(*arguments, **named)
+
+    return waiting
 
 
 class KVCache:
@@ -17,6 +32,16 @@ class KVCache:
     def __init__(self) -> None:
         self.pages: list[Page] = []
         self._shared: set[int] = set()  # indices of pages that another cache may hold
+
+    def share(self, pages: Sequence[Page]) -> None:
+        """Hold `pages`, which others may hold too, in place of as many at the beginning."""
+        self.pages[: len(pages)] = pages
+        self._shared.update(range(len(pages)))
+
+    def missing(self, start: int, end: int) -> int:
+        """Pages that `reserve` would make."""
+        within = range(start // PAGE, -(-end // PAGE))
+        return max(0, -(-end // PAGE) - len(self.pages)) + len(self._shared.intersection(within))
 
     def reserve(self, program: Program, start: int, end: int) -> None:
         """Make the positions from `start` to `end` writable: pages for them, of which no other cache holds one."""
@@ -35,6 +60,6 @@ class KVCache:
         self._shared.update(range(count))
         return forked
 
-    def contents(self, program: Program, positions: int) -> Iterator[bytes]:
-        """The bytes of the pages that hold the first `positions` positions."""
-        return (program.save_page(page) for page in self.pages[: -(-positions // PAGE)])
+    def held(self, positions: int) -> list[Page]:
+        """The pages that hold the first `positions` positions."""
+        return self.pages[: -(-positions // PAGE)]

@@ -36,5 +36,16 @@ def choose_context(room: Room, page_bytes: int, limit: int, context: int | None)
     return wanted
 
 
+def check_length(tokens: int, context: int, held: int = 0, visual: int = 0) -> None:
+    """InputError: a prompt of so many tokens, `visual` of them of pictures, after `held` others, is longer than the context."""
+    if held + tokens > context:
+        after = f", {visual} of them of images" if visual else ""
+        after += f" after the {held} already there" if held else ""
+        raise InputError(
+            f"the prompt has {tokens} tokens{after}, the context {context} positions; "
+            "shorten the prompt or pass a larger `context`"
+        )
+
+
 def _size(count: int) -> str:
     return f"{count / (1 << 20):,.0f} MiB"

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.runtime.sampling import Logprobs, Sampler, logprobs
-from edgeq.runtime.session import BatchItem, Session, run_together
+from edgeq.runtime.sampling import Logprobs, Sampler, among, logprobs
+from edgeq.runtime.session import BatchItem, Logits, Session, rows_in_turn, run_together
 from edgeq.runtime.speculative.lookup import Lookup
+from edgeq.targets.target import FindsLargest, Largest
 
 
 @dataclass
@@ -28,11 +29,25 @@ class Stream:
     top: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
 
+    def prepare(self) -> None:
+        """The model is about to run its last token: begin with what the grammar says of the next one."""
+        if self.sampler.rules.matcher:
+            self.sampler.rules.matcher.prepare(self.tokens)
+
     def take(self, token: int, logits: NDArray[np.float32]) -> None:
         """Append a token that was drawn from `logits` float32 [vocab]."""
         self.tokens.append(token)
         if self.top is not None:
             self.logprobs.append(logprobs(logits, token, self.top))
+
+    @property
+    def needed(self) -> int:
+        """The largest logits that the next draw needs; 0: all."""
+        return self.sampler.needed if self.top is None else 0
+
+    def draw_among(self, largest: Largest) -> None:
+        """Draw the next token from the `needed` largest logits, and append it."""
+        self.tokens.append(self.sampler.pick(among(largest, 0, self.sampler.sampling)))
 
     def draw(self, logits: NDArray[np.float32]) -> None:
         """Draw the next token and append it."""
@@ -43,10 +58,55 @@ DecodeStep = Callable[[Sequence[Stream], Sequence[int]], list[list[int]]]
 """The next tokens of each stream, at least one and at most what it has room for; they are in `Stream.tokens` on return."""
 
 
+def run_streams(streams: Sequence[Stream], beside: Sequence[BatchItem] = ()) -> tuple[list[Logits], list[Logits]]:
+    """Run the last token of each stream, and in the same run what other sessions bring.
+
+    Gives the logits after each stream float32 [vocab], which nothing was drawn from yet, and those that each of `beside` wants
+    [n, vocab].
+    """
+    for stream in streams:
+        stream.prepare()
+    found = run_together([*(BatchItem(stream.session, stream.tokens[-1:], [0]) for stream in streams), *beside])
+    after = [logits[0] for logits in found[: len(streams)]]
+    for stream, logits in zip(streams, after, strict=True):
+        stream.session.logits = logits
+    return after, found[len(streams) :]
+
+
+def run_largest(items: Sequence[BatchItem], count: int) -> list[Largest] | None:
+    """The `count` largest logits after each item, which wants those of its last token, from one run as that of `run_together`.
+
+    None: nothing was run, as the target gives only all logits.
+    """
+    sessions = [item.session for item in items]
+    for session in sessions:
+        program = session._program
+        if not isinstance(program, FindsLargest) or not 0 < count <= program.most_largest:
+            return None
+    for session in sessions:
+        session.requantize()
+    if len({(id(session._program), id(session.weights)) for session in sessions}) > 1:
+        return [found for item in items for found in run_largest([item], count) or ()]
+    program = sessions[0]._program
+    assert isinstance(program, FindsLargest)
+    with rows_in_turn(items) as rows:
+        found = program.run_largest(rows, count, weights=items[0].session.weights)
+        every = [Largest(found.ids[i : i + 1].copy(), found.values[i : i + 1].copy(), found.finite[i : i + 1].copy())
+                 for i in range(len(items))]  # fmt: skip
+    return every
+
+
 def decode_step(streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
     """One token for each stream, from one run of the program: a DecodeStep without drafts (`Speculator.step` is one with)."""
-    logits = run_together([BatchItem(stream.session, stream.tokens[-1:], [0]) for stream in streams])
-    for stream, (after,) in zip(streams, logits, strict=True):
-        stream.session.logits = after
-        stream.draw(after)
+    found = None
+    if all(stream.needed for stream in streams):
+        items = [BatchItem(stream.session, stream.tokens[-1:], [0]) for stream in streams]
+        found = run_largest(items, max(stream.needed for stream in streams))
+    if found is None:
+        for stream, logits in zip(streams, run_streams(streams)[0], strict=True):
+            stream.draw(logits)
+    else:
+        for stream, largest in zip(streams, found, strict=True):
+            stream.session.logits = None
+            stream.draw_among(largest)
     return [stream.tokens[-1:] for stream in streams]

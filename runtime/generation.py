@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from edgeq import machine
 from edgeq.errors import InputError
 from edgeq.prompt import Prompt
+from edgeq.runtime.call_reader import CallReader, message_of
 from edgeq.runtime.decode import DecodeStep, Stream
 from edgeq.runtime.sampling import Logprobs
 from edgeq.runtime.session import OnPrompt
@@ -29,7 +30,7 @@ class _Closed(Exception):
 
 
 class Generation(Iterator[str]):
-    """Text as it is generated; runs when it is iterated.
+    """Text as it is generated; runs when it is iterated, by `for` or, within an event loop, `async for`.
 
     `close`, which another thread may call too, or the end of a `with` block, ends it after the present run.
 
@@ -49,15 +50,18 @@ class Generation(Iterator[str]):
         started: float,
         on_progress: OnPrompt | None,
         own_session: bool,
+        reader: CallReader | None = None,
     ) -> None:
         """The tokens of `stream` are those of `prompt`.  `started`: when the caller began to wait (perf_counter).
 
         own_session   the session was made for this text and ends with it
+        reader        knows calls of tools in it
         """
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self._given: list[str] = []
         self._closed, self._own_session = False, own_session
+        self._reader, self._message = reader, dict[str, Any]()
         self.measurement = measurement
         self._stream, self._ending, self._step = stream, ending, step
         self._prompt: Prompt | None = prompt
@@ -78,6 +82,17 @@ class Generation(Iterator[str]):
         for _ in self._pieces:
             pass
         return "".join(self._given)
+
+    def message(self) -> dict[str, Any]:
+        """Run to the end; the answer as the next message of the conversation: role, content, and where tools are called
+        `tool_calls`, each with id, type and function: its name and its arguments as an object (as text where `max_tokens` cut
+        them off).
+        """
+        text = self.text()
+        if not self._message:
+            events = self._reader.read(zip(self._given, self.tokens, strict=True)) if self._reader else [text]
+            self._message = message_of(events)
+        return self._message
 
     def close(self) -> None:
         """End the text where it is: nothing more comes.  What was run stays in a session that was passed."""
@@ -103,6 +118,25 @@ class Generation(Iterator[str]):
     def __next__(self) -> str:
         """The next text that is not empty."""
         return next(piece.text for piece in self._pieces if piece.text)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> str:
+        """The next text that is not empty.  The model runs on another thread, so that the event loop goes on meanwhile.
+
+        Who cancels the task that waits for it closes the text.
+        """
+        import asyncio
+
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(None, next, self, None)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if text is None:
+            raise StopAsyncIteration
+        return text
 
     def _run(self, started: float, on_progress: OnPrompt | None) -> Generator[Piece, None, None]:
         """Run the prompt, draw a token, then take decode steps until something ends the text."""
@@ -171,7 +205,9 @@ class Generation(Iterator[str]):
         m = self.measurement
         before, runs = perf_counter(), m.speculation.runs
         tokens = self._step([self._stream], [self._ending.room])[0]
-        m.decode_s += perf_counter() - before
+        seconds = perf_counter() - before
+        m.decode_s += seconds
+        m.token_s += [seconds / len(tokens)] * len(tokens)
         # Without drafts a step is one run, which no statistics count.
         runs = m.speculation.runs - runs or 1
         m.decode_steps += runs

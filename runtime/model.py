@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 from weakref import WeakSet
 
-from edgeq.chat_template import OTHER_TEMPLATE, ChatTemplate, Message
+from edgeq.chat_template import ChatTemplate, Message
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.image import Picture
 from edgeq.prompt import Prompt
-from edgeq.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
-from edgeq.runtime.arguments import callback, instance, integer, wrong
-from edgeq.runtime.context_size import choose_context
+from edgeq.records import KvKind, Mode
+from edgeq.runtime.adapted import adapted, opened
+from edgeq.runtime.arguments import callback, instance
+from edgeq.runtime.constraint import Constraints
+from edgeq.runtime.context_size import check_length, choose_context
 from edgeq.runtime.decode import Stream, decode_step
 from edgeq.runtime.decoder import decoder
 from edgeq.runtime.generation import Generation
+from edgeq.runtime.load_options import Asked
 from edgeq.runtime.pictures import ImageSource, Pictures, check_image_tokens
+from edgeq.runtime.prefill_rate import PrefillRate
 from edgeq.runtime.prompt_reader import PromptReader
-from edgeq.runtime.requantize import Requantization, Requantizer, chosen
+from edgeq.runtime.prompt_store import PromptStore
+from edgeq.runtime.requantize import NEVER, Requantization, Requantizer, chosen
 from edgeq.runtime.request import Request
+from edgeq.runtime.response_format import ResponseFormat
 from edgeq.runtime.sampling import Processor, Sampling
-from edgeq.runtime.session import OnPrompt, PrefillRate, RowOrder, Session, check_length
+from edgeq.runtime.session import OnPrompt, RowOrder, Session
 from edgeq.runtime.session_file import Origin
 from edgeq.runtime.speculative.speculator import DraftSource, Speculator, checked_draft
 from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.runtime.vision import Tower
 from edgeq.targets import Choice, pick
-from edgeq.targets.graph import RopeRotate
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Program, Requantizable, no_progress
@@ -73,11 +77,9 @@ class Model:
         on_progress: OnProgress = no_progress,
     ) -> None:
         started = perf_counter()
-        self.file = file
-        self.config = file.metadata.config
-        self.target = choice.target.name
-        self._chat_template = chat_template
-        self.requantization = chosen(requantization, file)
+        self.file, self.config = file, file.metadata.config
+        self.target, self._choice = choice.target.name, cast("Choice | None", choice)
+        self._chat_template, self.requantization = chat_template, chosen(requantization, file)
         check_image_tokens(self.config, image_tokens)
         # Its buffers do not depend on the context, only rotary frequencies do.
         graph = decoder(file.metadata)
@@ -90,17 +92,13 @@ class Model:
         self._program: Program | None = choice.target.compile(self.graph, file, options, on_progress)
         if self.requantization and not isinstance(self.program, Requantizable):
             raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")
-        refused = "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
-        self.description = self.program.description + refused
-        self._lock, self._row_order = Lock(), row_order
+        self.description = self.program.description + "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
+        self._lock, self._row_order, self.prefill_rate = Lock(), row_order, PrefillRate(self.program.tile)
         tower = partial(Tower, file, choice.target, options)
         self.pictures = Pictures(self.config, self.context, image_tokens, tower) if self.config.vision else None
-        self._prefill_rate = PrefillRate(self.program.tile)
-        # Which rotary frequencies a long context has is chosen when it is loaded.
-        ropes = sorted({repr(o.frequencies) for o in self.graph.operations if isinstance(o, RopeRotate)})
-        rope = f"rotary frequencies {hashlib.blake2b(''.join(ropes).encode(), digest_size=4).hexdigest()}"
-        self._origin = Origin(file.identity, (choice.target.name, options.mode, options.kv.name, rope))
+        self._origin = Origin.of(file, choice.target.name, options, self.graph)
         self._sessions: WeakSet[Session] = WeakSet()
+        self.constraints = Constraints(lambda: self.text, self.config.vocab_size)
         self.load_s = perf_counter() - started
 
     @property
@@ -115,14 +113,11 @@ class Model:
         self._program = program
 
     def close(self) -> None:
-        """Close all sessions, end the threads and drop the memory; a run of another thread is waited for.
-
-        Nothing can be generated any more.
-        """
+        """Close all sessions, wait for a run of another thread, end the threads, drop the memory; nothing can run any more."""
         for session in list(self._sessions):
             session.close()
         with self._lock:
-            self._program = None
+            self._program = self._choice = None
             if self.pictures:
                 self.pictures.close()
 
@@ -150,11 +145,7 @@ class Model:
 
         UnsupportedError: jinja2 cannot read it.
         """
-        blob = self.file.blob("chat_template") if self._chat_template is None else self._chat_template.encode()
-        try:
-            return None if blob is None else ChatTemplate(blob.decode("utf-8"), self.text, self.config.vision is not None)
-        except UnicodeDecodeError:
-            raise UnsupportedError(f"{self.file.path}: the chat template is not UTF-8; {OTHER_TEMPLATE}") from None
+        return ChatTemplate.of(self.file, self._chat_template, lambda: self.text)
 
     @classmethod
     def load(
@@ -174,6 +165,8 @@ class Model:
         requantization: Requantization | None = None,
         image_tokens: int | None = None,
         row_order: RowOrder = "sequence",
+        adapter: str | os.PathLike[str] | None = None,
+        graphs: bool = True,
         on_progress: OnProgress = no_progress,
     ) -> Model:
         """Open `path` and compile it.  The logger "edgeq" is told what was compiled, and what the model runs on.
@@ -190,6 +183,8 @@ class Model:
         requantization  when and how weights are requantized from the file's masters; None: after every prompt if it has any
         image_tokens  the most tokens that a picture gets; None: as many as the file allows, at most 1,280 and half the context
         row_order    "sequence", or "modality": rows of pictures come first in every run; changes no result
+        adapter      folder of a LoRA adapter as PEFT saves it, whose factors become low-rank parts of the layers
+        graphs       a GPU records the launches of a token once and starts them together; False: one by one
         on_progress  called with (kernels compiled, in all, label)
 
         InputError: no such file, or an argument of the wrong type or out of range.  FormatError: damaged.  UnsupportedError:
@@ -197,38 +192,16 @@ class Model:
         """
         started = perf_counter()
         instance("path", path, (str, os.PathLike), "a path")
-        if mode not in (None, *MODES):
-            raise InputError(f"mode {mode!r} is not known; supported: {', '.join(MODES)}")
-        if kv not in (None, "file", *KV_KINDS):
-            raise InputError(f"kv {kv!r} is not known; supported: file, {', '.join(KV_KINDS)}")
-        for name, text in {"target": target, "isa": isa, "chat_template": chat_template}.items():
-            instance(name, text, (str, type(None)), "a string, or None")
-        for name, threads_of in {"threads": threads, "threads_prefill": threads_prefill}.items():
-            integer(name, threads_of, 0, 1024, "0 (the target chooses) to 1024")
-        integer("max_logits", max_logits, 1, 65536)
-        integer("max_rows", max_rows, 0, 65536, "0 (the target chooses) to 65536")
-        if context is not None:
-            integer("context", context, -(1 << 62), 1 << 62, "a number of positions, or None")
-        instance("requantization", requantization, (Requantization, type(None)), "a Requantization, or None")
-        if row_order not in get_args(RowOrder):
-            raise wrong("row_order", row_order, " or ".join(get_args(RowOrder)))
+        threaded = threads, threads_prefill, kv, max_logits, max_rows
+        asked = Asked(target, isa, mode, *threaded, requantization, context, chat_template, row_order, graphs)
+        asked.check()
         callback("on_progress", on_progress)
-        file = ModelFile.open(Path(path))
+        file = opened(path, adapter)
         choice = pick(target, file)
-        options = Options(
-            mode=mode or file.metadata.default_mode,
-            threads=threads,
-            isa=isa,
-            max_rows=max_rows,
-            max_logits=max_logits,
-            threads_prefill=threads_prefill,
-            kv=file.metadata.kv if kv is None or kv == "file" else KvCodec(kv),
-            requantize=chosen(requantization, file) is not None,
-        )
         model = cls(
             file,
             choice,
-            options,
+            asked.options(file),
             context=context,
             chat_template=chat_template,
             requantization=requantization,
@@ -239,6 +212,18 @@ class Model:
         model.load_s = perf_counter() - started
         _log.info("%s: %s; context %d; loaded in %.2f s", file.path.name, model.description, model.context, model.load_s)
         return model
+
+    def with_adapter(self, folder: str | os.PathLike[str], on_progress: OnProgress = no_progress) -> Model:
+        """A model of its own over the same mapped file, with a LoRA adapter; sessions of both run together, in a run for each.
+
+        Errors as of `adapter` in `load`.  UnsupportedError: the target would hold the weights twice.
+        """
+        options, choice = self.program.options, self._choice
+        if not (choice and choice.target.shares_weights):
+            raise UnsupportedError(f"target {self.target} would hold the weights of every adapter; merge them: --merge-lora")
+        given: dict[str, Any] = {"context": self.context, "chat_template": self._chat_template, "row_order": self._row_order}
+        given |= {"requantization": self.requantization or NEVER, "image_tokens": self.pictures and self.pictures.most_tokens}
+        return Model(adapted(self.file, folder), choice, options, on_progress=on_progress, **given)
 
     @property
     def weight_bytes(self) -> int:
@@ -295,10 +280,14 @@ class Model:
         requantizer = None
         if self.requantization:
             requantizer = Requantizer(cast(Requantizable, self.program), self.requantization, self._lock)
-        shared = self.context, self._lock, self._prefill_rate, self._origin
+        shared = self.context, self._lock, self.prefill_rate, self._origin
         session = Session(self.program, self.config.vocab_size, *shared, requantizer, self._sessions, self.pictures)
         session.row_order = self._row_order
         return session
+
+    def prompt_store(self, folder: str | os.PathLike[str], most_bytes: int) -> PromptStore:
+        """Prompts in a folder, for a Scheduler.  InputError: the folder cannot be used, or is not this user's alone."""
+        return PromptStore(Path(folder), most_bytes, self._origin, self.program, self._lock)
 
     def generate(
         self,
@@ -317,6 +306,7 @@ class Model:
         on_progress: OnPrompt | None = None,
         draft: DraftSource = "off",
         gamma: int | None = None,
+        response_format: ResponseFormat | None = None,
     ) -> Generation:
         """Continue `prompt`, text or tokens.  Iterate over the result, or take all of it with `Generation.text`.
 
@@ -336,12 +326,16 @@ class Model:
                     so far), "both" or "auto" (both).  Greedy text is the same as without drafts; sampled text has the same
                     distribution
         gamma       draft length, 1 to 7; None: the length with the best measured speed-up, 0 included
+        response_format  what the text is held to: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema":
+                    {...}}} or {"type": "grammar", "grammar": "...", "syntax": "lark" or "gbnf"}; None: any text.  It needs
+                    llguidance.  A text that ends by `max_tokens` is the beginning of one that fits
 
-        InputError, at the call: the prompt is empty or longer than the context, or an argument is of the wrong type or out of
-        range.
+        InputError, at the call: the prompt is empty or longer than the context, an argument is of the wrong type or out of
+        range, or the schema or grammar has what is not supported.
         """
         started = perf_counter()
-        request = Request(sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma)
+        given = sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma
+        request = Request(*given, response_format)
         return self._start(self.prompt(prompt, images), request, session, on_progress, started)
 
     def chat(
@@ -361,40 +355,44 @@ class Model:
         on_progress: OnPrompt | None = None,
         draft: DraftSource = "off",
         gamma: int | None = None,
+        response_format: ResponseFormat | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
         **variables: Any,
     ) -> Generation:
         """The assistant's answer to `messages`; `variables` go to the chat template, the rest is as in `generate`.
 
         images   in the order of the messages' {"type": "image"} parts; without such parts they come before the last question
+        tools    functions that the answer may call, as OpenAI's interface has them: {"type": "function", "function": {"name",
+                 "description", "parameters"}}.  Generation.message has the calls.  Their arguments fit the JSON Schemas
+        tool_choice  "auto", "required", "none", or {"type": "function", "function": {"name": ...}} for one that is called
+        parallel_tool_calls  an answer may have several calls, where the model's format has them
 
-        UnsupportedError: the file has no chat template.
+        UnsupportedError: the file has no chat template, or it has no format for calls that is known here.
         """
         started = perf_counter()
-        request = Request(sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma)
-        return self._start(self.chat_prompt(messages, images, **variables), request, session, on_progress, started)
+        given = sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma
+        use = self._prompts.tool_use(tools, tool_choice, parallel_tool_calls)
+        prompt = self._prompts.chat(messages, images, variables, use)
+        return self._start(prompt, Request(*given, response_format, use), session, on_progress, started)
 
     def _start(
         self, prompt: Prompt, request: Request, session: Session | None, on_progress: OnPrompt | None, started: float
     ) -> Generation:
         """Check what can be checked before anything runs."""
+        request = request.compiled(self.constraints, self.text)
         request.check(self.config.vocab_size)
         check_length(len(prompt.tokens), self.context, visual=prompt.visual_tokens)
         instance("session", session, (Session, type(None)), "a Session, or None")
         callback("on_progress", on_progress)
         speculator = self.speculator(request.draft, request.gamma)
-        measurement = Measurement(
-            self.load_s,
-            self.weight_bytes,
-            self.position_bytes,
-            len(prompt.tokens),
-            images=len(prompt.pictures),
-            visual_tokens=prompt.visual_tokens,
-            read_s=sum(picture.read_s for picture in prompt.pictures),
-            speculation=speculator.statistics if speculator else Speculation(),
-        )
+        drafted = speculator.statistics if speculator else Speculation()
+        measurement = Measurement.of(prompt, self.load_s, self.weight_bytes, self.position_bytes, drafted)
         sampler = request.sampler(request.sampling or Sampling.recommended(self), self.text, len(prompt.tokens))
         stream = Stream(session or self.session(), sampler, list(prompt.tokens), top=request.logprobs)
         step = speculator.step if speculator else decode_step
         ending = request.ending(self.text)
         read = self.config.positions_read
-        return Generation(stream, prompt, ending, step, measurement, read, started, on_progress, session is None)
+        calls = request.reader(self.text, prompt.tokens, sampler.sampling)
+        return Generation(stream, prompt, ending, step, measurement, read, started, on_progress, session is None, calls)

@@ -57,7 +57,7 @@ class Pictures:
         limit = self.vision.most_tokens
         # Where all pictures have one size there is nothing to choose.
         self.most_tokens = image_tokens or max(1, min(limit, MOST_TOKENS, context // 2) if self.vision.sizes_vary else limit)
-        self._compile = compile_tower
+        self._compile: Callable[[int, OnProgress], Tower] | None = compile_tower
         self._tower: Tower | None = None
         self._lock = Lock()
 
@@ -70,7 +70,7 @@ class Pictures:
             return read_picture(source, self.vision, self.most_tokens)
         (_, rows, columns), vision = source.grid, self.vision
         unfit = rows % vision.merge or columns % vision.merge or not vision.fits(rows * columns)
-        if source.patches.shape[1] != vision.patch_width or unfit:
+        if source.patch_width != vision.patch_width or unfit:
             raise InputError("the picture was read for another model; read it with Model.read_image of this one")
         if (tokens := math.prod(vision.token_grid(source.grid))) > self.most_tokens:
             raise InputError(
@@ -87,17 +87,19 @@ class Pictures:
     def prepare(self, on_progress: OnProgress = no_progress) -> Tower:
         """The tower, compiled when the first picture comes: a file is often used for text alone.
 
-        ResourceError: it does not fit in memory.
+        ResourceError: it does not fit in memory.  InputError: the model is closed.
         """
         with self._lock:
+            if self._compile is None:
+                raise InputError("the model is closed; load it again")
             if self._tower is None:
                 self._tower = self._compile(self.most_tokens * self.vision.merge**2, on_progress)
             return self._tower
 
     def close(self) -> None:
-        """End the threads of the tower and drop its memory."""
+        """End the threads of the tower, and drop its memory and the target: a GPU that failed works again after that."""
         with self._lock:
-            self._tower = None
+            self._compile = self._tower = None
 
 
 class Seen:

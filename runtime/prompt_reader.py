@@ -11,6 +11,7 @@ from edgeq.errors import InputError, UnsupportedError
 from edgeq.prompt import Prompt, with_pictures
 from edgeq.runtime.arguments import token_ids, wrong
 from edgeq.runtime.pictures import ImageSource, Pictures
+from edgeq.runtime.tools import ToolUse, conversation, tool_use
 from edgeq.text import Text
 
 
@@ -41,7 +42,21 @@ class PromptReader:
         tokens = self._text().encode(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, vocabulary)
         return self._with_pictures(tokens, images)
 
-    def chat(self, messages: Sequence[Message], images: Sequence[ImageSource], variables: Mapping[str, Any]) -> Prompt:
+    def tool_use(self, tools: Any, choice: Any, parallel: Any) -> ToolUse | None:
+        """Which tools an answer may call; None: none."""
+        template = self._template()
+        return tool_use(template.tool_format if template else None, tools, choice, parallel)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[ImageSource],
+        variables: Mapping[str, Any],
+        use: ToolUse | None = None,
+    ) -> Prompt:
+        """`use`: the tools that the prompt shows."""
+        messages, shown = conversation(messages, use)
+        variables = {**variables, **shown}
         template = self._template()
         if template is None:
             raise UnsupportedError(f"{self._file.path}: the file has no chat template; pass one as `chat_template=FILE`")

@@ -76,6 +76,9 @@ class Requantization:
         real("growth", self.growth, 0, 1e6)
 
 
+NEVER = Requantization(when="never")
+
+
 def chosen(asked: Requantization | None, file: ModelFile) -> Requantization | None:
     """The settings for `file`: what was asked for, else the default if it has masters; None: nothing is requantized.
 

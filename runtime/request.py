@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from edgeq.errors import InputError
 from edgeq.runtime.arguments import flag, instance, integer, texts, token_ids, wrong
+from edgeq.runtime.call_reader import CallReader
+from edgeq.runtime.constraint import Constraint, Constraints
+from edgeq.runtime.response_format import ResponseFormat
 from edgeq.runtime.sampling import Processor, Rules, Sampler, Sampling
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stopping import Ending
 from edgeq.runtime.tokenizer import MAX_STOP_LENGTH, MAX_STOPS
+from edgeq.runtime.tools import ToolUse, constraint_of
 from edgeq.text import Text
 
 MOST_TOKENS = 1 << 31
@@ -22,6 +28,8 @@ MOST_LOGPROBS = 20
 @dataclass(frozen=True)
 class Request:
     """The arguments of Model.generate that say what text is wanted, as they are explained there.
+
+    tools        which may be called;  constraint: what the text is held to, once it is compiled
 
     `check` raises InputError for one of the wrong type or out of range; draft and gamma are checked by Model.speculator.
     """
@@ -36,6 +44,23 @@ class Request:
     processors: Sequence[Processor] = ()
     draft: DraftSource = "off"
     gamma: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: ToolUse | None = None
+    constraint: Constraint | None = None
+
+    def compiled(self, constraints: Constraints, text: Text) -> Request:
+        """The same, with what the text is held to.  It may take a second: not for the thread that runs the model.
+
+        InputError: a schema or a grammar that cannot be used.  UnsupportedError: llguidance is not installed.
+        """
+        return replace(self, constraint=constraint_of(self.response_format, constraints, text, self.tools))
+
+    def reader(self, text: Text, prompt: Sequence[int], sampling: Sampling, sample: int = 0) -> CallReader | None:
+        """For the answer to a prompt of these tokens; None: it calls no tools."""
+        if self.tools is None:
+            return None
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        return CallReader(self.tools.form, text, f"{seed} {sample} {list(prompt)}".encode())
 
     def check(self, vocab_size: int) -> None:
         check_sampling(self.sampling, vocab_size)
@@ -44,7 +69,8 @@ class Request:
         if len(token_ids("stop_tokens", self.stop_tokens, vocab_size)) > MOST_STOP_TOKENS:
             raise wrong("stop_tokens", f"{len(self.stop_tokens)} tokens", f"at most {MOST_STOP_TOKENS}")
         integer("min_tokens", self.min_tokens, 0, self.max_tokens, f"an integer from 0 to `max_tokens`, {self.max_tokens}")
-        flag("ignore_eos", self.ignore_eos)
+        if flag("ignore_eos", self.ignore_eos) and self.constraint and not self.stop_tokens:
+            raise InputError("a grammar ends with a stop token: leave out `ignore_eos`, or pass `stop_tokens`")
         if self.logprobs is not None:
             integer("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}, or None")
         instance("processors", self.processors, (list, tuple), "a list of functions")
@@ -61,7 +87,9 @@ class Request:
 
     def sampler(self, sampling: Sampling, text: Text, prompt: int, sample: int = 0) -> Sampler:
         """A sampler for a text after `prompt` tokens; `sample`: which of several texts of that prompt."""
-        return Sampler(sampling, Rules(prompt, self.min_tokens, self.stops(text), tuple(self.processors)), sample)
+        stops = self.stops(text)
+        matcher = self.constraint.begin(prompt, stops) if self.constraint else None
+        return Sampler(sampling, Rules(prompt, self.min_tokens, stops, tuple(self.processors), matcher), sample)
 
 
 def check_sampling(sampling: Any, vocab_size: int) -> None:

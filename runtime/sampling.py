@@ -1,7 +1,8 @@
 """From logits to the next token.
 
 In this order: repetition penalty, presence and frequency penalty, logit bias, stop tokens that must not come yet, processors,
-temperature, top-k, top-p, min-p, draw.  With temperature 0 the most probable token after the processors is taken.
+tokens that the grammar does not have, temperature, top-k, top-p, min-p, draw.  With temperature 0 the most probable token after
+the grammar is taken.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError
 from edgeq.generation import SAMPLING
 from edgeq.runtime.arguments import instance, integer, real, wrong
+from edgeq.runtime.constraint import Matcher
+from edgeq.targets.target import Largest
 
 ArrayF64 = NDArray[np.float64]
 RUN = 64
 """Scores of which only the largest is looked at first."""
+NOT_FINITE = "the model gives logits that are not finite; check its file with: edgeq inspect --verify"
 MOST_BIASES = 1024
 """Tokens with a bias of their own; as many as OpenAI's interface takes in practice."""
 Candidates = tuple[NDArray[np.int64], ArrayF64]
@@ -132,12 +136,14 @@ class Rules:
     start       tokens of the prompt, which presence and frequency do not count
     late        tokens that must not come among the first `min_tokens` of the text: those that would end it
     processors  applied one after another
+    matcher     follows the text through the grammar that it is held to
     """
 
     start: int = 0
     min_tokens: int = 0
     late: frozenset[int] = frozenset()
     processors: tuple[Processor, ...] = ()
+    matcher: Matcher | None = None
 
 
 NO_RULES = Rules()
@@ -160,45 +166,77 @@ def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequenc
 
     After top_k or top_p the most probable comes first, equals in order of their ids; else all are in order of their ids.
 
-    FormatError: logits that are not finite, which sound weights do not give.  InputError: a processor's result cannot be used.
+    FormatError: logits that are not finite, which sound weights do not give.  InputError: a processor's result cannot be used,
+    or no token may come.
     """
     # Not a number passes through both.
     if not (math.isfinite(logits.max()) and math.isfinite(logits.min())):
-        raise FormatError("the model gives logits that are not finite; check its file with: edgeq inspect --verify")
+        raise FormatError(NOT_FINITE)
     early = len(history) - rules.start < rules.min_tokens
-    if sampling.temperature == 0 and not (early or rules.processors or sampling.changes_logits):
-        return np.array([np.argmax(logits)], np.int64), np.ones(1)
-    scores = logits.astype(np.float64)
+    bans, unchanged = early or rules.processors or rules.matcher, not (early or rules.processors or sampling.changes_logits)
+    allowed = rules.matcher.allowed(history) if rules.matcher else None
+    if sampling.temperature == 0 and unchanged:
+        best = int(np.argmax(logits))
+        if allowed is None or allowed[best]:
+            return certain(best)
+    tokens = np.arange(len(logits)) if allowed is None or not unchanged else np.flatnonzero(allowed)
+    # Often a grammar has few tokens: what it has not is left out before anything is computed.
+    scores = logits.astype(np.float64) if len(tokens) == len(logits) else logits[tokens].astype(np.float64)
     if sampling.changes_logits:
         _penalize(scores, sampling, history, rules.start)
     if early and rules.late:
         scores[[token for token in rules.late if token < len(scores)]] = -np.inf
     for processor in rules.processors:
         scores = _processed(scores, processor, history)
+    if allowed is not None and not unchanged:
+        scores[~allowed] = -np.inf
+    if bans and (not len(scores) or scores.max() == -np.inf):
+        raise InputError("no token can come here: what the grammar has, `min_tokens` or a processor bans")
     if sampling.temperature == 0:
-        return np.array([np.argmax(scores)], np.int64), np.ones(1)
+        return certain(int(tokens[np.argmax(scores)]))
+    if bans and not unchanged:
+        tokens = np.flatnonzero(scores > -np.inf)
+        scores = scores[tokens]
+    if sampling.top_k:
+        likely = np.flatnonzero(scores >= _largest(scores, min(sampling.top_k, len(scores))))
+        likely = likely[np.argsort(-scores[likely], kind="stable")[: sampling.top_k]]
+        tokens, scores = tokens[likely], scores[likely]
+    return _probable(tokens, scores, sampling)
+
+
+def among(largest: Largest, row: int, sampling: Sampling) -> Candidates:
+    """What `candidates` gives, from the `needed` largest logits.  FormatError: as `candidates`."""
+    if not largest.finite[row]:
+        raise FormatError(NOT_FINITE)
+    tokens = largest.ids[row, : needed(sampling)].astype(np.int64)
+    if sampling.temperature == 0:
+        return certain(int(tokens[0]))
+    return _probable(tokens, largest.values[row, : len(tokens)].astype(np.float64), sampling)
+
+
+def needed(sampling: Sampling, rules: Rules = NO_RULES) -> int:
+    """The largest logits that a draw needs; 0: all, as it changes them or has no top_k."""
+    if sampling.changes_logits or rules.min_tokens or rules.processors or rules.matcher:
+        return 0
+    return sampling.top_k if sampling.temperature else 1
+
+
+def _probable(tokens: NDArray[np.int64], scores: ArrayF64, sampling: Sampling) -> Candidates:
+    """Temperature, top_p and min_p, in place of `scores`; with top_k the tokens are those, in order."""
     # The maximum is taken away first, so that a tiny temperature does not overflow.  In place, here and below: with 128,000
     # tokens the system takes longer to give a new array than the sums take.
     scores -= scores.max()
     scores /= sampling.temperature
-    tokens = np.flatnonzero(scores > -np.inf) if early or rules.processors else np.arange(len(scores))
-    if len(tokens) < len(scores):
-        scores = scores[tokens]
-    if 0 < sampling.top_k < len(scores):
-        likely = np.flatnonzero(scores >= _largest(scores, sampling.top_k))
-        tokens, scores = tokens[likely], scores[likely]
     probabilities = _softmax(scores)
     if sampling.top_p < 1:
         # Tokens below (1 - top_p) / n weigh less than 1 - top_p together, so the set lies among the others: sort only those.
         # Half of it keeps the argument true when sums are rounded.
         likely = np.flatnonzero(probabilities >= (1 - sampling.top_p) / (2 * len(probabilities)))
         tokens, probabilities = tokens[likely], probabilities[likely]
-    if sampling.top_k or sampling.top_p < 1:
-        order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
-        tokens, probabilities = tokens[order], probabilities[order]
-    if sampling.top_k:
-        probabilities = probabilities / probabilities.sum()
     if sampling.top_p < 1:
+        if not sampling.top_k:
+            order = np.argsort(-probabilities, kind="stable")
+            tokens, probabilities = tokens[order], probabilities[order]
         count = int(np.searchsorted(np.cumsum(probabilities), sampling.top_p)) + 1
         tokens, probabilities = tokens[:count], probabilities[:count]
     if sampling.min_p > 0:
@@ -238,6 +276,11 @@ class Sampler:
         seed = np.random.SeedSequence(sampling.seed, spawn_key=(sample,)) if derived else sampling.seed
         self._random = np.random.Generator(np.random.PCG64(seed))
 
+    @property
+    def needed(self) -> int:
+        """The largest logits that a draw needs; 0: all."""
+        return needed(self.sampling, self.rules)
+
     def candidates(self, logits: NDArray[np.float32], history: Sequence[int]) -> Candidates:
         return candidates(logits, self.sampling, history, self.rules)
 
@@ -253,6 +296,9 @@ class Sampler:
 
     def draw(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         """The next token, from logits float32 [vocab] and all tokens before it."""
+        if self.sampling.temperature == 0:
+            # There is one, and nothing to draw.
+            return int(self.candidates(logits, history)[0][0])
         return self.pick(self.candidates(logits, history))
 
 

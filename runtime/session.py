@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -18,12 +20,14 @@ from edgeq.prompt import Place, Prompt, common, cut, joined, positions
 from edgeq.records import Mode
 from edgeq.runtime import session_file
 from edgeq.runtime.arguments import token_ids
-from edgeq.runtime.cache import KVCache
+from edgeq.runtime.cache import KVCache, in_turn
+from edgeq.runtime.context_size import check_length
 from edgeq.runtime.pictures import Pictures, Seen
+from edgeq.runtime.prefill_rate import PrefillRate
 from edgeq.runtime.requantize import Requantizer
 from edgeq.runtime.session_file import Origin
 from edgeq.targets.requantization import Weights
-from edgeq.targets.rows import TEXT, VISION, Rows
+from edgeq.targets.rows import TEXT, VISION, Page, Rows
 from edgeq.targets.target import Program
 
 CHUNK_SECONDS = 1.25
@@ -31,9 +35,6 @@ CHUNK_SECONDS = 1.25
 machines."""
 SUMMED_SECONDS = 0.4
 """The same for a chunk whose inputs are summed for requantization: an interrupt waits for its end."""
-FIRST_TILES = 4
-"""Tiles of the first chunk, before the rate is known."""
-
 RowOrder = Literal["sequence", "modality"]
 """Order of the rows of a run: as the tokens come, or those of pictures first."""
 
@@ -42,27 +43,9 @@ OnPrompt = Callable[[int, int], None]
 """Progress callback of a prompt: (tokens done, total tokens)."""
 
 
-class PrefillRate:
-    """How fast prompts run, shared by the sessions of a model.  `tile`: rows that the kernels multiply together."""
-
-    def __init__(self, tile: int) -> None:
-        self._tile = tile
-        self._rate: float | None = None
-
-    def rows(self, seconds: float) -> int:
-        """Tokens that take so long, in whole tiles; FIRST_TILES tiles while nothing is known."""
-        if self._rate is None:
-            return FIRST_TILES * self._tile
-        return max(self._tile, int(self._rate * seconds) // self._tile * self._tile)
-
-    def record(self, rows: int, seconds: float, whole: bool) -> None:
-        """A chunk has run; one that is not `whole` waits for memory more than it computes, so it can only raise the rate."""
-        if whole or (self._rate is not None and rows > self._rate * seconds):
-            self._rate = rows / seconds
-
-
 class Session:
-    """Tokens run so far.  `tokens[i]` is at slot i of the cache; `logits` float32 [vocab] are those after the last one.
+    """Tokens run so far.  `tokens[i]` is at slot i of the cache; `logits` float32 [vocab] are those after the last one, or None
+    where not all of them were asked for.
 
     `places` says which tokens are those of pictures, `vision_s` how long the vision tower has run for them.
 
@@ -147,10 +130,8 @@ class Session:
 
         ResourceError: it cannot be written.  UnsupportedError: the session sums what it reads for requantization.
         """
-        program = self._program
-        self._refuse_requantized()
-        page_bytes = len(program.save_page(program.new_page()))
-        contents = self._cache.contents(program, len(self.tokens))
+        save_page, page_bytes = self._saving()
+        contents = map(save_page, self._cache.held(len(self.tokens)))
         session_file.write(Path(path), self._origin, self.tokens, self.places, page_bytes, contents)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -160,19 +141,21 @@ class Session:
 
         InputError: another model's or other settings', longer than the context, or no such file.  FormatError: damaged.
         """
-        program = self._program
-        self._refuse_requantized()
-        page_bytes = len(program.save_page(program.new_page()))
-        found = session_file.read(Path(path), self._origin, self._vocab_size, self.context, page_bytes, program.load_page)
+        (_, page_bytes), load_page = self._saving(), in_turn(self._lock, self._program.load_page)
+        found = session_file.read(Path(path), self._origin, self._vocab_size, self.context, page_bytes, load_page)
         self.owner = None
         self._cache = KVCache()
         (self.tokens, self.places, self._cache.pages), self.logits = found, None
 
-    def _refuse_requantized(self) -> None:
+    def _saving(self) -> tuple[Callable[[Page], bytes], int]:
+        """What saves a page between the runs of other threads, and how many bytes it gives.  UnsupportedError: as `save`."""
+        program = self._program
         if self._requantizer:
             raise UnsupportedError(
                 "a session with requantized weights cannot be saved or loaded; load the model with `requantization=never`"
             )
+        save_page = in_turn(self._lock, program.save_page)
+        return save_page, len(save_page(in_turn(self._lock, program.new_page)()))
 
     @property
     def left(self) -> int:
@@ -192,32 +175,18 @@ class Session:
         after each and may raise.
         InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for.
         """
-        seen, begun = None, len(self.tokens)
-        if isinstance(tokens, Prompt):
-            prompt, tokens = tokens, self._check(tokens.tokens, tokens.visual_tokens)
-        else:
-            tokens = self._check(tokens)
-            prompt = Prompt(tokens)
-        if prompt.places:
-            assert self._pictures is not None
-            seen = Seen(self._pictures, prompt, joined(self.places, prompt.places, begun), self._lock)
-        summing = self._requantizer is not None
-        done, seconds = 0, SUMMED_SECONDS if summing else CHUNK_SECONDS
-        if seen and on_progress is not None:
-            on_progress(0, len(tokens))
-        while done < len(tokens):
+        chunks, summing = Chunks(self, tokens), self._requantizer is not None
+        total, seconds = chunks.left, SUMMED_SECONDS if summing else CHUNK_SECONDS
+        if chunks.sees and on_progress is not None:
+            on_progress(0, total)
+        while chunks.left:
             most = min(self._prefill_rate.rows(seconds), self._program.options.max_rows)
-            chunk = tokens[done : done + most]
-            vectors = seen.between(begun + done, begun + done + len(chunk)) if seen else None
-            done += len(chunk)
-            before = perf_counter()
-            wanted = [len(chunk) - 1] if done == len(tokens) else []
-            item = BatchItem(self, chunk, wanted, seen.places if seen else (), vectors)
+            item, before = chunks.next(most), perf_counter()
             logits = run_together([item], summing=summing)[0]
-            self._prefill_rate.record(len(chunk), perf_counter() - before, len(chunk) == most)
+            self._prefill_rate.record(len(item.tokens), perf_counter() - before, len(item.tokens) == most)
             if on_progress is not None:
-                on_progress(done, len(tokens))
-        self.logits, self.vision_s = logits[0], self.vision_s + (seen.seconds if seen else 0.0)
+                on_progress(total - chunks.left, total)
+        self.logits = logits[0]
         return self.logits
 
     def decode(self, token: int) -> Logits:
@@ -247,6 +216,28 @@ class Session:
             logits = self._run(chunk, range(len(chunk)))
             self.logits = logits[-1]
             yield logits
+
+    def adopt(self, tokens: Sequence[int], places: tuple[Place, ...], pages: Sequence[Page]) -> None:
+        """Begin an empty session with `tokens`, whose keys and values fill `pages`, which others may hold too."""
+        self.tokens, self.places = list(tokens), places
+        self._cache.share(pages)
+
+    def share(self, pages: Sequence[Page]) -> None:
+        """Hold `pages`, whose contents are equal, in place of its own first ones; others may hold them too."""
+        self._cache.share(pages)
+
+    @property
+    def pages(self) -> Sequence[Page]:
+        """Its cache pages, as they are now."""
+        return self._cache.pages
+
+    def missing_pages(self, count: int) -> int:
+        """Pages that have to be made before `count` more tokens can run."""
+        return self._cache.missing(len(self.tokens), len(self.tokens) + count)
+
+    def reserve(self, count: int) -> None:
+        """Make them.  ResourceError: there is no memory for it; what was made until then stays."""
+        self._cache.reserve(self._program, len(self.tokens), len(self.tokens) + count)
 
     def trim(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
@@ -281,17 +272,6 @@ class Session:
         return run_together([BatchItem(self, tokens, wanted)])[0]
 
 
-def check_length(tokens: int, context: int, held: int = 0, visual: int = 0) -> None:
-    """InputError: a prompt of so many tokens, `visual` of them of pictures, after `held` others, is longer than the context."""
-    if held + tokens > context:
-        after = f", {visual} of them of images" if visual else ""
-        after += f" after the {held} already there" if held else ""
-        raise InputError(
-            f"the prompt has {tokens} tokens{after}, the context {context} positions; "
-            "shorten the prompt or pass a larger `context`"
-        )
-
-
 class BatchItem(NamedTuple):
     """The tokens that one session contributes to a run; `wanted`: indices of those whose logits are asked for.
 
@@ -306,56 +286,106 @@ class BatchItem(NamedTuple):
     vectors: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
 
 
+class Chunks:
+    """A prompt on its way into a session, in pieces whose lengths the caller chooses.
+
+    left   tokens that have not been run;  sees: pictures are among them
+    """
+
+    def __init__(self, session: Session, tokens: Sequence[int] | Prompt) -> None:
+        """InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for."""
+        visual = tokens.visual_tokens if isinstance(tokens, Prompt) else 0
+        self._tokens = session._check(tokens.tokens if isinstance(tokens, Prompt) else tokens, visual)
+        self._session, self._begun, self._seen = session, len(session.tokens), None
+        self.left = len(self._tokens)
+        if isinstance(tokens, Prompt) and tokens.places:
+            assert session._pictures is not None
+            places = joined(session.places, tokens.places, self._begun)
+            self._seen = Seen(session._pictures, tokens, places, session._lock)
+
+    @property
+    def sees(self) -> bool:
+        return self._seen is not None
+
+    def next(self, most: int) -> BatchItem:
+        """The next tokens, at most `most`, which have to run before more are taken; the logits after the last are wanted."""
+        done, seen = len(self._tokens) - self.left, self._seen
+        chunk, vectors = self._tokens[done : done + most], None
+        if seen:
+            before = seen.seconds
+            vectors = seen.between(self._begun + done, self._begun + done + len(chunk))
+            self._session.vision_s += seen.seconds - before
+        self.left -= len(chunk)
+        return BatchItem(self._session, chunk, [] if self.left else [len(chunk) - 1], seen.places if seen else (), vectors)
+
+
 def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summing: bool = False) -> list[Logits]:
     """One run of the program for the rows of several sessions of one model; the wanted logits of each item, [n, vocab].
 
-    An item gives the same bits as if it ran alone.  Its tokens are the session's once the run is done.  Sessions that have
-    requantized weights run one after another.  `summing`: run with the masters and add up what they read, for one item whose
-    session has a requantizer.
+    An item gives the same bits as if it ran alone.  Its tokens are the session's once the run is done.
+
+    Sessions with weights of their own, requantized or of an adapter, run one after another.  `summing`: run with the masters
+    and add up what they read, for one item whose session has a requantizer.
     """
     if not summing:
         for item in items:
             item.session.requantize()
-    if len({id(item.session.weights) for item in items}) > 1:
-        return [run_together([item], mode, summing=summing)[0] for item in items]
+    groups = dict[tuple[int, int], list[int]]()
+    for index, item in enumerate(items):
+        groups.setdefault((id(item.session._running), id(item.session.weights)), []).append(index)
+    if len(groups) > 1:
+        found = dict[int, Logits]()
+        for group in groups.values():
+            found |= zip(group, run_together([items[index] for index in group], mode, summing=summing), strict=True)
+        return [found[index] for index in range(len(items))]
+    with rows_in_turn(items) as rows:
+        session = items[0].session
+        requantizer = session._requantizer
+        run = requantizer.run(rows, mode, summing) if requantizer else session._program.run(rows, mode)
+        # The next run, perhaps another session's, overwrites the program's own array.
+        logits = run.copy()
+    ends = list(accumulate(len(item.wanted) for item in items))
+    return [logits[end - len(item.wanted) : end] for item, end in zip(items, ends, strict=True)]
+
+
+@contextmanager
+def rows_in_turn(items: Sequence[BatchItem]) -> Iterator[Rows]:
+    """The rows of a run of sessions that share weights, between the runs of other threads; after it their tokens are the
+    sessions'."""
     session = items[0].session
     with session._lock:
         # Within the lock: another thread may close a session.
         for item in items:
             held = len(item.session.tokens)
             item.session._cache.reserve(item.session._program, held, held + len(item.tokens))
-        rows, requantizer = rows_of(items), session._requantizer
-        if session.row_order == "modality":
-            rows = rows.by_modality()
-        run = requantizer.run(rows, mode, summing) if requantizer else session._program.run(rows, mode)
-        # The next run, perhaps another session's, overwrites the program's own array.
-        logits = run.copy()
+        rows = rows_of(items)
+        yield rows.by_modality() if session.row_order == "modality" else rows
         for session, tokens, _, places, _ in items:
             session.tokens += [int(t) for t in tokens]
             if places:
                 session.places = cut(places, len(session.tokens))
-    return np.split(logits, np.cumsum([len(item.wanted) for item in items])[:-1])
+
+
+def _positions(item: BatchItem, axes: int) -> NDArray[np.int32]:
+    held = len(item.session.tokens)
+    return positions(item.places or item.session.places, held, held + len(item.tokens), axes)
 
 
 def rows_of(items: Sequence[BatchItem]) -> Rows:
     """The rows of a run: the items one after another, each continuing its session."""
-    slots = [np.arange(len(s.tokens), len(s.tokens) + len(tokens), dtype=np.int32) for s, tokens, *_ in items]
-    starts = np.cumsum([0, *(len(item.tokens) for item in items[:-1])])
+    # Lists of Python and one array of each: for the few rows of a decode step numpy's own ways take longer than a small model.
+    starts = list(accumulate((len(item.tokens) for item in items[:-1]), initial=0))
+    held = [len(item.session.tokens) for item in items]
+    slots = np.array([at for item, n in zip(items, held, strict=True) for at in range(n, n + len(item.tokens))], np.int32)
     pictures = items[0].session._pictures
     axes = pictures.axes if pictures else 1
     rows = Rows(
-        tokens=np.concatenate([np.asarray(item.tokens, np.int32) for item in items]),
-        positions=np.concatenate(
-            [
-                positions(i.places or i.session.places, len(i.session.tokens), len(i.session.tokens) + len(i.tokens), axes)
-                for i in items
-            ],
-            axis=1,
-        ),
-        slots=np.concatenate(slots),
-        sessions=np.repeat(np.arange(len(items), dtype=np.int32), [len(item.tokens) for item in items]),
+        tokens=np.array([token for item in items for token in item.tokens], np.int32),
+        positions=slots[None] if axes == 1 else np.concatenate([_positions(item, axes) for item in items], axis=1),
+        slots=slots,
+        sessions=np.array([i for i, item in enumerate(items) for _ in item.tokens], np.int32),
         pages=[item.session._cache.pages for item in items],
-        wanted=np.concatenate([np.asarray(i.wanted, np.int32) + start for i, start in zip(items, starts, strict=True)]),
+        wanted=np.array([at + start for i, start in zip(items, starts, strict=True) for at in i.wanted], np.int32),
     )
     brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]
     if brought:

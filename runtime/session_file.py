@@ -8,6 +8,9 @@
     ...   pages of 64 positions, as the target holds them
     ...   BLAKE2b-128 of everything before
 
+A page of a prompt alone, which `prompt_store` keeps, has the magic of pages, all tokens and pictures up to its end, and of the
+pages the last.
+
 Version 2 has pictures, which version 1 reads as zeros that must be there; a session of text alone is written as version 1.
 
 The origin is what keys and values depend on beside the model: target, mode, cache codec, rotary frequencies.  A file is read
@@ -20,19 +23,23 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError, ResourceError, UnsupportedError
 from edgeq.prompt import Place
+from edgeq.targets.graph import Graph, RopeRotate
 from edgeq.targets.rows import PAGE, Page
+from edgeq.targets.target import Options
+from edgeq.whole_file import no_follow, write_whole
 
 MAGIC = b"edgeqs\r\n"
+PAGE_MAGIC = b"edgeqp\r\n"
 VERSION = 2
 DIGEST_BYTES = 16
 MOST_PICTURE_TOKENS = 1 << 20
@@ -51,6 +58,13 @@ class Origin:
     identity: str
     details: tuple[str, ...]
 
+    @classmethod
+    def of(cls, file: ModelFile, target: str, options: Options, graph: Graph) -> Origin:
+        # Which rotary frequencies a long context has is chosen when it is loaded.
+        ropes = sorted({repr(o.frequencies) for o in graph.operations if isinstance(o, RopeRotate)})
+        rope = f"rotary frequencies {hashlib.blake2b(''.join(ropes).encode(), digest_size=4).hexdigest()}"
+        return cls(file.identity, (target, options.mode, options.kv.name, rope))
+
     @property
     def digest(self) -> bytes:
         return hashlib.blake2b("\n".join(self.details).encode(), digest_size=DIGEST_BYTES).digest()
@@ -59,27 +73,27 @@ class Origin:
 def write(
     path: Path, origin: Origin, tokens: Sequence[int], places: Sequence[Place], page_bytes: int, pages: Iterable[bytes]
 ) -> None:
-    """Write under another name and rename: the file is whole or not there.  ResourceError: it cannot be written."""
-    identity = bytes.fromhex(origin.identity)
-    version = VERSION if places else 1
-    header = _HEADER.pack(MAGIC, version, page_bytes, len(tokens), identity, origin.digest, len(places), bytes(20))
-    pictures = b"".join(_PICTURE.pack(place.start, *place.grid, place.kept, place.digest) for place in places)
-    parts = chain([header, np.asarray(tokens, "<u4").tobytes(), pictures], pages)
-    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    partial = path.with_name(f"{path.name}.partial")
+    """Write a session, whole or not at all.  ResourceError: it cannot be written."""
     try:
-        with open(partial, "wb") as file:
-            for part in parts:
-                total.update(part)
-                file.write(part)
-            file.write(total.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        write_whole(path, with_digest(chain([head_of(MAGIC, origin, tokens, places, page_bytes)], pages)), durable=True)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise ResourceError(f"{path}: cannot write it: {error.strerror}") from None
+
+
+def head_of(magic: bytes, origin: Origin, tokens: Sequence[int], places: Sequence[Place], page_bytes: int) -> bytes:
+    """What comes before the pages."""
+    identity, version = bytes.fromhex(origin.identity), VERSION if places else 1
+    header = _HEADER.pack(magic, version, page_bytes, len(tokens), identity, origin.digest, len(places), bytes(20))
+    pictures = b"".join(_PICTURE.pack(place.start, *place.grid, place.kept, place.digest) for place in places)
+    return header + np.asarray(tokens, "<u4").tobytes() + pictures
+
+
+def with_digest(parts: Iterable[bytes]) -> Iterator[bytes]:
+    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        total.update(part)
+        yield part
+    yield total.digest()
 
 
 def read(
@@ -145,3 +159,13 @@ def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: 
     if (version, stored_page, found) != (VERSION if pictures else 1, page_bytes, size) or any(zeros):
         raise FormatError(f"{path}: {found} bytes where its header implies {size}, or a damaged header; save the session again")
     return int(count), int(pictures)
+
+
+def identity_of(path: Path) -> str | None:
+    """The identity of the model whose page a file has, in hexadecimal; None: it is no such file."""
+    try:
+        with open(path, "rb", opener=no_follow) as file:
+            head = file.read(_HEADER.size)
+    except OSError:
+        return None
+    return head[24:40].hex() if len(head) == _HEADER.size and head[:8] == PAGE_MAGIC else None

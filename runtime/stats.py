@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from edgeq.prompt import Prompt
+
 LONGEST_DRAFT = 7
 """QSpec (arXiv 2410.11305, section 4) tests drafts of 2 to 7 tokens."""
 
@@ -59,6 +61,7 @@ class Measurement:
     decode_s             running and drawing the tokens after the first
     decode_steps         runs that made them, drafts included: one per token where nothing is drafted
     decode_tokens        what those runs gave
+    token_s              seconds of each of those tokens; the tokens that a draft gave at once share its time
     context_positions    cache positions read by those runs, mean over the layers (a sliding window reads fewer)
     step_bytes           weights and head read by a run of one row
     position_bytes       cache bytes of a position over all layers
@@ -68,6 +71,20 @@ class Measurement:
     copy_bytes           of the requantized weights
     anonymous_bytes, peak_bytes   of the process afterwards: memory that is not mapped from a file, and its peak resident size
     """
+
+    @classmethod
+    def of(cls, prompt: Prompt, load_s: float, step_bytes: int, position_bytes: int, speculation: Speculation) -> Measurement:
+        """Before anything has run."""
+        return cls(
+            load_s,
+            step_bytes,
+            position_bytes,
+            len(prompt.tokens),
+            images=len(prompt.pictures),
+            visual_tokens=prompt.visual_tokens,
+            read_s=sum(picture.read_s for picture in prompt.pictures),
+            speculation=speculation,
+        )
 
     load_s: float
     step_bytes: int
@@ -84,6 +101,7 @@ class Measurement:
     decode_s: float = 0.0
     decode_steps: int = 0
     decode_tokens: int = 0
+    token_s: list[float] = field(default_factory=list)
     context_positions: float = 0.0
     speculation: Speculation = field(default_factory=Speculation)
     requantize_s: float = 0.0
@@ -112,9 +130,30 @@ class Measurement:
         return _rate(self.decode_bytes, self.decode_s)
 
     def as_dict(self) -> dict[str, float]:
-        """Fields and rates, for JSON."""
+        """Fields and rates, for JSON, without the times of single tokens."""
         rates = ("prefill_rate", "decode_rate", "decode_bytes", "decode_bytes_per_s")
-        return {**asdict(self), **{name: getattr(self, name) for name in rates}}
+        own = {name: value for name, value in asdict(self).items() if name != "token_s"}
+        return {**own, **{name: getattr(self, name) for name in rates}}
+
+
+@dataclass
+class StepRecord:
+    """The last step: its seconds, rows of prompts, and tokens of texts that were already decoding."""
+
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    decode_tokens: int = 0
+
+
+@dataclass
+class Totals:
+    """Counts since the start.  `recomputed`: prompt rows of texts that had made room."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
 
 
 def _rate(count: float, seconds: float) -> float:

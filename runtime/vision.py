@@ -18,7 +18,7 @@ from edgeq.codec import from_bf16
 from edgeq.config import VisionConfig
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, ResourceError
-from edgeq.frames import FRAME, WINDOW, Frame, Grid, patch_places
+from edgeq.frames import FRAME, WINDOW, Frame, Grid, interpolated
 from edgeq.manifest import projectors
 from edgeq.metadata import Metadata
 from edgeq.records import KvCodec
@@ -206,20 +206,3 @@ def position_table(file: ModelFile) -> NDArray[np.float32]:
     stored = file.array(ref)
     values = from_bf16(stored) if ref.dtype == "bf16" else stored.astype(np.float32)
     return np.asarray(values.reshape(side, side, -1), np.float32)
-
-
-def interpolated(table: NDArray[np.float32], grid: Grid, merge: int) -> NDArray[np.float32]:
-    """Positions float32 [patches, hidden_size] of a frame, in the order of `patch_places`.
-
-    table   float32 [side, side, hidden_size], stretched so that its corners lie on those of the frame, linear in between
-    """
-    _, rows, columns = grid
-    for axis, size in enumerate((rows, columns)):
-        side = table.shape[axis]
-        at = np.arange(size) * ((side - 1) / max(size - 1, 1))
-        low = np.floor(at).astype(np.int64)
-        share = (at - low).astype(np.float32).reshape((size, 1, 1) if axis == 0 else (1, size, 1))
-        high = np.minimum(low + 1, side - 1)
-        table = table.take(low, axis) * (1 - share) + table.take(high, axis) * share
-    row, column = patch_places(grid, merge)
-    return np.asarray(table[row, column], np.float32)

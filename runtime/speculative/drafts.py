@@ -13,16 +13,27 @@ from edgeq.runtime.session import BatchItem, run_together
 
 @dataclass
 class Draft:
-    """Tokens that may come next, each with the distribution it was drawn from."""
+    """Tokens that may come next, each with the distribution it was drawn from.
+
+    forced   they follow from the grammar of the text: their acceptance says nothing about another source
+    """
 
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)
+    forced: bool = False
 
 
 def looked_up(stream: Stream, count: int) -> Draft:
     """A draft from the text itself."""
     tokens = stream.lookup.propose(stream.tokens, count)
     return Draft(tokens, [certain(token) for token in tokens])
+
+
+def forced(stream: Stream, count: int) -> Draft:
+    """A draft from the grammar that the text is held to: a key of a schema, and what stands around it."""
+    matcher = stream.sampler.rules.matcher
+    tokens = matcher.forced(stream.tokens)[:count] if matcher and count else []
+    return Draft(tokens, [certain(token) for token in tokens], forced=True)
 
 
 def drafted(streams: Sequence[Stream], counts: Sequence[int], mode: Mode) -> list[Draft]:

@@ -21,7 +21,7 @@ from edgeq.runtime.arguments import integer
 from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Candidates
 from edgeq.runtime.session import BatchItem, run_together
-from edgeq.runtime.speculative.drafts import Draft, drafted, looked_up
+from edgeq.runtime.speculative.drafts import Draft, drafted, forced, looked_up
 from edgeq.runtime.speculative.planner import DraftPlan, DraftPlanner
 from edgeq.runtime.stats import LONGEST_DRAFT, Speculation
 
@@ -62,7 +62,9 @@ class Speculator:
             return sum(bool(draft.tokens) for draft in offers) / len(offers)
 
         plan = self.planner.plan(len(streams), max(limits), offered if self._looks_up else None, self._drafts)
-        drafts = self._draft(streams, [min(plan.gamma, limit) for limit in limits], plan, offers)
+        sure = [forced(stream, limit) for stream, limit in zip(streams, limits, strict=True)]
+        counts = [0 if d.tokens else min(plan.gamma, limit) for d, limit in zip(sure, limits, strict=True)]
+        drafts = [d if d.tokens else made for d, made in zip(sure, self._draft(streams, counts, plan, offers), strict=True)]
         verified = self._verify(streams, drafts)
         emitted = []
         for i, (stream, draft, logits) in enumerate(zip(streams, drafts, verified, strict=True)):
@@ -77,7 +79,7 @@ class Speculator:
         return emitted
 
     def _draft(self, streams: Sequence[Stream], counts: list[int], plan: DraftPlan, offers: list[Draft]) -> list[Draft]:
-        if plan.gamma == 0:
+        if not any(counts):
             return [Draft() for _ in streams]
         if plan.source == "lookup":
             return [Draft(d.tokens[:n], d.candidates[:n]) for d, n in zip(offers, counts, strict=True)]
@@ -92,6 +94,8 @@ class Speculator:
             BatchItem(stream.session, [stream.tokens[-1], *draft.tokens], range(len(draft.tokens) + 1))
             for stream, draft in zip(streams, drafts, strict=True)
         ]
+        for stream in streams:
+            stream.prepare()
         started = perf_counter()
         logits = run_together(items)
         self.planner.record(True, sum(len(item.tokens) for item in items), perf_counter() - started)
@@ -102,6 +106,8 @@ class Speculator:
         for j in range(len(draft.tokens)):
             self.statistics.drafted[j] += 1
             self.statistics.accepted[j] += j < accepted
+        if draft.forced:
+            return
         if draft.tokens:
             self.planner.acceptance[plan.source].count(accepted, len(draft.tokens))
         if offer and (plan.gamma == 0 or plan.source != "lookup"):

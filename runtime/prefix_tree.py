@@ -1,0 +1,135 @@
+"""Cache pages of texts that have been read, found again by the exact tokens and pictures that led to them.
+
+A tree of whole pages: the path from the root to a node spells a beginning of a text, 64 tokens a step, and each node has the
+page with the keys and values of its step.  Keys are compared, not only hashed, and every owner has a tree of its own, so that
+neither a collision nor the time to the first token tells one user what another has sent (CVE-2025-46570).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from edgeq.prompt import Place, Prompt
+from edgeq.targets.rows import PAGE, Page
+
+Key = tuple[bytes, tuple[tuple[int, int, bytes, tuple[int, int, int]], ...]]
+"""The tokens of a page, and of each picture in it: where it begins in the page, how many of its tokens came before, digest and
+grid."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A page of the tree.
+
+    users   texts that hold it, and with it all nodes above it
+    used    when it was last let go, in steps of the tree's clock
+    """
+
+    page: Page | None
+    parent: Node | None
+    key: Key | None = None
+    children: dict[Key, Node] = field(default_factory=dict)
+    users: int = 0
+    used: int = 0
+
+
+class PrefixTree:
+    """pages   in the tree;  idle: those of them that no text holds."""
+
+    def __init__(self) -> None:
+        self.pages, self.idle = 0, 0
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+
+    def find(self, owner: str, prompt: Prompt) -> list[Node]:
+        """The longest path of whole pages that `prompt` begins with, held for the caller.
+
+        The last token of the prompt is not in it: its row has to run to give logits.
+        """
+        node, path = self._root(owner), list[Node]()
+        for start in range(0, (len(prompt.tokens) - 1) // PAGE * PAGE, PAGE):
+            found = node.children.get(key_of(prompt.tokens, prompt.places, start))
+            if found is None:
+                break
+            path.append(found)
+            node = found
+        self.hold(path)
+        return path
+
+    def extend(
+        self, owner: str, path: list[Node], tokens: Sequence[int], places: Sequence[Place], pages: Sequence[Page]
+    ) -> list[Page]:
+        """Enter the whole pages that `tokens` fill after those of `path`, which grows by them and stays held.
+
+        Gives the pages of the whole path: where the tree had one already it is that, which holds the same numbers.
+        """
+        node = path[-1] if path else self._root(owner)
+        for index in range(len(path), len(tokens) // PAGE):
+            key = key_of(tokens, places, index * PAGE)
+            found = node.children.get(key)
+            if found is None:
+                found = node.children[key] = Node(pages[index], node, key)
+                self.pages += 1
+                self.idle += 1
+            self.hold([found])
+            path.append(found)
+            node = found
+        return [node.page for node in path if node.page]
+
+    def hold(self, path: Sequence[Node]) -> None:
+        for node in path:
+            self.idle -= node.users == 0
+            node.users += 1
+
+    def release(self, path: Sequence[Node]) -> None:
+        self._clock += 1
+        for node in path:
+            node.users -= 1
+            node.used = self._clock
+            self.idle += node.users == 0
+
+    def evict(self, count: int) -> int:
+        """Drop `count` pages that no text holds, the longest unused first, ends of texts before their beginnings.
+
+        Gives how many there were to drop.
+        """
+        # Once through the tree, whose pages may be many, and not once for every page of one long text.
+        ends = [(node.used, i, node) for i, node in enumerate(self._nodes()) if not node.children and not node.users]
+        heapify(ends)
+        dropped = 0
+        while dropped < count and ends:
+            _, i, node = heappop(ends)
+            assert node.parent is not None and node.key is not None
+            parent = node.parent
+            del parent.children[node.key]
+            dropped += 1
+            self.pages -= 1
+            self.idle -= 1
+            if parent.parent is not None and not parent.children and not parent.users:
+                heappush(ends, (parent.used, i, parent))
+        return dropped
+
+    def _root(self, owner: str) -> Node:
+        return self._roots.setdefault(owner, Node(None, None))
+
+    def _nodes(self) -> list[Node]:
+        found, waiting = list[Node](), [child for root in self._roots.values() for child in root.children.values()]
+        while waiting:
+            node = waiting.pop()
+            found.append(node)
+            waiting.extend(node.children.values())
+        return found
+
+
+def key_of(tokens: Sequence[int], places: Sequence[Place], start: int) -> Key:
+    """What the page from `start` on depends on beside the pages before it."""
+    within = tuple(
+        (max(0, place.start - start), max(0, start - place.start), place.digest, place.grid)
+        for place in places
+        if place.start < start + PAGE and place.end > start
+    )
+    return np.asarray(tokens[start : start + PAGE], np.int32).tobytes(), within

@@ -1,0 +1,277 @@
+"""Cache pages of prompts on disk, so that a prompt is not read again after a restart.
+
+A file for each page of 64 positions: a session (session_file.py) of which only the last page is there.  It says all tokens and
+pictures that led to the page, and is used only where these, the model, the settings, the version of edgeq and the owner are
+those of the prompt, byte for byte.  Its name is the SHA-256 of the same, so that no client can name a file, texts that begin
+alike share files, and an answer that goes on writes only what is new.
+
+Pages are numbers: one that somebody else wrote with a right digest would change what a model is thought to have read.  So the
+folder and its files must be the user's, and nobody else may write to them; a digest is for what breaks by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import stat
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Condition, Lock, Thread
+from time import monotonic
+
+from edgeq.errors import FormatError, InputError
+from edgeq.prompt import Place, cut
+from edgeq.runtime.cache import in_turn
+from edgeq.runtime.prefix_tree import key_of
+from edgeq.runtime.session_file import DIGEST_BYTES, PAGE_MAGIC, Origin, head_of, with_digest
+from edgeq.targets.rows import PAGE, Page
+from edgeq.targets.target import Program
+from edgeq.version import __version__
+from edgeq.whole_file import no_follow, write_whole
+
+SUFFIX = ".kv"
+LEAST_PAGES = 4
+"""Of a text that is kept: what is shorter is read in a moment."""
+MOST_WAITING = 4
+"""Texts that may wait to be written; their pages cannot be dropped before."""
+KEPT = 0.9
+"""Share of the quota that is left after removing."""
+PAUSE_SECONDS = 600
+"""Without writing after the disk was full or failed."""
+STALE_SECONDS = 60
+"""After which an unfinished file is of a process that was killed."""
+CLOSE_SECONDS = 5.0
+GIVE_UP_SECONDS = 1.0
+_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+_log = logging.getLogger("edgeq.server")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    path: Path
+    size: int
+    used: float  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is to be written: whole pages, and what led to them."""
+
+    owner: str
+    tokens: Sequence[int]
+    places: Sequence[Place]
+    pages: Sequence[Page]
+
+
+class PromptStore:
+    """`load` and `put` are for one owner; another thread writes.
+
+    bytes    of all files, as far as is known;  errors: files that could not be used or written
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int,
+        origin: Origin,
+        program: Program,
+        lock: Lock,
+    ) -> None:
+        """origin   what keys and values depend on beside the owner and what was read
+        program  that makes pages, between the runs of other threads
+
+        InputError: the folder cannot be made or used, or is not this user's alone.
+        """
+        self.folder, self.errors = folder, 0
+        # Instruction sets add up in other orders.
+        self._origin = Origin(origin.identity, (*origin.details, getattr(program, "isa", "")))
+        self._save_page, self._load_page = in_turn(lock, program.save_page), in_turn(lock, program.load_page)
+        self._most, self._page_bytes = most_bytes, len(self._save_page(in_turn(lock, program.new_page)()))
+        prepare_folder(folder)
+        self._remove_unfinished()
+        self.bytes = sum(each.size for each in stored(folder))
+        self._waiting, self._wake = deque[Kept](), Condition()
+        self._closing, self._dropping, self._writing, self._paused = False, False, False, 0.0
+        self._thread = Thread(target=self._run, name="edgeq-prompt-store", daemon=True)
+        self._thread.start()
+
+    def load(self, owner: str, tokens: Sequence[int], places: Sequence[Place], index: int) -> Page | None:
+        """Page `index` of a prompt; None: it is not there, or is not what its name says."""
+        end = (index + 1) * PAGE
+        path = self._paths(owner, tokens[:end], places)[index]
+        head = self._head(owner, tokens[:end], places)
+        try:
+            with open(path, "rb", opener=no_follow) as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                    raise FormatError("it is not this user's alone")
+                if found.st_size != len(head) + self._page_bytes + DIGEST_BYTES:
+                    raise FormatError("it has another size")
+                data = file.read(found.st_size + 1)
+            whole, digest = memoryview(data)[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+            if whole[: len(head)] != head or hashlib.blake2b(whole, digest_size=DIGEST_BYTES).digest() != digest:
+                raise FormatError("it is damaged")
+            _touch(path, index)
+            return self._load_page(bytes(whole[len(head) :]))
+        except FileNotFoundError:
+            return None
+        except (OSError, FormatError) as error:
+            self._discard(path, error)
+            return None
+
+    def put(self, owner: str, tokens: Sequence[int], places: Sequence[Place], pages: Sequence[Page]) -> None:
+        """Write the whole pages of a text, soon.  Nothing happens where it is short, or too many wait."""
+        count = len(pages)
+        if count < LEAST_PAGES or len(self._waiting) >= MOST_WAITING or monotonic() < self._paused:
+            return
+        with self._wake:
+            self._waiting.append(Kept(owner, tokens[: count * PAGE], cut(places, count * PAGE), list(pages)))
+            self._wake.notify_all()
+
+    def give_up(self) -> None:
+        """Drop what waits to be written, and what is left of the text that is: both hold memory."""
+        with self._wake:
+            self._waiting.clear()
+            self._dropping = True
+            # A page is not left half written; a disk that hangs is not waited for.
+            self._wake.wait_for(lambda: not self._writing, GIVE_UP_SECONDS)
+            self._dropping = False
+
+    def flush(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Wait until all is written, at most so long."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._waiting and not self._writing, seconds)
+
+    def close(self) -> None:
+        """Write what waits, for 5 s at most."""
+        self.flush()
+        with self._wake:
+            self._closing = True
+            self._waiting.clear()
+            self._wake.notify_all()
+        self._thread.join(1)
+
+    def _paths(self, owner: str, tokens: Sequence[int], places: Sequence[Place]) -> list[Path]:
+        """The file of each whole page."""
+        found, digest = (
+            list[Path](),
+            hashlib.sha256("\n".join((*self._details(owner), self._origin.identity)).encode()).digest(),
+        )
+        for start in range(0, len(tokens) // PAGE * PAGE, PAGE):
+            ids, within = key_of(tokens, places, start)
+            digest = hashlib.sha256(digest + ids + repr(within).encode()).digest()
+            found.append(self.folder / f"{digest.hex()}{SUFFIX}")
+        return found
+
+    def _details(self, owner: str) -> tuple[str, ...]:
+        # Another version may compute other bits.
+        return (*self._origin.details, f"edgeq {__version__}", f"owner {owner}")
+
+    def _head(self, owner: str, tokens: Sequence[int], places: Sequence[Place]) -> bytes:
+        origin = Origin(self._origin.identity, self._details(owner))
+        return head_of(PAGE_MAGIC, origin, tokens, cut(places, len(tokens)), self._page_bytes)
+
+    def _discard(self, path: Path, error: OSError | FormatError) -> None:
+        self.errors += 1
+        why = error.strerror if isinstance(error, OSError) else error
+        _log.warning("%s is not used: %s", path.name, why)
+        with suppress(OSError):
+            path.unlink()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._closing)
+                if self._closing:
+                    return
+                kept, self._writing = self._waiting.popleft(), True
+            try:
+                self._write(kept)
+            except OSError as error:
+                self.errors += 1
+                self._paused = monotonic() + PAUSE_SECONDS
+                _log.warning("prompts are not kept for %d minutes: %s", PAUSE_SECONDS // 60, error.strerror)
+            finally:
+                # Else it would hold the pages until the next text comes.
+                del kept
+                with self._wake:
+                    self._writing = False
+                    self._wake.notify_all()
+
+    def _write(self, kept: Kept) -> None:
+        paths = self._paths(kept.owner, kept.tokens, kept.places)
+        for index, (path, page) in enumerate(zip(paths, kept.pages, strict=True)):
+            if self._closing or self._dropping:
+                return
+            if path.exists():
+                continue
+            parts = [self._head(kept.owner, kept.tokens[: (index + 1) * PAGE], kept.places), self._save_page(page)]
+            # Not made durable: what a power failure leaves of it does not match its digest.
+            write_whole(path, with_digest(parts))
+            os.chmod(path, 0o600)
+            self.bytes += sum(map(len, parts)) + DIGEST_BYTES
+            if self.bytes > self._most:
+                self._shrink()
+        for index, path in enumerate(paths):
+            with suppress(OSError):
+                _touch(path, index)
+
+    def _shrink(self) -> None:
+        """Remove files, the longest unused first.  Another process may keep prompts here too."""
+        files = sorted(stored(self.folder), key=lambda file: file.used)
+        self.bytes = sum(file.size for file in files)
+        for file in files:
+            if self.bytes <= KEPT * self._most:
+                return
+            with suppress(OSError):
+                file.path.unlink()
+            self.bytes -= file.size
+
+    def _remove_unfinished(self) -> None:
+        for entry in os.scandir(self.folder):
+            if re.fullmatch(r"[0-9a-f]{64}\.kv\.\d+\.new", entry.name):
+                with suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < time.time() - STALE_SECONDS:
+                        os.unlink(entry.path)
+
+
+def _touch(path: Path, index: int) -> None:
+    """Count page `index` of a text as used now, and later than those that follow it, so that it is removed after them."""
+    now = time.time() - 1e-3 * index
+    os.utime(path, (now, now))
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder if it is not there.  InputError: as `check_folder`, or it cannot be made."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot keep prompts there: {error.strerror}") from None
+    check_folder(folder)
+
+
+def check_folder(folder: Path) -> None:
+    """InputError: it is not there, is not this user's, or others can read or write in it."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        raise InputError(f"{folder}: cannot read it: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise InputError(f"{folder}: not a folder of this user alone; run: chmod 700 {folder}")
+
+
+def stored(folder: Path) -> Iterator[StoredFile]:
+    """The files of pages in a folder.  OSError: it cannot be read."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                with suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(found.st_mode):
+                        yield StoredFile(Path(entry.path), found.st_size, found.st_mtime)

@@ -1,0 +1,383 @@
+"""Texts of many callers from one program: each run has a row of every text that is being decoded, and rows of prompts.
+
+Texts come and go between runs (continuous batching: Yu et al., Orca, OSDI 2022).  A run that decodes has as many rows of
+prompts beside as take `step_seconds`: a time and not a number of tokens, so that the texts that are decoded wait equally
+long on every machine.  When cache pages run out, what nobody holds is dropped, then the youngest texts are: they keep their
+tokens and run them again later.  The arithmetic of a row does not depend on what runs with it, so that a text has the same
+tokens alone, beside others, after it had to make room, and with pages that another text left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from threading import Lock
+from time import perf_counter
+
+from edgeq.errors import DeviceError, EdgeqError, InputError, ResourceError
+from edgeq.prompt import cut
+from edgeq.runtime.arguments import integer
+from edgeq.runtime.context_size import check_length
+from edgeq.runtime.decode import Stream, run_streams
+from edgeq.runtime.generation import Piece
+from edgeq.runtime.job import Busy, Job, Parked, Text, Ticket, Update
+from edgeq.runtime.model import Model
+from edgeq.runtime.prefix_tree import PrefixTree
+from edgeq.runtime.prompt_store import PromptStore
+from edgeq.runtime.session import CHUNK_SECONDS, BatchItem, Chunks, Logits, run_together
+from edgeq.runtime.shared_pages import SharedPages
+from edgeq.runtime.speculative.speculator import Speculator
+from edgeq.runtime.stats import LONGEST_DRAFT, StepRecord, Totals
+from edgeq.runtime.waiting import Waiting
+from edgeq.targets.rows import PAGE
+
+SPARE_PAGES = 4
+"""Pages that must be free beside those of its prompt before a text begins: else it would soon have to make room again."""
+
+HEADROOM = 1.5
+"""Times of a run that decodes that one with prompts may take.  A run reads all weights once, and as long as that bounds it more
+rows cost next to nothing: the rate that was measured with few of them has to be able to grow."""
+LEAST_TILES = 2
+"""Of a chunk: from one tile a rate could not grow by whole tiles."""
+FORGETTING = 0.2
+"""Weight of the last run in the time that one without prompts takes."""
+
+
+class Scheduler:
+    """`submit` and `cancel` may be called from any thread, all else by one owner.
+
+    last     what the last step did;  totals: what all did
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        seats: int,
+        *,
+        queue: int | None = None,
+        step_seconds: float = CHUNK_SECONDS,
+        pages: int | None = None,
+        shares_prefixes: bool = False,
+        speculator: Speculator | None = None,
+        store: PromptStore | None = None,
+    ) -> None:
+        """seats            texts at once, at most the model's `max_logits` and `max_rows`
+        queue            texts that may wait; None: any number
+        step_seconds     of a run with rows of prompts while other texts wait for it, where one without them takes less
+        pages            of the cache, of all texts and the prefix tree, at least those of one context; None: any number
+        shares_prefixes  keep the pages of texts that have ended for others that begin alike
+        store            keep them on disk too
+
+        InputError: more seats than the model was loaded for, or fewer pages than its context has.
+        """
+        if pages is not None and pages * PAGE < model.context:
+            raise InputError(f"a cache of {pages * PAGE} positions; the context has {model.context}: load a shorter one")
+        options = model.program.options
+        self._model, self._seats = model, integer("seats", seats, 1, min(options.max_logits, options.max_rows))
+        self._step_seconds, self._speculator = step_seconds, speculator
+        # Sums of what a session reads belong to it, and cannot be taken over with pages.
+        self._shared = SharedPages(pages, PrefixTree() if shares_prefixes and not model.requantization else None, store)
+        self._lock, self._most_waiting = Lock(), queue
+        self._arrived, self._cancelled = deque[Ticket](), deque[Ticket]()
+        self._admitted = 0  # texts that wait or have a seat
+        self._waiting = Waiting()
+        self._texts: list[Text] = []  # those that have a seat, in the order in which they came
+        self._turn, self._budget, self._decode_seconds = 0, 0, 0.0
+        self._updates: list[Update] = []
+        self.last, self.totals = StepRecord(), Totals()
+
+    def submit(self, job: Job) -> Ticket:
+        """Enter a job, which begins when there is a seat.
+
+        Busy: the queue is full.  InputError: more tokens than the context or the cache holds.
+        """
+        check_length(len(job.prompt.tokens), self._model.context, visual=job.prompt.visual_tokens)
+        ticket = Ticket(job)
+        with self._lock:
+            if self._most_waiting is not None and self._admitted + job.n > self._seats + self._most_waiting:
+                raise Busy(f"{self._admitted} texts run or wait; at most {self._seats + self._most_waiting} may")
+            self._admitted += job.n
+            self._arrived.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End the texts of `ticket` before the next step; no more updates come of them."""
+        self._cancelled.append(ticket)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._admitted or self._cancelled)
+
+    @property
+    def running(self) -> int:
+        return len(self._texts)
+
+    @property
+    def waiting(self) -> int:
+        return max(0, self._admitted - len(self._texts))
+
+    @property
+    def pages(self) -> tuple[int, int, int]:
+        """Cache pages that may still be made (-1: any number), that are held, and that only the prefix tree holds."""
+        return self._shared.counts
+
+    def step(self) -> list[Update]:
+        """Apply cancels, seat who waits, run once, draw; what came of it.
+
+        An EdgeqError of one text is in its update and ends it alone; what the program raises ends all and is raised here.
+        """
+        self._updates, self.last = [], StepRecord()
+        self._apply_cancels()
+        self._seat()
+        self._fetch()
+        decoding = [text for text in self._texts if text.chunks is None and not text.fetching and not text.ended]
+        plan, decoding = self._planned([text for text in self._texts if text.chunks and not text.ended], decoding)
+        ahead = 1 + LONGEST_DRAFT if self._speculator and not plan else 1
+        kept = self._secured(plan + [(text, min(ahead, text.running.session.left)) for text in decoding])
+        reading = [(text, count) for text, count in kept if text.chunks]
+        decoding = [text for text, _ in kept if not text.chunks]
+        if kept:
+            self._run(reading, decoding)
+        for text in [text for text in self._texts if text.ended]:
+            self._release(text)
+        return self._updates
+
+    def _welcome(self) -> None:
+        while self._arrived:
+            self._waiting.append(self._arrived.popleft())
+
+    def _apply_cancels(self) -> None:
+        self._welcome()
+        while self._cancelled:
+            ticket = self._cancelled.popleft()
+            # It may have come since, from another thread.
+            self._welcome()
+            dropped = self._waiting.drop(ticket)
+            with self._lock:
+                self._admitted -= dropped
+            for text in [text for text in self._texts if text.ticket is ticket]:
+                self._release(text)
+            self._shared.unpark(ticket)
+
+    def _seat(self) -> None:
+        while len(self._texts) < self._seats and (text := self._waiting.first()):
+            parked = text.ticket.parked if not text.stream else None
+            path = self._shared.again(parked.path) if parked else self._shared.find(text.ticket.job.tree, text.unread)
+            needed = 1 if parked else -(-len(text.unread.tokens) // PAGE) - len(path)
+            # Into an empty cache everything fits that `submit` let in.
+            if self._texts and not self._shared.make_room(needed + SPARE_PAGES):
+                self._shared.let_go(path)
+                return
+            self._waiting.pop(text)
+            self._texts = sorted([*self._texts, text], key=lambda text: text.number)
+            text.path = path
+            try:
+                self._begin(text, parked)
+            except EdgeqError as error:
+                self._fail(text, error)
+
+    def _begin(self, text: Text, parked: Parked | None) -> None:
+        """Give a text its session: one that has read its prompt already, or one that begins with the pages of its path."""
+        ticket, job = text.ticket, text.ticket.job
+        ticket.begun = ticket.begun or perf_counter()
+        if not text.stream:
+            ticket.unbegun -= 1
+        if parked:
+            session = parked.session.fork() if ticket.unbegun else parked.session
+        else:
+            session, text.fetching = (job.model or self._model).session(), True
+            ticket.reading = ticket.reading or not text.preemptions
+        if text.stream:
+            text.stream.session = session
+        else:
+            sampler = job.request.sampler(job.sampling, self._model.text, len(job.prompt.tokens), text.sample)
+            text.stream = Stream(session, sampler, list(job.prompt.tokens), top=job.request.logprobs)
+            text.ending = job.request.ending(self._model.text)
+        if parked:
+            if not ticket.unbegun:
+                self._shared.unpark(ticket)
+            self._draw(text, parked.logits)
+
+    def _fetch(self) -> None:
+        """Take what is on disk of the prompts of new texts, for as long as a run may take, then let them read the rest."""
+        waits = any(text.chunks is None and not text.fetching and not text.ended for text in self._texts)
+        end = perf_counter() + (self._step_seconds if waits else CHUNK_SECONDS)
+        for text in [text for text in self._texts if text.fetching]:
+            while self._shared.fetch(text):
+                if perf_counter() > end:
+                    return
+            self._begin_reading(text)
+
+    def _begin_reading(self, text: Text) -> None:
+        """Begin a session with the pages of its path; what comes after them is read."""
+        session, unread, count = text.running.session, text.unread, PAGE * len(text.path)
+        text.fetching = False
+        pages = [node.page for node in text.path if node.page]
+        session.adopt(unread.tokens[:count], cut(unread.places, count), pages)
+        try:
+            text.chunks = Chunks(session, unread.after(count))
+        except EdgeqError as error:
+            return self._fail(text, error)
+        self.totals.cached_tokens += count
+        if text.preemptions:
+            self.totals.recomputed_tokens += text.chunks.left
+        else:
+            text.ticket.cached_tokens = max(count, text.ticket.cached_tokens)
+
+    def _planned(self, readers: list[Text], decoding: list[Text]) -> tuple[list[tuple[Text, int]], list[Text]]:
+        """Which prompts run next with how many tokens each, and which texts are decoded beside them."""
+        if not readers:
+            return [], decoding
+        options, tile = self._model.program.options, self._model.program.tile
+        self._turn += 1
+        # A short prompt does not wait for a long one, and a long one is not put off for ever.
+        oldest = readers.pop(0) if self._turn % 2 else None
+        readers.sort(key=lambda text: text.chunks.left if text.chunks else 0)
+        readers = [oldest, *readers] if oldest else readers
+        if self._model.requantization:
+            # Its inputs are summed, which a run does for one session.
+            readers, decoding = readers[:1], []
+        if options.max_rows - len(decoding) < tile:
+            decoding = []
+        alone = not decoding and len(readers) == 1 and not self._model.requantization
+        seconds = max(CHUNK_SECONDS if alone else self._step_seconds, HEADROOM * self._decode_seconds)
+        rows = self._model.prefill_rate.rows(seconds) - len(decoding)
+        left = self._budget = min(max(LEAST_TILES * tile, rows // tile * tile), options.max_rows - len(decoding))
+        plan = list[tuple[Text, int]]()
+        for text in readers:
+            if left < tile and plan:
+                break
+            assert text.chunks is not None
+            plan.append((text, min(left, text.chunks.left)))
+            left -= plan[-1][1]
+        return [(text, count) for text, count in plan if count], decoding
+
+    def _run(self, reading: list[tuple[Text, int]], decoding: list[Text]) -> None:
+        items, read = list[BatchItem](), list[Text]()
+        for text, count in reading:
+            assert text.chunks is not None
+            try:
+                items.append(text.chunks.next(count))
+                read.append(text)
+            except DeviceError:
+                raise
+            except EdgeqError as error:
+                self._fail(text, error)
+        streams, started = [text.running for text in decoding], perf_counter()
+        after, found, emitted = list[Logits](), list[Logits](), list[list[int]]()
+        if self._model.requantization and items:
+            found = run_together(items, summing=True)
+        elif self._speculator and streams and not items:
+            emitted = self._speculator.step(streams, [text.ending.room if text.ending else 1 for text in decoding])
+        elif streams or items:
+            after, found = run_streams(streams, items)
+        seconds = perf_counter() - started
+        rows = self.last.prompt_tokens = sum(len(item.tokens) for item in items)
+        self.totals.prompt_tokens += rows
+        if rows:
+            whole = not streams and len(items) == 1 and rows == self._budget
+            self._model.prefill_rate.record(rows + len(streams), seconds, whole)
+        else:
+            self._decode_seconds += (seconds - self._decode_seconds) * (FORGETTING if self._decode_seconds else 1)
+        before = self.totals.generated_tokens
+        for text, logits in zip(decoding, after, strict=False):
+            self._draw(text, logits)
+        for text, tokens in zip(decoding, emitted, strict=False):
+            self._take(text, tokens)
+        self.last.decode_tokens = self.totals.generated_tokens - before
+        for text, wanted in zip(read, found, strict=True):
+            self._shared.enter(text)
+            if text.chunks and not text.chunks.left:
+                self._finish_reading(text, wanted[0])
+        self.last.seconds = perf_counter() - started
+
+    def _finish_reading(self, text: Text, logits: Logits) -> None:
+        ticket = text.ticket
+        text.chunks = None
+        if text.drawn:
+            return
+        ticket.reading = False
+        if ticket.unbegun and not ticket.parked:
+            self._shared.park(ticket, Parked(text.running.session.fork(), logits, self._shared.again(text.path)))
+        self._draw(text, logits)
+
+    def _draw(self, text: Text, logits: Logits) -> None:
+        try:
+            text.running.draw(logits)
+        except EdgeqError as error:
+            return self._fail(text, error)
+        self._take(text, text.running.tokens[-1:])
+
+    def _take(self, text: Text, tokens: Sequence[int]) -> None:
+        """Tokens that were drawn become text, until one ends it."""
+        stream, ending = text.running, text.ending
+        assert ending is not None
+        update = Update(text.ticket, text.sample)
+        drawn = stream.logprobs[-len(tokens) :]
+        for i, token in enumerate(tokens):
+            full = i + 1 == len(tokens) and not stream.session.left
+            try:
+                update.pieces.append(Piece(ending.push(token, full), token))
+            except EdgeqError as error:
+                return self._fail(text, error)
+            update.logprobs += drawn[i : i + 1]
+            if ending.reason:
+                break
+        update.reason = ending.reason
+        text.ticket.first = text.ticket.first or perf_counter()
+        self.totals.generated_tokens += len(update.pieces)
+        self._updates.append(update)
+        self._shared.enter(text)
+
+    def _fail(self, text: Text, error: EdgeqError) -> None:
+        text.error = error
+        self._updates.append(Update(text.ticket, text.sample, error=error))
+
+    def _release(self, text: Text) -> None:
+        """A text has ended: its seat is free, and its pages are where nobody else holds them."""
+        self._texts.remove(text)
+        self._shared.keep(text)
+        self._vacate(text)
+        with self._lock:
+            self._admitted -= 1
+
+    def _vacate(self, text: Text) -> None:
+        if (text.chunks or text.fetching) and not text.drawn:
+            text.ticket.reading = False
+        text.chunks, text.fetching = None, False
+        if text.stream:
+            text.stream.session.close()
+        self._shared.let_go(text.path)
+        text.path = []
+
+    def _secured(self, plan: list[tuple[Text, int]]) -> list[tuple[Text, int]]:
+        """Make the pages that a run writes to.  Texts that have to make room for them fall out of it."""
+        while plan:
+            missing = [(text.running.session, count) for text, count in plan if text.running.session.missing_pages(count)]
+            failure: EdgeqError | None = None
+            if self._shared.make_room(sum(session.missing_pages(count) for session, count in missing)):
+                try:
+                    for session, count in missing:
+                        session.reserve(count)
+                        self._shared.count(session.pages)
+                    return plan
+                except ResourceError as error:
+                    failure = error
+                    self._shared.is_full()
+            young = [text for text in self._texts[1:] if not text.ended]
+            if young:
+                self._preempt(min(young, key=lambda text: (text.preemptions, -text.number)))
+            else:
+                self._fail(plan[0][0], failure or ResourceError("the cache is too small for this text; give it more memory"))
+            plan = [(text, count) for text, count in plan if text in self._texts and not text.ended]
+        return plan
+
+    def _preempt(self, text: Text) -> None:
+        """Take the seat and the pages of a text, which keeps its tokens; it begins again before others."""
+        self._texts.remove(text)
+        self._vacate(text)
+        text.preemptions += 1
+        text.ticket.preemptions += 1
+        self.totals.preemptions += 1
+        self._waiting.put_back(text)

@@ -1,0 +1,212 @@
+"""Requests that come as lines of a file in the shape of OpenAI's batches, and the record that is written of each.
+
+A record depends on its line, on where it is in the file and on the model alone: not on what ran beside it, nor on the clock, so
+that a run that was ended and begun again writes the same file.  Hence `created` is 0, a request without a seed has one that
+follows from its line, and how much of a prompt was found in the cache is not told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from edgeq.errors import DeviceError
+from edgeq.runtime.job import Job, Ticket
+from edgeq.runtime.model import Model
+from edgeq.runtime.scheduler import Scheduler
+from edgeq.runtime.server.answers import Answer, Shape
+from edgeq.runtime.server.errors import ApiError, of_exception, unsupported
+from edgeq.runtime.server.fields import Chat, Completion, decoded, fields
+from edgeq.runtime.server.reading import Asker, chat_job, completion_jobs
+from edgeq.runtime.server.settings import Settings
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+LONGEST_ID = 256
+AHEAD = 2
+"""Lines that are read beside those that run, as a multiple of the seats: templates and pictures take their time."""
+
+
+class Line(NamedTuple):
+    """A line of the file.
+
+    id      of its record: a digest of what the record depends on
+    wrong   what is wrong with it beside others, such as a name that another line has; empty: nothing
+    """
+
+    id: str
+    data: bytes
+    wrong: str = ""
+
+
+class Recorded(NamedTuple):
+    """What is written of a line: `failed`: it has no answer."""
+
+    id: str
+    data: bytes
+    failed: bool
+
+
+class Named(msgspec.Struct):
+    """What is read of a record that was written before."""
+
+    id: str
+    response: dict[str, Any] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.response is None or self.response.get("status_code") != 200
+
+
+def record_id(run: bytes, number: int, data: bytes) -> str:
+    """The id of the record of a line; `run`: digest of the model and of what else the answers depend on."""
+    return f"batch_req_{hashlib.blake2b(run + number.to_bytes(8, 'little') + data, digest_size=16).hexdigest()}"
+
+
+def custom_id_of(data: bytes) -> str | None:
+    """The name that the line has for itself; None: it cannot be read."""
+    try:
+        found = decoded(data).get("custom_id")
+    except ApiError:
+        return None
+    return found if isinstance(found, str) and 0 < len(found) <= LONGEST_ID else None
+
+
+@dataclass
+class _Asked:
+    """A line that can be answered: its fields are gone, which may have megabytes."""
+
+    shape: Shape
+    jobs: list[Job]
+
+
+@dataclass
+class _Running:
+    line: Line
+    answer: Answer
+    tickets: dict[Ticket, int]
+    left: int
+
+
+class Lines:
+    """Answers lines with one model, several at once."""
+
+    def __init__(self, model: Model, settings: Settings, cache_pages: int | None) -> None:
+        self._model, self._settings = model, settings
+        self.scheduler = Scheduler(model, settings.seats, pages=cache_pages, shares_prefixes=True)
+        self._running: dict[Ticket, _Running] = {}
+
+    def records(self, lines: Iterable[Line]) -> Iterator[Recorded]:
+        """The record of each line, as they are finished.  DeviceError: the model has failed."""
+        source, seats = iter(lines), self._settings.seats
+        ahead = deque[tuple[Line, Future[_Asked]]]()
+        with ThreadPoolExecutor(1, "edgeq-reader") as pool:
+            while True:
+                while len(ahead) < AHEAD * seats and (line := next(source, None)):
+                    ahead.append((line, pool.submit(self._asked, line)))
+                while ahead and len(self._running) < seats and (ahead[0][1].done() or not self.scheduler.busy):
+                    line, future = ahead.popleft()
+                    try:
+                        self._begin(line, future.result())
+                    except Exception as error:
+                        yield refused(line, error)
+                if not self.scheduler.busy and not ahead:
+                    return
+                yield from self._step()
+
+    def _asked(self, line: Line) -> _Asked:
+        """ApiError and other errors of the project: the line cannot be answered."""
+        if line.wrong:
+            raise ApiError(400, "invalid_line", line.wrong)
+        if len(line.data) > self._settings.most_body:
+            raise ApiError(400, "body_too_large", f"the line has more than {self._settings.most_body} bytes")
+        found = decoded(line.data)
+        if custom_id_of(line.data) is None:
+            raise ApiError(400, "invalid_line", f"custom_id is a string of 1 to {LONGEST_ID} characters", "custom_id")
+        if found.get("method") != "POST":
+            raise ApiError(400, "invalid_line", "method is POST", "method")
+        body = found.get("body")
+        if not isinstance(body, dict):
+            raise ApiError(400, "invalid_line", "body is the object of a request", "body")
+        if body.get("stream"):
+            raise unsupported("stream", "a record has a whole answer")
+        body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        if body.get("seed") is None:
+            body["seed"] = int(line.id[-15:], 16)
+        if found.get("url") == CHAT:
+            chat, _ = fields(Chat, body)
+            who = self._asker(chat.model)
+            return _Asked("chat", [chat_job(self._model, self._settings, chat, who)])
+        if found.get("url") == COMPLETION:
+            completion, _ = fields(Completion, body)
+            who = self._asker(completion.model)
+            return _Asked("completion", completion_jobs(self._model, self._settings, completion, who))
+        raise ApiError(400, "invalid_line", f"url is {CHAT} or {COMPLETION}", "url")
+
+    def _asker(self, name: str | None) -> Asker:
+        """ApiError: a model that is not here."""
+        if name is not None and name not in self._settings.models:
+            known = ", ".join(self._settings.models)
+            raise ApiError(404, "model_not_found", f"the model {name[:100]!r} is not here; there is {known}", "model")
+        return Asker("", "", self._settings.models.get(name or ""))
+
+    def _begin(self, line: Line, asked: _Asked) -> None:
+        tickets, first = dict[Ticket, int](), 0
+        for job in asked.jobs:
+            tickets[self.scheduler.submit(job)] = first
+            first += job.n
+        stops = asked.jobs[0].request.stops(self._model.text)
+        options = self._model.program.options
+        model = asked.jobs[0].model
+        fingerprint = f"edgeq-{(model or self._model).file.identity[:8]}-{self._model.target}-{options.mode}"
+        title = self._settings.title(model)
+        answer = Answer(asked.shape, title, fingerprint, self._model.text, list(tickets), stops, True)
+        running = _Running(line, answer, tickets, first)
+        self._running |= dict.fromkeys(tickets, running)
+
+    def _step(self) -> Iterator[Recorded]:
+        for update in self.scheduler.step():
+            running = self._running.get(update.ticket)
+            if running is None:
+                continue
+            if update.error:
+                if isinstance(update.error, DeviceError):
+                    raise update.error
+                self._drop(running)
+                yield refused(running.line, update.error)
+                continue
+            running.answer.take(running.tickets[update.ticket], update)
+            running.left -= update.reason is not None
+            if not running.left:
+                self._drop(running)
+                yield answered(running.line, running.answer.whole())
+
+    def _drop(self, running: _Running) -> None:
+        for ticket in running.tickets:
+            self.scheduler.cancel(ticket)
+            del self._running[ticket]
+
+
+def answered(line: Line, whole: dict[str, Any]) -> Recorded:
+    """The record of an answer."""
+    usage = {**whole["usage"], "prompt_tokens_details": {"cached_tokens": 0}}
+    prefix = whole["id"].partition("-")[0]
+    body = {name: value for name, value in whole.items() if name != "edgeq"}
+    body |= {"id": f"{prefix}-{line.id[-24:]}", "created": 0, "usage": usage}
+    return _recorded(line, {"status_code": 200, "request_id": line.id, "body": body}, False)
+
+
+def refused(line: Line, error: Exception) -> Recorded:
+    """The record of a line that has no answer."""
+    found = of_exception(error)
+    return _recorded(line, {"status_code": found.status, "request_id": line.id, "body": found.body}, True)
+
+
+def _recorded(line: Line, response: dict[str, Any], failed: bool) -> Recorded:
+    record = {"id": line.id, "custom_id": custom_id_of(line.data), "response": response, "error": None}
+    return Recorded(line.id, msgspec.json.encode(record) + b"\n", failed)

@@ -1,0 +1,110 @@
+"""Cache pages of the texts of a scheduler: how many may be made, and those that texts which begin alike share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakSet
+
+from edgeq.prompt import Prompt
+from edgeq.runtime.job import Parked, Text, Ticket
+from edgeq.runtime.prefix_tree import Node, PrefixTree
+from edgeq.runtime.prompt_store import PromptStore
+from edgeq.targets.rows import PAGE, Page
+
+
+class SharedPages:
+    """tree    finds the pages of texts by what led to them; None: nothing is shared
+    store   keeps them on disk too; None: they are lost with the process
+    """
+
+    def __init__(self, limit: int | None, tree: PrefixTree | None, store: PromptStore | None) -> None:
+        """`limit`: pages of all texts and of the tree; None: any number."""
+        self.tree, self.store = tree, store if tree else None
+        self._limit, self._held = limit, WeakSet[Page]()
+        self._parked: list[Ticket] = []
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Pages that may still be made (-1: any number), that are held, and that only the tree holds."""
+        idle = self.tree.idle if self.tree else 0
+        free = -1 if self._limit is None else self._limit - len(self._held)
+        return free, len(self._held), idle
+
+    def count(self, pages: Iterable[Page]) -> None:
+        """Enter pages that were made."""
+        self._held.update(pages)
+
+    def is_full(self) -> None:
+        """No more can be made than there are: the machine has less memory than was thought."""
+        self._limit = len(self._held)
+
+    def make_room(self, count: int) -> bool:
+        """Whether there is room for so many pages, after dropping what no text holds."""
+        if self._limit is None:
+            return True
+        for hard in (False, True):
+            if hard:
+                for ticket in list(self._parked):
+                    self.unpark(ticket)
+                if self.store:
+                    self.store.give_up()
+            short = count - (self._limit - len(self._held))
+            if short > 0 and self.tree:
+                short -= self.tree.evict(short)
+            if short <= 0:
+                return True
+        return False
+
+    def find(self, owner: str, prompt: Prompt) -> list[Node]:
+        """The pages in the tree that `prompt` begins with, held."""
+        return self.tree.find(owner, prompt) if self.tree else []
+
+    def fetch(self, text: Text) -> bool:
+        """Take the next page of a prompt from the disk into the tree and the path of the text; whether there was one."""
+        unread, owner, index = text.unread, text.ticket.job.tree, len(text.path)
+        end = (index + 1) * PAGE
+        # The last token has to run, to give logits.
+        if not self.tree or not self.store or end >= len(unread.tokens) or not self.make_room(1):
+            return False
+        page = self.store.load(owner, unread.tokens, unread.places, index)
+        if page is None:
+            return False
+        self.count([page])
+        self.tree.extend(owner, text.path, unread.tokens[:end], unread.places, [page] * (index + 1))
+        return True
+
+    def keep(self, text: Text) -> None:
+        """Write the pages that a text has filled, soon."""
+        if self.store and text.stream:
+            session = text.stream.session
+            pages = [node.page for node in text.path if node.page]
+            # A text that was cancelled while it took its pages has no tokens yet.
+            if len(session.tokens) >= PAGE * len(pages):
+                self.store.put(text.ticket.job.tree, session.tokens, session.places, pages)
+
+    def again(self, path: Sequence[Node]) -> list[Node]:
+        """The same path, held once more."""
+        if self.tree:
+            self.tree.hold(path)
+        return list(path)
+
+    def let_go(self, path: Sequence[Node]) -> None:
+        if self.tree:
+            self.tree.release(path)
+
+    def enter(self, text: Text) -> None:
+        """Let others find the pages that a text has filled."""
+        session = text.running.session
+        if self.tree and len(session.tokens) // PAGE > len(text.path):
+            session.share(self.tree.extend(text.ticket.job.tree, text.path, session.tokens, session.places, session.pages))
+
+    def park(self, ticket: Ticket, parked: Parked) -> None:
+        """Keep a prompt that was read, for texts of its ticket that have no seat yet."""
+        self._parked.append(ticket)
+        ticket.parked = parked
+
+    def unpark(self, ticket: Ticket) -> None:
+        parked, ticket.parked = ticket.parked, None
+        if parked:
+            self._parked.remove(ticket)
+            self.let_go(parked.path)
