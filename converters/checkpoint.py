@@ -1,7 +1,6 @@
 """A Hugging Face checkpoint on disk or on the hub: its JSON files, its tensors by header, their rows one slab at a time.
 
-safetensors only.  The headers come from strangers: cap, check, then loop; no length is used before it has been compared with
-the size of the file.  Only the slab of weights asked for is in memory, and one shard is open at a time.
+safetensors only (edgeq.safetensors).  Only the slab of weights asked for is in memory, and one shard is open at a time.
 """
 
 from __future__ import annotations
@@ -9,37 +8,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-import stat
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import from_bf16
+from edgeq.adapter import Adapter, Factors
 from edgeq.converters.download import HubAccess, download, silent
 from edgeq.errors import CheckpointError
+from edgeq.safetensors import FLOATS, MAX_TENSORS, SIZES, Header, floats, read_header, read_json
 
-MAX_HEADER = 100 << 20
-MAX_VALUES = 1 << 21
-"""Values in one JSON text, counted by its commas and brackets: each takes up to a hundred bytes of memory once it is read, for
-two bytes of text.  The headers and indices of the largest models have less than a million."""
-MAX_RANK = 8
-MAX_TENSORS = 1 << 20
 MAX_FILE_NAME = 255
 """Bytes that Linux and macOS take; with a longer name the system refuses to look for the file."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_FILES = ("*.json", "*.jinja")
 WEIGHT_FILES = ("model*.safetensors",)
-FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
-SIZES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -49,6 +37,7 @@ class StoredTensor:
 
     added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
     first   a tensor that is added to the first row
+    merged  factors of an adapter whose product is added, and which of its rows is the first here
     """
 
     shard: str
@@ -58,6 +47,12 @@ class StoredTensor:
     added: float = 0.0
     name: str = ""
     first: StoredTensor | None = None
+    merged: tuple[Factors, int] | None = None
+
+
+def stored_tensor(shard: str, header: Header) -> StoredTensor:
+    """The tensor of `header` in the file `shard`."""
+    return StoredTensor(shard, header.dtype, header.shape, header.offset)
 
 
 @dataclass(frozen=True)
@@ -90,6 +85,7 @@ class Checkpoint:
     config: dict[str, Any]
     hub: HubAccess | None = None
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    adapter: Adapter | None = None
 
     @classmethod
     def open(cls, source: str, access: HubAccess) -> Checkpoint:
@@ -122,7 +118,24 @@ class Checkpoint:
             missing = sorted(set(names or found) - set(found))
             if missing:
                 raise CheckpointError(f"{self.folder / shard}: lacks {missing[0]}, which {INDEX} promises; download it again")
-            self.tensors.update({name: found[name] for name in names or found})
+            self.tensors.update({name: stored_tensor(shard, found[name]) for name in names or found})
+
+    def merge(self, adapter: Adapter) -> None:
+        """Add the products of an adapter's factors to the weights that it was trained for, whenever those are read.
+
+        CheckpointError: there is no such weight, or it has another shape.
+        """
+        for module, factors in adapter.factors.items():
+            name = f"{module}.weight"
+            tensor = self.tensors.get(name)
+            if tensor is None or tensor.shape != factors.shape:
+                found = f"of {tensor.shape}" if tensor else "that is not in the checkpoint"
+                raise CheckpointError(
+                    f"adapter {adapter.name}: {module} is for a weight of {factors.shape}, and {name} is one {found}; give the "
+                    "checkpoint that it was trained for"
+                )
+            self.tensors[name] = replace(tensor, merged=(factors, 0))
+        self.adapter = adapter
 
     def _weight_bytes(self) -> int:
         """What the index says of all shards together; 0: there is no index, or it does not say."""
@@ -161,8 +174,9 @@ class Checkpoint:
             tensor = self.tensor(source.name, source.stored)
             skipped = source.row * math.prod(source.shape[1:]) * SIZES[tensor.dtype]
             first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
+            merged = (tensor.merged[0], source.row) if tensor.merged else None
             arranged[name] = StoredTensor(
-                tensor.shard, tensor.dtype, source.shape, tensor.offset + skipped, source.added, source.name, first
+                tensor.shard, tensor.dtype, source.shape, tensor.offset + skipped, source.added, source.name, first, merged
             )
         used = {name for source in sources.values() for name in (source.name, source.first)}
         rest = {name: tensor for name, tensor in self.tensors.items() if name not in used}
@@ -221,18 +235,16 @@ class Checkpoint:
         values = self._read(tensor, tensor.name or name, start, stop)
         if tensor.first is not None and start == 0 < stop:
             values[0] += self._read(tensor.first, tensor.first.name, 0, len(values[0]))
+        if tensor.merged is not None:
+            factors, row = tensor.merged
+            values = values + factors.b[row + start : row + stop] @ factors.a
         return values + np.float32(tensor.added) if tensor.added else values
 
     def _read(self, tensor: StoredTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows of a tensor as they are stored, float32; `name`: for messages."""
-        dtype, row = FLOATS[tensor.dtype], math.prod(tensor.shape[1:])
-        stored = np.dtype({"f32": "<f4", "f16": "<f2", "bf16": "<u2"}[dtype])
-        path, count = self.folder / tensor.shard, (stop - start) * row
-        raw = np.fromfile(path, stored, count, offset=tensor.offset + start * row * stored.itemsize)
-        if len(raw) != count:
-            raise CheckpointError(f"{path}: ends inside {name}; it changed while it was read")
-        raw = raw.reshape(stop - start, *tensor.shape[1:])
-        values: NDArray[np.float32] = from_bf16(raw) if dtype == "bf16" else raw.astype(np.float32, copy=False)
+        path, row = self.folder / tensor.shard, math.prod(tensor.shape[1:])
+        values = floats(path, tensor.dtype, tensor.offset + start * row * SIZES[tensor.dtype], (stop - start) * row, name)
+        values = values.reshape(stop - start, *tensor.shape[1:])
         if not np.isfinite(values).all():
             raise CheckpointError(f"{name} has NaN or infinite values; the checkpoint is damaged or its training diverged")
         return values
@@ -250,7 +262,8 @@ class Checkpoint:
     def digest(self) -> str:
         """sha256 of the configuration and of every tensor's name, type and shape; no weight is read for it."""
         headers = sorted((name, t.dtype, t.shape) for name, t in self.tensors.items())
-        return hashlib.sha256(json.dumps([self.config, headers], sort_keys=True).encode()).hexdigest()
+        described = [self.config, headers, *([self.adapter.digest] if self.adapter else [])]
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _check_files(folder: Path) -> None:
@@ -258,114 +271,3 @@ def _check_files(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise CheckpointError(f"{path}: not a regular file; give the folder of a Hugging Face checkpoint")
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """A regular file, opened for reading.  CheckpointError: anything else: a pipe would block, a device need not end.
-
-    FileNotFoundError: there is none.
-    """
-    try:
-        # Opening a pipe without a writer waits for one.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path}: not a regular file; give the folder of a Hugging Face checkpoint")
-    return open(descriptor, "rb")
-
-
-def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a regular file of at most `most`; CheckpointError otherwise."""
-    try:
-        with open_regular(path) as file:
-            data = file.read(most + 1)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: no {path.name}; give the folder of a Hugging Face checkpoint") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from None
-    if len(data) > most:
-        raise CheckpointError(f"{path}: more than {most} bytes")
-    return data
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of at most 100 MB; CheckpointError otherwise."""
-    data = read_file(path, MAX_HEADER)
-    _check_values(path, data)
-    try:
-        value = json.loads(data, parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
-
-
-def _check_values(path: Path, data: bytes) -> None:
-    """CheckpointError: a JSON text of so many values that reading it would fill the memory."""
-    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise CheckpointError(f"{path}: more than {MAX_VALUES} values; no checkpoint has as many")
-
-
-def _finite(digits: str) -> float:
-    """Infinity and NaN are no JSON, and what is made of them could not be written as JSON again."""
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {digits[:40]}")
-    return value
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file: u64 length n, n bytes of JSON, then the data, to the byte.
-
-    CheckpointError: the header is too long, not of the format, or does not describe a file of this size.
-    """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
-        if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise CheckpointError(f"{path}: truncated or not a safetensors file ({size} bytes); download it again")
-        data = file.read(length)
-    _check_values(path, data)
-    try:
-        header = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not JSON ({error}); download it again") from None
-    if not isinstance(header, dict) or len(header) > MAX_TENSORS:
-        raise CheckpointError(f"{path}: its header is not an object of at most {MAX_TENSORS} tensors")
-    header.pop("__metadata__", None)
-    tensors = {name: _tensor(path, name, entry) for name, entry in header.items()}
-    at = 0
-    for name, (begin, end, _) in sorted(tensors.items(), key=lambda item: item[1][:2]):
-        if begin != at:
-            raise CheckpointError(f"{path}: {name} starts at byte {begin} instead of {at}: the header is damaged or hostile")
-        at = end
-    if size != 8 + length + at:
-        raise CheckpointError(
-            f"{path}: truncated or damaged: {size} bytes, its header says {8 + length + at}; download it again"
-        )
-    return {
-        name: StoredTensor(path.name, dtype, shape, 8 + length + begin) for name, (begin, _, (dtype, shape)) in tensors.items()
-    }
-
-
-def _tensor(path: Path, name: str, entry: Any) -> tuple[int, int, tuple[str, tuple[int, ...]]]:
-    """(begin, end, (dtype, shape)) of one header entry, each checked."""
-    where = f"{path}: tensor {name!r}"
-    if not isinstance(entry, Mapping) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-        raise CheckpointError(f"{where} lacks dtype, shape or data_offsets; download it again")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in SIZES:
-        raise CheckpointError(f"{where} is stored as {dtype!r}, which is not known; supported weights: {', '.join(FLOATS)}")
-    if not isinstance(shape, list) or len(shape) > MAX_RANK or any(type(n) is not int or not 0 <= n < 1 << 40 for n in shape):
-        raise CheckpointError(f"{where} has the shape {str(shape)[:80]}; expected at most {MAX_RANK} sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int or not 0 <= n < 1 << 60 for n in offsets):
-        raise CheckpointError(f"{where} has the data_offsets {str(offsets)[:80]}; expected two positions")
-    begin, end = offsets
-    if end - begin != math.prod(shape) * SIZES[dtype]:
-        raise CheckpointError(f"{where} has {end - begin} bytes; {dtype} {shape} needs {math.prod(shape) * SIZES[dtype]}")
-    return begin, end, (dtype, tuple(shape))

@@ -215,6 +215,7 @@ class _Run:
         """
         tower: TowerForward | None = None
         decoder: TokenForward | None = None
+        exact: BlockForward | None = None
         for index, step in enumerate(self.plan.steps[:-1]):
             method, finished, forward = step.method, index < self.skip, cast(Forward | None, None)
             if step.block is not None and method.calibrates:
@@ -226,39 +227,53 @@ class _Run:
                 if not finished:
                     self._write(index, step, tensors.rows, self._deliver(step, tensors.rows, {}))
                 continue
+            if exact is None and step.layer is not None and method.options.tune:
+                exact = self._exact()
             self.stages.at(index, label=f"reading {step.label} again" if finished else None)
             block = forward.load(step.block, self._stored() if finished and method.propagates else None)
             method.install(step.block, block)
             if finished:
                 forward.advance(step.block, block)
                 forward.unload(block)
+                if exact is not None:
+                    unquantized = exact.load(step.block)
+                    exact.advance(step.block, unquantized)
+                    exact.unload(unquantized)
             else:
-                self._prepared(index, step.block, block, forward, tensors)
+                self._prepared(index, step.block, block, forward, tensors, exact)
         assert decoder is not None
         return decoder
+
+    def _exact(self) -> BlockForward:
+        """The unquantized decoder, which tuned layers are held to."""
+        found = self._forward(self.plan.checkpoint)
+        assert isinstance(found, BlockForward)
+        return found
 
     def _tower_forward(self, method: Method, tensors: Tensors) -> TowerForward:
         assert isinstance(self.plan.calibration, PictureSamples) and isinstance(method.stack, VisionConfig)
         return TowerForward(method.family, method.stack, self.plan.calibration.pictures, tensors)
 
-    def _prepared(self, index: int, number: int, block: nn.Module, forward: Forward, tensors: Tensors) -> None:
+    def _prepared(
+        self, index: int, number: int, block: nn.Module, forward: Forward, tensors: Tensors, exact: BlockForward | None
+    ) -> None:
         """Prepare, write and report block `number` of its stack, step `index` of the plan."""
         step = self.plan.steps[index]
         linears = tuple(item for item in step.items if isinstance(item, LinearItem))
         prefix = forward.prefix(number)
         read = _block_reader(prefix, block, tensors.rows)
-        # A copy: the states are advanced in place.
-        few = forward.few(ROWS)
-        before = few.outputs(number, block)
+        # A copy: the states are advanced in place.  Blocks of a tower are not reported.
+        few = None if step.layer is None else forward.few(ROWS)
+        before = few.outputs(number, block) if few else []
 
         def on_part(done: int, parts: int) -> None:
             self.stages.at(index, PREPARED * done / parts)
 
         with torch.no_grad():
-            deliveries = step.method.prepare(Block(number, block, linears, read, forward, self.warn, prefix, on_part))
+            deliveries = step.method.prepare(Block(number, block, linears, read, forward, self.warn, prefix, on_part, exact))
         self._write(index, step, read, self._deliver(step, read, deliveries), PREPARED)
         forward.unload(block)
-        if step.layer is None:
+        if few is None:
             return
         with self.stages.passing():
             stored = forward.load(number, self._stored())

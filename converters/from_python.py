@@ -36,6 +36,7 @@ def convert(
     head: HeadBits | None = None,
     dtype: Literal["f32", "f16", "bf16"] | None = None,
     act_order: bool | None = None,
+    tune: bool | None = None,
     gptq: bool | None = None,
     split_row: bool | None = None,
     rank: int | None = None,
@@ -49,6 +50,7 @@ def convert(
     calibration_length: int | None = None,
     budget: Budget | None = None,
     allocation: Mapping[str, str] | None = None,
+    merge_lora: str | os.PathLike[str] | None = None,
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None,
     restart: bool = False,
     force: bool = False,
@@ -61,8 +63,8 @@ def convert(
 ) -> ModelFile:
     """Convert a Hugging Face checkpoint into an .edgeq file; returns the finished file, verified.
 
-    Killed at any moment and called again with the same arguments, it goes on where it stopped and ends in the same bytes.  A
-    finished file of the same conversion is verified and returned.
+    Killed at any moment and called again with the same arguments, and as many threads of torch (OMP_NUM_THREADS), it goes on
+    where it stopped and ends in the same bytes.  A finished file of the same conversion is verified and returned.
 
     method        None: "rtn"; "awq+gptq" with `calibration`; "gptq" with `budget` or `allocation`
     source        a folder, or a hub id such as "Qwen/Qwen3-0.6B"
@@ -73,6 +75,7 @@ def convert(
     budget        what the file may take at most, such as Budget("read", 2.4e6): the codec of each part follows from it
     allocation    part -> codec, by hand or as another run found it
     calibration   a UTF-8 text file, "built-in", or a folder with pictures and samples.jsonl
+    merge_lora    the folder of a LoRA adapter, which is added to the weights first
     device        where the calibration text runs; None: a GPU where torch finds one
     on_progress   takes (work done, all work, label); the label changes when a stage ends
     on_layer      takes a report when a decoder layer is safe on the disk: its index, bits and error
@@ -92,6 +95,7 @@ def convert(
         group_size=0 if group_size == "row" else group_size,
         symmetric=symmetric,
         act_order=act_order,
+        tune=tune,
         gptq=gptq,
         split_row=split_row,
         rank=rank,
@@ -107,6 +111,7 @@ def convert(
         calibration_length=calibration_length,
         budget=budget,
         allocation=allocation,
+        merge_lora=None if merge_lora is None else Path(merge_lora),
         device=device,
         restart=restart,
         force=force,

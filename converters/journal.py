@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from edgeq.errors import InputError, ResourceError
 from edgeq.metadata import Segment
-from edgeq.partial import Partial, no_follow
+from edgeq.partial import Partial
+from edgeq.whole_file import no_follow, write_whole
 
 Fingerprint = dict[str, object]
 ENDING = ".partial.json"
@@ -97,23 +98,22 @@ class Journal:
     def _study_path(self) -> Path:
         return self.partial.with_name(self.partial.name + ".npz")
 
+    @property
+    def _unfinished(self) -> Path:
+        return self.path.with_name(self.path.name + ".new")
+
     def record(self, segments: list[Segment]) -> None:
         """Replace the journal; the segments are synced already."""
         state = {"fingerprint": self.fingerprint, "segments": [[s.offset, s.length, s.digest.hex()] for s in segments]}
         state |= {"found": self.found} if self.found else {}
-        fresh = self.path.with_name(self.path.name + ".new")
         try:
-            with open(fresh, "w", opener=no_follow) as file:
-                json.dump(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(fresh, self.path)
+            write_whole(self.path, json.dumps(state), durable=True, through=self._unfinished)
         except OSError as error:
             raise self._failed(self.path, error) from None
 
     def remove(self) -> None:
         self._study_path.unlink(missing_ok=True)
-        self.path.with_name(self.path.name + ".new").unlink(missing_ok=True)
+        self._unfinished.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
     def _failed(self, path: Path, error: OSError) -> ResourceError:

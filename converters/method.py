@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig, VisionConfig
 from edgeq.converters.allocation.parts import part_of
-from edgeq.converters.calibration.forward import Forward, TokenForward, WholeReader
+from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
 from edgeq.converters.calibration.samples import PictureFile
 from edgeq.converters.calibration.tower_forward import TowerForward
 from edgeq.converters.families import Family
@@ -66,6 +66,7 @@ class Block:
     warn      takes a line for the user
     prefix    what the names of its tensors begin with, before the paths of modules
     on_part   takes (parts of the work done, parts), of as many parts as the method likes
+    exact     with the option `tune`: the unquantized model, whose states `prepare` advances too
     """
 
     index: int
@@ -76,6 +77,7 @@ class Block:
     warn: Callable[[str], None]
     prefix: str
     on_part: Callable[[int, int], None] = lambda done, parts: None
+    exact: BlockForward | None = None
 
     def modules(self, item: LinearItem) -> list[nn.Linear]:
         """The modules of whose rows `item` is made, in its order."""
@@ -96,6 +98,7 @@ class Method:
                  resumed run then loads finished layers from the unfinished file
     rounds_head  with `calibrates`: the head is rounded by GPTQ over the outputs of the layers, not to nearest
     studies      has a `study`
+    keeps_channels  inputs and outputs of the layers are those of the checkpoint, but for what a layer does to them itself
     passes       with `calibrates`: how often, about, the calibration text goes through a layer while it is prepared
     effort       how many times the work of plain rounding, about, a weight takes apart from that; both are for progress only
     """
@@ -105,6 +108,7 @@ class Method:
     propagates: bool = False
     rounds_head: ClassVar[bool] = False
     studies: bool = False
+    keeps_channels: ClassVar[bool] = False
     passes: ClassVar[int] = 2
     effort: ClassVar[int] = 1
 

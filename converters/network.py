@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from edgeq.adapter import Adapter
 from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import Checkpoint, read_json
+from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import HEAD, Family, recognise
 from edgeq.errors import UnsupportedError
+from edgeq.safetensors import read_json
 
 
 def described(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
@@ -15,9 +18,17 @@ def described(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
     return recognise(checkpoint.config, _preprocessor(checkpoint))
 
 
-def open_tensors(checkpoint: Checkpoint, family: Family) -> None:
-    """Make the tensors readable under the names of `family`.  CheckpointError: one is missing or damaged."""
+def open_tensors(checkpoint: Checkpoint, family: Family, adapter: Path | None = None) -> None:
+    """Make the tensors readable under the names of `family`, with the adapter in a folder merged.
+
+    CheckpointError: one is missing or damaged.  Of the adapter: as Adapter.read and Checkpoint.merge.
+    """
     checkpoint.open_weights()
+    if adapter is not None:
+        read = Adapter.read(adapter)
+        if HEAD.removesuffix(".weight") in read.factors and getattr(family.config, "tie_word_embeddings", False):
+            raise UnsupportedError(f"adapter {read.name}: it changes the head, which is the embedding in this checkpoint")
+        checkpoint.merge(read)
     checkpoint.rename(family.description.renamed)
     checkpoint.arrange(family.sources())
     _check_tensors(checkpoint, family)

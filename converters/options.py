@@ -13,9 +13,9 @@ from edgeq.errors import InputError
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
-NOT_RECORDED = ("calibration", "device", "restart", "force", "token", "offline")
+NOT_RECORDED = ("calibration", "merge_lora", "device", "restart", "force", "token", "offline")
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "device", "revision", "restart", "force", "token", "offline")
+EVERY_METHOD = ("method", "merge_lora", "device", "revision", "restart", "force", "token", "offline")
 """Options that do not depend on the method."""
 ONE_CODEC = ("bits", "group_size", "symmetric", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
@@ -69,6 +69,7 @@ class ConvertOptions:
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
     group_size        16, 32, 64, 128, or 0: one group per output channel; None: the method's default, or the next smaller
                       size that divides the columns
+    tune              GPTQ: learn the scales of every decoder layer on its output (edgeq.converters.tuning)
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
     split_row         rotated methods: the first column behind online transforms apart, unrounded
@@ -89,6 +90,7 @@ class ConvertOptions:
                       samples with pictures, as long as they are
     budget            what the allocation may take; the codec of every part is then chosen by measurement
     allocation        part (edgeq.converters.allocation.parts) -> name of its codec, instead of one codec for all
+    merge_lora        folder of a LoRA adapter whose products are added to the weights before anything else
     device            where the calibration text runs; None: auto, a GPU where torch finds one
     restart           discard an interrupted conversion instead of resuming it
     force             replace an .edgeq file that was made in another way
@@ -104,6 +106,7 @@ class ConvertOptions:
     group_size: int | None = None
     symmetric: bool | None = None
     act_order: bool | None = None
+    tune: bool | None = None
     gptq: bool | None = None
     split_row: bool | None = None
     rotate: bool | None = None
@@ -121,6 +124,7 @@ class ConvertOptions:
     calibration_length: int | None = None
     budget: Budget | None = None
     allocation: Mapping[str, str] | None = None
+    merge_lora: Path | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None
     restart: bool = False
     force: bool = False

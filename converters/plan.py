@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
+from edgeq.adapter import SOURCE_CHANNELS
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig, VisionConfig
 from edgeq.container import DATA_OFFSET
@@ -42,6 +43,7 @@ from edgeq.converters.options import HEADS, ConvertOptions, HeadBits
 from edgeq.converters.quantizer import fitting_group_size
 from edgeq.converters.slabs import SLAB_BYTES
 from edgeq.converters.tokenizer import TextAssets
+from edgeq.converters.tuning_cost import tuning_bytes
 from edgeq.manifest import FLOAT_PARTS, Shape, StackContents, layer_contents, layer_prefix, patch_contents, projector_contents
 from edgeq.metadata import Metadata
 from edgeq.version import __version__
@@ -139,10 +141,12 @@ class ConversionPlan:
         allocates = self.options.budget is not None or self.options.allocation is not None
         measured = min(tokens, max(self.calibration.few(ROWS).tokens, MOST_TOKENS + length if allocates else 0))
         states, logits = measurement_bytes(c, measured)
-        # One after another: a layer is run, written, run again for its report; so are those few rows, and the head.
-        work = (2 * layer + batch, 2 * layer + writing, layer + batch + states, states + logits + writing)
+        # One after another: a layer is tuned, run, written, run again for its report; those few rows, and the head.
+        tunes, tuning = bool(self.method.options.tune), tuning_bytes(layer, self.largest_bytes, batch)
+        work = (2 * layer + max(batch, tunes * tuning), 2 * layer + writing, layer + batch + states, states + logits + writing)
         pictures = self._picture_bytes(self.calibration) if isinstance(self.calibration, PictureSamples) else 0
-        return always + pictures + 4 * tokens * c.hidden_size + max(work)
+        # Tuning has inputs and targets beside the outputs.
+        return always + pictures + (1 + 2 * tunes) * 4 * tokens * c.hidden_size + max(work)
 
     def device_bytes(self, rows: int) -> int:
         """The promise for a GPU that computes so many rows of tokens at a time: the most memory that is taken of it.
@@ -151,11 +155,12 @@ class ConversionPlan:
         batch; or, when head and mode are chosen, slabs of the head, what enters it and its logits.
         """
         assert self.calibration is not None
-        c = self.method.config
-        largest = 4 * max(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+        c, largest = self.method.config, self.largest_bytes
         # A probe has the moments of all parts of a layer at hand.
         moments = self.method.memory_bytes(self.calibration.tokens) + MOMENT_BYTES * (self.options.budget is not None)
-        layer = self.layer_bytes + largest + moments + self.batch_bytes(rows)
+        batch = self.batch_bytes(rows)
+        tuning = bool(self.method.options.tune) * tuning_bytes(self.layer_bytes, largest, batch)
+        layer = self.layer_bytes + max(largest + moments + batch, tuning)
         tokens = self.calibration.few(ROWS).tokens
         slab = min(c.vocab_size, SLAB_BYTES // (4 * c.hidden_size), LOGIT_BYTES // (4 * tokens))
         head = 4 * (2 * tokens * c.hidden_size + 2 * slab * c.hidden_size + 5 * tokens * slab)
@@ -165,6 +170,11 @@ class ConversionPlan:
     def layer_bytes(self) -> int:
         """A decoder layer in float32."""
         return 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+
+    @property
+    def largest_bytes(self) -> int:
+        """Its largest matrix."""
+        return 4 * max(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
 
     def batch_bytes(self, rows: int) -> int:
         """Scores of attention, where torch keeps them whole, and what a layer computes from so many rows of tokens."""
@@ -180,7 +190,8 @@ class ConversionPlan:
         layer = 4 * sum(math.prod(shape) for _, shape in self.tower.family.layer_parts(0).values())
         most = max(patches)
         batch = 4 * most * (3 * c.num_attention_heads * most + token_activations(c) + 2 * c.joined_size)
-        return 4 * sum(patches) * widest + 2 * layer + batch + self.tower.memory_bytes(sum(patches))
+        kept = widest + len(c.tap_layers) * c.hidden_size
+        return 4 * sum(patches) * kept + 2 * layer + batch + self.tower.memory_bytes(sum(patches))
 
     def metadata(self, found: Mapping[str, object] | None = None) -> Metadata:
         """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made.
@@ -190,15 +201,11 @@ class ConversionPlan:
         provenance: dict[str, object] = {
             "source": self.checkpoint.name,
             "source_digest": self.checkpoint.digest(),
+            **({"adapter": {"name": a.name, "digest": a.digest}} if (a := self.checkpoint.adapter) else {}),
             "method": self.method.name,
             "options": {key: value for key, value in self.method.options.recorded().items() if key != "method"},
-            "calibration": None
-            if self.calibration is None
-            else {
-                "source": self.calibration.source,
-                "sha256": self.calibration.sha256,
-                "tokens": self.calibration.tokens,
-            },
+            "calibration": self.calibration and {key: getattr(self.calibration, key) for key in ("source", "sha256", "tokens")},
+            **({SOURCE_CHANNELS: True} if self.method.keeps_channels else {}),
             "edgeq": __version__,
             "code": quantizing_code(),
             "measured": self._measured(),
@@ -245,6 +252,7 @@ class ConversionPlan:
 
         found: dict[str, object] = {"edgeq": __version__, "code": quantizing_code(), "torch": torch.__version__}
         found["source"] = self.checkpoint.name
+        found["adapter"] = self.checkpoint.adapter.digest if self.checkpoint.adapter else None
         for path in self.checkpoint.files():
             if path.name.endswith(ENDING):
                 # That of an output beside the checkpoint's own files.

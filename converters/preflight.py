@@ -52,7 +52,7 @@ def preflight(
     tower = _tower(options, family)
     _check_pictures(method, tower)
     rows = _calibration(method, text)
-    open_tensors(checkpoint, family)
+    open_tensors(checkpoint, family, options.merge_lora)
     steps = write_steps(checkpoint, method, tower, text)
     if allocation is not None:
         parts = parts_of((item for step in steps for item in step.items), config)
@@ -100,6 +100,8 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | PictureSampl
         if options.calibration_length or options.budget is not None or options.allocation is not None:
             given = "--calibration-length" if options.calibration_length else "a budget or a plan"
             raise InputError(f"{given} goes with a calibration text, and {options.calibration} is a folder; leave one out")
+        if options.tune:
+            raise InputError(f"--tune goes with a calibration text, and {options.calibration} is a folder; leave one out")
         if method.studies:
             raise InputError(
                 f"--method {method.name} calibrates with a text, and {options.calibration} is a folder; give a file"

@@ -13,9 +13,10 @@ from typing import Any
 import jinja2
 
 from edgeq import tokenizer
-from edgeq.converters.checkpoint import Checkpoint, read_file, read_json
+from edgeq.converters.checkpoint import Checkpoint
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
 from edgeq.generation import SAMPLING, check_generation
+from edgeq.safetensors import read_file, read_json
 from edgeq.template_tags import TAGS
 from edgeq.tokenizer import MAX_TOKENIZER, SAMPLE, SafeTokenizer
 

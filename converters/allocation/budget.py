@@ -46,4 +46,5 @@ class Budget:
             raise InputError(f"--speed for {device.name}: this version runs on CPUs only; choose --size or --read")
         if not 0 < tokens_per_second < float("inf"):
             raise InputError(f"--speed {tokens_per_second:g}: choose a number of tokens per second above 0")
-        return cls("read", device.decode_bandwidth / tokens_per_second)
+        # At 0 or below nothing can be met: the parts say so, and what can.
+        return cls("read", max(1.0, device.readable(1 / tokens_per_second)))

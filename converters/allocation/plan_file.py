@@ -8,11 +8,11 @@ Every part is there; codecs are called as `edgeq inspect` shows them.  The prove
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from edgeq.errors import InputError
+from edgeq.whole_file import write_whole
 
 MAX_BYTES = 1 << 22
 """A plan of a model with a hundred thousand parts is smaller."""
@@ -39,10 +39,8 @@ def write_plan(path: Path, plan: Mapping[str, str]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, at once where there is one.  InputError: it cannot be written."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    """Write a text file, replacing what is there.  InputError: it cannot be written."""
     try:
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
+        write_whole(path, text)
     except OSError as error:
         raise InputError(f"{path}: cannot write it: {error.strerror}") from None

@@ -148,7 +148,7 @@ class Probe:
             record.keep()
         for part in missing:
             if part.layer is None:
-                progress.layer(layers)
+                progress.table(part)
                 self._table(part, exact, self._head_rounding(forward.states) if part.name == HEAD else quantize, record)
                 record.keep()
         self.on_progress(1, 1, "probe")
@@ -316,6 +316,12 @@ class _Progress:
         )
 
     def layer(self, index: int) -> None:
-        """Report that layer `index`, or the head after the last one, begins."""
-        label = f"probe of layer {index + 1} of {len(self._work) - 1}" if index < len(self._work) - 1 else "probe of the head"
-        self._on_progress(sum(self._work[:index]), sum(self._work), label)
+        """Report that layer `index` begins."""
+        self._report(index, f"layer {index + 1} of {len(self._work) - 1}")
+
+    def table(self, part: Part) -> None:
+        """Report that the head or the embedding begins, after the last layer."""
+        self._report(len(self._work) - 1, f"the {part.name}")
+
+    def _report(self, index: int, label: str) -> None:
+        self._on_progress(sum(self._work[:index]), sum(self._work), f"probe of {label}")

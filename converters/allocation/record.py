@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgeq.machine import cache_folder
+from edgeq.whole_file import write_whole
 
 Divergences = dict[str, dict[str, float]]
 """Part -> name of a codec -> mean KL divergence in nats with this part alone in this codec."""
@@ -54,11 +55,9 @@ class Record:
 
         False: the folder cannot be written, and nothing is kept.
         """
-        fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps({"settings": self.settings, "divergences": self.found}, indent=1), encoding="utf-8")
-            os.replace(fresh, self.path)
+            write_whole(self.path, json.dumps({"settings": self.settings, "divergences": self.found}, indent=1))
         except OSError:
             return False
         _forget_oldest(self.path)

@@ -15,6 +15,8 @@ from edgeq.errors import InputError
 
 ROW_TOKENS = 512
 MAX_ROWS = 64
+MAX_BYTES = 16 << 20
+"""The largest text: a hundred times what is used of it by default, and the tokens of all of it are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class Calibration:
 def calibration(path: Path | None, text: TextAssets, length: int, most: int = MAX_ROWS) -> Calibration:
     """Rows of `length` tokens from a UTF-8 file or the built-in text: its documents one after another, cut, the rest dropped.
 
-    Of more rows than `most`, evenly spaced ones.  InputError: it cannot be read, or is not enough for one row.
+    Of more rows than `most`, evenly spaced ones.  InputError: it cannot be read, is too long, or is not enough for one row.
     """
     source = builtin_text.NAME if path is None else path.name
     try:
-        documents = builtin_text.documents() if path is None else (path.read_text(encoding="utf-8"),)
+        documents = builtin_text.documents() if path is None else (_read(path),)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot read it as UTF-8 calibration text: {error}") from None
     encoder = tokenizer.load(text.blobs["tokenizer.json"])
@@ -60,3 +62,14 @@ def calibration(path: Path | None, text: TextAssets, length: int, most: int = MA
     count = min(most, len(rows))
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     return Calibration(source, digest, rows[[i * len(rows) // count for i in range(count)]])
+
+
+def _read(path: Path) -> str:
+    with open(path, "rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise InputError(
+            f"calibration text {path}: longer than {MAX_BYTES >> 20} MiB, of which a few hundred KB would be used; give a part "
+            f"of it, such as its beginning: head -c {MAX_BYTES >> 20}M {path.name} > part.txt"
+        )
+    return data.decode("utf-8")

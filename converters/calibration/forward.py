@@ -94,6 +94,11 @@ class Forward(ABC):
         """Run the layer as it is: its outputs take the place of its inputs in `states`."""
         for batch in self.batches(index):
             batch.x.copy_(layer(self.compute.put(batch.x), **batch.arguments))
+        self.passed(index)
+
+    @abstractmethod
+    def passed(self, index: int) -> None:
+        """What the network does between blocks: `states` were advanced through block `index`."""
 
     @torch.no_grad()
     def outputs(self, index: int, layer: nn.Module) -> list[Tensor]:
@@ -123,6 +128,8 @@ class Forward(ABC):
             outputs = layer(self.compute.put(batch.x), **batch.arguments)
             if advance:
                 batch.x.copy_(outputs)
+        if advance:
+            self.passed(index)
         for hook in hooks:
             hook.remove()
 
@@ -184,6 +191,9 @@ class BlockForward(TokenForward):
         arguments = self.attention_arguments(index)
         # Batches are views.
         return (Batch(x, arguments) for x in self.states)
+
+    def passed(self, index: int) -> None:
+        """Nothing: text goes from layer to layer."""
 
     def few(self, count: int) -> BlockForward:
         found = copy(self)

@@ -29,16 +29,22 @@ class SampleForward(TokenForward):
         features: Sequence[Tensor],
         tensors: Tensors,
     ) -> None:
-        """`features`: float32 [1, tokens, hidden] of each picture, sample by sample."""
+        """`features`: float32 [1, tokens, hidden] of each picture, sample by sample; beside them what taps of the tower add."""
         super().__init__(family, config, tensors, Compute())
         self._samples, waiting = list(samples), iter(features)
         self.tokens = [torch.tensor([sample.tokens]) for sample in samples]
         self._visual = [torch.zeros(len(sample.tokens), dtype=torch.bool) for sample in samples]
         self._states = [embedded(tensors, config, tokens) for tokens in self.tokens]
-        for state, visual, sample in zip(self._states, self._visual, samples, strict=True):
+        self._taps = len(config.vision.tap_layers) if config.vision else 0
+        # Of each sample what the taps add to its pictures, one after another.
+        self._added: list[list[Tensor]] = [[] for _ in samples]
+        for state, visual, sample, added in zip(self._states, self._visual, samples, self._added, strict=True):
             for place in sample.places:
-                state[:, place.start : place.end] = next(waiting)
+                found = next(waiting)
+                state[:, place.start : place.end] = found[..., : config.hidden_size]
                 visual[place.start : place.end] = True
+                if self._taps:
+                    added.append(found[..., config.hidden_size :])
 
     @property
     def states(self) -> Sequence[Tensor]:
@@ -54,8 +60,17 @@ class SampleForward(TokenForward):
             mask = causal(length, config.window(index))
             yield Batch(x, {"position_embeddings": angles, "attention_mask": mask}, visual)
 
+    def passed(self, index: int) -> None:
+        """Add to the rows of pictures what the taps of the tower have for them after this layer."""
+        hidden = self.config.hidden_size
+        if index >= self._taps:
+            return
+        for state, sample, added in zip(self._states, self._samples, self._added, strict=True):
+            for place, found in zip(sample.places, added, strict=True):
+                state[:, place.start : place.end] += found[..., index * hidden : (index + 1) * hidden]
+
     def few(self, count: int) -> SampleForward:
         found, step = copy(self), -(-len(self._states) // count)
         found._samples, found._visual, found.tokens = self._samples[::step], self._visual[::step], self.tokens[::step]
-        found._states = [x.clone() for x in self._states[::step]]
+        found._states, found._added = [x.clone() for x in self._states[::step]], self._added[::step]
         return found

@@ -15,7 +15,6 @@ from typing import Any
 
 from edgeq.chat_template import ChatTemplate, with_images
 from edgeq.config import ModelConfig, VisionConfig
-from edgeq.converters.calibration.torch_tower import refusal
 from edgeq.converters.tokenizer import TextAssets
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
 from edgeq.image import Picture, read_picture
@@ -29,7 +28,7 @@ MAX_IMAGES = 64
 MOST_SAMPLES = 128
 """That are used unless more are asked for, evenly spaced."""
 MOST_TOKENS = 576
-"""Of a picture: all attention scores of a tower stand in memory."""
+"""Of a picture whose size is not the model's own: all attention scores of a tower stand in memory."""
 KEYS = ("image", "images", "question", "answer")
 
 
@@ -95,22 +94,21 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
     """At most `most` samples of `folder`; None: MOST_SAMPLES.
 
     InputError: there are none, a line is not one, a picture is missing or cannot be read, or a sample is longer than what the
-    model takes.  UnsupportedError: the model has no chat template, or a tower of another kind; Pillow is not
-    installed.
+    model takes.  UnsupportedError: the model has no chat template; Pillow is not installed.
     """
     vision = config.vision
     if vision is None:
         raise InputError(f"--calibration {folder}: a folder of pictures, and this model reads text alone; give a text file")
-    if part := refusal(vision):
-        raise UnsupportedError(f"--calibration {folder}: pictures cannot pass a tower with {part} here; give a text file")
     lines = _lines(folder / FILE)
     count = min(most or MOST_SAMPLES, len(lines))
     chosen = [lines[i * len(lines) // count] for i in range(count)]
     if "chat_template" not in text.blobs:
         raise UnsupportedError("the checkpoint has no chat template, which says where a picture goes; calibrate with a text")
     encoder = Text(text.blobs["tokenizer.json"], text.generation)
-    template = ChatTemplate(text.blobs["chat_template"].decode("utf-8"), encoder)
-    most_tokens = max(1, min(vision.most_tokens, MOST_TOKENS, config.max_position_embeddings // 2))
+    template = ChatTemplate(text.blobs["chat_template"].decode("utf-8"), encoder, sees=True)
+    most_tokens = vision.most_tokens
+    if vision.sizes_vary:
+        most_tokens = max(1, min(most_tokens, MOST_TOKENS, config.max_position_embeddings // 2))
     digest, found = hashlib.sha256(), []
     for number, line in chosen:
         where = f"{folder / FILE} line {number}"

@@ -39,6 +39,11 @@ class Staged:
         self._kept: tuple[str, Moments] | None = None
         self.largest: dict[str, Tensor] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the block runs."""
+        return self._forward.compute.device
+
     def inputs(self, path: str) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The inputs [tokens, channels] of the module `path` of the block as it is now, batch by batch, and which tokens are of
         pictures, as in Batch.
@@ -139,6 +144,7 @@ class StagedLayer(Staged):
             x = self._forward.compute.put(batch.x)
             x += self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(x)))
             batch.x.copy_(x)
+        self._forward.passed(self._index)
 
 
 def staged(forward: Forward, index: int, block: nn.Module) -> Staged:

@@ -1,37 +1,64 @@
-"""What a vision tower has before and after its layers in torch: patches of pixels, and the projector.
+"""What a vision tower has before and after its layers in torch: patches of pixels with their positions, and the projector.
 
 Its layers are those of torch_decoder.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.config import VisionConfig
 from edgeq.converters.calibration.torch_decoder import ACTIVATIONS, Norm
+from edgeq.frames import Grid, interpolated
+
+
+class Table(nn.Module):
+    """A learned table [rows, channels]."""
+
+    def __init__(self, rows: int, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, channels))
 
 
 class Patches(nn.Module):
-    """Pixels [1, patches, patch_width] -> [1, patches, hidden]."""
+    """Pixels [1, patches, patch_width] -> [1, patches, hidden], those of a class row before them being zeros."""
 
     def __init__(self, config: VisionConfig, biases: tuple[str, ...]) -> None:
         super().__init__()
+        self._interpolated, self._merge = config.interpolated, config.merge
         self.patch = nn.Linear(config.patch_width, config.hidden_size, bias="patch" in biases)
+        self.positions = Table(config.position_rows, config.hidden_size) if config.position_rows else None
+        self.pre_norm = Norm(config, config.hidden_size, config.layer_norm) if config.pre_norm else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, order: NDArray[np.int32]) -> Tensor:
+        """grid, order   of the picture (edgeq.frames.Frame)"""
         found: Tensor = self.patch(x)
-        return found
+        if self.positions is not None:
+            table: Tensor = self.positions.weight
+            if self._interpolated:
+                side = math.isqrt(len(table))
+                table = torch.from_numpy(interpolated(table.numpy().reshape(side, side, -1), grid, self._merge)[order])
+            found = found + table
+        return found if self.pre_norm is None else self.pre_norm(found)
 
 
-class Projector(nn.Module):
-    """Outputs of the layers [1, patches, hidden], those that are joined one after another -> features [1, tokens, width]."""
+class Projection(nn.Module):
+    """project.1(act(project.0(x))), normed before or after those that are joined lie side by side: of the last layer, or of a
+    tap."""
 
-    def __init__(self, config: VisionConfig, biases: tuple[str, ...]) -> None:
+    def __init__(self, config: VisionConfig, biases: tuple[str, ...], norm: str) -> None:
         super().__init__()
         joined, inner = config.joined_size, config.project_size
-        self._joined, self._norm_first = joined, config.project_norm == "patch"
+        self._joined, self._norm_first = joined, norm == "patch"
         self.activation = ACTIVATIONS[config.project_act]
-        self.norm = Norm(config, config.hidden_size if self._norm_first else joined, config.layer_norm)
+        size = config.hidden_size if self._norm_first else joined
+        self.norm = None if norm == "none" else Norm(config, size, config.layer_norm)
         self.project = nn.ModuleList(
             [
                 nn.Linear(joined, inner, bias="project.0" in biases),
@@ -39,22 +66,32 @@ class Projector(nn.Module):
             ]
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x) if self._norm_first else x
+    def projected(self, x: Tensor) -> Tensor:
+        """[1, patches, hidden] -> [1, tokens, width]."""
+        if self._norm_first and self.norm is not None:
+            x = self.norm(x)
         x = x.reshape(1, -1, self._joined)
-        x = x if self._norm_first else self.norm(x)
+        if not self._norm_first and self.norm is not None:
+            x = self.norm(x)
         first, second = self.project
         found: Tensor = second(self.activation(first(x)))
         return found
 
 
-def refusal(config: VisionConfig) -> str | None:
-    """What a tower has that the modules here have not; None: nothing."""
-    parts = {
-        "learned positions": config.position_rows > 0,
-        "a class row": config.class_row,
-        "a norm before its first layer": config.pre_norm,
-        "taps": bool(config.tap_layers),
-        "a projector without a norm": config.project_norm == "none",
-    }
-    return next((part for part, there in parts.items() if there), None)
+class Tap(Projection):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projected(x)
+
+
+class Projector(Projection):
+    """Outputs of the last layer and of those that are tapped, [1, patches, hidden] each, patches that are joined one after
+    another -> features [1, tokens, width], those of the taps beside the first."""
+
+    def __init__(self, config: VisionConfig, biases: tuple[str, ...]) -> None:
+        super().__init__(config, biases, config.project_norm)
+        self._dropped = int(config.class_row and not config.class_feature)
+        self.taps = nn.ModuleList([Tap(config, biases, "joined") for _ in config.tap_layers])
+
+    def forward(self, x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        parts = [self.projected(x[:, self._dropped :]), *(tap(y) for tap, y in zip(self.taps, tapped, strict=True))]
+        return torch.cat(parts, -1)

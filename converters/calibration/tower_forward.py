@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,23 @@ from edgeq.manifest import patch_contents, projector_contents
 
 
 class TowerForward(Forward):
-    """A batch is a picture, its patches in the order of a run (edgeq/frames.py); block 0 are the patches, the last one is the
-    projector, whose outputs are the features in the order of the picture.
+    """A batch is a picture, its patches in the order of a run (edgeq/frames.py), after a class row where there is one; block 0
+    are the patches, the last one is the projector, whose outputs are the features in the order of the picture.
     """
 
     def __init__(self, family: Family, config: VisionConfig, pictures: Sequence[PictureFile], tensors: Tensors) -> None:
         """CheckpointError: a picture is no longer what it was."""
         super().__init__(family, config, tensors, Compute())
         self.vision = config
-        self._frames = [Frame.of(picture.grid, config) for picture in pictures]
+        self._pictures = [(picture.grid, Frame.of(picture.grid, config)) for picture in pictures]
         self._states = [
             torch.from_numpy(picture.read().patches[frame.order])[None]
-            for picture, frame in zip(pictures, self._frames, strict=True)
+            for picture, (_, frame) in zip(pictures, self._pictures, strict=True)
         ]
+        if config.class_row:
+            self._states = [nn.functional.pad(x, (0, 0, 1, 0)) for x in self._states]
+        # The states after each tapped layer, picture by picture.
+        self._tapped: list[list[Tensor]] = [[] for _ in pictures]
 
     @property
     def states(self) -> Sequence[Tensor]:
@@ -44,17 +49,22 @@ class TowerForward(Forward):
         return self.vision.num_hidden_layers + 2
 
     def batches(self, index: int) -> Iterator[Batch]:
+        for place, (grid, frame) in enumerate(self._pictures):
+            if index == 0:
+                arguments: dict[str, Any] = {"grid": grid, "order": frame.order}
+            elif index < self.blocks - 1:
+                arguments = self._attention_arguments(index - 1, frame)
+            else:
+                arguments = {"tapped": self._tapped[place]}
+            yield Batch(self._states[place], arguments)
+
+    def _attention_arguments(self, layer: int, frame: Frame) -> dict[str, Any]:
         config = self.vision
-        for place, frame in enumerate(self._frames):
-            x, arguments = self._states[place], {}
-            if 0 < index < self.blocks - 1:
-                span = frame.spans[WINDOW if index - 1 in config.window_layers else FRAME]
-                places = torch.from_numpy(frame.places).long()
-                arguments = {
-                    "position_embeddings": angles_at(config.rope, config.head_dim, places),
-                    "attention_mask": _seen(torch.from_numpy(span).long()),
-                }
-            yield Batch(x, arguments)
+        if config.rope.kind == "learned":
+            return {"position_embeddings": None, "attention_mask": None}
+        places = torch.from_numpy(frame.places).long()
+        span = torch.from_numpy(frame.spans[WINDOW if layer in config.window_layers else FRAME]).long()
+        return {"position_embeddings": angles_at(config.rope, config.head_dim, places), "attention_mask": _seen(span)}
 
     def prefix(self, index: int) -> str:
         return f"{self.family.prefix}layers.{index - 1}." if 0 < index < self.blocks - 1 else self.family.prefix
@@ -75,15 +85,21 @@ class TowerForward(Forward):
     def advance(self, index: int, layer: nn.Module) -> None:
         for place, batch in enumerate(self.batches(index)):
             self._states[place] = layer(batch.x, **batch.arguments)
-        if index == self.blocks - 1:
+        if index == self.blocks - 1 and not self.vision.class_row:
             together = self.vision.merge**2
-            for place, frame in enumerate(self._frames):
+            for place, (_, frame) in enumerate(self._pictures):
                 tokens = torch.from_numpy(frame.order[::together] // together).long()
                 self._states[place] = self._states[place][:, torch.argsort(tokens)]
+        self.passed(index)
+
+    def passed(self, index: int) -> None:
+        if index - 1 in self.vision.tap_layers:
+            for tapped, x in zip(self._tapped, self._states, strict=True):
+                tapped.append(x.clone())
 
     def few(self, count: int) -> TowerForward:
         found, step = copy(self), -(-len(self._states) // count)
-        found._frames = self._frames[::step]
+        found._pictures, found._tapped = self._pictures[::step], [list(tapped) for tapped in self._tapped[::step]]
         found._states = [x.clone() for x in self._states[::step]]
         return found
 

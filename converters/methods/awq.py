@@ -129,9 +129,12 @@ def search_scale(run: Staged, layer: nn.Module, mapping: ScaleMapping, codec: Co
     """The s float32 [input channels] of the grid with the smallest squared error of the consumers' outputs.
 
     alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.  Where no token came, an
-    expert's, it is that too.
+    expert's, it is that too, and where a plan leaves all consumers in floats.
     """
-    consumers = {linear_module(part) for part in mapping.consumers}
+    modules = {linear_module(part) for part in mapping.consumers}
+    consumers = {path for path in modules if codec(path).kind == "int"}
+    if not consumers:
+        return torch.ones(linear(layer, next(iter(modules))).in_features, device=run.device)
     reading = [[path for path in paths if path in consumers] for paths in sites(layer)]
     reading = [paths for paths in reading if paths]
     magnitude = run.moments(reading[0][0]).magnitude if len(reading) == 1 else _magnitude(run, mapping.inspected)

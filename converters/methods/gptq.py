@@ -20,6 +20,7 @@ from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
 from edgeq.converters.methods.awq import apply_scale, scaled_dtype, search_scale
 from edgeq.converters.quantizer import GPTQ, Preset, Quantized
+from edgeq.converters.tuning import tuned_layer
 
 BeforeLinear = Callable[[Staged, Sequence[str]], None]
 """Called before linear layers, modules with the same inputs, are quantized; may change the layer but not its function."""
@@ -29,6 +30,7 @@ class Gptq(Method):
     """Group-wise GPTQ over ranges searched by what rounding costs."""
 
     name = "gptq"
+    keeps_channels = True
     calibrates = True
     propagates = True
     rounds_head = True
@@ -45,6 +47,10 @@ class Gptq(Method):
         """Change the layer before it is quantized; its function stays the same."""
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
+        return tuned_layer(block, self.rounded) if self.options.tune else self.rounded(block)
+
+    def rounded(self, block: Block) -> dict[str, Delivery]:
+        """As `prepare`, without tuning."""
         self.scale(block)
         return gptq_layer(block, act_order=bool(self.options.act_order))
 
@@ -53,12 +59,13 @@ class AwqGptq(Gptq):
     """AWQ's scales, then GPTQ on the scaled weights; ranges are not clipped: GPTQ's error goes to other columns instead."""
 
     name = "awq+gptq"
+    keeps_channels = False
     passes = 6
 
     def dtype(self, part: str, stored: str) -> str:
         return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
-    def prepare(self, block: Block) -> dict[str, Delivery]:
+    def rounded(self, block: Block) -> dict[str, Delivery]:
         left = dict.fromkeys(self.family.awq_mappings(self.config))
         names = {module: name for name, module in block.module.named_modules()}
         codecs = {names[module]: item.recipe.codec for item in block.linears for module in block.modules(item)}

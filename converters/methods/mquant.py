@@ -6,8 +6,9 @@ answers, never clipped, of inputs that come through weights already rounded and 
 
 Weights are rounded by GPTQ, symmetric, a scale per output channel, columns with large inputs first, ranges by a search for the
 least squared error; in a rotated model.  In the decoder the residual stream and the heads' values are rotated, and online the
-input of the down projection; in the tower the same, its LayerNorms made RMSNorms, and online the input of the projector's last
-layer, whose outputs follow the decoder's basis.  Where no transform fits a width, inner channels of zeros are added.
+input of the down projection; in the tower the same, its LayerNorms made RMSNorms, as far as its projectors allow
+(rotation/tower.py), and online the input of each projector's last layer, whose outputs follow the decoder's basis.  Where no
+transform fits a width, inner channels of zeros are added.
 
 The transforms have a constant row: the mean of each output channel's weights gathers in one column, which is kept apart
 unrounded ("rotation magnitude suppression", section 3.3).  How many output channels need that by equation 9 goes into the
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig, VisionConfig
-from edgeq.converters.calibration.torch_tower import refusal
 from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method, Study
@@ -40,7 +40,15 @@ from edgeq.converters.rotation.changed import Padded
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, best_size, hadamard
 from edgeq.converters.rotation.orthogonal import signs
-from edgeq.converters.rotation.tower import LAST, RotatedTower, WithoutMeans, behind_rms_norm
+from edgeq.converters.rotation.tower import (
+    LAST,
+    RotatedTower,
+    WithoutBiases,
+    WithoutMeans,
+    behind_rms_norm,
+    means_go,
+    stream_rotation,
+)
 from edgeq.converters.slabs import SLAB_BYTES, Tensors
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.stack import Stack
@@ -122,15 +130,9 @@ class MQuantTower(Method):
     def __init__(self, options: ConvertOptions, family: Family, config: VisionConfig) -> None:
         self._source_family, self._source = family, config
         self._shapes: Mapping[str, tuple[int, ...]] = {}
-        if part := refusal(config):
-            raise UnsupportedError(f"mquant: calibration pictures cannot pass a tower with {part} here; choose awq or gptq")
+        self._without_means = means_go(config)
         if options.rotate is not False:
-            if config.project_norm != "patch":
-                raise UnsupportedError(
-                    f"mquant cannot rotate a tower whose projector has its norm over the {config.project_norm} patches; "
-                    "choose --no-rotate, or awq or gptq"
-                )
-            family, config = behind_rms_norm(family, config) if config.layer_norm else (family, config)
+            family, config = behind_rms_norm(family, config) if self._without_means else (family, config)
             inner = best_size(config.intermediate_size, config.hidden_size * (3 if config.gated else 2))
             middle = best_size(config.project_size, config.joined_size + config.out_hidden_size)
             wide = replace(config, intermediate_size=inner, project_size=middle)
@@ -153,12 +155,12 @@ class MQuantTower(Method):
         return QUAROT
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
-        online = self.rotated and (name.endswith(".down") or name == LAST)
+        online = self.rotated and name.endswith((".down", LAST))
         transform = stored_transform(self._online(columns)) if online else None
         return static_recipe(self, columns, transform, online and bool(self.options.split_row))
 
     def dtype(self, part: str, stored: str) -> str:
-        return "f32" if self.rotated and (part.endswith(".bias") or part.endswith("norm")) else stored
+        return "f32" if self.rotated and part.endswith((".bias", "norm", "norm_bias", "positions")) else stored
 
     def memory_bytes(self, tokens: int) -> int:
         c = self.tower
@@ -169,14 +171,12 @@ class MQuantTower(Method):
         if not self.rotated:
             return source
         if self._source.layer_norm:
+            source = WithoutBiases(source, self._source_family, self._source)
+        if self._without_means:
             source = WithoutMeans(source, self._source_family, self._source)
-        size, head = self.tower.hidden_size, hadamard(self.tower.head_dim)
-        sign, full = signs(size, generator(TOWER_SEED)), hadamard(size)
-
-        def residual(x: Tensor) -> Tensor:
-            return full(x * sign)
-
-        rotation = LayerRotation(residual, [head] * self.tower.num_key_value_heads, before_down=self._before)
+        residual = stream_rotation(self.tower, signs(self.tower.hidden_size, generator(TOWER_SEED)))
+        values = [hadamard(self.tower.head_dim)] * self.tower.num_key_value_heads
+        rotation = LayerRotation(residual, values, before_down=self._before)
         return RotatedTower(Padded(source, self._shapes), self.family, self.tower, rotation, self._before)
 
     def _before(self, x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class MQuantTower(Method):
     def install(self, index: int, module: nn.Module) -> None:
         if self.rotated:
             for path, found in module.named_modules():
-                if path in (LINEARS["down"], LAST.removeprefix(VisionConfig.prefix)):
+                if path.endswith((LINEARS["down"], LAST)):
                     found.register_forward_pre_hook(before(self._before))
 
     def prepare(self, block: Block) -> dict[str, Delivery]:

@@ -11,6 +11,7 @@ class Unquantized(Method):
     """Every weight in the one float type of the options, or as stored."""
 
     name = "none"
+    keeps_channels = True
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
         return Recipe(Codec(self.options.dtype or stored))

@@ -17,6 +17,7 @@ class RoundToNearest(Method):
     """A `Method` as its base class is, and the constant scales of activations."""
 
     name = "rtn"
+    keeps_channels = True
 
     def __init__(self, options: ConvertOptions, family: Family, stack: Stack) -> None:
         given = options.activations is not None and options.activation_bits is None

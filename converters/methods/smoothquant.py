@@ -65,6 +65,7 @@ class SmoothQuantGptq(Gptq):
     """The smoothed weights by GPTQ instead of rounding."""
 
     name = "smoothquant+gptq"
+    keeps_channels = False
 
     def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
         return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))

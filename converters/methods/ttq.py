@@ -35,6 +35,7 @@ ITERATIONS = 4
 
 class Ttq(Method):
     name = "ttq"
+    keeps_channels = True
     effort = 4
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
