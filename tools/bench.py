@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +28,8 @@ from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT
 from edgeq.runtime.vision import vision_of
 from edgeq.tools import breakdown, drafting, picture_bench
-from edgeq.tools.report import identification, read_bandwidth, step_bytes
+from edgeq.tools.measurement import Measurement
+from edgeq.tools.report import facts, read_bandwidth, step_bytes
 from edgeq.tools.statistics import percentile
 from edgeq.tools.terminal import Report, compilation, progress, write
 
@@ -55,44 +55,16 @@ class Test:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a test and its results.
+    """One line of the table: the record of a test, and what only this command has.
 
-    facts          what all tests of a model have in common (report.identification), and `compile_s`: seconds of loading in
-                   which kernels were compiled, 0 where all were kept
-    samples_s      seconds of each repetition
-    step_s         tg: seconds of every token of all repetitions
-    batch          texts decoded at once
-    tokens_per_s   median, smallest and largest over the repetitions; of all texts together
-    ttft_s         pp and image: seconds from the call to the logits of the first token, median
-    ms_per_token   median and 95th percentile: over the tokens of a text for tg, over the repetitions for pp
-    bytes_per_s    tg: weights, head and cache read, at the median speed; bandwidth_share: of what the machine was measured to
-                   read from memory, above 1 where the model fits a cache of the processor
-    drafts         what drafts gain on real text, with --draft
-    operations     where the time of a token goes, with --operations; measured in separate runs
-    pictures       how long pictures take, with --image: in the first row of a number of threads
-    peak_rss       bytes of memory of the process at its peak so far, the mapped file included
-    celsius        temperature of the machine at the end of the test, where it tells: above some 80 a processor slows down
+    compile_s    seconds of loading in which kernels were compiled
+    drafts       what drafts gain on real text, with --draft
+    operations   where the time of a token goes, with --operations; measured in separate runs
+    pictures     how long pictures take, with --image: in the first row of a number of threads
     """
 
-    facts: dict[str, Any]
-    test: str
-    kind: str
-    tokens: int
-    depth: int
-    batch: int
-    tokens_per_s: float
-    tokens_per_s_min: float
-    tokens_per_s_max: float
-    ttft_s: float | None
-    ms_per_token: float
-    ms_per_token_p95: float
-    bytes_per_s: float | None
-    read_bandwidth: float | None
-    bandwidth_share: float | None
-    peak_rss: int | None
-    celsius: float | None
-    samples_s: list[float]
-    step_s: list[float]
+    record: Measurement
+    compile_s: float
     operations: list[breakdown.Line] | None = None
     drafts: drafting.Drafting | None = None
     pictures: list[picture_bench.PictureTimes] | None = None
@@ -148,13 +120,13 @@ def bench(
         with progress() as report:
             for j, test in enumerate(tests):
                 part = _part(report, i * len(tests) + j, len(threads) * len(tests))
-                measured = measure(loaded, test, repetitions, bandwidth, part)
+                measured = Row(measure(loaded, test, repetitions, bandwidth, part), report_of_load.seconds)
                 if operations and test.batch == 1:
                     measured = replace(measured, operations=where_time_goes(loaded, test, repetitions))
                 if draft != "off" and test.kind == "tg" and test.batch == 1:
                     gain = drafting.measure(loaded, draft, gamma, test.count, repetitions, part)
                     measured = replace(measured, drafts=gain)
-                rows.append(replace(measured, facts=measured.facts | {"compile_s": report_of_load.seconds}))
+                rows.append(measured)
             if images:
                 times = [picture_bench.measure(loaded, size, repetitions, _part(report, 0, 0)) for size in images]
                 if tests:
@@ -167,8 +139,8 @@ def bench(
 
 def of_picture(model: Model, times: picture_bench.PictureTimes, compile_s: float) -> Row:
     """The line of a picture where nothing else is measured: its tokens, and the one after it, with the tower."""
-    found = row(model, Test("image", times.prompt_tokens, 0), times.samples_s, [], None)
-    return replace(found, pictures=[times], facts=found.facts | {"compile_s": compile_s})
+    found = record(model, Test("image", times.prompt_tokens, 0), times.samples_s, [], None)
+    return Row(found, compile_s, pictures=[times])
 
 
 def _part(report: Report, index: int, total: int) -> Callable[[float, str], None]:
@@ -176,7 +148,9 @@ def _part(report: Report, index: int, total: int) -> Callable[[float, str], None
     return lambda share, name: report(index + share, total, name)
 
 
-def measure(model: Model, test: Test, repetitions: int, bandwidth: float | None, report: Callable[[float, str], None]) -> Row:
+def measure(
+    model: Model, test: Test, repetitions: int, bandwidth: float | None, report: Callable[[float, str], None]
+) -> Measurement:
     """A warm-up, then `repetitions` timed runs."""
     samples: list[float] = []
     steps: list[float] = []
@@ -187,7 +161,7 @@ def measure(model: Model, test: Test, repetitions: int, bandwidth: float | None,
         if not warm_up:
             samples.append(sum(times))
             steps += times if test.kind == "tg" else []
-    return row(model, test, samples, steps, bandwidth)
+    return record(model, test, samples, steps, bandwidth)
 
 
 def where_time_goes(model: Model, test: Test, repetitions: int) -> list[breakdown.Line]:
@@ -220,73 +194,69 @@ def run(model: Model, test: Test, count: int) -> Iterator[float]:
         yield perf_counter() - started
 
 
-def row(model: Model, test: Test, samples: list[float], steps: list[float], bandwidth: float | None) -> Row:
-    """The line of the table for a test, from its timings in seconds."""
-    each = steps if test.kind == "tg" else [sample / test.count for sample in samples]
-    rates = [test.batch * test.count / sample for sample in samples]
-    rate = statistics.median(rates)
+def record(model: Model, test: Test, samples: list[float], steps: list[float], bandwidth: float | None) -> Measurement:
+    """The record of a test, from its timings in seconds."""
+    memory = machine.process_memory()
+    made = Measurement(
+        test.kind, test.name, test.count, test.depth, test.batch, model.context, facts(model), samples, steps,
+        rss=memory.get("VmRSS"), peak_rss=memory.get("VmHWM"),
+    )  # fmt: skip
+    return with_bandwidth(made, model, bandwidth) if test.kind == "tg" else made
+
+
+def with_bandwidth(made: Measurement, model: Model, bandwidth: float | None) -> Measurement:
+    """A tg with the bytes that it read, and their share of what the machine reads."""
+    rate = made.tokens_per_s
+    assert rate is not None
     # The cache grows by one position per token: its middle length stands for all.
-    step = step_bytes(model, test.depth + (test.count + 1) // 2, test.batch)
-    read = step * rate / test.batch if test.kind == "tg" else None
-    return Row(
-        facts=identification(model),
-        test=test.name,
-        kind=test.kind,
-        tokens=test.count,
-        depth=test.depth,
-        batch=test.batch,
-        tokens_per_s=rate,
-        tokens_per_s_min=min(rates),
-        tokens_per_s_max=max(rates),
-        ttft_s=statistics.median(samples) if test.kind != "tg" else None,
-        ms_per_token=1000 * percentile(each, 50),
-        ms_per_token_p95=1000 * percentile(each, 95),
-        bytes_per_s=read,
-        read_bandwidth=bandwidth if test.kind == "tg" else None,
-        bandwidth_share=read / bandwidth if read and bandwidth else None,
-        peak_rss=machine.process_memory().get("VmHWM"),
-        celsius=machine.temperature(),
-        samples_s=samples,
-        step_s=steps,
-    )
+    read = step_bytes(model, made.depth + (made.tokens + 1) // 2, made.batch) * rate / made.batch
+    share = read / bandwidth if bandwidth else None
+    return replace(made, bytes_per_s=read, read_bandwidth=bandwidth, bandwidth_share=share)
 
 
-COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+def _ms_per_token(r: Measurement, p: int) -> str:
+    each = r.each if r.kind == "tg" else [seconds / r.tokens for seconds in r.samples_s]
+    return f"{1000 * percentile(each, p):.2f}"
+
+
+COLUMNS: tuple[tuple[str, Callable[[Measurement], str]], ...] = (
     ("t", lambda r: str(r.facts["threads"])),
     ("test", lambda r: r.test),
     ("tok/s", lambda r: f"{r.tokens_per_s:,.2f}"),
-    ("min – max", lambda r: f"{r.tokens_per_s_min:,.1f} – {r.tokens_per_s_max:,.1f}"),
-    ("ms/token", lambda r: f"{r.ms_per_token:.2f}"),
-    ("p95", lambda r: f"{r.ms_per_token_p95:.2f}"),
+    ("min – max", lambda r: f"{min(r.rates):,.1f} – {max(r.rates):,.1f}"),
+    ("ms/token", lambda r: _ms_per_token(r, 50)),
+    ("p95", lambda r: _ms_per_token(r, 95)),
     ("GB/s", lambda r: f"{r.bytes_per_s / 1e9:.2f}" if r.bytes_per_s else ""),
     ("of read", lambda r: f"{100 * r.bandwidth_share:.0f} %" if r.bandwidth_share else ""),
     ("peak RSS", lambda r: f"{r.peak_rss / 1e6:,.0f} MB" if r.peak_rss else ""),
-    ("°C", lambda r: f"{r.celsius:.0f}" if r.celsius is not None else ""),
+    ("°C", lambda r: f"{r.facts['celsius']:.0f}" if r.facts["celsius"] is not None else ""),
 )
 
 
 def heading(rows: list[Row]) -> str:
     """What all rows have in common, in two lines."""
-    f = rows[0].facts
-    where = ", ".join(filter(None, (f["target"], f["isa"], f["mode"])))
+    f = rows[0].record.facts
+    held = f"{f['device_bytes'] / 1e6:,.0f} MB on it" if f["device_bytes"] else None
+    where = ", ".join(filter(None, (f["target"], f["device"], held, f["isa"], f["mode"])))
     return (
         f"{f['model']}, {f['codec']}, head {f['head_codec']}, {f['file_bytes'] / 1e6:,.1f} MB; {where}; "
         f"cache {f['kv']}, {f['kv_bytes_per_position']:,} bytes per position\n"
         f"edgeq {f['version']}, {f['processor']}, {f['date']}, loaded in {f['load_s']:.2f} s"
-        + (f", of which {f['compile_s']:.1f} s compiling" if f["compile_s"] else "")
+        + (f", of which {rows[0].compile_s:.1f} s compiling" if rows[0].compile_s else "")
     )
 
 
 def markdown(rows: list[Row]) -> str:
     """The heading and a table of all tests, then one for each test whose operations were timed, then one for drafts."""
-    columns = [(name, show) for name, show in COLUMNS if name != "°C" or any(map(show, rows))]
-    table = aligned([[name for name, _ in columns]] + [[show(row) for _, show in columns] for row in rows])
+    records = [row.record for row in rows]
+    columns = [(name, show) for name, show in COLUMNS if name != "°C" or any(map(show, records))]
+    table = aligned([[name for name, _ in columns]] + [[show(record) for _, show in columns] for record in records])
     parts = [f"{heading(rows)}\n\n{table}"]
     for row in rows:
         if row.operations is not None:
-            spent, threads = 1000 * sum(line.seconds for line in row.operations), row.facts["threads"]
-            named = f"{row.test}, {threads} thread{'s' * (threads > 1)}: {spent:.3f} ms per token"
-            parts.append(f"{named}\n\n{aligned(breakdown.cells(row.operations, row.kind == 'tg'))}")
+            spent, threads = 1000 * sum(line.seconds for line in row.operations), row.record.facts["threads"]
+            named = f"{row.record.test}, {threads} thread{'s' * (threads > 1)}: {spent:.3f} ms per token"
+            parts.append(f"{named}\n\n{aligned(breakdown.cells(row.operations, row.record.kind == 'tg'))}")
     if pictures := [line for row in rows for line in row.pictures or ()]:
         parts.append(aligned(picture_bench.cells(pictures)))
     if drafts := [row.drafts for row in rows if row.drafts]:
@@ -303,8 +273,9 @@ def aligned(cells: list[list[str]]) -> str:
 
 
 def fields(row: Row) -> dict[str, Any]:
-    """All fields of a row, those in common first."""
-    return {**row.facts, **{name: value for name, value in asdict(row).items() if name != "facts"}}
+    """The fields of the record, then those of this command."""
+    own = {name: value for name, value in asdict(row).items() if name != "record"}
+    return {**row.record.fields(), **own}
 
 
 def as_json(rows: list[Row]) -> str:
@@ -314,10 +285,15 @@ def as_json(rows: list[Row]) -> str:
 
 def as_csv(rows: list[Row]) -> str:
     """The fields that are one number or one text."""
+    lists = ("samples_s", "step_s", "instrumented_s", "operations", "drafts", "pictures")
+    lines = [{**fields(row), "incomplete": " ".join(row.record.incomplete)} for row in rows]
+    return table([{name: value for name, value in line.items() if name not in lists} for line in lines])
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Lines of fields as CSV, with a heading of the names of all."""
     out = io.StringIO()
-    lists = ("samples_s", "step_s", "operations", "drafts", "pictures")
-    lines = [{name: value for name, value in fields(row).items() if name not in lists} for row in rows]
-    writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
+    writer = csv.DictWriter(out, fieldnames=list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue().removesuffix("\n")

@@ -17,6 +17,7 @@ from edgeq.runtime import Generation, Measurement, Model
 from edgeq.runtime.request import Request
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.tools.entry import in_options
+from edgeq.tools.generation_records import records
 from edgeq.tools.history import line_editing
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe
@@ -46,9 +47,12 @@ def chat(
     draft: DraftSource,
     gamma: int | None,
     history: bool,
+    as_json: bool,
     **options: Any,
 ) -> None:
     """Lines from standard input are messages, answers go to standard output, everything else to standard error.
+
+    as_json   an answer is a JSON object in a line of its own, with the records of what it cost
 
     UnsupportedError: the model has no chat template and none is passed.
     """
@@ -65,7 +69,7 @@ def chat(
     Request(sampling, tokens, stops).check(loaded.config.vocab_size)
     system = None if system is None else argument(system, "--system")
     settings = {"max_tokens": tokens, "sampling": sampling, "stop": stops, "draft": draft, "gamma": gamma}
-    conversation = Conversation(loaded, system, tokens, settings)
+    conversation = Conversation(loaded, system, tokens, settings, as_json)
     note(f"{describe(loaded.file)}; {loaded.description}; cache {cache_label(loaded)}; context {loaded.context}; {label}")
     note(HELP)
     with line_editing(history and sys.stdin is not None and sys.stdin.isatty()):
@@ -167,20 +171,24 @@ def answer(conversation: Conversation, question: Content) -> None:
             generation = conversation.ask(question, lambda done, total: report(done, total, "prompt"))
             # The bar has to be gone before text is written.
             pieces.append(next(generation, ""))
-        write(pieces[0])
+        shown = (lambda _: None) if conversation.as_json else write
+        shown(pieces[0])
         for piece in generation:
             pieces.append(piece)
-            write(piece)
+            shown(piece)
     except InputError as error:
         note(in_options(str(error)))
         return
     except DeviceError:
         # The device is lost for the next questions too.  The message begins a line.
-        write("\n" if pieces else "")
+        write("\n" if pieces and not conversation.as_json else "")
         raise
     except KeyboardInterrupt:
         note(" (stopped)")
-    write("\n")
+    if not conversation.as_json:
+        write("\n")
+    elif generation is not None:
+        write(json.dumps(conversation.described("".join(pieces), generation)) + "\n")
     conversation.answered("".join(pieces))
     m = conversation.last
     if m is not None and m.decode_tokens:
@@ -208,11 +216,12 @@ class Conversation:
     system    system message, which always stays
     tokens    of an answer at most
     settings  further arguments of Model.chat
+    as_json   answers are printed as JSON
     last      what the last answer cost
     """
 
-    def __init__(self, model: Model, system: str | None, tokens: int, settings: dict[str, Any]) -> None:
-        self._model = model
+    def __init__(self, model: Model, system: str | None, tokens: int, settings: dict[str, Any], as_json: bool = False) -> None:
+        self._model, self.as_json = model, as_json
         self._tokens = tokens
         self._settings = settings
         self.last: Measurement | None = None
@@ -263,6 +272,13 @@ class Conversation:
         self.turns, self.last = turns, generation.measurement
         self._shown = []
         return generation
+
+    def described(self, text: str, generation: Generation) -> dict[str, Any]:
+        """An answer as fields of JSON; no `finish_reason`: it was stopped."""
+        cost = generation.measurement
+        made = [record.fields() for record in records(self._model, cost, self._settings["draft"])]
+        ended = {"text": text, "finish_reason": generation.finish_reason}
+        return {**ended, "generation": cost.as_dict(), "measurements": made}
 
     def answered(self, text: str) -> None:
         """Append the answer to the turns."""

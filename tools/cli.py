@@ -8,13 +8,17 @@ from typing import Any
 import click
 
 from edgeq import __version__
+from edgeq.tools.batch_options import BATCH_OPTIONS
+from edgeq.tools.cache_options import cache
 from edgeq.tools.convert_options import CONVERT_OPTIONS
 from edgeq.tools.entry import Commands
 from edgeq.tools.help_sections import section
 from edgeq.tools.options import (
     BENCH_TESTS,
+    BUILD_OPTIONS,
     DRAFT_OPTIONS,
     GENERATION_OPTIONS,
+    HELD_OPTIONS,
     IMAGE_TOKENS,
     IMAGES,
     JSON,
@@ -33,6 +37,7 @@ from edgeq.tools.params import (
     Threads,
 )
 from edgeq.tools.profile.options import FIT_OPTIONS, PROFILE_OPTIONS
+from edgeq.tools.serve_options import SERVE_OPTIONS
 
 
 @click.group(
@@ -90,6 +95,7 @@ def convert(
     edgeq run llama.edgeq -p "The capital of France is" -n 32
     edgeq run llama.edgeq -f notes.txt --temp 0.7 --top-p 0.9 --seed 1
     edgeq run qwen2-vl.edgeq --image sign.png -p "What does the sign say?"
+    edgeq run instruct.edgeq --chat --json-schema person.json -p "Who wrote Hamlet?"
     git diff | edgeq run instruct.edgeq --chat --system "Summarize this change." -f -
     """,
 )
@@ -107,6 +113,7 @@ def convert(
 @IMAGES
 @IMAGE_TOKENS
 @GENERATION_OPTIONS
+@HELD_OPTIONS
 @JSON
 @click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object for every token, then that of --json.")
 def run(**options: Any) -> None:
@@ -130,9 +137,51 @@ def run(**options: Any) -> None:
 @IMAGE_TOKENS
 @prompt("--history/--no-history", default=True, show_default=True, help="Keep typed lines for the arrow keys of later chats.")
 @GENERATION_OPTIONS
+@click.option("--json", "as_json", is_flag=True, help="Print each answer as one JSON object in a line, with its measurements.")
 def chat(**options: Any) -> None:
     """Talk with a model.  The conversation stays in the cache; /help lists the commands."""
     from edgeq.tools.chat import chat as command
+
+    command(**options)
+
+
+@main.command(
+    short_help="Serve a model over HTTP.",
+    epilog="""
+    edgeq serve llama.edgeq
+    edgeq serve llama.edgeq --host 0.0.0.0 --api-key-file keys.txt --seats 8
+    """,
+)
+@MODEL
+@SERVE_OPTIONS
+def serve(**options: Any) -> None:
+    """Serve FILE to clients of OpenAI's and Anthropic's interfaces: chats and completions at /v1, several at once.
+
+    Without a key only this machine can ask.  EDGEQ_API_KEY holds one key, --api-key-file several with names.
+    """
+    from edgeq.tools.serve import serve as command
+
+    command(**options)
+
+
+main.add_command(cache)
+
+
+@main.command(
+    short_help="Answer the requests of a file.",
+    epilog="""
+    edgeq batch llama.edgeq requests.jsonl -o answers.jsonl
+    edgeq batch llama.edgeq requests.jsonl -o answers.jsonl --ray 10.0.0.1:6379 --workers 4
+    """,
+)
+@MODEL
+@BATCH_OPTIONS
+def batch(**options: Any) -> None:
+    """Answer the requests in IN.jsonl, lines in the shape of OpenAI's batches, several at once.
+
+    A run that was ended goes on where it was.  Exit code 1: a line has no answer; its record says why.
+    """
+    from edgeq.tools.batch import batch as command
 
     command(**options)
 
@@ -298,6 +347,26 @@ def warm(**options: Any) -> None:
     --for does so for a slower device, where --from installs them; what you did not make, only if its maker told you its digest.
     """
     from edgeq.tools.warm import warm as command
+
+    command(**options)
+
+
+@main.command(
+    short_help="Compile the kernels of a model for GPUs.",
+    epilog="""
+    edgeq build llama.edgeq --for jetson-agx-orin-64gb
+    edgeq build llama.edgeq --for sm_87,rtx-4090 --kv file,int8 -o llama.edgeq.kernels
+    """,
+)
+@MODEL
+@BUILD_OPTIONS
+@JSON
+def build(**options: Any) -> None:
+    """Compile the kernels that FILE needs on NVIDIA GPUs and write them beside it; no GPU is needed for that.
+
+    It needs pip install edgeq[build]; the machine with the GPU only edgeq[cuda12] or edgeq[cuda13].
+    """
+    from edgeq.tools.build import build as command
 
     command(**options)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from edgeq.converters.output import check_output
 from edgeq.devices import Device, device, needed
 from edgeq.errors import InputError, ResourceError
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
-from edgeq.tools.budget import resolved
+from edgeq.tools.budget import measured_here, resolved
 from edgeq.tools.chart import chart
 from edgeq.tools.frontier import devices_shown, marks, rows, show
 from edgeq.tools.params import refuse_gguf
@@ -47,6 +48,7 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     refuse_gguf(Path(source))
     profile = device(target) if target else None
     plot, save = options.pop("plot", None), options.pop("save_plan", None)
+    here = None if profile else options.get("speed")
     settings = ConvertOptions(**resolved(options, profile))
     if (plot or save) and settings.budget is None:
         raise InputError(
@@ -66,12 +68,15 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
             plan = preflight(source, settings, bar.in_bytes)
         frontier: list[dict[str, Any]] = []
         if settings.budget is not None:
-            plan, frontier = allocated(plan, profile, plot, save)
+            shown = profile
+            if here is not None:
+                plan, shown = measured_here(plan, here)
+            plan, frontier = allocated(plan, shown, plot, save)
             if output is not None or not as_json:
                 show(frontier, sys.stdout if output is None else sys.stderr)
         facts = prospect(plan, profile) | ({"frontier": frontier} if frontier else {})
         if output is None:
-            for line in [json.dumps(facts, indent=1)] if as_json else lines(facts):
+            for line in [json.dumps(facts, indent=1)] if as_json else [*lines(facts), *facts["notes"]]:
                 write(f"{line}\n")
             return
         found = carried_out(plan, output, facts)
@@ -81,6 +86,8 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     note(f"{output}: {'already there, ' * found.found}{summary(found.file)}")
     for line in outcome(found.file):
         note(line)
+    if here is not None:
+        facts |= {"speed": {"asked": here, "decoded": decoded(found.file, here)}}
     if as_json:
         made = {"output": str(output), "already_there": found.found, "identity": found.file.identity}
         write(json.dumps(facts | made | {"file_bytes": found.file.size}, indent=1) + "\n")
@@ -135,12 +142,28 @@ def outcome(file: ModelFile) -> list[str]:
     return lines
 
 
+def decoded(file: ModelFile, asked: float) -> float | None:
+    """The tokens per second at which this machine decodes a file, which are printed; None: it does not fit in memory."""
+    from edgeq.tools.decode_speed import seconds_here
+
+    seconds = seconds_here(file)
+    if seconds is None:
+        note(f"not decoded here, where {asked:g} tokens per second were asked for: it does not fit in the available memory")
+        return None
+    note(f"decodes {1 / seconds:,.1f} tokens per second here, asked for {asked:g} ({100 * (1 / seconds / asked - 1):+.0f} %)")
+    return 1 / seconds
+
+
 def prospect(plan: ConversionPlan, profile: Device | None) -> dict[str, Any]:
     """What a plan will make and take, before it is carried out.  Sizes are in bytes, and the most that is possible.
 
+    notes    lines for the user, which the conversion prints too: why a GPU is not used, groups of another size
     device   None, or how the file fits: `needs` with the cache of `context` positions, and the bound of its speed; None where
              this version does not run
     """
+    # Imports torch.
+    from edgeq.converters.tuning_time import tuning_seconds
+
     metadata = plan.metadata()
     sizes = metadata.bytes_per_token()
     context = min(DEFAULT_CONTEXT, metadata.config.max_position_embeddings)
@@ -152,7 +175,9 @@ def prospect(plan: ConversionPlan, profile: Device | None) -> dict[str, Any]:
         "bits_per_weight": overall_bits(metadata),
         "bytes_per_token": sizes,
         "memory_bytes": plan.memory_bytes,
+        "tuning_seconds": tuning_seconds(plan) if plan.method.options.tune else None,
         "computes_on": plan.compute.device.type,
+        "notes": plan.notes(),
         "device_memory_bytes": plan.device_bytes(plan.compute.rows) if plan.compute.apart else 0,
         "device": profile
         and {
@@ -176,6 +201,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
     )
     if facts["device_memory_bytes"]:
         size += f" and {facts['device_memory_bytes'] / 1e9:.1f} GB of {facts['computes_on']}'s"
+    if facts["tuning_seconds"]:
+        size += f"; --tune takes about {timedelta(seconds=round(facts['tuning_seconds']))} (h:mm:ss) more"
     return [size, verdict(facts)] if facts["device"] else [size]
 
 

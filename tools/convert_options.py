@@ -41,6 +41,12 @@ CONVERT_OPTIONS = decorated(
         "allows; edgeq devices lists the names.  The file is the same for every device.",
     ),
     quantization(
+        "--merge-lora",
+        metavar="DIR",
+        type=click.Path(path_type=Path),
+        help="Add a LoRA adapter, as PEFT saves it, to the weights before they are quantized.",
+    ),
+    quantization(
         "--method",
         metavar="NAME",
         type=OneOf(*METHODS),
@@ -105,6 +111,13 @@ CONVERT_OPTIONS = decorated(
         "act_order",
         default=None,
         help="gptq: quantize columns with large activations first.  [default: no; mquant: yes]",
+    ),
+    single(
+        "--tune",
+        is_flag=True,
+        default=None,
+        help="gptq, awq+gptq: learn the scales of every decoder layer on its output, which takes some ten times as long as "
+        "the rest; --dry-run says how long.",
     ),
     single("--gptq/--no-gptq", "gptq", default=None, help="quarot, resq: round by gptq.  [default: round to nearest]"),
     single(

@@ -40,11 +40,22 @@ def collect() -> dict[str, Any]:
         "machine": {"cpu": cpu.name, "arch": cpu.arch, "cores": cpu.cores, "features": sorted(cpu.features)},
         "memory": {"total": memory.total, "available": memory.available},
         "read_bandwidth": bandwidth,
+        "read_within_cache": bool(bandwidth) and reads_cache(),
         "targets": [{"name": name, "refused": refusals[name]} for name in TARGETS],
+        "gpus": gpus(),
         "isas": isas,
         "used": {"target": chosen, "isa": isa if chosen == "cpu" else None, "reason": reason if chosen == "cpu" else None},
         "profiles": [asdict(device) for device in DEVICES.values()],
     }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The GPUs that NVIDIA's driver shows; memory in bytes, read bandwidth in bytes per second where a run measured it."""
+    from edgeq.targets.cuda import bandwidth
+    from edgeq.targets.cuda.discover import find
+
+    found = find()
+    return [{**asdict(gpu), "driver": found.driver, "read_bandwidth": bandwidth.known(gpu.name)} for gpu in found.gpus]
 
 
 def read_bandwidth(threads: list[int]) -> dict[str, float]:
@@ -52,6 +63,13 @@ def read_bandwidth(threads: list[int]) -> dict[str, float]:
     from edgeq.targets.cpu import probes
 
     return {str(n): probes.read_bandwidth(n) for n in threads}
+
+
+def reads_cache() -> bool:
+    """Whether memory has no room to read more than the largest cache holds."""
+    from edgeq.targets.cpu import probes
+
+    return probes.within_cache(probes.probe_bytes())
 
 
 def instruction_sets() -> tuple[list[dict[str, Any]], str, str]:
@@ -82,16 +100,31 @@ def labelled(isas: list[dict[str, Any]]) -> str:
     return ", ".join(f"{label} ({' or '.join(names)}{needs})" for (label, needs), names in groups.items())
 
 
+def gpu_line(gpu: dict[str, Any]) -> str:
+    shared = ", shares its memory with the processor" if gpu["integrated"] else ""
+    speed = f", reads {gpu['read_bandwidth'] / 1e9:.0f} GB/s (measured)" if gpu["read_bandwidth"] else ""
+    return (
+        f"GPU {gpu['ordinal']}: {escape(gpu['name'])}, sm_{gpu['sm']}, {gpu['multiprocessors']} multiprocessors, "
+        f"{gpu['memory'] / GIB:.1f} GiB{shared}, driver of CUDA {gpu['driver'] // 1000}.{gpu['driver'] % 1000 // 10}{speed}: "
+        f"{escape(gpu['refused'] or 'can be used')}"
+    )
+
+
 def show(facts: dict[str, Any]) -> None:
     """Print the tables."""
     console = Console(highlight=False, soft_wrap=True)
     cpu, memory, used = facts["machine"], facts["memory"], facts["used"]
     console.print(f"{escape(cpu['cpu'])}, {cpu['arch']}, {cpu['cores']} cores")
     console.print(f"memory {memory['total'] / GIB:.1f} GiB, {memory['available'] / GIB:.1f} GiB available")
+    of_cache = " within the cache: too little memory is free" if facts["read_within_cache"] else ""
     for threads, bandwidth in facts["read_bandwidth"].items():
-        console.print(f"reads {bandwidth / 1e9:.1f} GB/s with {threads} thread{'s' if threads != '1' else ''} (measured)")
+        console.print(
+            f"reads {bandwidth / 1e9:.1f} GB/s with {threads} thread{'s' if threads != '1' else ''} (measured{of_cache})"
+        )
     for item in facts["targets"]:
         console.print(f"target {item['name']}: {escape(item['refused'] or 'can be used')}")
+    for gpu in facts["gpus"]:
+        console.print(gpu_line(gpu))
     if facts["isas"]:
         here, others = (labelled([i for i in facts["isas"] if bool(i["missing"]) is lacking]) for lacking in (False, True))
         console.print(f"instruction sets, by the names that --isa takes: {here}; not here: {others or 'none'}")
@@ -100,9 +133,10 @@ def show(facts: dict[str, Any]) -> None:
     console.print(f"will be used: {used['target']}{escape(isa)}")
     console.print()
     table = Table(box=None, pad_edge=False)
-    for name in ("--for", "isa", "cores", "GiB", "GB/s", "read GB/s"):
+    for name in ("--for", "isa", "cores", "SMs", "GiB", "GB/s", "read GB/s"):
         table.add_column(name, justify="left" if name in ("--for", "isa") else "right")
     for d in facts["profiles"]:
         read = f"{d['read_bandwidth'] / 1e9:.1f}" if d["read_bandwidth"] else ""
-        table.add_row(d["name"], d["isa"], str(d["cores"]), f"{d['memory'] / GIB:.0f}", f"{d['bandwidth'] / 1e9:.1f}", read)
+        counts = [str(d[name] or "") for name in ("cores", "multiprocessors")]
+        table.add_row(d["name"], d["isa"], *counts, f"{d['memory'] / GIB:.0f}", f"{d['bandwidth'] / 1e9:.1f}", read)
     console.print(table)

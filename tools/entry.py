@@ -20,12 +20,18 @@ from edgeq.errors import EdgeqError
 from edgeq.tools.help_sections import Examples, SectionedCommand
 
 LONGEST_MESSAGE = 1000
-CONVERT_EXTRA = {"torch", "transformers", "safetensors", "huggingface_hub"}
+EXTRAS = {
+    "convert": {"torch", "transformers", "safetensors", "huggingface_hub"},
+    "server": {"starlette", "uvicorn", "h11", "msgspec", "prometheus_client", "anyio"},
+    "ray": {"ray"},
+}
+"""Optional packages by the extra that installs them."""
 OPTIONS = {
     "prompt": "-p",
     "max_tokens": "-n",
     "context": "-c",
     "images": "--image",
+    "adapter": "--lora",
     "threads": "-t",
     "temperature": "--temp",
     "requantization": "--requantize",
@@ -130,9 +136,10 @@ def one_line() -> Iterator[None]:
         raise usage_failure(error) from None
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in CONVERT_EXTRA:
+        extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+        if extra is None:
             raise
-        raise Failure(f'this needs {package}, which is not installed: pip install "edgeq[convert]"') from None
+        raise Failure(f'this needs {package}, which is not installed: pip install "edgeq[{extra}]"') from None
     except OSError as error:
         # click itself ends a command whose reader has gone.
         if error.errno == errno.EPIPE or isinstance(error, ConnectionError):

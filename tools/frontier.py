@@ -35,7 +35,7 @@ def rows(points: Sequence[Point], chosen: Point, devices: Sequence[Device]) -> l
             "file_bytes": point.size,
             "bytes_per_token": point.read,
             "kl_predicted": point.kl,
-            "tokens_per_second": {device.name: device.decode_bandwidth / point.read for device in devices},
+            "tokens_per_second": {device.name: 1 / device.decode_seconds(point.read) for device in devices},
         }
         for point in every
     ]

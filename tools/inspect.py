@@ -17,6 +17,7 @@ from edgeq import machine, measurements
 from edgeq.container import VERSION, ModelFile
 from edgeq.errors import InputError
 from edgeq.records import LinearSpec
+from edgeq.targets.cuda.supply import Found, packs
 from edgeq.tools.report import bits_per_weight, in_decoder, in_tower, overall_bits
 from edgeq.tools.terminal import progress, write
 
@@ -60,7 +61,7 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
     arrays = sum(a.nbytes for a in metadata.arrays.values())
     sizes = metadata.bytes_per_token()
     per_token = sizes["weights"] + sizes["head"]
-    bandwidth = measurements.known("read_bandwidth", machine.cpu().cores)
+    bandwidth = measurements.known(measurements.READ_BANDWIDTH, machine.cpu().cores)
     return {
         "file": str(file.path),
         "bytes": file.size,
@@ -76,6 +77,7 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
         "arrays": {"count": len(metadata.arrays), "bytes": arrays},
         "blobs": blobs,
         "kernels": kernels,
+        "packs": [pack_facts(found) for found in packs(file)],
         "other_bytes": file.size - sum(g["bytes"] for g in groups) - arrays - sum([*blobs.values(), *kernels.values()]),
         "bits_per_weight": {
             "all": overall_bits(metadata),
@@ -87,6 +89,19 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
         "kv": metadata.kv.name,
         "read_bandwidth": bandwidth,
         "ceiling_tokens_per_s": bandwidth / per_token if bandwidth else None,
+    }
+
+
+def pack_facts(found: Found) -> dict[str, Any]:
+    """A pack of GPU kernels: what it is for, what made it, and why it would not be used here."""
+    pack = found.pack
+    return {
+        "name": found.name,
+        "digest": found.digest,
+        "refused": found.refused,
+        "kernels": len(pack.kernels) if pack else 0,
+        "archs": {arch: sum(arch in kernel.images for kernel in pack.kernels.values()) for arch in pack.archs} if pack else {},
+        "versions": dict(pack.versions) if pack else {},
     }
 
 
@@ -198,6 +213,12 @@ def show(facts: dict[str, Any]) -> None:
     )
     if line := split_rows_line(facts["provenance"].get("split_rows")):
         console.print(line)
+    for pack in facts["packs"]:
+        archs = ", ".join(f"{arch} ({count})" for arch, count in pack["archs"].items())
+        made_by = ", ".join(f"{name} {version}" for name, version in sorted(pack["versions"].items()))
+        console.print(f"pack {escape(json.dumps(pack['name']))}: {pack['kernels']} kernels; {archs}")
+        console.print(f"  digest {pack['digest']}; made by {made_by}")
+        console.print(f"  {escape(pack['refused'] or 'trusted here')}")
     if facts["read_bandwidth"]:
         bandwidth = f"the {facts['read_bandwidth'] / 1e9:.1f} GB/s that this machine reads from memory"
         console.print(f"at most {facts['ceiling_tokens_per_s']:,.0f} tok/s at {bandwidth}")

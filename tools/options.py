@@ -20,7 +20,7 @@ from edgeq.tools.params import Count, EdgeqFile, Gamma, OneOf, PixelSize, Seed, 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MODES = ("a16", "a8", "a4")
-TARGETS = ("cpu", "reference")
+TARGETS = ("cuda", "cpu", "reference")
 CACHES = ("file", "f16", "int8", "int4")
 DRAFTS = ("off", "qspec", "lookup", "both", "auto")
 WHEN = ("prompt", "drift", "never")
@@ -50,6 +50,24 @@ tests = section("Tests (lists: every combination is measured)")
 drafts = section("Drafts (speculative decoding)")
 requantize = section("Test-time quantization")
 
+
+def trusting(command: F) -> F:
+    """The option --trust-kernels: packs of the models of a command are trusted from now on, before it runs."""
+
+    @wraps(command)
+    def apply(*arguments: Any, trust_kernels: bool, **options: Any) -> Any:
+        if trust_kernels:
+            from edgeq.targets.cuda.supply import accept
+            from edgeq.tools.terminal import note
+
+            for path in options["models"] if "models" in options else (options["model"],):
+                for pack in accept(path) if path else ():
+                    note(f"{pack.name}: trusted from now on, digest {pack.digest}")
+        return command(*arguments, **options)
+
+    return cast(F, apply)
+
+
 MODEL = click.argument("model", metavar="FILE", type=EdgeqFile())
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 THREADS = execution(
@@ -61,7 +79,12 @@ THREADS = execution(
     show_default=True,
     help="Threads while tokens are decoded; auto: as many as were measured to decode fastest on this machine.",
 )
-TARGET_OPTIONS = decorated(
+TRUST_KERNELS = execution(
+    "--trust-kernels",
+    is_flag=True,
+    help="Trust the pack of GPU kernels beside or inside FILE from now on: machine code, which can do what you can do.",
+)
+EXECUTION_OPTIONS = decorated(
     execution(
         "--threads-prefill",
         type=Threads(),
@@ -86,13 +109,27 @@ TARGET_OPTIONS = decorated(
     execution(
         "--target",
         type=OneOf(*TARGETS),
-        help="cpu: compiled kernels; reference: numpy, slow, for comparison.  [default: cpu if it can run here]",
+        help="cuda: an NVIDIA GPU, with kernels of edgeq build; cpu: compiled kernels; reference: numpy, slow, for "
+        "comparison.  [default: the first of them that can run here]",
     ),
     execution(
         "--isa",
         metavar="NAME",
-        help="Instruction set of the cpu target, such as avx2 or portable; see edgeq devices.  [default: the fastest here]",
+        help="Instruction set of the cpu target, such as avx2 or portable, or architecture of the GPU's kernels, such as "
+        "sm_80; see edgeq devices.  [default: the fastest here]",
     ),
+    execution(
+        "--graph/--no-graph",
+        "graphs",
+        default=True,
+        show_default=True,
+        help="On a GPU record the launches of a token once and start them together, or start each by itself.",
+    ),
+    TRUST_KERNELS,
+    trusting,
+)
+TARGET_OPTIONS = decorated(
+    EXECUTION_OPTIONS,
     requantize(
         "--requantize",
         type=OneOf(*WHEN),
@@ -133,6 +170,21 @@ IMAGES = prompt(
     multiple=True,
     help="A picture that the question is about: PNG, JPEG, WebP, GIF or BMP; may be given several times.  The prompt goes "
     "through the chat template, as with --chat.",
+)
+HELD_OPTIONS = decorated(
+    text(
+        "--json-schema",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="Hold the text to the JSON that the JSON Schema in FILE allows.",
+    ),
+    text(
+        "--grammar",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="Hold the text to the grammar in FILE: GBNF (llama.cpp's) if its name ends in .gbnf or it has ::=, else "
+        "llguidance's Lark.",
+    ),
 )
 IMAGE_TOKENS = execution(
     "--image-tokens",
@@ -216,6 +268,34 @@ BENCH_TESTS = decorated(
         help="How often each test is run; the table has the median.",
     ),
 )
+gpus = section("Kernels for GPUs")
+BUILD_OPTIONS = decorated(
+    gpus(
+        "--for",
+        "goals",
+        type=Several(click.STRING),
+        metavar="GPU,GPU",
+        help="Architectures, such as sm_87, or names of edgeq devices, such as jetson-agx-orin-64gb.  [default: the GPU here]",
+    ),
+    gpus("--mode", type=OneOf(*MODES), help="Only what this precision of activations needs.  [default: every mode]"),
+    gpus(
+        "--kv",
+        "caches",
+        type=Several(OneOf(*CACHES)),
+        metavar="KIND,KIND",
+        default="file",
+        show_default=True,
+        help="Types of the cached keys and values: file, f16, int8, int4.",
+    ),
+    gpus(
+        "-o",
+        "--out",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="The pack to write, or to add to; with --embed the model.  [default: FILE.kernels; with --embed FILE itself]",
+    ),
+    gpus("--embed", "embedded", is_flag=True, help="Put the kernels into the model file."),
+)
 elsewhere = section("Kernels for another machine")
 WARM_OPTIONS = decorated(
     click.argument("model", metavar="[FILE]", required=False, type=EdgeqFile()),
@@ -242,6 +322,13 @@ GENERATION_OPTIONS = decorated(
         metavar="N",
         help="Positions of the cache: prompt and answer together.  [default: as many as the model takes and memory holds, at "
         "most 4096]",
+    ),
+    execution(
+        "--lora",
+        "adapter",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="A LoRA adapter as PEFT saves it, for a file whose method keeps the channels of the checkpoint.",
     ),
     sampling("--temp", type=float, metavar="T", help="Temperature; 0: always the most probable token (greedy).  [default: 0]"),
     sampling("--top-k", type=int, metavar="K", help="Draw from the K most probable tokens; 0: from all.  [default: 0]"),

@@ -188,7 +188,7 @@ class CalibrationText(click.Path):
 
 
 class Several(click.ParamType):  # type: ignore[type-arg]
-    """A list of values of another type with commas between them."""
+    """A list of values of another type with commas between them; a value that is given twice counts once."""
 
     name = "list"
 
@@ -196,7 +196,7 @@ class Several(click.ParamType):  # type: ignore[type-arg]
         self.each = each
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        return tuple(self.each.convert(part, param, ctx) for part in str(value).split(","))
+        return tuple(dict.fromkeys(self.each.convert(part, param, ctx) for part in str(value).split(",")))
 
 
 class EdgeqFile(click.Path):

@@ -10,6 +10,7 @@ from edgeq import __version__, machine
 from edgeq.container import ModelFile
 from edgeq.metadata import Metadata
 from edgeq.runtime import Model
+from edgeq.tools import conditions
 
 
 def model_name(metadata: Metadata) -> str:
@@ -81,6 +82,8 @@ def identification(model: Model) -> dict[str, Any]:
         "identity": model.file.identity,
         "target": model.target,
         "isa": getattr(program, "isa", None),
+        "device": getattr(program, "device_name", None),
+        "device_bytes": getattr(program, "device_bytes", None),
         "mode": program.options.mode,
         "kv": program.options.kv.name,
         "kv_bytes_per_position": model.position_bytes,
@@ -88,6 +91,12 @@ def identification(model: Model) -> dict[str, Any]:
         "threads_prefill": program.options.threads_prefill,
         "load_s": model.load_s,
     }
+
+
+def facts(model: Model) -> dict[str, Any]:
+    """What a record depends on: identification and the present conditions."""
+    own = identification(model)
+    return {**own, **conditions.facts(own["device"])}
 
 
 def cache_label(model: Model) -> str:

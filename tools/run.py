@@ -26,11 +26,12 @@ from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.runtime.vision import vision_of
 from edgeq.text import Text
+from edgeq.tools.generation_records import records
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe, identification, read_bandwidth
 from edgeq.tools.terminal import compilation, note, progress, write
 
-LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context", "requantization", "image_tokens")
+LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context", "requantization", "image_tokens", "graphs")
 SAMPLING = {"temperature": "temp"} | {
     name: name for name in ("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "seed")
 }
@@ -57,6 +58,8 @@ def run(
     draft: DraftSource,
     gamma: int | None,
     images: tuple[Path, ...],
+    json_schema: Path | None,
+    grammar: Path | None,
     **options: Any,
 ) -> None:
     """Text goes to standard output as it is generated, then a summary to standard error; or one JSON object and nothing else.
@@ -69,6 +72,7 @@ def run(
     chat = chat or bool(images)
     if not chat and (system is not None or chat_template is not None):
         raise InputError("--system and --chat-template go with --chat")
+    held = response_format(json_schema, grammar)
     text = prompt_text(prompt, file)
     messages = [{"role": "system", "content": argument(system, "--system")}] if system is not None else []
     messages.append({"role": "user", "content": text})
@@ -85,6 +89,7 @@ def run(
         "stop": [argument(each, "--stop") for each in stop],
         "draft": draft,
         "gamma": gamma,
+        "response_format": held,
     }
     with progress() as report:
 
@@ -102,6 +107,8 @@ def run(
         note(line)
     if not (as_json or as_lines):
         note(label)
+        if grammar is not None:
+            note(f"grammar read as {'GBNF' if held and held['syntax'] == 'gbnf' else 'Lark'}")
         try:
             write(first.text)
             for piece in pieces:
@@ -118,7 +125,7 @@ def run(
         click.echo(json.dumps(first._asdict()))
         for piece in pieces:
             click.echo(json.dumps(piece._asdict()))
-    click.echo(json.dumps(as_object(loaded, generation, text, sampling) | shown(images, pictures, loaded)))
+    click.echo(json.dumps(as_object(loaded, generation, text, sampling, draft) | shown(images, pictures, loaded)))
 
 
 def most_visual(model: Path, images: int, image_tokens: int | None) -> int:
@@ -196,6 +203,26 @@ def argument(text: str, option: str) -> str:
     return text
 
 
+def response_format(json_schema: Path | None, grammar: Path | None) -> dict[str, Any] | None:
+    """What --json-schema or --grammar hold the text to, as Model.generate takes it.
+
+    InputError: both, or a file that cannot be read.
+    """
+    if json_schema is not None and grammar is not None:
+        raise InputError("--json-schema and --grammar exclude each other")
+    if json_schema is not None:
+        try:
+            schema = json.loads(utf8(read_bytes(json_schema), str(json_schema)))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{json_schema}: not JSON: {error}") from None
+        return {"type": "json_schema", "json_schema": {"schema": schema}}
+    if grammar is not None:
+        rules = utf8(read_bytes(grammar), str(grammar))
+        gbnf = grammar.suffix == ".gbnf" or "::=" in rules
+        return {"type": "grammar", "grammar": rules, "syntax": "gbnf" if gbnf else "lark"}
+    return None
+
+
 def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -227,7 +254,8 @@ def load(model: Path, chat_template: str | None, options: dict[str, Any], sees: 
         note(f"{most} threads on {cores} core{'s' * (cores > 1)}: they wait for each other; -t auto is faster")
     with compilation() as report:
         given = {name: options[name] for name in LOAD}
-        loaded = Model.load(model, chat_template=chat_template, on_progress=report, **given)
+        adapter = options.get("adapter")
+        loaded = Model.load(model, chat_template=chat_template, adapter=adapter, on_progress=report, **given)
         if sees:
             loaded.prepare_images(report)
         return loaded
@@ -259,10 +287,8 @@ def sampling_label(sampling: Sampling) -> str:
     return f"sampling {', '.join(parts)}"
 
 
-def as_object(model: Model, generation: Generation, prompt: str, sampling: Sampling) -> dict[str, Any]:
-    """What --json prints; rates in tokens or bytes per second."""
-    measurement = generation.measurement
-    bandwidth = read_bandwidth(model, reached=measurement.decode_bytes_per_s)
+def as_object(model: Model, generation: Generation, prompt: str, sampling: Sampling, draft: DraftSource) -> dict[str, Any]:
+    """What --json prints: the text, what the generation counted, and its records as `edgeq profile` has them."""
     return {
         "prompt": prompt,
         "text": generation.text(),
@@ -271,9 +297,8 @@ def as_object(model: Model, generation: Generation, prompt: str, sampling: Sampl
         "sampling": asdict(sampling),
         **identification(model),
         "context": model.context,
-        "measurement": measurement.as_dict(),
-        "read_bandwidth": bandwidth,
-        "bandwidth_share": measurement.decode_bytes_per_s / bandwidth if bandwidth else None,
+        "generation": generation.measurement.as_dict(),
+        "measurements": [record.fields() for record in records(model, generation.measurement, draft)],
     }
 
 
@@ -316,5 +341,6 @@ def requantized(m: Measurement, needed: int) -> str:
 def drafting(s: Speculation) -> str:
     """One line about drafts: acceptance, tokens per cycle, measured costs and the speed-up that they predict."""
     costs = ", ".join(f"{name} {value:.2f}" for name, value in (("c", s.c), ("v", s.v), ("β", s.beta)) if value is not None)
-    accepted = f"{sum(s.accepted)} of {sum(s.drafted)} accepted"
-    return f"{accepted}, {s.tokens_per_cycle:.2f} tokens a cycle; {costs}; predicted {s.predicted:.2f} times as fast"
+    accepted = f"{sum(s.accepted)} of {sum(s.drafted)} accepted, {s.tokens_per_cycle:.2f} tokens a cycle"
+    # Forced by a grammar alone, nothing is predicted.
+    return "; ".join([accepted, costs, f"predicted {s.predicted:.2f} times as fast"] if costs else [accepted])

@@ -107,11 +107,12 @@ class CheckpointScorer:
     def __init__(self, source: str, threads: int = 0) -> None:
         """`threads` of torch; 0: it chooses."""
         quiet_libraries()
-        import torch
-
+        # Before torch: edgeq.converters says how its threads wait.
         from edgeq.converters.calibration.logits import Network
 
         if threads:
+            import torch
+
             torch.set_num_threads(threads)
         self._source = source
         self.network = Network.open(source)

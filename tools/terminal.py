@@ -102,6 +102,11 @@ class Bar:
             self._progress.update(self._task, size=f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
     @property
+    def drawn(self) -> bool:
+        """Whether there is a terminal to draw on."""
+        return self._console.is_terminal
+
+    @property
     def left(self) -> str:
         """The time left, as in 0:12:40, or -:--:-- where it is not known yet."""
         seconds = self._eta.left()

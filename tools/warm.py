@@ -23,6 +23,7 @@ from edgeq.runtime.requantize import Requantization, chosen
 from edgeq.runtime.vision import tower
 from edgeq.targets.target import Options
 from edgeq.tools.terminal import compilation, note
+from edgeq.trust import digest_of
 
 
 def warm(
@@ -92,7 +93,7 @@ def compile_for(
         if len(list(Path(folder).iterdir())) < len(jobs):
             raise ResourceError("no process could be started to compile")
         archive.write(out, Path(folder), goal)
-    digest = archive.digest_of(out)
+    digest = digest_of(out.read_bytes())
     note(f"{out}: {len(jobs)} kernels for {goal.name}, {out.stat().st_size / 1e6:.1f} MB, {perf_counter() - started:.1f} s")
     note(f"on the device: edgeq warm --from {out.name} --trust {digest}")
 

@@ -37,6 +37,7 @@ from edgeq.tools.lab.signs import write as write_signs
 from edgeq.tools.report import bits_per_weight, in_decoder
 from edgeq.tools.statistics import Interval, paired_difference
 from edgeq.tools.terminal import note, progress
+from edgeq.whole_file import write_whole
 
 Json = dict[str, Any]
 COLUMNS = (
@@ -95,9 +96,7 @@ def run(job: Job) -> Json:
     if process.returncode:
         raise InputError(f"{job.label}: {' '.join(errors.split())[-500:] or f'exit code {process.returncode}'}")
     result = job.after(printed) | {"seconds": perf_counter() - started, "peak_bytes": usage.ru_maxrss << 10}
-    written = job.result.with_suffix(".new")
-    written.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(written, job.result)
+    write_whole(job.result, json.dumps(result))
     return result
 
 

@@ -1,7 +1,10 @@
 """Whether `edgeq profile --compare` tells what it should: `python -m edgeq.tools.lab.separability FILE [--pairs 20]`.
 
-Each round makes three profiles in fresh processes: two with the same settings and one with a thread fewer.  The comparison of
-the first two must report no regression, that of the first and the third must report one.
+Each round makes three profiles: two with the same settings and one with a thread fewer.  The comparison of the first two must
+report no regression, that of the first and the third must report one.
+
+A profile is put together from short ones, each of a fresh process, which take turns with those of the other two: a neighbour
+that comes or goes slows all three, and no process decides by where its memory happens to lie.
 """
 
 from __future__ import annotations
@@ -10,15 +13,21 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from edgeq.tools.entry import Command
-from edgeq.tools.profile.comparison import compare
+from edgeq.tools.profile.comparison import COMPARED, compare
 from edgeq.tools.profile.record import read
 from edgeq.tools.terminal import note, progress
+
+Document = dict[str, Any]
+SHORT = ("-p", "64", "-n", "16", "-r", "1")
+"""The tests, unless others are asked for."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +42,40 @@ class Outcome:
     fewer_ratio: float
 
 
-def measured(file: Path, threads: int, save: Path, options: tuple[str, ...]) -> None:
-    """Profile `file` in a process of its own.  CalledProcessError: that failed."""
-    command = [sys.executable, "-m", "edgeq", "profile", str(file), "-t", str(threads), "--no-operations", "--save", str(save)]
-    subprocess.run([*command, *options], check=True, capture_output=True)
+def measured(file: Path, threads: int, options: tuple[str, ...]) -> Document:
+    """A profile of `file`, made in a process of its own.  CalledProcessError: that failed."""
+    command = [sys.executable, "-m", "edgeq", "profile", str(file), "-t", str(threads), "--no-operations", *SHORT, *options]
+    with tempfile.TemporaryDirectory() as folder:
+        save = Path(folder) / "profile.json"
+        subprocess.run([*command, "--save", str(save)], check=True, capture_output=True)
+        return read(save)
 
 
-def outcome(a: Path, b: Path, fewer: Path, share: float) -> Outcome:
+def in_turn(file: Path, threads: Sequence[int], turns: int, options: tuple[str, ...]) -> list[Document]:
+    """A profile for each number of threads; they take turns, and each turn begins with another one."""
+    found: list[list[Document]] = [[] for _ in threads]
+    for turn in range(turns):
+        for i in range(len(threads)):
+            chosen = (turn + i) % len(threads)
+            found[chosen].append(measured(file, threads[chosen], options))
+    return [together(each) for each in found]
+
+
+def together(documents: Sequence[Document]) -> Document:
+    """The repetitions of several profiles of the same tests as those of one, with the largest load."""
+    records = []
+    # One that had to compile has a record of that too.
+    tests = ([record for record in each["measurements"] if record["kind"] in COMPARED] for each in documents)
+    for same in zip(*tests, strict=True):
+        times = {name: [second for record in same for second in record[name]] for name in ("samples_s", "step_s")}
+        loads = [record["load"] for record in same if record["load"] is not None]
+        records.append({**same[0], **times, "load": max(loads, default=None)})
+    return {**documents[0], "measurements": records}
+
+
+def outcome(a: Document, b: Document, fewer: Document, share: float) -> Outcome:
     """What the two comparisons report."""
-    same, other = compare(read(a), read(b)), compare(read(a), read(fewer))
+    same, other = compare(a, b), compare(a, fewer)
     reported = [max((line.ratio for line in lines if line.slower_by(share)), default=None) for lines in (same, other)]
     return Outcome(reported[0], reported[1], min(line.ratio for line in other))
 
@@ -62,17 +96,16 @@ def text(found: list[Outcome], share: float) -> str:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.option("--threads", type=click.IntRange(2), default=2, show_default=True, help="Threads of the first two profiles.")
 @click.option("--pairs", type=click.IntRange(1), default=20, show_default=True, help="Rounds.")
+@click.option("--turns", type=click.IntRange(5), default=5, show_default=True, help="Short profiles that make one.")
 @click.option("--share", type=float, default=0.05, show_default=True, help="A regression is slower by at least this.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def main(file: Path, options: tuple[str, ...], threads: int, pairs: int, share: float, as_json: bool) -> None:
+def main(file: Path, options: tuple[str, ...], threads: int, pairs: int, turns: int, share: float, as_json: bool) -> None:
     """Compare profiles of FILE that should and should not differ.  OPTIONS go to edgeq profile."""
     found = list[Outcome]()
-    with tempfile.TemporaryDirectory() as folder, progress() as report:
-        a, b, fewer = (Path(folder) / f"{name}.json" for name in ("a", "b", "fewer"))
+    with progress() as report:
         for i in range(pairs):
             report(i, pairs, "comparing")
-            for count, save in ((threads, a), (threads, b), (threads - 1, fewer)):
-                measured(file, count, save, options)
+            a, b, fewer = in_turn(file, (threads, threads, threads - 1), turns, options)
             found.append(outcome(a, b, fewer, share))
             note(f"{i + 1} of {pairs}: {found[-1]}")
     click.echo(json.dumps([asdict(each) for each in found], indent=1) if as_json else text(found, share))

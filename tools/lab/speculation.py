@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import os
 import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from edgeq.tools.entry import Commands
 from edgeq.tools.options import DRAFTS, JSON, MODES
 from edgeq.tools.params import Count, EdgeqFile, Gamma, OneOf, Several
 from edgeq.tools.terminal import Report, progress
+from edgeq.whole_file import write_whole
 
 PROMPT = 48
 """Tokens of a prompt of the identity grid."""
@@ -85,9 +85,7 @@ def identity(files: Sequence[Path], cells: Sequence[Cell], work: Path, options: 
                     most = max(c.batch * ((c.gamma or LONGEST_DRAFT) + 1) for c in here)
                     loaded = Model.load(file, max_logits=most, **options)
                     plain = texts(loaded, Cell(file.name, "off", None, 1, cell.prompts, cell.tokens), report)[0]
-                written = kept.with_suffix(".new")
-                written.write_text(json.dumps(asdict(compared(loaded, cell, plain, report))), encoding="utf-8")
-                os.replace(written, kept)
+                write_whole(kept, json.dumps(asdict(compared(loaded, cell, plain, report))))
             results.append(Cell(**json.loads(kept.read_text(encoding="utf-8"))))
     return results
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgeq import machine
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
 from edgeq.runtime import Model
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
-from edgeq.tools.bench import WARM_UP_TOKENS, Test
-from edgeq.tools.profile import conditions
+from edgeq.runtime.stats import LONGEST_DRAFT
+from edgeq.tools import conditions
+from edgeq.tools.bench import WARM_UP_TOKENS, Test, with_bandwidth
+from edgeq.tools.measurement import Measurement
 from edgeq.tools.profile.limits import Limits, limits
 from edgeq.tools.profile.operations import Breakdown, breakdown
 from edgeq.tools.profile.power import Meter
-from edgeq.tools.profile.record import Measurement
-from edgeq.tools.profile.runs import AnyTest, Combination, Picture, Sample, Setting
-from edgeq.tools.report import identification, step_bytes
+from edgeq.tools.profile.runs import AnyTest, Combination, Continuation, Picture, Sample, Setting
+from edgeq.tools.profile.sustained import Sustained, sustain
+from edgeq.tools.report import facts, identification
 from edgeq.tools.terminal import Report, compilation
 
 
@@ -31,6 +33,7 @@ class Plan:
     """What is to be measured.
 
     operations   record the time of every operation, in runs that alternate with plain ones
+    sustained    seconds for which the first combination then decodes without a pause
     options      of Model.load, the same for all settings
     """
 
@@ -40,18 +43,32 @@ class Plan:
     repetitions: int
     operations: bool
     options: dict[str, Any]
+    sustained: float = 0.0
 
 
 @dataclass
 class Series:
-    """The runs of one test in one combination so far; `joules` above idle of each plain run, where a sensor tells."""
+    """The runs of one test in one combination so far; `joules` above idle of each plain run, and the mean power of
+    the last one, where a sensor tells."""
 
     combination: Combination
     test: AnyTest
     plain: list[Sample] = field(default_factory=list)
     recorded: list[Sample] = field(default_factory=list)
     joules: list[float] = field(default_factory=list)
+    watts: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Moment(NamedTuple):
+    """After a run: seconds since the rounds began, resident bytes of the process, bytes of keys and values that are kept; mean
+    power of the run and temperature, where sensors tell."""
+
+    seconds: float
+    rss: int
+    cache: int
+    watts: float | None
+    celsius: float | None
 
 
 @dataclass
@@ -59,7 +76,7 @@ class Profile:
     """What was measured so far.
 
     limits    by threads for decode and for prompts, and mode: the limits of the machine by phase
-    memory    seconds since the start, resident bytes of the process, bytes of keys and values that are kept
+    began     the rounds, by perf_counter
     partial   it was interrupted before its end
     """
 
@@ -68,9 +85,11 @@ class Profile:
     combinations: list[Combination] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
     limits: dict[Setting, dict[str, Limits]] = field(default_factory=dict)
-    memory: list[tuple[float, int, int]] = field(default_factory=list)
+    began: float = 0.0
+    moments: list[Moment] = field(default_factory=list)
     sensors: list[dict[str, str]] = field(default_factory=list)
     idle_watts: float | None = None
+    sustained: Sustained | None = None
     partial: bool = True
 
     def measurements(self) -> list[Measurement]:
@@ -93,7 +112,7 @@ class Profile:
 
 def context_of(tests: tuple[AnyTest, ...], limit: int) -> int:
     """Positions that the longest test takes.  InputError: more than `limit`, which the model was made for."""
-    lengths = [test.count + test.depth for test in tests if isinstance(test, Test)]
+    lengths = [test.count + test.depth for test in tests if isinstance(test, (Test, Continuation))]
     context = max(lengths, default=1)
     if any(isinstance(test, Picture) for test in tests):
         context = max(context, min(limit, DEFAULT_CONTEXT))
@@ -115,15 +134,19 @@ def collect(plan: Plan, report: Report, on_round: Callable[[Profile], None] = la
     try:
         for setting in plan.settings:
             found.combinations.append(_loaded(plan, setting, found.context, images))
+        found.combinations = _distinct(found.combinations)
         for i, combination in enumerate(found.combinations):
             report(0, 0, "measuring what this machine can do")
             # On a shared machine an earlier number may be far off.
             found.limits[combination.setting] = limits(combination.model, refresh=i == 0)
         found.series = [Series(c, test) for c, test in itertools.product(found.combinations, plan.tests)]
         machine.forget_peak()
-        meter = Meter.of_this_machine()
+        meter = Meter.of_this_machine(found.combinations[0].model.target == "cuda")
         found.sensors, found.idle_watts = meter.described, meter.idle_watts
         _rounds(found, meter, report, on_round)
+        if plan.sustained:
+            found.sustained = Sustained(longest_decode(plan.tests).name, plan.sustained)
+            sustain(found.combinations[0], longest_decode(plan.tests), found.sustained, meter, report)
         found.partial = False
     except KeyboardInterrupt:
         if not any(series.plain for series in found.series):
@@ -131,11 +154,29 @@ def collect(plan: Plan, report: Report, on_round: Callable[[Profile], None] = la
     return found
 
 
+def longest_decode(tests: tuple[AnyTest, ...]) -> Test:
+    """The test that decodes most tokens of one text.  InputError: there is none."""
+    found = [test for test in tests if isinstance(test, Test) and test.kind == "tg" and test.batch == 1]
+    if not found:
+        raise InputError("--sustained decodes tokens of one text: give -n a number above 0 and --batch 1")
+    return max(found, key=lambda test: test.count)
+
+
+def _distinct(combinations: list[Combination]) -> list[Combination]:
+    """Without those that another was loaded like, under another name for the same number of threads or cache."""
+    found: dict[tuple[Any, ...], Combination] = {}
+    for combination in combinations:
+        options = combination.model.program.options
+        found.setdefault((options.threads, options.threads_prefill, options.mode, options.kv), combination)
+    return list(found.values())
+
+
 def _loaded(plan: Plan, setting: Setting, context: int, images: bool) -> Combination:
     with compilation() as report_of_load:
         chosen = {"threads": setting.threads, "mode": setting.mode, "kv": setting.kv}
         options = {**plan.options, **chosen, "context": context, "on_progress": report_of_load}
-        most = max((test.batch for test in plan.tests), default=1)
+        # A draft is checked with the token after it.
+        most = max(LONGEST_DRAFT + 1 if isinstance(test, Continuation) else test.batch for test in plan.tests)
         model = Model.load(plan.path, max_logits=most, **options)
     load_s = max(0.0, model.load_s - report_of_load.seconds)
     with compilation() as report_of_tower:
@@ -145,7 +186,7 @@ def _loaded(plan: Plan, setting: Setting, context: int, images: bool) -> Combina
 
 
 def _rounds(found: Profile, meter: Meter, report: Report, on_round: Callable[[Profile], None]) -> None:
-    began, rounds = perf_counter(), found.plan.repetitions + 1
+    found.began, rounds = perf_counter(), found.plan.repetitions + 1
     for i in range(rounds):
         for j, series in enumerate(found.series):
             report(i * len(found.series) + j, rounds * len(found.series), series.test.name)
@@ -154,13 +195,15 @@ def _rounds(found: Profile, meter: Meter, report: Report, on_round: Callable[[Pr
             else:
                 _warm_up(series, found.plan.operations)
             kept = sum(c.cache_bytes() for c in found.combinations)
-            found.memory.append((perf_counter() - began, machine.process_memory().get("VmRSS", 0), kept))
+            rss, celsius = machine.process_memory().get("VmRSS", 0), machine.temperature()
+            found.moments.append(Moment(perf_counter() - found.began, rss, kept, series.watts, celsius))
         if i:
             on_round(found)
 
 
 def _warm_up(series: Series, operations: bool) -> None:
     test = series.test
+    # What drafts gain is measured while they run: a few tokens would not tell.
     count = min(test.count, WARM_UP_TOKENS[test.kind]) if isinstance(test, Test) else 0
     for record in (False, True)[: 1 + operations]:
         series.combination.run(test, count, record)
@@ -177,7 +220,8 @@ def _once(series: Series, operations: bool, meter: Meter, recorded_first: bool) 
         with _energy(meter, series):
             sample = series.combination.run(series.test, count, False)
         memory = machine.process_memory()
-        series.facts = {**conditions.facts(), "rss": memory.get("VmRSS"), "peak_rss": memory.get("VmHWM")}
+        device = getattr(series.combination.model.program, "device_name", None)
+        series.facts = {**conditions.facts(device), "rss": memory.get("VmRSS"), "peak_rss": memory.get("VmHWM")}
         # Last: after an interrupt a series that has a run has its facts too.
         series.plain.append(sample)
 
@@ -186,27 +230,29 @@ def _once(series: Series, operations: bool, meter: Meter, recorded_first: bool) 
 def _energy(meter: Meter, series: Series) -> Iterator[None]:
     with meter.measuring() as spent:
         yield
+    series.watts = spent.watts
     if spent.joules is not None:
         series.joules.append(spent.joules)
 
 
 def _loading(combination: Combination, context: int) -> Iterator[Measurement]:
     """What happened once, before the first token; kernels that were kept from an earlier run took no compiling."""
-    facts = {**identification(combination.model), **conditions.facts()}
+    about = facts(combination.model)
     seconds = {"compile": combination.compile_s, "load": combination.load_s}
     for kind, taken in seconds.items():
         if taken > 0:
-            yield Measurement(kind, kind, 0, 0, 1, context, facts, [taken])
+            yield Measurement(kind, kind, 0, 0, 1, context, about, [taken])
 
 
 def _records(series: Series, context: int, found: dict[str, Limits]) -> Iterator[Measurement]:
     model, test = series.combination.model, series.test
     now = dict(series.facts)
     memory = {"rss": now.pop("rss"), "peak_rss": now.pop("peak_rss")}
-    facts = {**identification(model), **now}
+    about = {**identification(model), **now}
     tokens = series.plain[0].tokens
-    common: dict[str, Any] = {"tokens": tokens, "depth": test.depth, "batch": test.batch, "context": context, "facts": facts}
-    instrumented = [piece.seconds for sample in series.recorded for piece in sample.pieces()]
+    common: dict[str, Any] = {"tokens": tokens, "depth": test.depth, "batch": test.batch, "context": context, "facts": about}
+    instrumented = [seconds for sample in series.recorded for seconds in sample.steps or [sample.seconds]]
+    draft = test.draft if isinstance(test, Continuation) else "off"
     joules = sum(series.joules) / len(series.joules) / (tokens * test.batch) if series.joules else None
     if test.kind != "tg":
         # The draw of the first token is all that tells them apart.
@@ -219,17 +265,11 @@ def _records(series: Series, context: int, found: dict[str, Limits]) -> Iterator
         step_s=[second for sample in series.plain for second in sample.steps],
         instrumented_s=instrumented,
         joules_per_token=joules,
+        draft=draft,
+        tokens_per_run=series.plain[-1].tokens_per_run,
         **common,
         **memory,
     )
-    yield made if test.kind != "tg" else _with_bandwidth(made, model, found)
-
-
-def _with_bandwidth(made: Measurement, model: Model, found: dict[str, Limits]) -> Measurement:
-    rate = made.tokens_per_s
-    assert rate is not None
-    # The cache grows by one position per token: its middle length stands for all.
-    read = step_bytes(model, made.depth + (made.tokens + 1) // 2, made.batch) * rate / made.batch
     bandwidth = found["decode"].bytes_per_s if "decode" in found else None
-    share = read / bandwidth if bandwidth else None
-    return replace(made, bytes_per_s=read, read_bandwidth=bandwidth, bandwidth_share=share)
+    # Drafted tokens are not read for one by one.
+    yield with_bandwidth(made, model, bandwidth) if test.kind == "tg" and draft == "off" else made

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgeq.errors import InputError
 from edgeq.tools.bench import aligned
-from edgeq.tools.profile.record import SETTINGS, Measurement, measurement, read
+from edgeq.tools.measurement import SETTINGS, Measurement, measurement
 from edgeq.tools.statistics import percentile
 
 CONFIDENCE = 0.99
@@ -61,11 +61,12 @@ class Line:
 
 def blocks(record: Measurement) -> list[float]:
     """Seconds of each repetition, of a tg the median token: the tokens of one repetition are not independent of each other."""
-    if not record.step_s:
-        return record.samples_s
-    count = len(record.samples_s)
-    length = len(record.step_s) // count
-    return [percentile(record.step_s[i * length : (i + 1) * length], 50) for i in range(count)]
+    return medians(record.each, len(record.each) // len(record.samples_s))
+
+
+def medians(values: Sequence[float], length: int) -> list[float]:
+    """Of every `length` of them, which are one repetition."""
+    return [percentile(values[i : i + length], 50) for i in range(0, len(values), length)]
 
 
 @cache
@@ -147,36 +148,42 @@ def _busy(record: Measurement) -> bool:
     return isinstance(load, (int, float)) and isinstance(cores, int) and load > BUSY * cores
 
 
-def show(lines: Sequence[Line], documents: Sequence[tuple[Path, dict[str, Any]]]) -> str:
-    """A table, and what else differs between the two."""
-    rows = [["test", "t", "mode", "cache", "A ms", "B ms", "B / A", f"{100 * CONFIDENCE:.0f} % interval", "best", ""]]
-    for line in lines:
-        interval = "" if line.low is None else f"{line.low:.3f} – {line.high:.3f}"
-        threads = "→".join(map(str, line.changed.get("threads", [line.settings["threads"]])))
-        settings = (threads, str(line.settings["mode"]), str(line.settings["kv"]))
-        times = (f"{1000 * line.a_s:,.3f}", f"{1000 * line.b_s:,.3f}", f"{line.ratio:.3f}", interval, f"{line.best:.3f}")
-        rows.append([line.test, *settings, *times, line.verdict])
-    notes = [
-        f"{name}: {p}{' (partial)' if made.get('partial') else ''}" for name, (p, made) in zip("AB", documents, strict=True)
-    ]
-    changed = {name: values for line in lines for name, values in line.changed.items()}
-    notes += [f"differs: {name}, {old} in A and {new} in B" for name, (old, new) in changed.items()]
-    if any(line.busy for line in lines):
-        notes.append(f"the machine was busy, with a load above {BUSY} for each core: nothing is separable; run both again")
-    if any(line.low is None for line in lines):
-        notes.append("without an interval nothing is separable: 5 repetitions of each are enough (-r 5)")
-    return aligned(rows) + "\n\n" + "\n".join(notes)
+class Compared:
+    """Two profiles, A and B, by their files.  InputError: they have no test in common."""
 
+    def __init__(self, paths: tuple[Path, Path], documents: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        self.paths, self.documents = paths, documents
+        self.lines = compare(*documents)
 
-def command(paths: tuple[Path, Path], output: str, fail_if_slower: float | None) -> tuple[str, bool]:
-    """The comparison as text, and whether a test is slower by at least `fail_if_slower`.
+    def cells(self) -> list[list[str]]:
+        """The cells of a table, its heading first."""
+        rows = [
+            ["test", "t", "mode", "cache", "A ms", "B ms", "B / A", f"{100 * CONFIDENCE:.0f} % interval", "best", "verdict"]
+        ]
+        for line in self.lines:
+            interval = "" if line.low is None else f"{line.low:.3f} – {line.high:.3f}"
+            threads = "→".join(map(str, line.changed.get("threads", [line.settings["threads"]])))
+            settings = (threads, str(line.settings["mode"]), str(line.settings["kv"]))
+            times = (f"{1000 * line.a_s:,.3f}", f"{1000 * line.b_s:,.3f}", f"{line.ratio:.3f}", interval, f"{line.best:.3f}")
+            rows.append([line.test, *settings, *times, line.verdict])
+        return rows
 
-    InputError: no such file, nothing in common.  FormatError: not a profile.
-    """
-    documents = [(path, read(path)) for path in paths]
-    lines = compare(documents[0][1], documents[1][1])
-    failed = fail_if_slower is not None and any(line.slower_by(fail_if_slower) for line in lines)
-    if output == "json":
-        made = {"confidence": CONFIDENCE, "failed": failed, "tests": [asdict(line) for line in lines]}
-        return json.dumps(made, indent=1), failed
-    return show(lines, documents), failed
+    def notes(self) -> list[str]:
+        """Which files these are, and what else differs between the two."""
+        named = zip("AB", self.paths, self.documents, strict=True)
+        notes = [f"{name}: {path}{' (partial)' if made.get('partial') else ''}" for name, path, made in named]
+        changed = {name: values for line in self.lines for name, values in line.changed.items()}
+        notes += [f"differs: {name}, {old} in A and {new} in B" for name, (old, new) in changed.items()]
+        if any(line.busy for line in self.lines):
+            notes.append(f"the machine was busy, with a load above {BUSY} for each core: nothing is separable; run both again")
+        if any(line.low is None for line in self.lines):
+            notes.append("without an interval nothing is separable: 5 repetitions of each are enough (-r 5)")
+        return notes
+
+    def markdown(self) -> str:
+        return aligned(self.cells()) + "\n\n" + "\n".join(self.notes())
+
+    def json(self, failed: bool) -> str:
+        """`failed`: a test is slower by what was asked for."""
+        tests = [asdict(line) for line in self.lines]
+        return json.dumps({"confidence": CONFIDENCE, "failed": failed, "tests": tests}, indent=1)

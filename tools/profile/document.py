@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
@@ -9,13 +10,19 @@ from typing import Any
 from edgeq import __version__
 from edgeq.tools.profile.collect import Profile
 from edgeq.tools.profile.findings import findings
+from edgeq.tools.profile.limits import limits_of
+from edgeq.tools.profile.options import Change
 from edgeq.tools.profile.record import SCHEMA
 from edgeq.tools.profile.runs import Combination
+from edgeq.tools.profile.what_if import Prediction, predictions
 from edgeq.tools.report import bits_per_weight
 
 
-def document(found: Profile) -> dict[str, Any]:
-    """Everything that is known, as plain values; docs/profile.md has it as a schema."""
+def document(found: Profile, changes: tuple[Change, ...] = ()) -> dict[str, Any]:
+    """Everything that is known, as plain values; docs/profile.md has it as a schema.
+
+    changes   of which it predicts what they would change
+    """
     made: dict[str, Any] = {
         "schema": SCHEMA,
         "partial": found.partial,
@@ -29,11 +36,19 @@ def document(found: Profile) -> dict[str, Any]:
             for phase, each in found.limits.get(combination.setting, {}).items()
         ],
         "weights": weights(found),
-        "memory": [{"seconds": seconds, "rss": rss, "cache": cache} for seconds, rss, cache in found.memory],
+        "memory": [moment._asdict() for moment in found.moments],
+        "sustained": found.sustained and found.sustained.fields(),
         "sensors": found.sensors,
         "idle_watts": found.idle_watts,
     }
+    made["what_if"] = [asdict(each) for each in predicted(made, found, changes)] if changes else []
     return {**made, "findings": [asdict(finding) for finding in findings(made)]}
+
+
+def predicted(made: dict[str, Any], found: Profile, changes: tuple[Change, ...]) -> Iterator[Prediction]:
+    """What each change would make of each test that decodes; limits with other threads are measured now."""
+    model = found.combinations[0].model
+    return predictions(made, changes, model.file, lambda threads: limits_of(model, threads, False))
 
 
 def label(combination: Combination) -> dict[str, Any]:

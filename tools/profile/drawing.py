@@ -13,6 +13,8 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 14, 46
+LABEL, LINE = 50, 15
+"""Width and height that a label of a mark takes."""
 SERIES = 7
 """Classes s0 ... s6 of colours; more series repeat them."""
 Scale = Callable[[float], float]
@@ -122,21 +124,37 @@ def roofline(name: str, marks: Mapping[str, Sequence[Mark]], bytes_per_s: float,
     """
     points = [mark for each in marks.values() for mark in each]
     ridge = operations_per_s / bytes_per_s
-    xs, ys = [*(m.x for m in points), ridge], [*(m.y for m in points), operations_per_s]
+    # Below the lowest mark there is room for labels.
+    lowest = min(m.y for m in points) / 3
+    xs, ys = [*(m.x for m in points), ridge], [lowest, *(m.y for m in points), operations_per_s]
     x, y = axis(xs, LEFT, WIDTH - RIGHT, True), axis(ys, HEIGHT - BOTTOM, TOP, True)
     # The slope begins where it enters the picture.
     left = max(x.low, y.low / bytes_per_s)
     roof = [(left, left * bytes_per_s), (ridge, operations_per_s), (x.high, operations_per_s)]
     path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in roof)
     body = [*frame(x, y, "integer operations per byte", "operations per second"), f'<polyline class="roof" points="{path}"/>']
-    for i, each in enumerate(marks.values()):
-        for mark in each:
-            body.append(dot(x(mark.x), y(mark.y), i, mark.about))
-            right = x(mark.x) > 0.7 * WIDTH
-            body.append(text(x(mark.x) + (-8 if right else 8), y(mark.y) + 4, mark.label, "end" if right else "start"))
+    heights = apart([(x(mark.x), y(mark.y)) for mark in points])
+    for (i, mark), height in zip(((i, mark) for i, each in enumerate(marks.values()) for mark in each), heights, strict=True):
+        body.append(dot(x(mark.x), y(mark.y), i, mark.about))
+        right = x(mark.x) > 0.7 * WIDTH
+        body.append(text(x(mark.x) + (-8 if right else 8), height + 4, mark.label, "end" if right else "start"))
     return figure(
         name, f"roof at {number(operations_per_s)} operations and {number(bytes_per_s)} bytes per second", body
     ) + legend(list(marks))
+
+
+def apart(points: Sequence[tuple[float, float]]) -> list[float]:
+    """Heights for the labels of points: their own, but of neighbours a line apart, and above the lower axis."""
+    heights = [y for _, y in points]
+    order = sorted(range(len(points)), key=lambda i: points[i][1])
+    for place, i in enumerate(order):
+        above = [heights[j] for j in order[:place] if abs(points[i][0] - points[j][0]) < LABEL]
+        heights[i] = max([heights[i], *(height + LINE for height in above)])
+    lowest = HEIGHT - BOTTOM - LINE / 2
+    for place, i in reversed(list(enumerate(order))):
+        below = [heights[j] for j in order[place + 1 :] if abs(points[i][0] - points[j][0]) < LABEL]
+        heights[i] = min([heights[i], lowest, *(height - LINE for height in below)])
+    return heights
 
 
 def stacked(name: str, rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
@@ -157,6 +175,25 @@ def stacked(name: str, rows: Mapping[str, Mapping[str, float]], unit: str) -> st
             at += width
         body.append(text(at + 5, top + 12, number(sum(row.values())), "start"))
     return figure(name, f"{len(rows)} bars in {unit}", body, TOP + len(rows) * step + 8) + legend(parts)
+
+
+def whiskers(name: str, rows: Mapping[str, tuple[float, float | None, float | None, str]], x_label: str) -> str:
+    """For each row its name and a note, under them a value with the bounds of its interval where there is one; a line at 1."""
+    values = [value for row in rows.values() for value in row[:3] if value is not None]
+    step, top = 40, TOP + 4
+    bottom = top + step * len(rows) + 4
+    x = Axis(min(*values, 1.0) / 1.02, max(*values, 1.0) * 1.02, RIGHT, WIDTH - RIGHT)
+    body = [f'<path class="axis" d="M{RIGHT} {bottom}H{WIDTH - RIGHT}"/>']
+    body.append(text(WIDTH / 2, bottom + 36, x_label, "middle"))
+    body += [text(x(value), bottom + 18, number(value), "middle") for value in x.ticks()]
+    body.append(f'<path class="roof" d="M{x(1.0):.1f} {TOP}V{bottom}"/>')
+    for i, (label, (value, low, high, note)) in enumerate(rows.items()):
+        y = top + i * step
+        body.append(text(RIGHT, y + 8, f"{note}: {label}", "start"))
+        if low is not None and high is not None:
+            body.append(f'<path class="line s0" d="M{x(low):.1f} {y + 24}H{x(high):.1f}"/>')
+        body.append(dot(x(value), y + 24, 0, f"{label}: {note}"))
+    return figure(name, "; ".join(f"{label} {row[3]}" for label, row in rows.items()), body, bottom + 46)
 
 
 def legend(names: Sequence[str]) -> str:

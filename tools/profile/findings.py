@@ -1,6 +1,7 @@
 """Sentences that follow from the numbers of a profile, each with the figures that it rests on.
 
-A sentence is said when its condition holds and only then; where what it needs was not measured, it is not said.
+A sentence is said when its condition holds and only then; where what it needs was not measured, it is not said.  One that
+compares two tests is said when all of the interval of their ratio (comparison.py) agrees, which takes five repetitions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+
+from edgeq.tools.measurement import measurement
+from edgeq.tools.profile.comparison import blocks, medians, ratio
 
 NEAR_LIMIT = 0.85
 """Share of the read bandwidth above which nothing but fewer bytes helps decode."""
@@ -27,6 +31,10 @@ WARM_DROP = 0.95
 """The last third of the repetitions is this much slower than the first third, or the processor's clock fell so far."""
 UNSTEADY = 2.0
 """Ratio of the 99th percentile of a token to its median."""
+
+
+CODE = " of code"
+"""In the name of a test that continues code."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ def findings(document: dict[str, Any]) -> list[Finding]:
         *_slowing(records),
         *_head(document),
         *_overhead(records),
+        *_drafts(records),
+        *_throttled(document.get("sustained")),
     ]
     for operations in document["operations"]:
         found += [*_bubble(operations), *_waiting(operations)]
@@ -102,8 +112,8 @@ def _threads(records: list[dict[str, Any]]) -> Iterator[Finding]:
         groups.setdefault((record["test"], record["mode"], record["kv"]), []).append(record)
     for group in groups.values():
         most = max(record["threads"] for record in group)
-        best = max(record["tokens_per_s"] for record in group)
-        enough = min((r for r in group if r["tokens_per_s"] * ENOUGH >= best), key=lambda r: r["threads"])
+        # The most threads are always enough.
+        enough = min((r for r in group if all(_no_slower(r, other) for other in group)), key=lambda r: r["threads"])
         if enough["threads"] < most:
             largest = next(r for r in group if r["threads"] == most)
             text = f"{enough['threads']} of {most} threads are enough: {enough['tokens_per_s']:,.1f} tok/s"
@@ -117,15 +127,28 @@ def _threads(records: list[dict[str, Any]]) -> Iterator[Finding]:
             yield Finding("threads", f"{enough['test']}, {enough['mode']}: {text}", figures)
 
 
+def _no_slower(record: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Than with more threads, but for a few percent."""
+    if other["threads"] <= record["threads"]:
+        return True
+    _, _, high = ratio(_each(other), _each(record))
+    return high is not None and high <= ENOUGH
+
+
+def _each(record: dict[str, Any]) -> list[float]:
+    """Seconds of every repetition."""
+    return blocks(measurement(record))
+
+
 def _depth(records: list[dict[str, Any]]) -> Iterator[Finding]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in _tg(records):
-        groups.setdefault((record["tokens"], record["batch"], record["threads"], record["mode"], record["kv"]), []).append(
-            record
-        )
+        key = record["test"].partition(" @ ")[0], record["threads"], record["mode"], record["kv"]
+        groups.setdefault(key, []).append(record)
     for group in groups.values():
         low, high = min(group, key=lambda r: r["depth"]), max(group, key=lambda r: r["depth"])
-        if high["depth"] > low["depth"] and high["p50"] >= DEEP * low["p50"]:
+        least = ratio(_each(low), _each(high))[1]
+        if high["depth"] > low["depth"] and high["p50"] >= DEEP * low["p50"] and least is not None and least > 1:
             text = f"a token takes {high['p50'] / low['p50']:.2f} times as long as after {low['depth']} tokens "
             text += f"({1000 * high['p50']:.2f} against {1000 * low['p50']:.2f} ms)"
             figures = {"p50": high["p50"], "p50_at_least_depth": low["p50"], "depth": high["depth"]}
@@ -169,12 +192,53 @@ def _head(document: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _overhead(records: list[dict[str, Any]]) -> Iterator[Finding]:
-    dear = [record for record in records if record["overhead"] is not None and record["overhead"] > DEAR_CLOCKS]
+    dear = [(record, least) for record in records if (least := _least_overhead(record)) is not None and least > DEAR_CLOCKS]
     if dear:
-        most = max(dear, key=lambda record: float(record["overhead"]))
-        text = f"the clocks around operations add {100 * most['overhead']:.1f} %: take the speed from the plain runs"
+        record, least = max(dear, key=lambda found: found[1])
+        text = f"the clocks around operations add {100 * least:.1f} % or more: take the speed from the plain runs"
         others = f"; in {len(dear)} tests they add more than {100 * DEAR_CLOCKS:.0f} %" if len(dear) > 1 else ""
-        yield Finding("overhead", f"{named(most)}: {text}{others}", {"overhead": most["overhead"], "tests": len(dear)})
+        yield Finding("overhead", f"{named(record)}: {text}{others}", {"least_overhead": least, "tests": len(dear)})
+
+
+def _least_overhead(record: dict[str, Any]) -> float | None:
+    """The lower bound of what the clocks add, as a share; None: there is none."""
+    instrumented = record["instrumented_s"]
+    if not instrumented:
+        return None
+    plain = measurement(record)
+    least = ratio(blocks(plain), medians(instrumented, len(plain.each) // len(plain.samples_s)))[1]
+    return None if least is None else least - 1
+
+
+def _drafts(records: list[dict[str, Any]]) -> Iterator[Finding]:
+    """What drafts change on the same text with the same settings, where it is more than a few percent."""
+    texts = [record for record in _tg(records) if CODE in record["test"]]
+    for record in texts:
+        plain = [
+            other
+            for other in texts
+            if other["draft"] == "off" and all(other[key] == record[key] for key in ("tokens", "threads", "mode", "kv"))
+        ]
+        if record["draft"] == "off" or not plain:
+            continue
+        # A token that was drafted takes no time of its own: repetitions are compared, and not tokens.
+        gain, low, high = ratio(record["samples_s"], plain[0]["samples_s"])
+        if low is not None and high is not None and (low > 1 and gain >= ENOUGH or high < 1 and gain * ENOUGH <= 1):
+            how = f"{gain:.2f} times as fast" if gain > 1 else f"slower, {gain:.2f} times as fast"
+            text = f"drafts make this text {how}, {low:.2f} to {high:.2f} "
+            text += f"({record['tokens_per_s']:,.1f} against {plain[0]['tokens_per_s']:,.1f} tok/s)"
+            figures = {"gain": gain, "gain_low": low, "gain_high": high, "tokens_per_run": record["tokens_per_run"]}
+            yield Finding("drafts", f"{named(record)}: {text}", figures)
+
+
+def _throttled(sustained: dict[str, Any] | None) -> Iterator[Finding]:
+    """A machine that became slower while it decoded without a pause."""
+    if sustained and sustained.get("slow_after") is not None and sustained["drop"] >= 1 - WARM_DROP:
+        heat = f" at {sustained['celsius_last']:.0f} °C" if sustained["celsius_last"] is not None else ""
+        text = f"slower after {sustained['slow_after']:.0f} s without a pause"
+        text += f": at the end by {100 * sustained['drop']:.0f} %{heat}"
+        figures = {name: sustained[name] for name in ("slow_after", "drop", "first_s", "last_s")}
+        yield Finding("throttled", f"{sustained['test']}: {text}", figures)
 
 
 def _bubble(operations: dict[str, Any]) -> Iterator[Finding]:

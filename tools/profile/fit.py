@@ -16,7 +16,7 @@ from edgeq.errors import InputError
 from edgeq.records import KvCodec, KvKind
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.targets.rows import PAGE
-from edgeq.tools.budget import this_machine
+from edgeq.tools.decode_speed import this_machine_with
 from edgeq.tools.profile.options import THIS_MACHINE
 from edgeq.tools.report import describe
 
@@ -36,8 +36,8 @@ class Fit:
     needs, has        bytes of memory with that context, and what the device has for it
     bytes_per_token   weights and head;  position_bytes: of the cache, in all layers
     slowest, expected, fastest   tokens per second: at the end of the context with the smallest share of the bandwidth that is
-                      known of decode; in the middle of it with the usual share; at the beginning with the largest.  None: this
-                      version does not run there
+                      known of decode; in the middle of it with the usual share; at the beginning with the largest; on this
+                      machine 10 % around what was measured of this file.  None: this version does not run there
     measured          the bandwidth was measured on such a device, or is that of its data sheet
     speed             asked for;  speed_context: positions to which the expected speed is at least that, 0: not even the first
     """
@@ -69,7 +69,7 @@ def fit(model: Path, board: str, context: int | None, speed: float | None, kv: s
     InputError: a context that the model does not take.
     """
     file = ModelFile.open(model)
-    target = this_machine() if board == THIS_MACHINE else device(board)
+    target = this_machine_with(file) if board == THIS_MACHINE else device(board)
     found = fitted(file, target, context, speed, kv)
     click.echo(json.dumps(asdict(found), indent=1) if as_json else text(found, file, target))
     if not (found.fits and found.fast_enough):
@@ -88,17 +88,23 @@ def fitted(file: ModelFile, target: Device, context: int | None, speed: float | 
     position = config.num_hidden_layers * 2 * config.num_key_value_heads * codec.head_bytes(config.head_dim)
     sizes = metadata.bytes_per_token()
     weights = sizes["weights"] + sizes["head"]
-    longest = min(limit, target.longest_context(file.size, position) // PAGE * PAGE)
+    fitting = target.longest_context(file.size, position)
+    # Less than a page is still a context.
+    longest = min(limit, fitting // PAGE * PAGE or fitting)
     chosen = context or max(1, min(limit, DEFAULT_CONTEXT, longest))
     needs = needed(file.size, position, chosen)
 
-    def rate(bandwidth: float, positions: int) -> float | None:
-        return bandwidth / (weights + position * config.positions_read(positions)) if target.supported else None
+    def cache(positions: int) -> float:
+        return position * config.positions_read(positions)
 
-    low, high = target.decode_range
+    def expected(positions: int) -> float:
+        return 1 / target.decode_seconds(weights, cache(positions))
+
+    slowest, _ = target.decode_range(weights, cache(chosen))
+    _, fastest = target.decode_range(weights, cache(min(SHORT, chosen)))
     reached = None
     if speed is not None and target.supported:
-        reached = _longest(lambda n: (rate(target.decode_bandwidth, n) or 0.0) >= speed, limit)
+        reached = _longest(lambda positions: expected(positions) >= speed, limit)
     return Fit(
         device=target.name,
         context=chosen,
@@ -110,9 +116,9 @@ def fitted(file: ModelFile, target: Device, context: int | None, speed: float | 
         position_bytes=position,
         bandwidth=target.usable_bandwidth,
         measured=bool(target.read_bandwidth),
-        slowest=rate(low, chosen),
-        expected=rate(target.decode_bandwidth, (chosen + 1) // 2),
-        fastest=rate(high, min(SHORT, chosen)),
+        slowest=slowest if target.supported else None,
+        expected=expected((chosen + 1) // 2) if target.supported else None,
+        fastest=fastest if target.supported else None,
         speed=speed,
         speed_context=reached,
     )
@@ -143,12 +149,13 @@ def text(found: Fit, file: ModelFile, target: Device) -> str:
     if found.slowest is None or found.expected is None or found.fastest is None:
         return "\n".join([*lines, "this version runs on CPUs only, so no speed is promised there"])
     source = "measured" if found.measured else "by its data sheet, of which decode reaches 70 to 90 %"
+    source = "measured, decode of this file too" if target.decode_points else source
     read = f"{found.bytes_per_token / 1e6:,.1f} MB per token at {found.bandwidth / 1e9:.1f} GB/s ({source})"
     lines.append(
         f"decode {found.slowest:,.1f} to {found.fastest:,.1f} tokens per second, {found.expected:,.1f} in the middle of the "
         f"context: bounded by reading {read}"
     )
-    if found.fastest > SMALL:
+    if found.fastest > SMALL and not target.decode_points:
         lines.append(f"above some {SMALL:,} tokens per second the Python around each token, which is not counted, bounds it")
     if target.isa in NO_DOT_PRODUCT:
         lines.append(f"{target.isa} has no instruction for integer dot products: arithmetic can bound it lower")

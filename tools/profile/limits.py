@@ -6,7 +6,7 @@ the read bandwidth and N over the peak.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgeq.records import Mode
 from edgeq.runtime import Model
@@ -31,26 +31,33 @@ class Limits:
 
 
 PEAK_SHARE: dict[Mode, float] = {"a16": 0.5, "a8": 1.0, "a4": 1.0}
-"""Of the peak of 8-bit operations: one of 16 bits takes two of them."""
+"""Of the peak of 8-bit operations: one of 16 bits takes two of them, and is done by dot products."""
 
 
 def limits(model: Model, refresh: bool) -> dict[str, Limits]:
-    """Limits of "decode", and of "prefill" and "tower", which may have other threads; empty where the target measures none.
+    """Limits by phase, of which those of several rows may have other threads; empty where the target measures none.
 
     refresh   the bandwidth is measured again; the larger of the old and the new number counts
     """
     program = model.program
-    if model.target != "cpu":
+    found = {n: limits_of(model, n, refresh) for n in {program.threads, program.options.threads_prefill}}
+    decode, prefill = found[program.threads], found[program.options.threads_prefill]
+    if decode is None or prefill is None:
         return {}
+    # Drafts are made in a mode of 8 bits or fewer.
+    draft = replace(decode, operations_per_s=decode.operations_per_s / PEAK_SHARE[program.options.mode])
+    return {"decode": decode, "draft": draft, "prefill": prefill, "verify": prefill, "tower": prefill}
+
+
+def limits_of(model: Model, threads: int, refresh: bool) -> Limits | None:
+    """Limits with so many threads, in the mode of the model; None: the target measures none."""
+    if model.target != "cpu":
+        return None
     # Imported here: where this target cannot run, its modules cannot be imported.
     from edgeq.targets.cpu import probes
     from edgeq.targets.cpu.choose_isa import choose
 
-    isa, _ = choose(program.options.isa)
-    share = PEAK_SHARE[program.options.mode]
-    found = {}
-    for threads in {program.threads, program.options.threads_prefill}:
-        bandwidth = probes.read_bandwidth(threads, refresh)
-        found[threads] = Limits(threads, bandwidth, share * probes.integer_peak(isa, threads))
-    prefill = found[program.options.threads_prefill]
-    return {"decode": found[program.threads], "prefill": prefill, "tower": prefill}
+    isa, _ = choose(model.program.options.isa)
+    mode = model.program.options.mode
+    peak = PEAK_SHARE[mode] * probes.integer_peak(isa, threads, dots=mode == "a16")
+    return Limits(threads, probes.read_bandwidth(threads, refresh), peak)

@@ -1,8 +1,8 @@
 """Where the time of a test goes: operations by name and layer, waiting for other threads, and the bubble.
 
-The bubble is what no operation accounts for: the time between two calls of the target, by the clock of Python, and within each
-call what its operations, which the processor's own counter times, do not fill.  With the operations it makes the wall time.
-Were the two clocks to disagree, the bubble within calls would be negative.
+The bubble is what no operation accounts for: the time between two calls of the target, and within each call what is before and
+after its operations, both by the clock of Python.  Operations are timed by the processor's own counter, the wall by a pair of
+readings around all.  So each is measured for itself, and that they add up is a finding, not an assumption.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from edgeq.tools.profile.runs import Sample
 from edgeq.tools.profile.work import Work
 
 DRAW = "draw a token"
+SINGLE_ROWS = ("decode", "draft")
+"""Phases in which a session runs one row at a time."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,12 @@ def breakdown(test: str, samples: Sequence[Sample], found: dict[str, Limits]) ->
     for sample in quick:
         # The draw of a prompt's first token is not part of reading it.
         drawn = sum(seconds for _, seconds in sample.draws) if sample.steps else 0.0
-        if sample.steps:
+        if drawn:
             lines.append(Line("decode", DRAW, -1, (), drawn / tokens, 0.0, 0.0, 0.0))
         last = sample.started
         for call in sample.calls:
             between += call.started - last
-            within += call.ended - call.started - call.measured
+            within += call.ended - call.started - call.inside
             last = call.ended
             for timed in call.operations():
                 time, waited = (timed.worked + timed.waited) / tokens, timed.waited / tokens
@@ -160,7 +162,7 @@ def merged(lines: Iterable[Line], found: dict[str, Limits]) -> list[Line]:
 def _bounded(line: Line, found: dict[str, Limits]) -> Line:
     todo = Work(line.bytes, line.macs)
     # Of a single row attention computes so little that reading the cache bounds it.
-    computes = line.float_macs and line.phase != "decode"
+    computes = line.float_macs and line.phase not in SINGLE_ROWS
     if line.phase not in found or line.seconds <= 0 or todo == Work() or computes:
         return line
     limits = found[line.phase]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,22 @@ import click
 
 from edgeq.devices import DEVICES
 from edgeq.tools.help_sections import decorated, section
-from edgeq.tools.options import BENCH_TESTS, CACHES, IMAGE_TOKENS, JSON, MODEL, MODES, TARGETS, execution
-from edgeq.tools.params import Amount, Count, EdgeqFile, OneOf, Several, Threads
+from edgeq.tools.options import (
+    BENCH_TESTS,
+    CACHES,
+    DRAFTS,
+    IMAGE_TOKENS,
+    JSON,
+    MODEL,
+    MODES,
+    TARGETS,
+    TRUST_KERNELS,
+    drafts,
+    execution,
+    tests,
+    trusting,
+)
+from edgeq.tools.params import Amount, Count, EdgeqFile, Gamma, OneOf, Several, Threads, number
 
 output = section("Output")
 FORMATS = ("md", "json", "csv", "html", "trace")
@@ -31,10 +46,7 @@ class Share(click.ParamType):  # type: ignore[type-arg]
 
 
 class Board(OneOf):
-    """A device by name, or this machine; a name that is nearly one is suggested."""
-
-    def __init__(self) -> None:
-        super().__init__(THIS_MACHINE, *DEVICES)
+    """A device by name; a name that is nearly one is suggested."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
@@ -46,9 +58,52 @@ class Board(OneOf):
             raise error
 
 
+@dataclass(frozen=True)
+class Change:
+    """What is to be different; None: as it is.  bits: of the decoder's weights, with scales and head as they are."""
+
+    bits: int | None = None
+    threads: int | None = None
+    board: str | None = None
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in vars(self).items() if value is not None)
+
+
+class WhatIf(click.ParamType):  # type: ignore[type-arg]
+    """bits=N,threads=N,board=NAME: some of them."""
+
+    name = "change"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Change:
+        found: dict[str, Any] = {}
+        for part in str(value).split(","):
+            key, equals, given = part.strip().partition("=")
+            if key not in vars(Change()) or not equals or key in found:
+                self.fail(f"{part!r}: expected bits=N, threads=N or board=NAME, each once", param, ctx)
+            found[key] = Board(*DEVICES).convert(given, param, ctx) if key == "board" else self._count(key, given, param, ctx)
+        if "board" in found and "threads" in found:
+            self.fail("threads and board exclude each other: the threads of another board are not known", param, ctx)
+        return Change(**found)
+
+    def _count(self, key: str, given: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        low, high = (2, 8) if key == "bits" else (1, 1024)
+        count = number(given, high)
+        if count is None or count < low:
+            self.fail(f"{key}={given}: expected a number from {low} to {high}", param, ctx)
+        return count
+
+
 FIT_OPTIONS = decorated(
     MODEL,
-    click.option("--for", "board", type=Board(), required=True, metavar="DEVICE", help="The device; edgeq devices lists them."),
+    click.option(
+        "--for",
+        "board",
+        type=Board(THIS_MACHINE, *DEVICES),
+        required=True,
+        metavar="DEVICE",
+        help="The device; edgeq devices lists them.",
+    ),
     click.option("-c", "--context", type=Count(1), metavar="N", help="Positions of the cache.  [default: as run chooses them]"),
     click.option("--speed", type=Amount(), metavar="TOK_S", help="Tokens per second that are wanted."),
     click.option("--kv", type=OneOf(*CACHES), default="file", show_default=True, help="Type of the cached keys and values."),
@@ -90,11 +145,43 @@ PROFILE_OPTIONS = decorated(
         show_default=True,
         help="Type of the cached keys and values: file, f16, int8 or int4.",
     ),
-    execution("--target", type=OneOf(*TARGETS), help="cpu or reference.  [default: cpu if it can run here]"),
+    execution("--target", type=OneOf(*TARGETS), help="cuda, cpu or reference.  [default: the first of them that can run here]"),
     execution(
-        "--isa", metavar="NAME", help="Instruction set of the cpu target; see edgeq devices.  [default: the fastest here]"
+        "--isa",
+        metavar="NAME",
+        help="Instruction set, or architecture of GPU kernels; see edgeq devices.  [default: the best]",
     ),
+    TRUST_KERNELS,
     IMAGE_TOKENS,
+    drafts(
+        "--draft",
+        "drafts",
+        type=Several(OneOf(*DRAFTS)),
+        metavar="NAME,NAME",
+        help="Continue held-out code with drafts, and with off without: off, qspec, lookup, both or auto.",
+    ),
+    drafts("--gamma", type=Gamma(), metavar="auto|N", default="auto", show_default=True, help="Draft length, 1 to 7 tokens."),
+    tests(
+        "--sustained",
+        type=Amount(),
+        metavar="MINUTES",
+        help="Then decode without a pause for so long: first and last minute, drop, heat.",
+    ),
+    output(
+        "--what-if",
+        "changes",
+        type=WhatIf(),
+        multiple=True,
+        metavar="CHANGE",
+        help="Predict decode with bits=3, threads=4 or board=NAME, or several of them with commas between; may be given "
+        "several times.",
+    ),
+    output(
+        "--baseline",
+        type=click.Path(path_type=Path),
+        metavar="OLD.json",
+        help="Compare the results with a profile that --save kept, in the tables and on the page.",
+    ),
     output(
         "--operations/--no-operations",
         default=True,
@@ -117,4 +204,5 @@ PROFILE_OPTIONS = decorated(
         metavar="P%",
         help="Exit with 3 if a test of B is slower, separably and by at least so much.",
     ),
+    trusting,
 )

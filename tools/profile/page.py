@@ -7,19 +7,39 @@ from html import escape
 from typing import Any
 
 from edgeq.tools.profile import drawing
+from edgeq.tools.profile.comparison import Compared
 from edgeq.tools.profile.drawing import Mark
-from edgeq.tools.profile.findings import named
+from edgeq.tools.profile.findings import CODE, named
 from edgeq.tools.profile.page_style import STYLE
-from edgeq.tools.profile.tables import COLUMNS, MAY_BE_EMPTY, closing, heading, operation_cells, sensors, summed
+from edgeq.tools.profile.tables import (
+    COLUMNS,
+    MAY_BE_EMPTY,
+    closing,
+    heading,
+    operation_cells,
+    sensors,
+    summed,
+    sustained,
+    what_if,
+)
 
 Document = dict[str, Any]
 
 
-def page(document: Document) -> str:
-    """The whole page, from the document that `-o json` prints."""
+def page(document: Document, compared: Compared | None = None) -> str:
+    """The whole page, from the document that `-o json` prints; `compared`: with an older one."""
     records = document["measurements"]
     name = f"{records[0]['model']}: profile" if records else "profile"
-    body = [f"<h1>{escape(name)}</h1>", *_sections(document)] if records else ["<p>nothing was measured</p>"]
+    body = [f"<h1>{escape(name)}</h1>", *_sections(document, compared)] if records else ["<p>nothing was measured</p>"]
+    return _page(name, body)
+
+
+def comparison_page(compared: Compared) -> str:
+    """A page of the comparison alone."""
+    return _page("two profiles", ["<h1>Two profiles</h1>", section("Tests", _comparison(compared))])
+
+
+def _page(name: str, body: list[str]) -> str:
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -34,16 +54,23 @@ def page(document: Document) -> str:
     )
 
 
-def _sections(document: Document) -> Iterator[str]:
+def _sections(document: Document, compared: Compared | None) -> Iterator[str]:
     yield "".join(f"<p>{escape(line)}</p>" for line in heading(document).splitlines())
     yield section("Findings", _findings(document))
     yield section("Tests", _tests(document))
+    if compared is not None:
+        yield section("Compared with a saved run", _comparison(compared))
+    if document["what_if"]:
+        caption = "predicted from the operations; error: against what was measured with that setting"
+        yield section("What if", table(what_if(document["what_if"]), caption))
     yield section("Time to the first token", _distribution(document, ("ttft",), "ms to the first token"))
     yield section("Time per token", _distribution(document, ("tg",), "ms per token"))
     if depths := _depths(document):
         yield section("Time per token after other tokens", depths)
     for operations in document["operations"]:
         yield section(f"Operations: {named(operations)}", _operations(operations, document))
+    if (found := document["sustained"]) and found["passes"]:
+        yield section("Without a pause", _sustained(found))
     yield section("Memory", _memory(document))
     yield section("Energy", _energy(document))
 
@@ -88,7 +115,7 @@ def _depths(document: Document) -> str:
     """A line over the depths for each combination that has several."""
     series: dict[str, list[Mark]] = {}
     for record in document["measurements"]:
-        if record["kind"] == "tg":
+        if record["kind"] == "tg" and CODE not in record["test"]:
             key = f"{named(record).partition(', ')[2]}, batch {record['batch']}"
             milliseconds = 1000 * record["p50"]
             about = f"{key}, after {record['depth']} tokens: {milliseconds:.3f} ms"
@@ -153,6 +180,29 @@ def _marks(operations: Document, phase: str) -> list[Mark]:
                 about += f", {100 * line['roofline']:.0f} % of the roofline"
             found.append(Mark(2 * line["macs"] / line["bytes"], rate, about, line["name"]))
     return found
+
+
+def _comparison(compared: Compared) -> str:
+    """A whisker for each test: the ratio of the times with its interval."""
+    rows = {
+        named({"test": line.test, **line.settings}): (line.ratio, line.low, line.high, f"{line.ratio:.3f}, {line.verdict}")
+        for line in compared.lines
+    }
+    notes = "".join(f"<p>{escape(note)}</p>" for note in compared.notes())
+    shown = drawing.whiskers("time of B over time of A", rows, "B / A: above 1 is slower")
+    return shown + table(compared.cells(), "medians of the repetitions; best: ratio of the fastest") + notes
+
+
+def _sustained(found: Document) -> str:
+    series = {"one run of the test": [_pass(each, found) for each in found["passes"]]}
+    chart = drawing.lines("time per token without a pause", series, "seconds", "ms per token")
+    return f"<p>{escape(sustained(found))}</p>{chart}"
+
+
+def _pass(each: Document, found: Document) -> Mark:
+    milliseconds = 1000 * each["token_s"]
+    heat = "" if each["celsius"] is None else f", {each['celsius']:.0f} °C"
+    return Mark(each["ended"], milliseconds, f"{found['test']} after {each['ended']:.0f} s: {milliseconds:.3f} ms{heat}")
 
 
 def _memory(document: Document) -> str:

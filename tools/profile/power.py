@@ -9,20 +9,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from edgeq.tools.profile.sensors import Sensor, every
+from edgeq.tools.profile.sensors import NVML, Sensor, every
 
 IDLE_SECONDS = 2.0
 PERIOD = 0.1
 """Seconds between two readings of power; a process of its own reads some of them, so more would disturb what is measured."""
-UNUSED = "NVML"
-"""Describes a GPU, on which nothing runs here."""
 
 
 @dataclass
 class Spent:
-    """Joules of a run above idle; None: no sensor tells, or it failed meanwhile."""
+    """Joules of a run above idle, and its mean power with that of idle; None: no sensor tells, or it failed meanwhile."""
 
     joules: float | None = None
+    watts: float | None = None
 
 
 class Meter:
@@ -30,9 +29,10 @@ class Meter:
     described    every sensor by name, and what can be had from it
     """
 
-    def __init__(self, sensors: Sequence[Sensor], idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(self, sensors: Sequence[Sensor], on_gpu: bool = False, idle_seconds: float = IDLE_SECONDS) -> None:
+        """on_gpu   the target runs on a GPU: its power counts, and else that of all other sensors"""
         self.described = [{"sensor": sensor.name, "state": sensor.state} for sensor in sensors]
-        self._sensor = next((sensor for sensor in sensors if sensor.usable and sensor.name != UNUSED), None)
+        self._sensor = next((sensor for sensor in sensors if sensor.usable and (sensor.name == NVML) == on_gpu), None)
         self.idle_watts: float | None = None
         if self._sensor is not None:
             spent = Spent()
@@ -43,8 +43,8 @@ class Meter:
                 self.idle_watts = spent.joules / (time.perf_counter() - started)
 
     @classmethod
-    def of_this_machine(cls) -> Meter:
-        return cls(every())
+    def of_this_machine(cls, on_gpu: bool) -> Meter:
+        return cls(every(), on_gpu)
 
     @contextmanager
     def measuring(self) -> Iterator[Spent]:
@@ -57,7 +57,9 @@ class Meter:
         with self._counting(self._sensor, spent):
             yield spent
         if spent.joules is not None:
-            spent.joules = max(0.0, spent.joules - self.idle_watts * (time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            spent.watts = spent.joules / seconds
+            spent.joules = max(0.0, spent.joules - self.idle_watts * seconds)
 
     @contextmanager
     def _counting(self, sensor: Sensor, spent: Spent) -> Iterator[None]:

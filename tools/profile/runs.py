@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
+from edgeq.errors import InputError
 from edgeq.runtime import Model, Prompt, Sampling
 from edgeq.runtime.sampling import Sampler
 from edgeq.runtime.session import BatchItem, Session, run_together
-from edgeq.tools import picture_bench
+from edgeq.runtime.speculative.speculator import DraftSource
+from edgeq.tools import corpus, picture_bench
 from edgeq.tools.bench import Test, random_tokens
-from edgeq.tools.profile.tape import Call, Tapes
+from edgeq.tools.drafting import PROMPT
+from edgeq.tools.profile.findings import CODE
+from edgeq.tools.profile.tape import WITH_DRAFTS, Call, Tapes
 
 Size = tuple[int, int]
 
@@ -41,7 +45,24 @@ class Picture:
         return f"image {self.size[0]}x{self.size[1]}"
 
 
-AnyTest = Test | Picture
+@dataclass(frozen=True)
+class Continuation:
+    """`count` tokens that follow held-out code, greedily, with drafts or without: random tokens have nothing to draft."""
+
+    count: int
+    draft: DraftSource
+    gamma: int | None = None
+    kind: Literal["tg"] = "tg"
+    depth: int = PROMPT
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        drafts = "" if self.draft == "off" else f", draft {self.draft}" + (f" {self.gamma}" if self.gamma else "")
+        return f"{self.kind}{self.count}{CODE}{drafts} @ d{self.depth}"
+
+
+AnyTest = Test | Picture | Continuation
 
 
 @dataclass(frozen=True)
@@ -50,8 +71,9 @@ class Sample:
 
     steps    tg: of every token: the run, and drawing the next token greedily
     ttft     of a prompt or a picture: until the first token is drawn
-    draws    when a token was begun to be drawn, and how long that took
+    draws    when a token was begun to be drawn, and how long that took; of a continuation that is not told
     tokens   that were run
+    tokens_per_run   of a continuation: what a run of the exact mode gave
     """
 
     started: float
@@ -61,10 +83,12 @@ class Sample:
     ttft: float | None = None
     draws: list[tuple[float, float]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    tokens_per_run: float | None = None
 
     def pieces(self) -> list[Sample]:
-        """The tokens of a tg as samples of their own; anything else is one piece."""
-        if not self.steps:
+        """The tokens of a tg as samples of their own; anything else is one piece, and so is a continuation, of which several
+        tokens can come of one run."""
+        if not self.draws or not self.steps:
             return [self]
         found, started, begun = list[Sample](), self.started, 0
         for seconds, draw in zip(self.steps, self.draws, strict=True):
@@ -89,6 +113,7 @@ class Combination:
         self._sampler = Sampler(Sampling())
         self._kept: dict[tuple[int, int], list[Session]] = {}
         self._pictures: dict[Size, Prompt] = {}
+        self._code: tuple[Session, list[int]] | None = None
 
     def run(self, test: AnyTest, count: int, record: bool) -> Sample:
         """`count` tokens of a test; `record`: with the time of every operation.
@@ -100,6 +125,8 @@ class Combination:
             prompt = self._picture(test.size)
             with self.model.session() as session, self.tapes.recording(phase, record):
                 return self._prefill(session, prompt, len(prompt.tokens))
+        if isinstance(test, Continuation):
+            return self._continue(test, record)
         tokens = random_tokens(self.model, test.depth + count)[test.depth :]
         sessions = self._sessions(test)
         with self.tapes.recording(phase, record):
@@ -111,7 +138,7 @@ class Combination:
         ended = perf_counter()
         self._sampler.draw(logits, session.tokens)
         drawn = perf_counter()
-        calls = list(self.tapes.calls)
+        calls = self.tapes.calls()
         return Sample(started, ended - started, count, [], drawn - started, [(ended, drawn - ended)], calls)
 
     def _decode(self, sessions: list[Session], tokens: Sequence[int]) -> Sample:
@@ -126,7 +153,29 @@ class Combination:
             draws.append((ran, now - ran))
             steps.append(now - last)
             last = now
-        return Sample(started, last - started, len(tokens), steps, None, draws, list(self.tapes.calls))
+        return Sample(started, last - started, len(tokens), steps, None, draws, self.tapes.calls())
+
+    def _continue(self, test: Continuation, record: bool) -> Sample:
+        """InputError: the code has too few tokens in this model's tokenizer."""
+        if self._code is None:
+            self._code = self.model.session(), self.model.text.encode("".join(corpus.evaluation_code()))[: test.depth]
+        session, prompt = self._code
+        if len(prompt) < test.depth:
+            raise InputError(f"the code that is continued has {len(prompt)} tokens of {test.depth}; leave out --draft")
+        # The first token comes of the prompt: its run, and what the code before it took, are not measured.
+        settings: dict[str, Any] = {"draft": test.draft, "gamma": test.gamma, "sampling": Sampling(), "ignore_eos": True}
+        generation = self.model.generate(prompt, session=session, max_tokens=test.count + 1, **settings)
+        pieces = generation.pieces()
+        next(pieces)
+        with self.tapes.recording("decode" if test.draft == "off" else WITH_DRAFTS, record):
+            started = perf_counter()
+            for _ in pieces:
+                pass
+            seconds, calls = perf_counter() - started, self.tapes.calls()
+        cost = generation.measurement
+        each = None if test.draft == "off" else cost.speculation.tokens_per_cycle
+        steps = cost.token_s[: cost.generated_tokens - 1]
+        return Sample(started, seconds, len(steps), steps, calls=calls, tokens_per_run=each)
 
     def _sessions(self, test: Test) -> list[Session]:
         """One for each text of a test, with its `depth` tokens."""

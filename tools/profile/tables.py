@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable
 from typing import Any
 
-from edgeq.tools.bench import aligned
+from edgeq.tools.bench import aligned, table
 from edgeq.tools.profile.findings import named
 
 BAR = 12
@@ -54,6 +52,10 @@ def markdown(document: dict[str, Any]) -> str:
     parts = [heading(document), aligned([[name for name, _ in shown], *([show(r) for _, show in shown] for r in records)])]
     for operations in document["operations"]:
         parts += [closing(operations), aligned(operation_cells(operations)), layers(operations)]
+    if document["sustained"] and document["sustained"]["passes"]:
+        parts.append(sustained(document["sustained"]))
+    if document["what_if"]:
+        parts.append(aligned(what_if(document["what_if"])))
     parts.append("\n".join(f"- {finding['text']}" for finding in document["findings"]) or "Nothing stands out.")
     parts.append(sensors(document))
     return "\n\n".join(parts)
@@ -73,6 +75,33 @@ def heading(document: dict[str, Any]) -> str:
     if missing := sorted({name for record in document["measurements"] for name in record["incomplete"]}):
         lines.append(f"INCOMPLETE: without {', '.join(missing)}, which this system does not tell")
     return "\n".join(lines)
+
+
+def sustained(found: dict[str, Any]) -> str:
+    """One line: the first and the last minute of decoding without a pause."""
+    ends = []
+    for when in ("first", "last"):
+        told = [f"{1000 * found[f'{when}_s']:.3f} ms per token"]
+        if found[f"mhz_{when}"] is not None:
+            told.append(clock(found[f"mhz_{when}"]))
+        if found[f"celsius_{when}"] is not None:
+            told.append(f"{found[f'celsius_{when}']:.0f} °C")
+        ends.append(f"{when} {found['window_s']:.0f} s: {', '.join(told)}")
+    slow = "" if found["slow_after"] is None else f"; slower from {found['slow_after']:.0f} s on"
+    took = f"{found['test']} for {found['passes'][-1]['ended']:.0f} s"
+    return f"{took}: {'; '.join(ends)}; speed {-100 * found['drop']:+.1f} %{slow}"
+
+
+def what_if(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """The cells of a table, its heading first."""
+    rows = [["what if", "test", "t", "mode", "cache", "tok/s now", "then", "range", "measured", "error"]]
+    for line in lines:
+        measured = "" if line["measured"] is None else f"{line['measured']:,.1f}"
+        error = "" if line["error"] is None else f"{100 * line['error']:+.1f} %"
+        settings = (line["test"], str(line["threads"]), line["mode"], line["kv"])
+        rates = (f"{line['now']:,.1f}", f"{line['expected']:,.1f}", f"{line['low']:,.1f} – {line['high']:,.1f}")
+        rows.append([line["change"], *settings, *rates, measured, error])
+    return rows
 
 
 def clock(mhz: float | None) -> str:
@@ -171,9 +200,4 @@ def as_csv(document: dict[str, Any]) -> str:
     ]
     if not lines:
         return ""
-    out = io.StringIO()
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return out.getvalue().removesuffix("\n")
+    return table(lines)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +17,22 @@ from edgeq.runtime import Model
 from edgeq.targets.graph import Select
 from edgeq.targets.requantization import InputSums, Weights
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import Program, Requantizable, StepTimes
-from edgeq.tools.breakdown import Recorder
+from edgeq.targets.target import FindsLargest, Largest, Program, Requantizable, StepTimes
 from edgeq.tools.profile.work import Shape, Work, name_of, work
+
+WITH_DRAFTS = "with drafts"
+"""Of recorded runs: which of the phases a run is of is told by the run."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One operation of a call: seconds that the calling thread worked on it, and then waited for other threads."""
+    """One operation of a call: when it began, by the clock of Python, seconds that the calling thread worked on it, and then
+    waited for other threads."""
 
     name: str
     layer: int
     kernel: str
+    began: float
     worked: float
     waited: float
     work: Work
@@ -41,14 +46,39 @@ class Call:
     started: float
     ended: float
     times: StepTimes
-    shape: Shape
+    slots: NDArray[np.int32]
+    sessions: NDArray[np.int32]
+    spans: NDArray[np.int32] | None
     wanted: NDArray[np.int32]
     kv: KvCodec
+
+    @cached_property
+    def _worked_out(self) -> tuple[NDArray[np.float64], float]:
+        return self.times.work_out(self.times.noted)
+
+    @property
+    def threads(self) -> NDArray[np.float64]:
+        """As `StepTimes.threads`."""
+        return self._worked_out[0]
+
+    @property
+    def inside(self) -> float:
+        """As `StepTimes.inside`."""
+        return self._worked_out[1]
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """float64 [steps, 2]: the seconds that the calling thread worked on each step, and that it waited."""
+        return self.threads[0, :, 1:]
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.slots, self.sessions, self.spans)
 
     def operations(self) -> Iterator[Timed]:
         """In the order of execution."""
         shape, seen = self.shape, set[tuple[int, str]]()
-        for step, (worked, waited) in zip(self.times.steps, self.times.seconds.tolist(), strict=True):
+        for step, (began, worked, waited) in zip(self.times.steps, self.threads[0].tolist(), strict=True):
             name = name_of(step)
             # An operation of several steps is done once.
             key = id(step.operation), name
@@ -57,77 +87,105 @@ class Call:
             if isinstance(step.operation, Select):
                 # The first of every `together` wanted rows stands for them.
                 shape = self.shape.of_rows(self.wanted[:: step.operation.together])
-            yield Timed(name, step.operation.layer, step.kernel, worked, waited, todo)
+            yield Timed(name, step.operation.layer, step.kernel, began, worked, waited, todo)
 
     @property
     def measured(self) -> float:
         """Seconds of all operations, waiting included."""
-        return float(self.times.seconds.sum())
+        return float(self.seconds.sum())
 
 
-class Tape(Recorder):
-    """Passes on what a program is asked, and while it is `on` records the calls, all of `phase`.
+class Tape:
+    """Passes on what a program is asked, and while it is `on` notes the runs, all of `phase`.
 
     It stays in place while nothing is recorded, so that a session serves plain and recorded runs: its price then is one
-    function call per run.
+    function call per run.  With a run only a tuple is kept, of what `calls` makes a `Call` afterwards: within what is timed
+    every object counts, see edgeq.targets.cpu.jit.notes.
     """
 
-    def __init__(self, program: Program, phase: str, calls: list[Call]) -> None:
-        super().__init__(program)
-        self.phase, self.on, self.calls = phase, False, calls
+    def __init__(self, program: Program, phase: str) -> None:
+        self._program = program
+        self.phase, self.on = phase, False
+        self._times, self._noted = list[StepTimes](), list[tuple[Any, ...]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
 
     def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
         if not self.on:
             return self._program.run(rows, mode)
         started = perf_counter()
-        result = super().run(rows, mode)
-        self._note(started, rows)
+        result = self._program.run(rows, mode, times=self._times)
+        self._noted.append((started, perf_counter(), mode, rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
+    @property
+    def most_largest(self) -> int:
+        """Runs that give the largest logits alone tell no times: while something is recorded there are none."""
+        return 0 if self.on else getattr(self._program, "most_largest", 0)
+
+    def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
+        return cast(FindsLargest, self._program).run_largest(rows, count, mode, weights)
+
     def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> NDArray[np.float32]:
+        run = cast(Requantizable, self._program).run_requantized
         if not self.on:
-            return cast(Requantizable, self._program).run_requantized(rows, weights, mode)
+            return run(rows, weights, mode)
         started = perf_counter()
-        result = super().run_requantized(rows, weights, mode)
-        self._note(started, rows)
+        result = run(rows, weights, mode, times=self._times)
+        self._noted.append((started, perf_counter(), mode, rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
     def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
+        run = cast(Requantizable, self._program).run_summing
         if not self.on:
-            return cast(Requantizable, self._program).run_summing(rows, sums, mode)
+            return run(rows, sums, mode)
         started = perf_counter()
-        result = super().run_summing(rows, sums, mode)
-        self._note(started, rows)
+        result = run(rows, sums, mode, times=self._times)
+        self._noted.append((started, perf_counter(), mode, rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
-    def _note(self, started: float, rows: Rows) -> None:
-        ended = perf_counter()
-        (times,) = self.taken()
-        # What follows from the rows is worked out later: this is within what is timed.
-        self.calls.append(Call(self.phase, started, ended, times, Shape.of(rows), rows.wanted, self._program.options.kv))
+    def calls(self) -> list[Call]:
+        """The runs since the last time."""
+        noted, times = self._noted, self._times
+        self._noted, self._times = [], []
+        kv = self._program.options.kv
+        # Not strict: an interrupt may come between the two entries of a run.
+        return [
+            Call(self._phase_of(mode, len(slots)), started, ended, taken, slots, sessions, spans, wanted, kv)
+            for (started, ended, mode, slots, sessions, spans, wanted), taken in zip(noted, times, strict=False)
+        ]
+
+    def _phase_of(self, mode: Mode | None, rows: int) -> str:
+        """With drafts: "draft" in a cheaper mode, "verify" of several rows, else "decode"."""
+        if self.phase != WITH_DRAFTS:
+            return self.phase
+        if mode is not None and mode != self._program.options.mode:
+            return "draft"
+        return "verify" if rows > 1 else "decode"
 
 
 class Tapes:
-    """The tapes of a model: of its decoder, and with `tower` of its vision tower, which is compiled for it.
-
-    calls   of both, in order, while `recording`
-    """
+    """The tapes of a model: of its decoder, and with `tower` of its vision tower, which is compiled for it."""
 
     def __init__(self, model: Model, tower: bool) -> None:
-        self.calls: list[Call] = []
-        self._decoder = Tape(model.program, "", self.calls)
+        self._decoder = Tape(model.program, "")
         self._all = [self._decoder]
         model.program = cast(Program, self._decoder)
         if tower:
             assert model.pictures is not None
             seeing = model.pictures.prepare()
-            self._all.append(Tape(seeing.program, "tower", self.calls))
+            self._all.append(Tape(seeing.program, "tower"))
             seeing.program = cast(Program, self._all[-1])
+
+    def calls(self) -> list[Call]:
+        """Those of all, in order, since the last time."""
+        return sorted((call for tape in self._all for call in tape.calls()), key=lambda call: call.started)
 
     @contextmanager
     def recording(self, phase: str, on: bool) -> Iterator[None]:
         """Record runs of the decoder as of `phase`; with `on` false nothing is recorded."""
-        self.calls.clear()
+        self.calls()
         self._decoder.phase = phase
         for tape in self._all:
             tape.on = on

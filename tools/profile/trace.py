@@ -1,74 +1,105 @@
-"""A profile as a trace for Perfetto or chrome://tracing: what ran when, nested.
+"""A profile as a trace for Perfetto or chrome://tracing: what ran when, nested, on a track for each thread.
 
 The format is Chrome's "Trace Event Format" (JSON object form): spans are complete events ("ph": "X") with times in
-microseconds, counters are "C", names of tracks "M".  Only the calling thread notes its times, so each test has one track.
+microseconds, counters are "C", names of tracks "M".  Tests run one after another, so a thread has one track for all of them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
-from edgeq.tools.profile.collect import Profile, Series
+from edgeq.tools.profile.collect import Moment, Profile, Series
 from edgeq.tools.profile.document import label
+from edgeq.tools.profile.findings import named
 from edgeq.tools.profile.operations import DRAW, Breakdown
+from edgeq.tools.profile.runs import Sample
 from edgeq.tools.profile.tape import Call
 
-PROCESS = 1
+PROCESS, CALLER = 1, 1
+"""Its number in the trace, and that of the track of the thread that calls the target; others follow."""
+PYTHON = "Python"
 Event = dict[str, Any]
 
 
 def trace(found: Profile) -> str:
     """The trace of the runs that the tables of operations are of."""
     breakdowns = found.breakdowns()
-    start = min((sample.started for _, each in breakdowns for sample in each.samples), default=0.0)
-    events: list[Event] = [{"ph": "M", "pid": PROCESS, "tid": 0, "name": "process_name", "args": {"name": "edgeq"}}]
-    for track, (series, each) in enumerate(breakdowns, 1):
-        events += _track(track, series, each, start)
+    samples = [sample for _, each in breakdowns for sample in each.samples]
+    start = min((sample.started for sample in samples), default=found.began)
+    threads = max((len(call.threads) for sample in samples for call in sample.calls), default=1)
+    events = [_name("process_name", 0, "edgeq"), _name("thread_name", CALLER, "calling thread: Python, work, waiting")]
+    events += [_name("thread_name", CALLER + i, f"thread {i}: work, waiting") for i in range(1, threads)]
+    for series, each in breakdowns:
+        events += _test(series, each, start)
+    events += (event for moment in found.moments for event in _moment(moment, found.began - start))
     other = {"partial": found.partial, "sensors": found.sensors}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
 
 
-def _track(track: int, series: Series, each: Breakdown, start: float) -> Iterator[Event]:
-    settings = label(series.combination)
-    named = ", ".join((each.test, f"{settings['threads']} threads", settings["mode"], f"cache {settings['kv']}"))
-    yield {"ph": "M", "pid": PROCESS, "tid": track, "name": "thread_name", "args": {"name": f"calling thread: {named}"}}
+def _name(kind: str, track: int, name: str) -> Event:
+    return {"ph": "M", "pid": PROCESS, "tid": track, "name": kind, "args": {"name": name}}
+
+
+def _test(series: Series, each: Breakdown, start: float) -> Iterator[Event]:
     position = series.combination.model.position_bytes
+    about = named({"test": each.test, **label(series.combination)})
     for sample in sorted(each.samples, key=lambda sample: sample.started):
-        yield _span(track, each.test, "test", sample.started - start, sample.seconds, {"tokens": sample.tokens})
+        yield _span(CALLER, about, "test", sample.started - start, sample.seconds, {"tokens": sample.tokens})
+        yield from _python(sample, start)
         for call in sample.calls:
-            yield from _call(track, call, start)
-            yield from _counters(named, call, start, position)
-        for drawn, seconds in sample.draws if sample.steps else ():
-            yield _span(track, DRAW, "operation", drawn - start, seconds, {"layer": -1})
+            yield from _call(call, start)
+            yield from _counters(call, start, position)
 
 
-def _call(track: int, call: Call, start: float) -> Iterator[Event]:
-    """A call of the target and its operations.
+def _python(sample: Sample, start: float) -> Iterator[Event]:
+    """What is between the calls of the target: Python, and in it the draw of a token."""
+    draws = sample.draws if sample.steps else []
+    taken = [(call.started, call.ended) for call in sample.calls] + [(began, began + seconds) for began, seconds in draws]
+    at = sample.started
+    for began, ended in [*sorted(taken), (sample.started + sample.seconds,) * 2]:
+        if began > at:
+            yield _span(CALLER, PYTHON, "python", at - start, began - at, {"layer": -1})
+        at = max(at, ended)
+    for began, seconds in draws:
+        yield _span(CALLER, DRAW, "operation", began - start, seconds, {"layer": -1})
 
-    The target tells how long each took and not when it began; they follow on each other, so they are placed such that the last
-    ends with the call.
-    """
-    yield _span(track, call.phase, "call", call.started - start, call.ended - call.started, {"rows": len(call.shape)})
-    at = call.ended - min(call.measured, call.ended - call.started) - start
-    for timed in call.operations():
+
+def _call(call: Call, start: float) -> Iterator[Event]:
+    """A call of the target and its operations, on the tracks of all threads that took part."""
+    yield _span(CALLER, call.phase, "call", call.started - start, call.ended - call.started, {"rows": len(call.slots)})
+    others = call.threads[1:].tolist()
+    for i, timed in enumerate(call.operations()):
         facts = {"layer": timed.layer, "kernel": timed.kernel, "bytes": timed.work.bytes, "macs": timed.work.macs}
-        yield _span(track, timed.name, "operation", at, timed.worked, facts)
-        at += timed.worked
-        if timed.waited:
-            yield _span(track, f"{timed.name}: waiting", "waiting", at, timed.waited, {"layer": timed.layer})
-            at += timed.waited
+        times = [(timed.began, timed.worked, timed.waited), *(each[i] for each in others)]
+        for track, (began, worked, waited) in enumerate(times, CALLER):
+            if not math.isnan(began):
+                yield _span(track, timed.name, "operation", began - start, worked, facts)
+                if waited:
+                    yield _span(
+                        track, f"{timed.name}: waiting", "waiting", began - start + worked, waited, {"layer": timed.layer}
+                    )
 
 
-def _counters(named: str, call: Call, start: float, position: int) -> Iterator[Event]:
+def _counters(call: Call, start: float, position: int) -> Iterator[Event]:
     read = sum(timed.work.bytes for timed in call.operations())
-    values = {"GB/s": read / (call.ended - call.started) / 1e9}
+    yield _counter("GB/s", call.started - start, read / (call.ended - call.started) / 1e9)
+    yield _counter("GB/s", call.ended - start, 0.0)
     if call.phase != "tower":
-        values["cache MB"] = int(call.shape.ends.max()) * position / 1e6
-    for name, value in values.items():
-        at = 1e6 * (call.started - start)
-        yield {"ph": "C", "pid": PROCESS, "tid": 0, "name": f"{name}: {named}", "ts": at, "args": {name: value}}
+        yield _counter("cache MB", call.started - start, int(call.shape.ends.max()) * position / 1e6)
+
+
+def _moment(moment: Moment, offset: float) -> Iterator[Event]:
+    """What sensors told after a run; what they did not tell has no counter."""
+    for name, value in (("W", moment.watts), ("°C", moment.celsius), ("resident MB", moment.rss / 1e6 or None)):
+        if value is not None and offset + moment.seconds >= 0:
+            yield _counter(name, offset + moment.seconds, value)
+
+
+def _counter(name: str, at: float, value: float) -> Event:
+    return {"ph": "C", "pid": PROCESS, "tid": 0, "name": name, "ts": 1e6 * at, "args": {name: value}}
 
 
 def _span(track: int, name: str, category: str, start: float, seconds: float, facts: dict[str, Any]) -> Event:

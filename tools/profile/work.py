@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from edgeq.records import KvCodec
 from edgeq.targets.graph import Attention, CacheWrite, Experts, Linear, linears
-from edgeq.targets.rows import Rows
 from edgeq.targets.target import Step
 
 BESIDE = "quantize"
@@ -41,10 +40,6 @@ class Shape:
     slots: NDArray[np.int32]
     sessions: NDArray[np.int32]
     spans: NDArray[np.int32] | None
-
-    @classmethod
-    def of(cls, rows: Rows) -> Shape:
-        return cls(rows.slots, rows.sessions, rows.spans)
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -1,4 +1,4 @@
-"""edgeq, with 4-bit weights of the decoder and 8-bit ones of the tower, activations of 8 bits."""
+"""edgeq, with 4-bit weights of the decoder and 8-bit ones of the tower, activations of 8 bits, one scale for a row of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def version() -> str:
 
 def build(checkpoint: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "edgeq", "convert", str(checkpoint), "-o", str(folder / NAME), "--method", "rtn"]
-    made = subprocess.run([*command, "--bits", "4"], capture_output=True, text=True)
+    settings = ["--bits", "4/8", "--activations", "token", "--group-size", "row", "--sym"]
+    made = subprocess.run([*command, *settings], capture_output=True, text=True)
     if made.returncode:
         raise ValueError(made.stderr.strip().splitlines()[-1])
 
@@ -41,7 +42,7 @@ class Edgeq:
         )
         target = targets.load("cpu")
         self._tower = Tower(self._model.file, target, self._model.program.options, most_patches)
-        self.settings = f"{self._model.description}; tower 8 bits, decoder 4"
+        self.settings = f"{self._model.description}; tower 8 bits, decoder 4, a scale for each row"
 
     def see(self, size: Size) -> Seconds:
         picture = picture_bench.drawn(self._model, size)

@@ -1,0 +1,98 @@
+"""Files beside what is predicted of them: `python -m edgeq.tools.lab.decode_prediction FILE... [-t 1]`.
+
+The predictions are those of `edgeq convert --speed` and of its frontier, from models of the files' shape with random weights;
+they and the files take turns, so that what else the machine does meanwhile slows both.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgeq.container import ModelFile
+from edgeq.devices import Device
+from edgeq.errors import InputError
+from edgeq.runtime import Model
+from edgeq.tools.decode_speed import CODECS, CONTEXT, rising
+from edgeq.tools.entry import Command
+from edgeq.tools.random_file import bytes_per_token, with_layers, write_random
+
+TOKENS = 6
+"""Tokens of each model in a round."""
+
+
+def read_bytes(path: Path) -> int:
+    """Bytes of weights that a token of a file reads."""
+    sizes = ModelFile.open(path).metadata.bytes_per_token()
+    return sizes["weights"] + sizes["head"]
+
+
+def times(models: dict[str, Model], rounds: int) -> dict[str, float]:
+    """The median time of a token of each, in seconds of the processor over the number of threads."""
+    sessions = {name: model.session() for name, model in models.items()}
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, session in sessions.items():
+            session.trim(0)
+            for token in range(TOKENS):
+                began = time.process_time()
+                session.prefill([token])
+                found[name].append((time.process_time() - began) / models[name].program.threads)
+    return {name: statistics.median(taken) for name, taken in found.items()}
+
+
+def measure(files: tuple[Path, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
+    """For each file its bytes per token and its predicted and measured tokens per second.
+
+    InputError: the files are not of one shape and mode.
+    """
+    about = {(metadata.config, metadata.default_mode) for metadata in (ModelFile.open(path).metadata for path in files)}
+    if len(about) > 1:
+        raise InputError("the files are of several shapes or modes: give those of one model")
+    ((config, mode),) = about
+    shape = with_layers(config, config.num_hidden_layers)
+    with tempfile.TemporaryDirectory(prefix="edgeq-") as folder:
+        paths = {codec.name: Path(folder) / f"{codec.bits}.edgeq" for codec in CODECS}
+        for codec in CODECS:
+            write_random(paths[codec.name], shape, codec)
+        every = {**paths, **{str(path): path for path in files}}
+        models = {name: Model.load(path, context=CONTEXT, mode=mode, threads=threads) for name, path in every.items()}
+        found = times(models, rounds)
+    points = rising([(bytes_per_token(shape, codec), found[codec.name]) for codec in CODECS])
+    here = Device("this-machine", "", threads, 1, 1.0, decode_points=points)
+    return [
+        {
+            "file": str(path),
+            "bytes_per_token": read_bytes(path),
+            "predicted": 1 / here.decode_seconds(read_bytes(path)),
+            "decoded": 1 / found[str(path)],
+        }
+        for path in files
+    ]
+
+
+@click.command(cls=Command)
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("-t", "--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of decode.")
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="How often the models take turns.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of markdown.")
+def main(files: tuple[Path, ...], threads: int, rounds: int, as_json: bool) -> None:
+    """Measure decode of FILES, of one model, beside what is predicted from their bytes."""
+    found = measure(files, threads, rounds)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    click.echo("| file | MB per token | predicted, tok/s | decoded, tok/s | |\n|" + "---|" * 5)
+    for row in found:
+        numbers = f"{row['bytes_per_token'] / 1e6:.1f} | {row['predicted']:.1f} | {row['decoded']:.1f}"
+        click.echo(f"| `{row['file']}` | {numbers} | {100 * (row['decoded'] / row['predicted'] - 1):+.0f} % |")
+
+
+if __name__ == "__main__":
+    main()
