@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import edgeq.converters  # noqa: F401  (before torch: it says how torch's threads wait)
+
 # A shell starts what it runs in the background with interrupts ignored; what a test starts and interrupts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -21,6 +21,8 @@ LARGE = {"models/tiny-llama/model.safetensors", "models/tiny-qwen2vl/model.safet
 AS_WRITTEN = ("edgeq/schema/model_generated.py", "edgeq/schema/model_generated.pyi", "models/")
 """Beginnings of names of files that other programs wrote."""
 
+BINARY = (".safetensors", ".png")
+
 
 @pytest.fixture(scope="module")
 def files() -> list[Path]:
@@ -32,7 +34,7 @@ def files() -> list[Path]:
 
 
 def texts(files: list[Path]) -> dict[str, str]:
-    return {str(p.relative_to(ROOT)): p.read_bytes().decode("utf-8") for p in files if p.suffix != ".safetensors"}
+    return {str(p.relative_to(ROOT)): p.read_bytes().decode("utf-8") for p in files if p.suffix not in BINARY}
 
 
 def test_text_is_utf8_with_unix_line_ends_and_no_blanks_at_them(files: list[Path]) -> None:
@@ -52,6 +54,12 @@ def test_no_conflict_is_left(files: list[Path]) -> None:
 def test_no_large_file_comes_in_by_accident(files: list[Path]) -> None:
     sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in files}
     assert not {name for name, size in sizes.items() if size > LARGEST} - LARGE
+
+
+def test_no_two_test_files_have_one_name(files: list[Path]) -> None:
+    """pytest imports them by their names, and a run of all of them would end before it began."""
+    names = [path.name for path in files if path.name.startswith("test_")]
+    assert not {name for name in names if names.count(name) > 1}
 
 
 def test_settings_can_be_read(files: list[Path]) -> None:

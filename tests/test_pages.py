@@ -13,7 +13,7 @@ PAGES = (
     "README.md",
     "SECURITY.md",
     *(f"docs/{name}.md" for name in ("arm", "index", "peers", "profile", "qspec", "quality")),
-    *(f"docs/{name}.md" for name in ("reproduce", "security", "vision")),
+    *(f"docs/{name}.md" for name in ("adapters", "python", "reproduce", "security", "machines", "serving", "vision")),
 )
 FOLDERS = ("edgeq", "targets", "runtime", "converters", "tools", "tests", "docs", "examples", "models")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}

@@ -13,8 +13,8 @@ import pytest
 
 from edgeq.devices import DEVICES
 from edgeq.runtime import Model
-from edgeq.targets.cpu.jit import archive
 from edgeq.tools.warm import warm
+from edgeq.trust import digest_of
 from tests.arm.tiles import write_objects
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def test_kernels_compiled_here_run_there(model_file: Path, tmp_path: Path) -> No
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    there("warm", "--from", kernels, "--trust", archive.digest_of(kernels))
+    there("warm", "--from", kernels, "--trust", digest_of(kernels.read_bytes()))
     made = {path.name for path in (tmp_path / "cache").rglob("*.o")}
     written = json.loads(there("run", model_file, "-p", PROMPT, "-n", "8", "--mode", "a8", "--json"))
     assert made and {path.name for path in (tmp_path / "cache").rglob("*.o")} == made

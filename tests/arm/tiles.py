@@ -29,7 +29,7 @@ def write_objects(folder: Path, board: str, isa: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for bits, mode16, zero, half, tokens in CASES:
         name = symbol((bits, mode16, zero, half, tokens))
-        emitter = arm_roofline.tile(isa, bits, bool(mode16), bool(zero), bool(half), tokens)
+        emitter = arm_roofline.tile(isa, bits, bool(mode16), bool(zero), int(half), tokens)
         target, module = arm_roofline.compiled(arm_roofline.CORES[board], emitter.emit, name)
         (folder / f"{name}.o").write_bytes(target.emit_object(module))
 

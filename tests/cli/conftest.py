@@ -51,3 +51,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory, edgeq: Run) -> Path:
     result = edgeq("convert", TINY_LLAMA, "-o", path, "--method", "rtn", "--bits", 4, "--group-size", 128)
     assert result.exit_code == 0, result.stderr
     return path
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """A chat template."""
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
+    return path

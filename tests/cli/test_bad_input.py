@@ -381,7 +381,7 @@ def test_options_of_run(edgeq: Run, demo: Path, options: list[object], words: li
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--target", "abacus"], ["'abacus'", "cpu, reference", "--target"]),
+        (["--target", "abacus"], ["'abacus'", "cuda, cpu, reference", "--target"]),
         (["--mode", "a3"], ["'a3'", "a16, a8", "--mode"]),
         (["--kv", "f32"], ["'f32'", "f16, int8, int4", "--kv"]),
         (["--draft", "dice"], ["'dice'", "qspec, lookup", "--draft"]),

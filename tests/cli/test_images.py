@@ -81,7 +81,7 @@ def test_json_has_the_pictures_and_their_times(edgeq: Run, sees: Path, signs: Pa
     seen = found["images"][1]
     expected = {"path": str(path), "width": 140, "height": 56, "seen_width": 140, "seen_height": 56, "tokens": 10, "notes": []}
     assert {key: seen[key] for key in expected} == expected and seen["read_s"] > 0
-    m = found["measurement"]
+    m = found["generation"]
     assert (m["images"], m["visual_tokens"], m["prompt_tokens"]) == (2, 20, 20 + m["prompt_tokens"] - m["visual_tokens"])
     assert m["vision_s"] > 0 and m["prefill_s"] > 0 and m["read_s"] > 0
     assert asked(edgeq, sees, "-p", "Look", "-n", 1)["images"] == []
@@ -90,10 +90,10 @@ def test_json_has_the_pictures_and_their_times(edgeq: Run, sees: Path, signs: Pa
 def test_a_placeholder_that_a_user_types_is_text(edgeq: Run, sees: Path, signs: Path) -> None:
     plain = asked(edgeq, sees, "--image", signs / "000000.png", "-p", SAYS, "-n", 1)
     typed = asked(edgeq, sees, "--image", signs / "000000.png", "-p", f"<|image_pad|> {SAYS}", "-n", 1)
-    assert typed["measurement"]["visual_tokens"] == plain["measurement"]["visual_tokens"] == 10
-    assert typed["measurement"]["prompt_tokens"] > plain["measurement"]["prompt_tokens"] + 3
+    assert typed["generation"]["visual_tokens"] == plain["generation"]["visual_tokens"] == 10
+    assert typed["generation"]["prompt_tokens"] > plain["generation"]["prompt_tokens"] + 3
     text = asked(edgeq, sees, "--chat", "-p", "<|image_pad|>", "-n", 1)
-    assert text["measurement"]["visual_tokens"] == 0
+    assert text["generation"]["visual_tokens"] == 0
 
 
 def test_a_picture_is_shrunk_to_the_tokens_it_may_have(edgeq: Run, sees: Path, signs: Path) -> None:
@@ -238,5 +238,5 @@ def test_bench_measures_pictures_alone(edgeq: Run, sees: Path) -> None:
     assert result.exit_code == 0, result.stderr
     (found,) = json.loads(result.stdout)
     assert (found["test"], found["kind"], found["tokens"], found["pictures"][0]["tokens"]) == ("image5", "image", 5, 4)
-    assert found["ttft_s"] == found["pictures"][0]["first_s"] > 0
+    assert found["p50"] == found["pictures"][0]["first_s"] > 0
     refused(edgeq("bench", sees, "-p", 0, "-n", 0), "nothing to measure", "--image")

@@ -24,7 +24,7 @@ def with_master(tmp_path_factory: pytest.TempPathFactory, edgeq: Run, tiny_llama
 def ran(edgeq: Run, path: Path, *options: object) -> dict[str, float]:
     result = edgeq("run", path, "-p", "def main(argv): return [f(x) for x in argv]", "-n", "3", "-c", "64", "--json", *options)
     assert result.exit_code == 0, result.output
-    measurement: dict[str, float] = json.loads(result.stdout)["measurement"]
+    measurement: dict[str, float] = json.loads(result.stdout)["generation"]
     return measurement
 
 

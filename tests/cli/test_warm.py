@@ -14,6 +14,7 @@ from edgeq.devices import DEVICES
 from edgeq.errors import InputError
 from edgeq.targets.cpu.jit import compile
 from edgeq.tools.warm import warm
+from edgeq.trust import digest_of
 
 NONE = {"model": None, "device": None, "out": None, "source": None, "trust": None}
 TARGET = {
@@ -69,7 +70,7 @@ def test_the_user_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "made" / "norms-scale.o").write_bytes(b"code")
     path = tmp_path / "kernels.zip"
     archive.write(path, tmp_path / "made", device)
-    digest = archive.digest_of(path)
+    digest = digest_of(path.read_bytes())
 
     def run(trust: str | None = None) -> None:
         warm(**{**NONE, "source": path, "trust": trust})  # type: ignore[arg-type]

@@ -101,6 +101,13 @@ def test_the_searched_scale_never_loses_more_than_plain_rounding(checkpoint: Cal
         assert losses[0] <= losses[1] * (1 + 1e-5) and losses[1] > 0
 
 
+def test_no_scale_is_searched_for_what_stays_in_floats(checkpoint: Callable[..., Path]) -> None:
+    described, config, layer, run = first_layer(checkpoint("llama_gqa"))
+    for mapping in described.awq_mappings(config):
+        found = search_scale(run, layer, mapping, lambda path: Codec("bf16"))
+        assert found.shape == (layer.get_submodule(LINEARS[mapping.consumers[0]]).in_features,) and (found == 1).all()
+
+
 def test_channels_with_large_activations_get_a_larger_scale(checkpoint: Callable[..., Path]) -> None:
     described, config, layer, run = first_layer(checkpoint("llama_gqa"))
     layer.input_layernorm.weight.data[5] *= 100

@@ -13,6 +13,7 @@ from stand_in import DEVICE, StandIn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from edgeq.container import ModelFile
+from edgeq.converters import tuning
 from edgeq.converters.allocation.allocate import allocate
 from edgeq.converters.allocation.budget import Budget
 from edgeq.converters.allocation.probe import probe_bytes
@@ -35,6 +36,7 @@ METHODS = (
     ("llama_mha", {"method": "quarot", "gptq": True}),
     ("llama_gqa", {"method": "resq", "gptq": True, "calibration": "built-in"}),
     ("mistral", {"method": "rtn", "calibration": "built-in"}),
+    ("qwen2_moe", {"method": "awq+gptq", "bits": 3, "group_size": 32, "tune": True}),
 )
 
 
@@ -46,6 +48,7 @@ def silent(*_: object) -> None:
 def _one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU computes as the stand-in does: float32 products, attention in single operations."""
     monkeypatch.setattr(moments, "has_bf16", lambda: False)
+    monkeypatch.setattr(tuning, "STEPS", 8)
     with sdpa_kernel(SDPBackend.MATH):
         yield
 

@@ -84,6 +84,7 @@ def test_a_repository_that_does_not_exist_is_one_line(hub: Hub, tmp_path: Path) 
     assert found.returncode == 1 and found.stderr.count("\n") == 1 and "no such repository" in found.stderr, found.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_token_comes_from_the_environment_and_the_option_is_deprecated(hub: Hub, tmp_path: Path) -> None:
     hub.token = "hf_right"
     assert convert(hub, tmp_path, HF_TOKEN="hf_right").returncode == 0

@@ -256,12 +256,19 @@ def test_the_bits_of_activations_are_the_default_mode(
     assert metadata.default_mode == mode and metadata.kv.kind == "int8"
 
 
-def test_calibration_has_the_rows_and_the_length_asked_for(checkpoint: Callable[..., Path], text: Path) -> None:
+def test_calibration_has_the_rows_and_the_length_asked_for(
+    checkpoint: Callable[..., Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(checkpoint("llama_gqa"))
     plan = preflight(folder, ConvertOptions(method="gptq", calibration=text, calibration_rows=3, calibration_length=32))
     assert plan.calibration is not None and plan.calibration.rows.shape == (3, 32)
     with pytest.raises(InputError, match="--calibration-length 600: this model takes at most 512"):
         preflight(folder, ConvertOptions(method="gptq", calibration=text, calibration_length=600))
+    long = text.with_name("long.txt")
+    long.write_bytes(b"x" * 5000)
+    monkeypatch.setattr("edgeq.converters.calibration.dataset.MAX_BYTES", 4999)
+    with pytest.raises(InputError, match=r"longer than 0 MiB, .* head -c 0M long.txt"):
+        preflight(folder, ConvertOptions(method="gptq", calibration=long))
     with pytest.raises(InputError, match="rtn reads no calibration text unless --calibration"):
         preflight(folder, ConvertOptions(calibration_rows=3))
 

@@ -53,22 +53,24 @@ class ExactTower(MQuantTower):
         return Codec("f32")
 
 
-def prompt_of(file: ModelFile) -> Prompt:
-    """Text, two pictures of other shapes, text."""
+def prompt_of(file: ModelFile, spread: float = 1.0) -> Prompt:
+    """Text, two pictures, of other shapes where the model takes several, text."""
     vision = file.metadata.config.vision
     assert vision
-    rng = np.random.default_rng(3)
-    grids = ((1, 4, 6), (1, 8, 2))
+    rng, edge = np.random.default_rng(3), vision.token_edge
+    one = (1, vision.image.height // edge, vision.image.width // edge)
+    grids = ((1, 4, 6), (1, 8, 2)) if vision.sizes_vary else (one, one)
     pictures = [
-        Picture(rng.standard_normal((h * w, vision.patch_width), np.float32), (t, h, w), bytes([h])) for t, h, w in grids
+        Picture(np.float32(spread) * rng.standard_normal((h * w, vision.patch_width), np.float32), (t, h, w), bytes([i]))
+        for i, (t, h, w) in enumerate(grids)
     ]
     tokens = [*rng.integers(2, 2048, 6).tolist(), START, IMAGE, 7, 8, START, IMAGE, *rng.integers(2, 2048, 9).tolist()]
     return with_pictures(tokens, pictures, vision)
 
 
-def logits_of(path: Path, target: str, rows: int = 256) -> NDArray[np.float32]:
+def logits_of(path: Path, target: str, rows: int = 256, spread: float = 1.0) -> NDArray[np.float32]:
     model = Model.load(path, target=target, mode="a16", max_rows=rows, max_logits=rows, context=256)
-    prompt, session = prompt_of(model.file), model.session()
+    prompt, session = prompt_of(model.file, spread), model.session()
     assert model.pictures
     seen, found = Seen(model.pictures, prompt, prompt.places, Lock()), []
     for start in range(0, len(prompt.tokens), rows):
@@ -92,14 +94,17 @@ def near(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
     return found.shape == wanted.shape and float(np.abs(found - wanted).max()) < TOLERANCE * float(np.abs(wanted).max())
 
 
-@pytest.mark.parametrize(
-    "name", ["windows", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("head80", "padded"))]
-)
+OTHERS = ("head80", "padded", "siglip_qwen2", "clip_llama", "clip_mistral")
+
+
+@pytest.mark.parametrize("name", ["windows", "taps", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
 def test_every_transformation_leaves_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plain, changed = exact(build(tmp_path / "source", name), tmp_path / "files", monkeypatch)
     linears, vision = changed.metadata.linears, changed.metadata.config.vision
-    assert vision and not vision.layer_norm
-    for layer in ("layers.0.down", "vision.layers.0.down", "vision.project.1"):
+    # Where a projector needs the means of the stream, LayerNorm stays.
+    assert vision and vision.layer_norm == (vision.project_norm == "none" or bool(vision.tap_layers))
+    taps = [f"vision.taps.{index}.project.1" for index in range(len(vision.tap_layers))]
+    for layer in ("layers.0.down", "vision.layers.0.down", "vision.project.1", *taps):
         assert linears[layer].transform and linears[layer].split_row, layer
     wanted = logits_of(plain.path, "reference")
     assert near(logits_of(changed.path, "reference"), wanted)
@@ -215,18 +220,40 @@ class Interrupted(Exception):
     pass
 
 
+def stopping_at(label: str) -> Callable[..., None]:
+    def stop(done: float, total: float, at: str) -> None:
+        if at == label:
+            raise Interrupted
+
+    return stop
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("label", ("vision layer 2 of 3", "vision projector", "layer 1 of 2", "layer 2 of 2"))
 def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(
     file: ModelFile, source: Path, samples: Path, tmp_path: Path, label: str
 ) -> None:
-    def stop(done: float, total: float, at: str) -> None:
-        if at == label:
-            raise Interrupted
-
     with pytest.raises(Interrupted):
-        made(source, samples, tmp_path / "m.edgeq", stop)
+        made(source, samples, tmp_path / "m.edgeq", stopping_at(label))
     assert made(source, samples, tmp_path / "m.edgeq").path.read_bytes() == file.path.read_bytes()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ("taps", "clip_llama", "clip_mistral", "siglip_qwen2"))
+def test_every_family_is_quantized_and_goes_on_where_it_stopped(samples: Path, tmp_path: Path, name: str) -> None:
+    source, bits = build(tmp_path / "source", name), {"bits": 8, "activation_bits": 8, "vision_bits": 8}
+    found = made(source, samples, tmp_path / "m.edgeq", **bits)
+
+    for label in ("vision projector", "layer 2 of 2"):
+        with pytest.raises(Interrupted):
+            made(source, samples, tmp_path / "again.edgeq", stopping_at(label), **bits)
+    assert made(source, samples, tmp_path / "again.edgeq", **bits).path.read_bytes() == found.path.read_bytes()
+    plain = convert(str(source), tmp_path / "p.edgeq", ConvertOptions(method="none", dtype="f32"), lambda *_: None)
+    # Within the scales of the samples.
+    wanted = logits_of(plain.path, "reference", spread=0.3)
+    for target in ("cpu", "reference"):
+        error = logits_of(found.path, target, spread=0.3) - wanted
+        assert np.sqrt(np.mean(error**2)) < 0.2 * np.sqrt(np.mean(wanted**2)), target
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from edgeq.converters import preflight as preflight_module
-from edgeq.converters.checkpoint import MAX_HEADER, read_header
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import recognise
 from edgeq.converters.methods import chosen
@@ -23,6 +22,7 @@ from edgeq.errors import CheckpointError, EdgeqError, FormatError, InputError, R
 from edgeq.generation import SAMPLING, check_generation
 from edgeq.rope import Rope
 from edgeq.runtime.sampling import Sampling
+from edgeq.safetensors import MAX_HEADER, read_header
 
 RTN = ConvertOptions(group_size=32)
 

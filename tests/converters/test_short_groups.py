@@ -170,7 +170,10 @@ def test_clipping_treats_a_short_last_group_like_a_matrix_of_its_own() -> None:
     assert torch.allclose(limits(slice(0, 72)), torch.cat(parts, 1), atol=1e-6)
 
 
-@pytest.mark.parametrize(("sizes", "group_size"), [(SMALL, 32), (WIDE, 128)], ids=["72x172", "200x400"])
+@pytest.mark.parametrize(
+    ("sizes", "group_size"),
+    [pytest.param(SMALL, 32, id="72x172"), pytest.param(WIDE, 128, id="200x400", marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize(
     ("options", "bound"), METHODS, ids=lambda x: "+".join(map(str, x.values())) if isinstance(x, dict) else ""
 )

@@ -16,10 +16,11 @@ from vision_checkpoints import build
 
 from edgeq.codec import Codec
 from edgeq.container import ModelFile
-from edgeq.converters.checkpoint import Checkpoint, read_json
+from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import EMBEDDING, recognise
 from edgeq.errors import CheckpointError, InputError, UnsupportedError
+from edgeq.safetensors import read_json
 
 
 @pytest.fixture(scope="module")

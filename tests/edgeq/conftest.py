@@ -38,3 +38,13 @@ def forge(sample: bytes, tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[bytes], Path]:
+    def to_disk(data: bytes) -> Path:
+        path = tmp_path / "bad.edgeq"
+        path.write_bytes(data)
+        return path
+
+    return to_disk

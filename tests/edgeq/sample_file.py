@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 from edgeq.codec import Codec, pack_floats, pack_groups, pack_integers
 from edgeq.config import ModelConfig
-from edgeq.container import DATA_OFFSET, Header, digest
+from edgeq.container import DATA_OFFSET, Header, ModelFile, digest
+from edgeq.errors import EdgeqError
 from edgeq.manifest import array_shapes, fused_shapes
 from edgeq.metadata import Metadata
 from edgeq.records import LinearSpec, Weight
@@ -66,3 +71,15 @@ def split(file: bytes) -> tuple[bytes, bytes]:
     """(data area, metadata) of a file."""
     header = Header.decode(file[:64], len(file))
     return file[DATA_OFFSET : header.metadata_offset], file[header.metadata_offset :]
+
+
+def refused(path: Path, kind: type[EdgeqError], match: str) -> None:
+    """Opening is refused with one line that names the file, before anything larger than the metadata is allocated."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(kind, match=match) as caught:
+            ModelFile.open(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert path.name in str(caught.value) and "\n" not in str(caught.value)

@@ -134,3 +134,28 @@ def test_a_message_is_one_printable_line_of_bounded_length() -> None:
     assert str(EdgeqError("x" * MAX_MESSAGE)) == "x" * MAX_MESSAGE
     cut = str(EdgeqError("a" * MAX_MESSAGE + "b"))
     assert len(cut) == MAX_MESSAGE and cut.endswith("b") and " ... " in cut
+
+
+def test_a_child_of_another_thread_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own pipe alone: one that another inherits stays open until that one ends."""
+    fork, forked = os.fork, threading.Event()
+
+    def slow() -> str:
+        time.sleep(1)
+        return ""
+
+    def forking() -> int:
+        if threading.current_thread() is other:
+            forked.set()
+            return fork()
+        child = fork()
+        if child:
+            other.start()
+            forked.wait(0.2)
+        return child
+
+    other = threading.Thread(target=lambda: confined(slow, LIMITS))
+    monkeypatch.setattr(os, "fork", forking)
+    started = time.monotonic()
+    assert confined(lambda: "done", LIMITS) == "done" and time.monotonic() - started < 0.8
+    other.join()

@@ -1,6 +1,9 @@
 """Numbers that are measured once per machine."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from edgeq import machine, measurements
 
@@ -53,3 +56,11 @@ def test_a_damaged_measurement_is_measured_again(monkeypatch, tmp_path):
     for text in ("{", "[]", '{"read_bandwidth": [3]}', '{"read_bandwidth": {"x": "y"}}', "\xff"):
         (tmp_path / "edgeq" / "machine.json").write_text(text)
         assert measurements.known("read_bandwidth", 1) is None
+
+
+def test_what_is_no_number_of_a_measurement_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
+    numbers = ["NaN", "Infinity", "1" + "0" * 400, "-1", "0", '"1"', "true"]
+    kept = ", ".join(f'"{i}": {number}' for i, number in enumerate([*numbers, "2.5"]))
+    (tmp_path / "machine.json").write_text(f"{{{kept}}}")
+    assert measurements._kept() == {str(len(numbers)): 2.5}

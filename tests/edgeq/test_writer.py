@@ -17,7 +17,7 @@ import pytest
 from sample_file import write_body
 
 from edgeq import writer as writer_module
-from edgeq.container import DATA_OFFSET, ModelFile
+from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError, ResourceError
 from edgeq.metadata_codec import MAX_KERNELS
 from edgeq.partial import Partial, partial_path
@@ -88,26 +88,41 @@ def test_streamed_parts_must_fill_the_shape(tmp_path: Path) -> None:
         writer.stream(halves, "f32", (4, 5))
 
 
-def test_what_is_written_between_syncs_is_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "BLOCK_BYTES", 1 << 15)
-    writer, random = Writer(tmp_path / "a.edgeq"), np.random.default_rng(4)
-    places: list[tuple[int, int]] = []
-    write = writer._file.write
+def test_every_block_is_written_whole_also_after_a_sync_and_by_a_run_that_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, last = 1 << 15, dict[int, int]()
+    monkeypatch.setattr(writer_module, "BLOCK_BYTES", block)
+    random = np.random.default_rng(4)
 
-    def noted(data: Any) -> int:
-        places.append((writer._written, writer._written + len(data)))
-        return write(data)
+    def watched(writer: Writer) -> Writer:
+        write = writer._file.write
 
-    monkeypatch.setattr(writer._file, "write", noted, raising=False)
+        def noted(data: Any) -> int:
+            at = writer._file.tell()
+            last.update({at + offset: min(block, len(data) - offset) for offset in range(0, len(data), block)})
+            return write(data)
+
+        monkeypatch.setattr(writer._file, "write", noted, raising=False)
+        return writer
+
+    writer = watched(Writer(tmp_path / "a.edgeq"))
     arrays = [random.integers(0, 256, n, dtype=np.uint8) for n in (5, 100, 1 << 15, 70_001, 3, 200_000, 64, (1 << 16) - 64)]
-    for a in arrays:
+    for i, a in enumerate(arrays):
         writer.append([a[: len(a) // 3], a[len(a) // 3 :]])
-    assert places and places[0][0] == DATA_OFFSET and all(stop % (1 << 15) == 0 for _, stop in places)
-    assert all(start % (1 << 15) == 0 for start, _ in places[1:])
+        if i == 4:
+            # Killed before the next array.
+            segments = writer.sync()
+            writer.close()
+            writer = watched(Writer(tmp_path / "a.edgeq", segments))
+        elif i % 2:
+            writer.sync()
     segments = writer.sync()
     writer.close()
     data = writer.partial.read_bytes()
     assert all(data[s.offset : s.offset + s.length] == a.tobytes() for s, a in zip(segments, arrays, strict=True))
+    assert sorted(last) == list(range(0, len(data), block))
+    assert [last[at] for at in sorted(last)][:-1] == [block] * (len(last) - 1), "the last write to a block is all of it"
 
 
 def test_a_full_disk_is_told_and_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 from mutation import VALUES, changed_bytes, changed_json, refused
 
-from edgeq.converters.checkpoint import INDEX, Checkpoint, read_header
+from edgeq.converters.checkpoint import INDEX, Checkpoint
 from edgeq.converters.families import FAMILIES, recognise
 from edgeq.errors import EdgeqError
+from edgeq.safetensors import read_header
 
 COMMON: dict[str, Any] = {
     **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -77,6 +77,38 @@ def _header(folder: Path) -> Trial:
     return partial(header, path=folder / "header.safetensors")
 
 
+def _cache(folder: Path) -> Trial:
+    import logging
+
+    from cache_trials import Caches
+
+    # A line for each file that is not used.
+    logging.getLogger("edgeq.server").setLevel(logging.ERROR)
+    return Caches(folder).trial
+
+
+def _request(folder: Path) -> Trial:
+    """The server lives as long as the trial."""
+    import contextlib
+    import logging
+    import subprocess
+    import sys
+
+    root = Path(__file__).parent.parent.parent
+    sys.path.insert(0, str(root))
+    from request_trials import Requests
+
+    from edgeq.runtime import Model
+    from tests.runtime.serving import TEMPLATE, serving
+
+    logging.getLogger("edgeq.server").setLevel(logging.CRITICAL)
+    convert = [sys.executable, "-m", "edgeq", "convert", str(root / "models" / "tiny-llama"), "-o", str(folder / "m.edgeq")]
+    subprocess.run(convert, check=True, capture_output=True)
+    model = Model.load(folder / "m.edgeq", threads=1, threads_prefill=1, context=96, chat_template=TEMPLATE)
+    stack = contextlib.ExitStack()
+    return Requests(stack.enter_context(serving(model)).port, stack).trial
+
+
 def _mutant(folder: Path) -> Trial:
     from file_trials import samples
     from number_trials import mutant
@@ -104,6 +136,8 @@ KINDS = {
     "config": Kind(_config, 100_000),
     "index": Kind(_index, 100_000),
     "header": Kind(_header, 100_000),
+    "cache": Kind(_cache, 100_000),
+    "request": Kind(_request, 10_000, seconds=20.0, memory=0, own_cache=False, hang=120.0),
     "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False, hang=300.0),
     "sound": Kind(_sound, 2000, seconds=60.0, memory=4 << 30, own_cache=False, hang=300.0),
     "kill": Kind(_kill, 260, seconds=120.0, memory=0),

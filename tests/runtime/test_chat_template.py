@@ -224,7 +224,11 @@ BOMBS = {
     "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TIME),
     "macros": ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", TIME),
     "lorem ipsum": ("{{ lipsum(n=3000000)|length }}", TIME),
-    "a regular expression": ("{{ ('<a ' * 340000)|striptags|length }}{{ ('a@' * 500000)|urlize|length }}" * 40, TIME),
+    "a regular expression": (
+        "{% for i in range(99999) %}{% set n = [('<a ' * 340000 ~ i)|striptags, ('a@' * 500000 ~ i)|urlize] %}{% endfor %}",
+        TIME,
+    ),
+    "constants folded while it is compiled": ("{{ ('<a ' * 340000)|striptags|length }}" * 1000, TIME),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
 }
 

@@ -18,7 +18,7 @@ from edgeq.container import ModelFile
 from edgeq.errors import DeviceError, InputError, ResourceError
 from edgeq.records import KvCodec, Mode
 from edgeq.runtime import Batch, Model, session
-from edgeq.runtime.session import PrefillRate
+from edgeq.runtime.prefill_rate import PrefillRate
 from edgeq.targets import Choice
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import Page, Rows

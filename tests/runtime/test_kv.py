@@ -104,7 +104,7 @@ def test_the_command_line_says_which_cache_is_used(tiny_path: Path) -> None:
         return result
 
     told = json.loads(run("--kv", "int4", "--json", "--target", "cpu").stdout)
-    assert told["kv"] == "int4" and told["kv_bytes_per_position"] == told["measurement"]["position_bytes"]
+    assert told["kv"] == "int4" and told["kv_bytes_per_position"] == told["generation"]["position_bytes"]
     assert "cache    f16, " in run("--target", "cpu").stderr
     shown = CliRunner().invoke(main, ["inspect", str(tiny_path)])
     assert "bytes of f16 cache per position" in shown.output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +13,21 @@ import numpy as np
 import pytest
 from random_vlm import CONFIG, IMAGE_TOKEN, VISION, picture, write
 
+from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError
 from edgeq.image import Picture
 from edgeq.image_config import ImageConfig
 from edgeq.prompt import Place, positions, with_pictures
 from edgeq.rope import picture_positions
 from edgeq.runtime import Model, Prompt, Session
+from edgeq.runtime import model as model_module
 from edgeq.runtime import vision as vision_module
 from edgeq.runtime.pictures import Pictures, check_image_tokens
 from edgeq.runtime.session import BatchItem, run_together
+from edgeq.targets import Choice, pick
 from edgeq.targets.rows import VISION as SEEN
 from edgeq.targets.rows import Rows
+from edgeq.targets.target import Target
 
 A, B, WIDE = picture(3, 4, 1), picture(3, 4, 2), picture(2, 9, 3)
 """A and B have the same tokens."""
@@ -319,3 +325,22 @@ def test_pictures_of_one_size_leave_no_choice_of_tokens() -> None:
     with pytest.raises(InputError, match="`image_tokens` is 5; expected 6, those of every picture of this model"):
         check_image_tokens(config, 5)
     assert Pictures(config, 8, None, lambda *_: pytest.fail("not asked for")).most_tokens == 6
+
+
+def test_a_closed_model_holds_no_target(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context of a GPU that failed ends with the last that holds it; the model itself may be held on to."""
+    targets: list[weakref.ref[Target]] = []
+
+    def picked(name: str | None, file: ModelFile) -> Choice:
+        choice = pick(name, file)
+        targets.append(weakref.ref(choice.target))
+        return choice
+
+    monkeypatch.setattr(model_module, "pick", picked)
+    model = Model.load(path, target="reference", context=200)
+    model.prepare_images()
+    model.close()
+    gc.collect()
+    assert [target() for target in targets] == [None]
+    with pytest.raises(InputError, match="the model is closed"):
+        model.prepare_images()

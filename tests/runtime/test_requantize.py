@@ -384,5 +384,6 @@ def test_released_pages_belong_to_the_array_alone_and_can_be_read_again(model: M
             assert address % mmap.PAGESIZE == length % mmap.PAGESIZE == 0
             assert not length or view.ctypes.data <= address <= address + length <= view.ctypes.data + view.nbytes
             assert length + 2 * mmap.PAGESIZE > view.nbytes
-            file.release(ref)
-            assert np.array_equal(file.array(ref), before)
+            for uncached in (False, True):
+                file.release(ref, uncached)
+                assert np.array_equal(file.array(ref), before)

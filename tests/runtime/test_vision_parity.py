@@ -265,7 +265,7 @@ def test_a_picture_makes_a_difference(case: Get) -> None:
     """Else the tests above would pass with pictures that are not seen."""
     found = case("trained")
     prompt = found.prompt("text_first")
-    other = replace(prompt, pictures=(replace(prompt.pictures[0], patches=prompt.pictures[0].patches[::-1].copy()),))
+    other = replace(prompt, pictures=(replace(prompt.pictures[0], stored=prompt.pictures[0].stored[::-1].copy()),))
     assert not near(found.expected(other)[0], found.expected(prompt)[0])
 
 

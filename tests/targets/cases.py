@@ -44,6 +44,9 @@ class Arrays:
     def array(self, ref: ArrayRef) -> np.ndarray:
         return self._arrays[ref.segment]
 
+    def release(self, ref: ArrayRef, uncached: bool = False) -> None:
+        """There are no pages of a file to drop."""
+
 
 def integers(rng: np.random.Generator, codec: Codec, rows: int, columns: int, values: str) -> tuple[np.ndarray, ...]:
     """q, scale and zero [rows, ...] of the kind of values asked for: "random", "least" or "most"."""

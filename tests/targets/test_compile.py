@@ -23,6 +23,7 @@ from edgeq.targets.cpu.jit.threadpool import Pool, publish
 from edgeq.targets.cpu.kernels.elementwise import SelectArgs, select
 from edgeq.targets.cpu.kernels.norms import scale
 from edgeq.targets.target import no_progress
+from edgeq.whole_file import write_whole
 
 
 @pytest.fixture
@@ -87,16 +88,16 @@ def test_what_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        compile.put(tmp_path / "kernel.o", b"code")
+        write_whole(tmp_path / "kernel.o", b"code")
     assert not list(tmp_path.iterdir())
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from edgeq.targets.cpu.jit import compile
+from edgeq.whole_file import write_whole
 os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-compile.put(Path(sys.argv[1]) / "elementwise-select.o", b"code")
+write_whole(Path(sys.argv[1]) / "elementwise-select.o", b"code")
 """
 
 

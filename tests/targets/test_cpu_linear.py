@@ -9,13 +9,13 @@ import pytest
 
 from edgeq.codec import Codec, pack_floats
 from edgeq.quantization import quantize_tokens
-from edgeq.records import Activation, LinearSpec, LowRank, Transform, Weight
+from edgeq.records import Activation, LinearSpec, LowRank, SplitRow, Transform, Weight
 from edgeq.targets import load
 from edgeq.targets.cpu.jit.compile import address
 from edgeq.targets.cpu.kernels import quantize
 from edgeq.targets.cpu.kernels.args import A8
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
-from edgeq.targets.graph import Embed, Graph, Linear, RmsNorm
+from edgeq.targets.graph import Activate, Embed, Graph, Linear, RmsNorm
 from edgeq.targets.reference.linear import transformed
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, matrix, rows_of, run, weight
@@ -265,6 +265,41 @@ def test_transform_of_every_order_equals_its_matrix(size, order, stride, runs):
         assert np.array_equal(run("cpu", graph, arrays, 1, Options("a16", threads, HERE[0]))[0], results[0][0])
 
 
+@pytest.mark.parametrize("isa", HERE[:2])
+@pytest.mark.parametrize(
+    "size, order, stride, scales, function, gated",
+    [
+        (192, 12, 1, None, None, False),
+        (192, 12, 16, (0.03, 0.05), "silu", True),
+        (320, 20, 4, None, "quick_gelu", False),
+        (512, 1, 1, (0.04,), "silu", True),
+    ],
+)
+def test_one_operation_activates_transforms_by_signs_and_rounds(size, order, stride, scales, function, gated, isa):
+    """`scales`: constant ones, else one for each row."""
+    rng, arrays = np.random.default_rng(size), Arrays()
+    columns = size * stride
+    base = arrays.add(np.sign(rng.standard_normal((order, order))).astype(np.float32), "f32") if order > 1 else None
+    constant = None if scales is None else arrays.add(np.array(scales, np.float32), "f32")
+    split = SplitRow(3, arrays.add(rng.standard_normal(37).astype(np.float16), "f16"))
+    parts = {"transform": Transform(size, stride, base), "activation": Activation(8, scales=constant), "split_row": split}
+    each = layer(arrays, rng, 37, [(ROW8, columns)], **parts)
+    x = rng.standard_normal((19, columns * (1 + gated))).astype(np.float32)
+    operations = [Embed(-1, arrays.add(x, "f32"), "inner" if function else "x"), Linear(0, "x", each, "y")]
+    if function:
+        operations.insert(1, Activate(0, "inner", columns, "x", function, gated))
+    graph = Graph({"inner": x.shape[1], "x": columns, "y": 37}, tuple(operations), "y", layers=1, kv_heads=1, head_dim=2)
+    oracle = run("reference", graph, arrays, 19, Options("a8"))
+    program, times = load("cpu").compile(graph, arrays, Options("a8", 2, isa, 19, 19)), []
+    many = np.array(program.run(rows_of(program, 19), times=times))
+    made = [step.kernel for step in times[0].steps if step.kernel.startswith(("hadamard", "mix", "quantize", "transform"))]
+    assert made == ["transform" if scales else "transform_tokens"]
+    # A number halfway between two integers may become either.
+    assert np.max(np.abs(many - oracle) / size_of(arrays, x, each)) < 2e-5
+    for threads in (1, 2):
+        assert np.array_equal(run("cpu", graph, arrays, 1, Options("a8", threads, isa))[0], many[0])
+
+
 def test_online_transform_undoes_the_one_in_the_weights():
     """W^ = rows of W transformed as x is, so W^ x^ = W x: also where the base is not symmetric."""
     rng, arrays = np.random.default_rng(5), Arrays()
@@ -289,7 +324,7 @@ def test_layers_of_the_same_parts_share_what_is_made_of_their_input():
     times = []
     program.run(rows_of(program, 5), times=times)
     made = ["product" if kernel.endswith("_matmul") else kernel for kernel in (step.kernel for step in times[0].steps)]
-    assert made == ["embed_plain", "hadamard", "quantize_tokens", *["product"] * 3, "quantize_tokens", "product"]
+    assert made == ["embed_plain", "transform_tokens", *["product"] * 3, "transform_tokens", "product"]
     ordered = [layer(arrays, rng, 16, [(ROW4, 64)], **parts, order=True) for _ in range(2)]
     agree(arrays, x, *same, other, *ordered, mode="a8")
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from edgeq.codec import Codec
-from edgeq.records import LinearSpec
+from edgeq.records import Activation, LinearSpec
 from edgeq.targets import load
 from edgeq.targets.cpu import program as cpu_program
 from edgeq.targets.cpu.jit.pieces import split
 from edgeq.targets.graph import Activate, Attention, CacheWrite, Embed, Graph, Linear, RmsNorm, Select
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, product, run, weight
+from tests.targets.cases import HERE, Arrays, matrix, product, rows_of, run, weight
 
 AMX, VNNI = "avx512-amx", "avx512-vnni"
 with_unit = pytest.mark.skipif(AMX not in HERE, reason="this processor has no matrix unit, or its system keeps it")
@@ -35,7 +35,7 @@ CODECS = [
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_products_are_those_of_the_other_instruction_sets_by_bits(codec: Codec) -> None:
     rng = np.random.default_rng(codec.bits)
-    for rows, columns in ((48, 128), (100, 320), (33, 1216)):
+    for rows, columns in ((48, 128), (100, 320), (33, 1176)):
         arrays = Arrays()
         graph = product(
             arrays, rng.standard_normal((70, columns)).astype(np.float32), weight(arrays, rng, codec, rows, columns),
@@ -46,23 +46,59 @@ def test_products_are_those_of_the_other_instruction_sets_by_bits(codec: Codec) 
             assert np.array_equal(found, expected), (rows, columns, count)
 
 
+GATED = [
+    (Codec("int", 4, 64), None, 128),
+    (Codec("int", 8, 0), (0.03,), 144),
+    *(pytest.param(Codec("int", bits, 0), (0.03, 0.5), 352, marks=pytest.mark.exhaustive) for bits in (4, 8)),
+]
+
+
 @with_unit
-def test_gate_and_up_are_those_of_the_other_instruction_sets_by_bits() -> None:
+@pytest.mark.parametrize(("codec", "scales", "columns"), GATED, ids=str)
+def test_gate_and_up_are_those_of_the_other_instruction_sets_by_bits(
+    codec: Codec, scales: tuple[float, ...] | None, columns: int
+) -> None:
     rng, arrays, width = np.random.default_rng(1), Arrays(), 208
-    x = rng.standard_normal((70, 128)).astype(np.float32)
-    gate, down = (weight(arrays, rng, Codec("int", 4, 64), *shape) for shape in ((2 * width, 128), (24, width)))
+    x = rng.standard_normal((70, columns)).astype(np.float32)
+    gate, down = (weight(arrays, rng, codec, *shape) for shape in ((2 * width, columns), (24, width)))
+    of_layer = {} if scales is None else {"activation": Activation(8, scales=arrays.add(np.array(scales, np.float32), "f32"))}
     operations = (
         Embed(-1, arrays.add(x, "f32"), "x"),
-        RmsNorm(0, "x", arrays.add(np.ones(128, np.float32), "f32"), 1e-5, "n"),
-        Linear(0, "n", LinearSpec("gate_up", (gate,)), "g"),
+        RmsNorm(0, "x", arrays.add(np.ones(columns, np.float32), "f32"), 1e-5, "n"),
+        Linear(0, "n", LinearSpec("gate_up", (gate,), **of_layer), "g"),
         Activate(0, "g", width, "i"),
-        Select(-1, ("i",)),
-        Linear(-1, "i", LinearSpec("down", (down,)), "y"),
+        Linear(0, "i", LinearSpec("down", (down,), **of_layer), "y"),
+        Select(-1, ("y",)),
     )
-    graph = Graph({"x": 128, "n": 128, "g": 2 * width, "i": width, "y": 24}, operations, "y", 1, 1, 2)
+    graph = Graph({"x": columns, "n": columns, "g": 2 * width, "i": width, "y": 24}, operations, "y", 1, 1, 2)
     for count in (15, 33, 70):
         found, expected = (run("cpu", graph, arrays, count, Options("a8", 2, isa)) for isa in (AMX, VNNI))
         assert np.array_equal(found, expected), count
+    program, times = load("cpu").compile(graph, arrays, Options("a8", 2, AMX, max_rows=70, max_logits=70)), []
+    program.run(rows_of(program, 70), times=times)
+    assert "gated_matrix_matmul" in [step.kernel for step in times[0].steps]
+
+
+@with_unit
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_rows_with_one_scale_are_those_of_the_other_instruction_sets_by_bits(bits: int) -> None:
+    """Odd numbers of chunks, more activation blocks than lanes, and 8960 products of the largest integers."""
+    rng = np.random.default_rng(bits)
+    for rows, columns, values in ((40, 1176, "random"), (33, 2400, "random"), (16, 8960, "most")):
+        arrays = Arrays()
+        x = rng.standard_normal((40, columns)).astype(np.float32) if values == "random" else np.ones((40, columns), np.float32)
+        w, bias = (
+            weight(arrays, rng, Codec("int", bits, 0), rows, columns, values),
+            arrays.add(np.ones(rows, np.float32), "f32"),
+        )
+        layer = LinearSpec("layer", (w,), bias, activation=Activation(8))
+        operations = (Embed(-1, arrays.add(x, "f32"), "x"), Select(-1, ("x",)), Linear(-1, "x", layer, "y"))
+        graph = Graph({"x": columns, "y": rows}, operations, "y", 1, 1, 2)
+        wanted = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64) + 1
+        for count in (1, 15, 40):
+            found, expected = (run("cpu", graph, arrays, count, Options("a8", 2, isa)) for isa in (AMX, VNNI))
+            assert np.array_equal(found, expected), (rows, columns, count)
+            assert np.abs(found - wanted[:count]).max() < 0.02 * np.abs(wanted).max()
 
 
 def attention_case(dim: int, count: int, sessions: int, damaged: dict[tuple[int, int], float] | None = None):

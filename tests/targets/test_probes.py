@@ -3,7 +3,10 @@
 import json
 import os
 
+import pytest
+
 from edgeq import machine, measurements
+from edgeq.measurements import READ_BANDWIDTH
 from edgeq.targets.cpu import probes
 from edgeq.targets.cpu.choose_isa import choose
 
@@ -14,13 +17,19 @@ def test_bandwidth_is_measured_once_per_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # What else runs on the machine of the tests decides nothing here.
     monkeypatch.setattr(probes, "ALONE", 0.0)
-    assert measurements.known("read_bandwidth", 1) is None
+    assert measurements.known(READ_BANDWIDTH, 1) is None
     first = probes.read_bandwidth(1)
-    assert first > 0 and probes.read_bandwidth(1) == first == measurements.known("read_bandwidth", 1)
+    assert first > 0 and probes.read_bandwidth(1) == first == measurements.known(READ_BANDWIDTH, 1)
     assert probes.integer_peak(ISA, 1) > 0
     assert 1 <= probes.decode_threads(ISA) <= machine.cpu().cores
     kept = json.loads((tmp_path / "edgeq" / "machine.json").read_text())
     assert first in kept.values() and all(machine.cpu().name in key for key in kept)
+
+
+@pytest.mark.skipif(not ISA.matrix_unit, reason="this processor has no matrix unit, or its system keeps it")
+def test_a_matrix_unit_multiplies_several_times_what_dot_products_do():
+    # The fastest of many moments: what else runs must not decide.
+    assert max(probes._tile_rates(1, 200, 0.2)[0]) > 2 * max(probes._product_rates(ISA, False, 1, 500, 0.2)[0])
 
 
 def test_the_best_number_of_threads_is_kept_only_if_nothing_else_ran_meanwhile(monkeypatch, tmp_path):
@@ -39,7 +48,7 @@ def test_rates_of_a_busy_moment_are_not_kept_and_the_largest_of_the_others_is(mo
     monkeypatch.setattr(probes, "_rates_and_share", lambda *_: next(probe))
     kept = []
     for refresh in (False, False, True, True, True):
-        kept.append((probes.read_bandwidth(1, refresh), measurements.known("read_bandwidth", 1)))
+        kept.append((probes.read_bandwidth(1, refresh), measurements.known(READ_BANDWIDTH, 1)))
     assert kept == [(2, None), (4, 4), (3, 4), (8, 4), (5, 5)] and probes.read_bandwidth(1) == 5
     probe = iter([([2.0, 2, 2], 0.5), ([3.0, 3, 3], 1.0)])
     assert [probes.integer_peak(ISA, 1) for _ in range(3)] == [2, 3, 3]
@@ -59,9 +68,9 @@ def test_a_gain_that_was_measured_on_a_busy_machine_chooses_no_kernel_for_the_ne
 def test_more_threads_than_cores_store_no_bandwidth(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cores, asked = machine.cpu().cores, []
-    monkeypatch.setattr(probes, "_read_bandwidth", lambda threads: asked.append(threads) or (7.0, True))
+    monkeypatch.setattr(probes, "_read_bandwidth", lambda threads, size: asked.append(threads) or (7.0, True))
     assert probes.read_bandwidth(cores + 1) == probes.read_bandwidth(64 * cores) == probes.read_bandwidth(cores) == 7
-    assert asked == [cores] and measurements.known("read_bandwidth", cores + 1) is None
+    assert asked == [cores] and measurements.known(READ_BANDWIDTH, cores + 1) is None
     (key,) = json.loads((tmp_path / "edgeq" / "machine.json").read_text())
     assert f" {cores} of {cores} cores" in key
 
@@ -71,3 +80,17 @@ def test_threads_that_share_a_core_are_not_alone():
     table, kept = probes._decode_table(ISA, threads)
     table[0, -1] = 4 * threads
     assert 0 < probes._rates_and_share(table, threads, 1.0, 0.05)[1] < probes.ALONE and kept
+
+
+def test_the_array_that_is_read_exceeds_the_cache_or_is_said_to_be_within_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(probes, "last_level_cache", lambda: 480 << 20)
+    monkeypatch.setattr(probes, "available_bytes", lambda: 16 << 30)
+    assert probes.probe_bytes() == 960 << 20 and not probes.within_cache(probes.probe_bytes())
+    monkeypatch.setattr(probes, "available_bytes", lambda: 1 << 30)
+    assert probes.probe_bytes() == 256 << 20 and probes.within_cache(probes.probe_bytes())
+    monkeypatch.setattr(probes, "_read_bandwidth", lambda threads, size: (float(size), True))
+    assert probes.read_bandwidth(1) == 256 << 20 and measurements.known(READ_BANDWIDTH, 1) is None
+    monkeypatch.setattr(probes, "last_level_cache", lambda: None)
+    monkeypatch.setattr(probes, "available_bytes", lambda: 16 << 30)
+    assert probes.read_bandwidth(1) == 256 << 20 == measurements.known(READ_BANDWIDTH, 1)

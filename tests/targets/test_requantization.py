@@ -27,9 +27,6 @@ MASTERS = [Codec("int", 8, 128), Codec("int", 8, 0, False), Codec("bf16"), Codec
 class File(Arrays):
     """Arrays in memory that a program may want to let go of."""
 
-    def release(self, ref) -> None:
-        pass
-
     def pages(self, ref):
         return 0, 0
 

@@ -10,6 +10,7 @@ import pytest
 from edgeq.targets.cpu.jit import threadpool as pool_module
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import address
+from edgeq.targets.cpu.jit.notes import Page
 from edgeq.targets.cpu.jit.threadpool import RUN, SLEEPERS, Pool
 from edgeq.targets.cpu.kernels.elementwise import SelectArgs, select
 
@@ -151,6 +152,50 @@ def test_a_table_walked_in_pieces_gives_the_same():
             data[1:] = -1
             pool.run(table, threads, pieces)
             assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1])
-            seconds = pool.timed(table, threads, pieces)
-            assert seconds.shape == (7, 2) and (seconds >= 0).all() and kept
+            started = time.perf_counter()
+            times = pool.times(pool.timed(table, threads, pieces))[0]
+            assert times.shape == (threads, 7, 3) and kept
+            began, seconds = times[0, :, 0], times[0, :, 1:]
+            assert (seconds >= 0).all() and (np.diff(began) >= seconds[:-1].sum(1) - 1e-9).all()
+            there = ~np.isnan(times[1:])
+            assert (times[1:, :, 1:][there[:, :, 1:]] >= 0).all() and (times[1:, :, 0][there[:, :, 0]] > started - 1e-4).all()
         pool.close()
+
+
+def test_what_a_run_noted_stays_when_the_place_is_needed_again():
+    data, table, kept = chain(7)
+    for threads in (1, 2):
+        pool = Pool(threads, 7, RECORD_SLOTS)
+        started = time.perf_counter()
+        runs = [pool.timed(table, threads, 2) for _ in range(len(pool._notes.free))]
+        assert runs[0][0][0] is not runs[-1][0][0]  # other pages
+        ended = time.perf_counter()
+        times = [pool.times(calls) for calls in runs]
+        began = np.array([each[0][0, :, 0] for each in times]).ravel()
+        assert started < began[0] and (np.diff(began) > 0).all() and began[-1] < ended and kept
+        # The clock of Python was read right before the first operation and after the last.
+        for found, inside in times[1:]:
+            assert found[0, :, 1:].sum() <= inside
+        pool.close()
+
+
+def test_times_are_those_of_the_run_while_another_thread_turns_the_page():
+    _, table, kept = chain(7)
+    pool = Pool(1, 7, RECORD_SLOTS)
+    calls = pool.timed(table, 1, 2)
+    expected, turned = pool.times(calls), list[object]()
+
+    class Turned(Page):
+        """A page that is turned right after it was found to be the block."""
+
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name == "words" and not turned:
+                turned.append(self)
+                pool._notes.turn()
+            return found
+
+    calls[0][0].__class__ = Turned
+    found = pool.times(calls)
+    assert turned and np.allclose(found[0], expected[0]) and found[1] == pytest.approx(expected[1]) and kept
+    pool.close()

@@ -33,7 +33,10 @@ def test_all_commands_are_found() -> None:
         "assembly",
         "beside_uniform",
         "conversion_cost",
+        "decode_prediction",
         "llama_cpp_types",
+        "gpu_roofline",
+        "load",
         "make_checkpoint",
         "peers",
         "plant_outliers",
@@ -41,9 +44,12 @@ def test_all_commands_are_found() -> None:
         "roofline",
         "separability",
         "signs",
+        "soak",
         "speculation",
         "train_text",
         "train_vision",
+        "vision_costs",
+        "what_if_error",
     }
     assert expected == set(NAMES)
 

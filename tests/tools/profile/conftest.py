@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from edgeq.tools.bench import Test
+from edgeq.tools.measurement import Measurement
 from edgeq.tools.profile.collect import Plan, Profile, collect
 from edgeq.tools.profile.document import document
-from edgeq.tools.profile.record import SCHEMA, Measurement
+from edgeq.tools.profile.record import SCHEMA
 from edgeq.tools.profile.runs import Setting
 
 TINY_LLAMA = Path(__file__).parent.parent.parent.parent / "models" / "tiny-llama"
@@ -70,5 +71,5 @@ def calm() -> dict[str, Any]:
         **{"schema": SCHEMA, "partial": False, "edgeq": "1", "date": "2026-01-01", "measurements": tests},
         **{"operations": [operations], "limits": [limits], "memory": [{"seconds": 0.0, "rss": 1000, "cache": 10}]},
         **{"weights": {"bytes_per_token": 1000, "head": 100, "head_bits": 8.2}, "sensors": [], "idle_watts": None},
-        "findings": [],
+        **{"findings": [], "sustained": None, "what_if": []},
     }

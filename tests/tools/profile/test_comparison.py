@@ -15,8 +15,10 @@ from click.testing import CliRunner, Result
 
 from edgeq.errors import InputError
 from edgeq.tools.cli import main
+from edgeq.tools.lab.separability import together
+from edgeq.tools.measurement import measurement
 from edgeq.tools.profile.comparison import blocks, compare, outside, rank_sums, ratio
-from edgeq.tools.profile.record import measurement, write
+from edgeq.tools.profile.record import write
 
 Document = dict[str, Any]
 
@@ -111,6 +113,7 @@ def test_the_exit_code_is_for_scripts(calm: Document, tmp_path: Path) -> None:
     assert edgeq("profile", "--compare", a, b, "--fail-if-slower", "5%").exit_code == 3
     assert edgeq("profile", "--compare", a, b, "--fail-if-slower", "50%").exit_code == 0
     assert edgeq("profile", "--compare", b, a, "--fail-if-slower", "5").exit_code == 0
+    assert edgeq("profile", "--compare", a, b, "-o", "html").stdout.startswith("<!doctype html>")
     found = json.loads(edgeq("profile", "--compare", a, b, "-o", "json").stdout)
     assert found["failed"] is False and {test["verdict"] for test in found["tests"]} == {"slower"}
 
@@ -120,7 +123,7 @@ def test_the_exit_code_is_for_scripts(calm: Document, tmp_path: Path) -> None:
     [
         ((), "--compare with two saved profiles"),
         (("--compare", "a.json", "b.json"), "a.json: No such file"),
-        (("--compare", "a.json", "b.json", "-o", "csv"), "printed as md or json"),
+        (("--compare", "a.json", "b.json", "-o", "csv"), "printed as md, json or html"),
         (("x.edgeq", "--fail-if-slower", "5%"), "needs --compare"),
         (("--compare", "a.json", "b.json", "--fail-if-slower", "-5%"), "above 0"),
         (("--compare", "a.json", "b.json", "--mode", "a8"), "--mode is of no use with --compare"),
@@ -130,3 +133,19 @@ def test_the_exit_code_is_for_scripts(calm: Document, tmp_path: Path) -> None:
 def test_a_comparison_that_cannot_be_made_is_one_line(arguments: tuple[str, ...], message: str) -> None:
     result = edgeq("profile", *arguments)
     assert result.exit_code in (1, 2) and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_short_profiles_together_tell_what_one_of_them_cannot(calm: Document) -> None:
+    for record in calm["measurements"]:
+        record.update(samples_s=record["samples_s"][:1], step_s=record["step_s"][:4])
+    slower = scaled(calm, 1.2, 0.0, 1, repetitions=1)
+    assert {line.verdict for line in compare(calm, slower)} == {"not separable"}
+    loaded = copy.deepcopy(calm)
+    for record in loaded["measurements"]:
+        record["load"] = 9.0
+    loaded["measurements"].insert(0, {**loaded["measurements"][0], "kind": "compile"})
+    one, other = together([calm, *[loaded] * 4]), together([slower] * 5)
+    assert [len(record["samples_s"]) for record in one["measurements"]] == [5, 5, 5]
+    assert all(record["kind"] != "compile" for record in one["measurements"])
+    assert {record["load"] for record in one["measurements"]} == {9.0} and all(line.busy for line in compare(one, other))
+    assert {line.verdict for line in compare(together([calm] * 5), other)} == {"slower"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from click.testing import CliRunner, Result
 from edgeq.container import ModelFile
 from edgeq.devices import DEVICES, GIB, PROCESS, Device, needed
 from edgeq.errors import InputError
+from edgeq.tools import decode_speed
 from edgeq.tools.cli import main
 from edgeq.tools.profile.fit import Fit, fitted, text
 from edgeq.writer import Writer
@@ -42,8 +42,10 @@ def with_room(file: ModelFile, positions: int, bandwidth: float = 8e6, measured:
     return found
 
 
-@pytest.mark.parametrize(("positions", "longest"), [(0, 0), (63, 0), (64, 64), (127, 64), (128, 128), (4000, 128)])
-def test_the_longest_context_is_in_whole_pages_and_within_the_model(file: ModelFile, positions: int, longest: int) -> None:
+@pytest.mark.parametrize(("positions", "longest"), [(0, 0), (1, 1), (63, 63), (64, 64), (127, 64), (128, 128), (4000, 128)])
+def test_the_longest_context_is_in_whole_pages_if_one_fits_and_within_the_model(
+    file: ModelFile, positions: int, longest: int
+) -> None:
     found = fitted(file, with_room(file, positions), None, None)
     assert found.longest_context == longest and found.position_bytes == POSITION
     assert found.context == max(1, longest) and found.fits == (positions > 0)
@@ -70,6 +72,13 @@ def test_the_range_of_speed_follows_from_the_bandwidth(
     assert found.slowest == pytest.approx(shares[0] / (weights + 128 * POSITION))
     assert found.fastest == pytest.approx(shares[1] / (weights + 32 * POSITION))
     assert found.expected == pytest.approx(usual / (weights + 64 * POSITION))
+
+
+def test_less_than_a_page_of_positions_is_a_context(file: ModelFile) -> None:
+    found, board = fitted(file, with_room(file, 40), None, None), with_room(file, 40)
+    assert found.longest_context == 40 == found.context and found.fits
+    assert "the file alone does not fit" not in text(found, file, board)
+    assert fitted(file, with_room(file, 100), None, None).longest_context == 64
 
 
 def test_a_speed_holds_up_to_a_context(file: ModelFile) -> None:
@@ -129,7 +138,14 @@ def test_what_cannot_be_answered_is_one_line(path: Path, arguments: tuple[str, .
 
 
 def test_this_machine_is_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Callable[[], Device] = lambda: Device("this-machine", "x86_64", 2, 8 * GIB, 1e10, 1e10)  # noqa: E731
-    monkeypatch.setattr("edgeq.tools.profile.fit.this_machine", found)
-    shown = run("fit", path, "--for", "this-machine")
-    assert shown.exit_code == 0 and "at 10.0 GB/s (measured)" in shown.stdout
+    here = Device("this-machine", "x86_64", 2, 8 * GIB, 1e10, 1e10)
+    monkeypatch.setattr(decode_speed, "this_machine", lambda: here)
+    monkeypatch.setattr(decode_speed, "seconds_per_token", lambda path, mode=None: (0.01, True))
+    shown = run("fit", path, "--for", "this-machine", "-c", "1", "--json")
+    found = Fit(**json.loads(shown.stdout))
+    assert found.expected == pytest.approx(100, rel=1e-3)
+    assert (found.slowest, found.fastest) == (pytest.approx(90, rel=1e-3), pytest.approx(110, rel=1e-3))
+    assert "measured, decode of this file too" in run("fit", path, "--for", "this-machine").stdout
+    # A file that does not fit in memory is not loaded: the bandwidth alone is known.
+    monkeypatch.setattr("edgeq.machine.available_bytes", lambda: 0)
+    assert "at 10.0 GB/s (measured)" in run("fit", path, "--for", "this-machine").stdout

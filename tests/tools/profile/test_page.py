@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from edgeq.tools.profile import drawing
+from edgeq.tools.profile.comparison import Compared
 from edgeq.tools.profile.drawing import Axis, Mark, axis, number
-from edgeq.tools.profile.page import page
+from edgeq.tools.profile.page import comparison_page, page
 from edgeq.tools.profile.page_style import STYLE
+from edgeq.tools.profile.sustained import Pass, Sustained
+from edgeq.tools.profile.what_if import Prediction
 from tests.tools.profile.conftest import invented
 
 Document = dict[str, Any]
@@ -90,6 +97,32 @@ def test_names_of_a_stranger_are_text(full: Document) -> None:
     assert "<script" not in text and "&lt;script&gt;" in text and not read(text).wrong
 
 
+def test_the_page_has_what_was_compared_predicted_and_sustained(full: Document) -> None:
+    slower = copy.deepcopy(full)
+    for record in slower["measurements"]:
+        record.update(samples_s=[2 * x for x in record["samples_s"]], step_s=[2 * x for x in record["step_s"]])
+    compared = Compared((Path("<old>.json"), Path("new.json")), (full, slower))
+    slower["what_if"] = [asdict(Prediction("bits=3", "tg4", 1, "a8", "f16", 4.0, 5.0, 4.5, 5.5))]
+    slower["sustained"] = Sustained(
+        "tg4", 60.0, [Pass(30.0, 0.2, 4, None, None, None), Pass(60.0, 0.3, 4, None, 70.0, 5.0)]
+    ).fields()
+    for text in (page(slower, compared), comparison_page(compared)):
+        reader = read(text)
+        assert not reader.open and not reader.wrong and "Compared with" in text or "Two profiles" in text
+        assert "2.000, slower: " in text and "&lt;old&gt;.json" in text
+    text = page(slower, compared)
+    assert read(text).tags.count("svg") == 8 and "bits=3" in text and "tg4 after 60 s: 300.000 ms, 70 °C" in text
+
+
+def test_whiskers_lie_where_their_values_are() -> None:
+    drawn = drawing.whiskers("w", {"a": (1.2, 1.1, 1.3, "slower"), "b": (0.9, None, None, "not separable")}, "x")
+    root = ElementTree.fromstring(drawn)
+    dots = [float(e.attrib["cx"]) for e in root.iter() if e.tag.endswith("circle")]
+    low, high = map(float, re.findall(r'line s0" d="M([\d.]+) \d+H([\d.]+)"', drawn)[0])
+    one = float(re.findall(r'roof" d="M([\d.]+) ', drawn)[0])
+    assert dots[1] < one < low < dots[0] < high and (dots[0] - low) == pytest.approx(high - dots[0], abs=0.2)
+
+
 def test_a_page_of_what_an_interrupt_left(calm: Document) -> None:
     calm.update(partial=True, operations=[], limits=[], memory=[])
     assert "PARTIAL" in page(calm)
@@ -131,6 +164,15 @@ def test_ticks_are_on_the_axis_and_few(low: float, high: float, logarithmic: boo
     slack = 0 if logarithmic else 1e-6 * (high - low)
     assert all(low * 0.999 - slack <= tick <= high * 1.001 + slack for tick in ticks)
     assert ticks or logarithmic
+
+
+@pytest.mark.parametrize("height", [drawing.TOP, 100.0, drawing.HEIGHT - drawing.BOTTOM])
+def test_labels_of_neighbours_do_not_overlap_and_stay_above_the_axis(height: float) -> None:
+    points = [(100.0, height), (110.0, height + 1), (300.0, height), (120.0, height), (130.0, height + 2)]
+    heights = drawing.apart(points)
+    near = sorted(found for (x, _), found in zip(points, heights, strict=True) if x < 200)
+    assert all(b - a >= drawing.LINE for a, b in pairwise(near))
+    assert max(heights) <= drawing.HEIGHT - drawing.BOTTOM and heights[2] == pytest.approx(height, abs=drawing.LINE / 2)
 
 
 def test_points_lie_under_the_roof_where_they_do_not_exceed_it() -> None:

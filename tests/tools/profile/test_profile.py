@@ -15,11 +15,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgeq.errors import FormatError, InputError
+from edgeq.tools import conditions
 from edgeq.tools.cli import main
-from edgeq.tools.profile import command, conditions, findings
+from edgeq.tools.measurement import Measurement, measurement
+from edgeq.tools.profile import command, findings
 from edgeq.tools.profile import record as saved
 from edgeq.tools.profile.collect import Profile
-from edgeq.tools.profile.record import SCHEMA, Measurement, measurement, read, write
+from edgeq.tools.profile.record import SCHEMA, read, write
 from edgeq.tools.profile.runs import Combination, Sample
 
 SHORT = ("-p", "16", "-n", "4", "-r", "2", "-t", "1", "--target", "cpu")
@@ -46,7 +48,7 @@ def test_every_combination_has_its_rows(profiled: Profile) -> None:
             assert len(r.step_s) == 24 and len(r.samples_s) == 3 and len(r.instrumented_s) == 24
             assert sum(r.step_s) == pytest.approx(sum(r.samples_s), rel=1e-6)
             assert r.bytes_per_s and r.read_bandwidth and r.bandwidth_share == r.bytes_per_s / r.read_bandwidth
-    assert len(profiled.memory) == 4 * 6 and all(rss > 0 for _, rss, _ in profiled.memory)
+    assert len(profiled.moments) == 4 * 6 and all(moment.rss > 0 for moment in profiled.moments)
 
 
 def test_percentiles_need_values() -> None:
@@ -133,6 +135,27 @@ def test_the_formats(tiny: Path, tmp_path: Path) -> None:
     assert text.exit_code == 0 and "| tg4 " in text.stdout and "+ bubble" in text.stdout and "Energy: " in text.stdout
 
 
+def test_drafts_and_minutes(tiny: Path, tmp_path: Path) -> None:
+    """Runs in a cheaper mode and runs that check drafts are apart from the others; settings that are the same run once."""
+    more = ("--draft", "off,qspec", "--gamma", "2", "--sustained", "0.005", "--what-if", "bits=3", "--mode", "a16")
+    first = edgeq("profile", tiny, "-p", "0", "-n", "8", "-r", "1", "-t", "1,1", *more, "-o", "json", "--save", tmp_path / "a")
+    made = json.loads(first.stdout)
+    tests = {record["test"]: record for record in made["measurements"] if record["kind"] == "tg"}
+    plain, drafted = "tg8 of code @ d256", "tg8 of code, draft qspec 2 @ d256"
+    assert list(tests) == ["tg8", plain, drafted]
+    assert [tests[name]["draft"] for name in tests] == ["off", "off", "qspec"] and tests[plain]["tokens_per_run"] is None
+    assert 1 <= tests[drafted]["tokens_per_run"] <= 3 and tests[drafted]["bytes_per_s"] is None and tests[plain]["bytes_per_s"]
+    phases = {operations["test"]: {line["phase"] for line in operations["lines"]} for operations in made["operations"]}
+    assert phases["tg8"] == phases[plain] == {"decode"} and {"draft", "verify"} <= phases[drafted]
+    assert all(operations["closure"] == pytest.approx(1, abs=0.05) for operations in made["operations"])
+    assert made["sustained"]["passes"] and len(made["what_if"]) == 2 and made["what_if"][0]["expected"] > 0
+    words = ("-p", "0", "-n", "8", "-r", "1", "-t", "1", "--mode", "a16", "--no-operations", "--baseline", tmp_path / "a")
+    again = edgeq("profile", tiny, *words)
+    assert again.exit_code == 0 and "A: " in again.stdout and "without an interval" in again.stdout
+    other = edgeq("profile", tiny, *words[:3], "4", *words[4:])
+    assert other.exit_code == 0 and "no test in common" in other.stderr and "| tg4 " in other.stdout
+
+
 def test_an_interrupt_keeps_what_was_measured(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, runs, run = tmp_path / "kept.json", [0], Combination.run
 
@@ -155,11 +178,11 @@ def test_an_interrupt_keeps_what_was_measured(tiny: Path, tmp_path: Path, monkey
 def test_an_interrupt_while_the_conditions_are_read_keeps_the_rest(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, facts = [0], conditions.facts
 
-    def interrupted() -> dict[str, Any]:
+    def interrupted(gpu: str | None) -> dict[str, Any]:
         reads[0] += 1
         if reads[0] == 2:  # after the first run of the second test
             raise KeyboardInterrupt
-        return facts()
+        return facts(gpu)
 
     monkeypatch.setattr(conditions, "facts", interrupted)
     result = edgeq("profile", tiny, *SHORT, "-o", "json")
@@ -172,6 +195,11 @@ def test_what_is_not_a_file_is_not_replaced(tiny: Path, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     result = edgeq("profile", tiny, *SHORT, "--save", pipe)
     assert result.exit_code == 1 and "not a regular file" in result.stderr and pipe.is_fifo()
+    for other in (tiny, tmp_path / "list.json"):
+        before = other.read_bytes() if other.exists() else b"[1, 2]"
+        other.write_bytes(before)
+        result = edgeq("profile", tiny, *SHORT, "--save", other)
+        assert result.exit_code == 1 and "which is no profile" in result.stderr and other.read_bytes() == before
     empty.touch()
     command._check_place(empty)
     assert empty.exists()
@@ -198,11 +226,21 @@ def test_a_termination_is_an_interrupt() -> None:
     ("arguments", "message"),
     [
         (("-p", "0", "-n", "0"), "nothing to measure"),
+        (("--gamma", "3"), "--gamma is the length of drafts, and nothing drafts here: add --draft"),
+        (("--gamma", "3", "--draft", "off"), "add --draft"),
         (("-d", "100000"), "this model takes"),
         (("--image", "56x56"), "reads text alone"),
         (("--save", "/nowhere/at/all.json"), "choose another file for --save"),
         (("--mode", "a8,a9"), "'a9' is not known"),
         (("-o", "trace", "--no-operations"), "leave out --no-operations"),
+        (("-n", "0", "--sustained", "1"), "--sustained decodes tokens"),
+        (("-n", "0", "--what-if", "bits=3"), "--what-if works from"),
+        (("--baseline", "/nowhere.json"), "/nowhere.json: No such file"),
+        (("--baseline", "/nowhere.json", "-o", "csv"), "--baseline goes with -o md or html"),
+        (("--what-if", "bits=3", "-o", "trace"), "--what-if is not in trace"),
+        (("--what-if", "bits=3", "--target", "reference"), "not measured for --target reference"),
+        (("--what-if", "threads=1000"), "cores; give at most"),
+        (("--what-if", "board=h200"), "runs on CPUs only"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(tiny: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -247,4 +285,4 @@ def test_every_rule_is_on_the_page() -> None:
     rules = set(re.findall(r'Finding\(\s*"([\w ]+)"', Path(str(findings.__file__)).read_text(encoding="utf-8")))
     table = PAGE.partition("| name |")[2].partition("\n\n")[0]
     named = {name for line in table.splitlines()[2:] for name in re.findall(r"`([\w ]+)`", line.split("|")[1])}
-    assert len(rules) == 11 and named == rules
+    assert len(rules) == 13 and named == rules

@@ -1,0 +1,129 @@
+"""Scales that are learned on the output of a decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from edgeq.codec import Codec
+from edgeq.container import ModelFile
+from edgeq.converters import tuning, tuning_time
+from edgeq.converters.convert import convert
+from edgeq.converters.method_options import check_method_options
+from edgeq.converters.options import ConvertOptions
+from edgeq.converters.preflight import preflight
+from edgeq.converters.quantizer import quantize, restored
+from edgeq.converters.tuning_time import tuning_seconds
+from edgeq.errors import InputError
+
+SMALL: dict[str, Any] = {
+    "method": "gptq",
+    "bits": 2,
+    "group_size": 32,
+    "head": 8,
+    "calibration_rows": 8,
+    "calibration_length": 64,
+}
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "STEPS", 12)
+
+
+@pytest.mark.parametrize(
+    "codec", [Codec("int", 3, 32, symmetric=False), Codec("int", 4, 64)], ids=lambda codec: str(codec.name)
+)
+def test_gradients_are_those_of_the_weights_written_out(codec: Codec) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(shape, generator=generator) for shape in ((6, 80), (2, 5, 80)))
+    factors = (1 + 0.1 * torch.randn(6, codec.groups(80), generator=generator)).requires_grad_()
+    part = tuning.Tuned(nn.Linear(80, 6), quantize(weight, codec, "w"), codec, factors)
+    ours = x.clone().requires_grad_()
+    tuning._Product.apply(ours, factors, part).square().sum().backward()
+    mine, of_factors = ours.grad, factors.grad
+    factors.grad, theirs = None, x.clone().requires_grad_()
+    widths = [min(codec.group_size, 80 - start) for start in range(0, 80, codec.group_size)]
+    spread = factors.repeat_interleave(torch.tensor(widths), 1)
+    functional.linear(theirs, restored(part.quantized, codec) * spread).square().sum().backward()
+    torch.testing.assert_close(mine, theirs.grad)
+    torch.testing.assert_close(of_factors, factors.grad)
+    assert torch.equal(part.result().q, part.quantized.q) and part.result().scale.dtype == torch.float16
+
+
+def arrays(file: ModelFile, name: str) -> tuple[Any, Any, Any]:
+    (weight,) = file.metadata.linears[name].weights
+    assert weight.scale and weight.zero
+    return tuple(np.asarray(file.array(ref)) for ref in (weight.q, weight.scale, weight.zero))  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_scales_alone_change_and_the_layer_comes_closer(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, losses = str(checkpoint("llama_gqa")), list[float]()
+    loss = tuning._loss
+    monkeypatch.setattr(tuning, "_loss", lambda *arguments: losses.append(loss(*arguments)) or losses[-1])
+    plain, tuned = (
+        convert(folder, tmp_path / f"{tune}.edgeq", ConvertOptions(tune=tune, **SMALL), silent) for tune in (None, True)
+    )
+    assert len(losses) == 4 and losses[1] < losses[0] and losses[3] < losses[2]
+    # The inputs of the first linear layer are the same in both files.
+    (q, scale, zero), (q_tuned, scale_tuned, zero_tuned) = (arrays(file, "layers.0.qkv") for file in (plain, tuned))
+    assert np.array_equal(q, q_tuned) and np.array_equal(zero, zero_tuned) and not np.array_equal(scale, scale_tuned)
+    assert tuned.metadata.provenance["options"] == plain.metadata.provenance["options"] | {"tune": True}  # type: ignore[operator]
+    # Where it does not help nothing changes.
+    monkeypatch.setattr(tuning, "RATE", 0.5)
+    refused = convert(folder, tmp_path / "same.edgeq", ConvertOptions(tune=True, **SMALL), silent)
+    assert all(
+        np.array_equal(a, b)
+        for name in plain.metadata.linears
+        if name.startswith("layers.0")
+        for a, b in zip(arrays(plain, name), arrays(refused, name), strict=True)
+    )
+
+
+@pytest.mark.usefixtures("_quick")
+def test_interrupted_it_goes_on_to_the_same_bytes(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder, options = str(checkpoint("qwen2")), ConvertOptions(tune=True, **{**SMALL, "method": "awq+gptq"})
+    reports: list[tuple[float, str]] = []
+    whole = convert(folder, tmp_path / "whole.edgeq", options, lambda done, total, label: reports.append((done / total, label)))
+    assert sum("layer 2" in label for _, label in reports) > tuning.STEPS
+
+    def stop(done: float, total: float, label: str) -> None:
+        if "layer 2" in label:
+            raise KeyboardInterrupt
+
+    output = tmp_path / "o.edgeq"
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, output, options, stop)
+    assert convert(folder, output, options, silent).path.read_bytes() == whole.path.read_bytes()
+
+
+def test_what_it_takes_is_said_and_what_it_cannot_do_is_refused(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(checkpoint("llama_gqa"))
+    plain, tuned = (preflight(folder, ConvertOptions(tune=tune, **SMALL)) for tune in (None, True))
+    assert tuned.memory_bytes > plain.memory_bytes and 0 < tuning_seconds(tuned) < 600
+    sparse = preflight(str(checkpoint("qwen2_moe")), ConvertOptions(tune=True, **SMALL))
+    assert 0 < tuning_seconds(sparse) < 600
+    # Two layers: four passes of eight rows, two at a time, and a hundred steps of four rows, in which weights are restored too.
+    seconds = iter((1.0, 10.0))
+    monkeypatch.setattr(tuning_time, "_fastest", lambda run: (float(run()), next(seconds))[1])
+    assert tuning_seconds(tuned) == 2 * (4 * 4 * 1 + 100 * 2 * 10)
+    with pytest.raises(InputError, match=r"--tune goes with --method gptq, awq\+gptq; --method rtn has no use for it"):
+        check_method_options(ConvertOptions(method="rtn", tune=True))
+    with pytest.raises(InputError, match=r"--tune goes with a calibration text, and .* is a folder"):
+        preflight(folder, ConvertOptions(method="gptq", tune=True, calibration=tmp_path))

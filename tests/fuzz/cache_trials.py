@@ -1,0 +1,105 @@
+"""Hostile files of sessions and of prompts that are kept on disk: what is read is what was written, or it is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from threading import Lock
+from typing import Any, cast
+
+from mutation import changed_bytes, refused
+
+from edgeq.errors import EdgeqError
+from edgeq.prompt import Place
+from edgeq.runtime import session_file
+from edgeq.runtime.prompt_store import LEAST_PAGES, PromptStore
+from edgeq.runtime.session_file import DIGEST_BYTES, Origin
+from edgeq.targets.rows import PAGE, Page
+from edgeq.targets.target import Program
+
+PAGE_BYTES, VOCABULARY, CONTEXT = 96, 500, 512
+ORIGIN = Origin("0123456789abcdef" * 2, ("target", "mode", "f16", "rope"))
+TOKENS = [(i * i) % VOCABULARY for i in range(LEAST_PAGES * PAGE)]
+PLACES = (Place(10, (1, 4, 5), b"p" * 16, 20), Place(100, (2, 4, 5), b"q" * 16, 40))
+
+
+class Numbers(Page):
+    def __init__(self, data: bytes) -> None:
+        assert len(data) == PAGE_BYTES
+        self.data = data
+
+
+PAGES = [Numbers(bytes([i]) * PAGE_BYTES) for i in range(LEAST_PAGES)]
+
+
+class Pages:
+    """What a store needs of a program."""
+
+    isa = ""
+
+    def new_page(self) -> Page:
+        return Numbers(bytes(PAGE_BYTES))
+
+    def save_page(self, page: Page) -> bytes:
+        assert isinstance(page, Numbers)
+        return page.data
+
+    def load_page(self, data: bytes) -> Page:
+        return Numbers(data)
+
+
+class Caches:
+    """Changed files of either kind, half of those of sessions with a right digest."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "session"
+        session_file.write(self._path, ORIGIN, TOKENS, PLACES, PAGE_BYTES, (page.data for page in PAGES))
+        self._session = self._path.read_bytes()
+        self._store = PromptStore(folder / "kept", 1 << 20, ORIGIN, cast(Program, Pages()), Lock())
+        self._store.put("", TOKENS, PLACES, PAGES)
+        self._store.flush()
+        self._files = self._store._paths("", TOKENS, PLACES)
+        self._pages = [path.read_bytes() for path in self._files]
+
+    def trial(self, rng: random.Random) -> str:
+        return self._of_session(rng) if rng.random() < 0.5 else self._of_page(rng)
+
+    def _changed(self, rng: random.Random, data: bytes) -> bytes:
+        if rng.random() < 0.1:
+            return data[: rng.randrange(len(data))]
+        # What comes before the pages as often as they.
+        end = rng.choice((80, 80, len(data)))
+        return changed_bytes(rng, data[:end]) + data[end:]
+
+    def _of_session(self, rng: random.Random) -> str:
+        data = self._changed(rng, self._session)
+        if rng.random() < 0.5:
+            body = data[:-DIGEST_BYTES]
+            data = body + hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+        self._path.write_bytes(data)
+        try:
+            tokens, places, pages = session_file.read(self._path, ORIGIN, VOCABULARY, CONTEXT, PAGE_BYTES, Numbers)
+        except EdgeqError as error:
+            return refused(error)
+        assert len(tokens) <= CONTEXT and len(pages) == -(-len(tokens) // PAGE) and all(0 <= t < VOCABULARY for t in tokens)
+        assert all(place.end <= len(tokens) for place in places)
+        return "session read"
+
+    def _of_page(self, rng: random.Random) -> str:
+        index = rng.randrange(len(PAGES))
+        path, sound = self._files[index], self._pages[index]
+        data = self._changed(rng, sound) if rng.random() < 0.9 else rng.choice(self._pages)
+        signed = rng.random() < 0.5
+        if signed:
+            body = data[:-DIGEST_BYTES]
+            data = body + hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+        path.write_bytes(data)
+        path.chmod(0o600)
+        found: Any = self._store.load("", TOKENS, PLACES, index)
+        if found is None:
+            assert data != sound and not path.exists()
+            return "page missed"
+        # Whoever can sign one can choose its numbers, and nothing else.
+        assert found.data == PAGES[index].data or signed
+        return "page read"
