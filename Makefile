@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo demo-vision test setup-cuda test-cuda test-exhaustive test-lowest test-python fuzz lint docs schema clean
+.PHONY: demo demo-vision test setup-cuda test-cuda kernels test-gpu test-exhaustive test-lowest test-python fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -64,19 +64,37 @@ test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
 test-exhaustive: $(VENV)/installed-test
-	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
+	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive and not cuda"
 
 # The CUDA target on an emulated device: TVM generates its kernels, g++ compiles them for the CPU, NVRTC for GPUs.
-setup-cuda: $(VENV)/installed-build
+setup-cuda: $(VENV)/installed-build $(VENV)/installed-cuda12
 
-test-cuda: $(VENV)/installed-test $(VENV)/installed-build
+test-cuda: $(VENV)/installed-test setup-cuda
 	$(BIN)/python -m pytest $(PARALLEL) -m cuda
+
+# The same tests on a GPU.  `make kernels GPU=sm_90` compiles their kernels, on any machine; `make test-gpu` runs them from build/kernels
+# on the one with the GPU, with neither tvm nor a network, then under compute-sanitizer where CUDA's toolkit is installed.
+GPU ?= sm_80,sm_87,sm_89,sm_90
+ON_GPU := $(BIN)/python -m pytest -q -x --gpu tests/cuda
+CHECKS := memcheck racecheck synccheck initcheck
+
+kernels: $(VENV)/installed-build
+	$(BIN)/python -m tests.cuda.kernels $(GPU)
+
+test-gpu:
+	$(ON_GPU)
+	@if command -v compute-sanitizer > /dev/null; then \
+	  for check in $(CHECKS); do \
+	    echo "compute-sanitizer $$check"; \
+	    compute-sanitizer --tool $$check --error-exitcode 9 $(ON_GPU) -k "product or logits or chunking" || exit 1; \
+	  done; \
+	else echo "no compute-sanitizer: install CUDA's toolkit, and run it again"; fi
 
 # The oldest versions that pyproject.toml allows, and another Python.  The machine code of one instruction set, the threads, a run from
 # the command line.  EXTRA=[convert] has torch too, and converts there; without it the file is converted here.
 # `make test-lowest PY=python3.10`, `make test-python PY=python3.14`
 EXTRA ?=
-SMOKE := $(if $(EXTRA),tests/cli/test_commands.py) tests/targets/test_layers.py tests/targets/test_compile.py tests/targets/test_parallel.py \
+SMOKE := $(if $(EXTRA),tests/cli/test_commands.py tests/cli/test_run.py) tests/targets/test_layers.py tests/targets/test_compile.py tests/targets/test_parallel.py \
          tests/targets/test_threadpool.py
 SMOKE_FILE := build/smoke/tiny-llama.edgeq
 smoke = XDG_CACHE_HOME=$(abspath $1/cache) $1/bin/edgeq run $(SMOKE_FILE) -p "def read_file(path):" -n 16 && \
