@@ -86,7 +86,7 @@ def test_one_table_that_stands_for_many_is_read_twice(monkeypatch: pytest.Monkey
         decode(shared_tables(MAX_ARRAYS, 0, MAX_ARRAYS))
     with pytest.raises(FormatError, match="linear layer 'n0' twice"):
         decode(shared_tables(1 << 14, 1 << 14))
-    assert time.process_time() - started < 4
+    assert time.process_time() - started < 16
 
 
 def test_the_time_per_entry_does_not_grow_with_the_file() -> None:

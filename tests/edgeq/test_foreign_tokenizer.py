@@ -90,7 +90,7 @@ def test_a_hostile_tokenizer_is_one_error(name: str, capfd: pytest.CaptureFixtur
     started = time.process_time()
     with pytest.raises(FormatError, match="^the file's tokenizer (does not work: .*|makes .*); convert the checkpoint again$"):
         encoded(HOSTILE[name])
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 8
     assert capfd.readouterr() == ("", ""), "a panic prints nothing but the error"
 
 

@@ -84,7 +84,8 @@ def test_one_that_says_nothing_or_little_is_closed(served: Served, monkeypatch: 
                 except ConnectionError:
                     break
                 time.sleep(0.05)
-            assert answer(slow)[0] in (0, 400) and time.monotonic() - started < 2
+            # Without the change above it would be ten seconds.
+            assert answer(slow)[0] in (0, 400) and time.monotonic() - started < 8
             assert served.ask("/health")[0] == 200
 
 
@@ -103,7 +104,7 @@ def test_three_hundred_silent_connections_leave_a_place(served: Served) -> None:
         for _ in range(300):
             held.append(served.connect())
         started = time.monotonic()
-        assert served.ask("/health")[0] == 200 and time.monotonic() - started < 2
+        assert served.ask("/health")[0] == 200 and time.monotonic() - started < 0.8 * connection.HEADER_SECONDS
     finally:
         for each in held:
             each.close()
@@ -282,23 +283,24 @@ def test_prompts_of_completions_have_bounds(served: Served) -> None:
     assert message.startswith("This model's maximum context length is 512 tokens.")
 
 
-def test_other_clients_are_answered_while_a_large_body_is_read(served: Served) -> None:
-    slowest, done = 0.0, threading.Event()
+def test_other_clients_are_answered_while_a_body_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgeq.runtime.server import app
 
-    def watch() -> None:
-        nonlocal slowest
-        while not done.is_set():
-            started = time.monotonic()
-            assert served.ask("/health")[0] == 200
-            slowest = max(slowest, time.monotonic() - started)
+    decoded, begun, asked = app.decoded, threading.Event(), threading.Event()
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    refused(served, 400, "context_length_exceeded", CHAT, {"messages": [{"role": "user", "content": "a b " * 900_000}]})
-    done.set()
-    watcher.join()
-    # Fifty milliseconds on a machine of its own: here six others may run.
-    assert slowest < 1.0
+    def slow(body: bytearray) -> Any:
+        begun.set()
+        assert asked.wait(30), "another client was not answered meanwhile"
+        return decoded(body)
+
+    monkeypatch.setattr(app, "decoded", slow)
+    statuses = list[int]()
+    reading = threading.Thread(target=lambda: statuses.append(served.ask(CHAT, {"messages": []})[0]))
+    reading.start()
+    assert begun.wait(30) and served.ask("/health")[0] == 200
+    asked.set()
+    reading.join()
+    assert statuses == [400]
 
 
 # Pictures
