@@ -22,7 +22,8 @@ from edgeq.converters.method import Method
 from edgeq.converters.methods import TOWERS, chosen
 from edgeq.converters.network import described, open_tensors
 from edgeq.converters.options import ConvertOptions
-from edgeq.converters.plan import ConversionPlan, write_steps
+from edgeq.converters.plan import ConversionPlan
+from edgeq.converters.steps import write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.machine import available_bytes

@@ -17,7 +17,8 @@ from edgeq.converters.allocation.probe import probe_rows
 from edgeq.converters.calibration.choose_precision import ROWS
 from edgeq.converters.items import ArrayItem, Item
 from edgeq.converters.linears import LinearItem
-from edgeq.converters.plan import ConversionPlan, WriteStep
+from edgeq.converters.plan import ConversionPlan
+from edgeq.converters.steps import WriteStep
 
 OnProgress = Callable[[float, float, str], None]
 """Progress callback: (work done, total work, label).  The label changes when a stage ends: a layer, the head, verification."""

@@ -26,6 +26,7 @@ from threading import Condition, Lock, Thread
 from time import monotonic
 
 from edgeq.errors import FormatError, InputError
+from edgeq.least_recently_used import remove_least_recently_used
 from edgeq.prompt import Place, cut
 from edgeq.runtime.cache import in_turn
 from edgeq.runtime.prefix_tree import key_of
@@ -224,14 +225,7 @@ class PromptStore:
 
     def _shrink(self) -> None:
         """Remove files, the longest unused first.  Another process may keep prompts here too."""
-        files = sorted(stored(self.folder), key=lambda file: file.used)
-        self.bytes = sum(file.size for file in files)
-        for file in files:
-            if self.bytes <= KEPT * self._most:
-                return
-            with suppress(OSError):
-                file.path.unlink()
-            self.bytes -= file.size
+        self.bytes = remove_least_recently_used([file.path for file in stored(self.folder)], int(KEPT * self._most))
 
     def _remove_unfinished(self) -> None:
         for entry in os.scandir(self.folder):

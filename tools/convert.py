@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgeq.container import ModelFile
 from edgeq.converters.allocation.budget import WITHIN
-from edgeq.converters.allocation.plan_file import write_plan, write_text
+from edgeq.converters.allocation.plan_file import check_place, write_plan, write_text
 from edgeq.converters.method_options import check_method_options
 from edgeq.converters.options import ConvertOptions
 from edgeq.converters.output import check_output
@@ -54,6 +54,8 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
         raise InputError(
             f"{'--plot' if plot else '--save-plan'} goes with a budget: --bits 3.5, --size, --read, --kl or --speed"
         )
+    for path in filter(None, (plot, save)):
+        check_place(path)
     check_method_options(settings)
     if output is not None:
         check_output(source, output)

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from edgeq.least_recently_used import remove_least_recently_used
 from edgeq.machine import cache_folder
 from edgeq.tools.predictions import SAMPLED, TOP, Predictions
 
@@ -56,7 +57,7 @@ def kept_or_made(
             with suppress(OSError):
                 _write(file, key, made)
                 os.replace(file.name, path)
-                _forget_oldest(path.parent)
+                remove_least_recently_used(path.parent.glob(f"*{ENDING}"), MAX_BYTES)
         return made
 
 
@@ -140,13 +141,3 @@ def _alone(path: Path, on_wait: Callable[[], None]) -> Iterator[IO[bytes] | None
         # While this process waited, the file may have got its name; then what it would write to is what is read next.
         named = new.exists() and os.path.samestat(os.fstat(file.fileno()), new.stat())
         yield file if named else None
-
-
-def _forget_oldest(folder: Path) -> None:
-    """Remove the files that were not used for longest until all of them have at most MAX_BYTES."""
-    found = sorted(((path.stat(), path) for path in folder.glob(f"*{ENDING}")), key=lambda entry: -entry[0].st_mtime_ns)
-    total = 0
-    for status, path in found:
-        total += status.st_size
-        if total > MAX_BYTES:
-            path.unlink(missing_ok=True)

@@ -14,7 +14,8 @@ from edgeq.converters.allocation.parts import TABLE, Part
 from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows, refuse_short_text
 from edgeq.converters.allocation.record import Prediction, Record
 from edgeq.converters.calibration.compute import Compute, within_memory
-from edgeq.converters.plan import ConversionPlan, write_steps
+from edgeq.converters.plan import ConversionPlan
+from edgeq.converters.steps import write_steps
 from edgeq.errors import ResourceError
 from edgeq.machine import available_bytes
 

@@ -8,6 +8,7 @@ Every part is there; codecs are called as `edgeq inspect` shows them.  The prove
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +37,16 @@ def read_plan(path: Path) -> dict[str, str]:
 def write_plan(path: Path, plan: Mapping[str, str]) -> None:
     """Write a plan, replacing what is there.  InputError: it cannot be written."""
     write_text(path, json.dumps(plan, indent=1) + "\n")
+
+
+def check_place(path: Path) -> None:
+    """InputError: no file can be written there.  Asked before the measurement whose result goes there, which takes long."""
+    if not path.parent.is_dir():
+        raise InputError(f"{path.parent}: no such folder; make it first")
+    if path.is_dir():
+        raise InputError(f"{path}: cannot write it: Is a directory")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: cannot write it: Permission denied")
 
 
 def write_text(path: Path, text: str) -> None:

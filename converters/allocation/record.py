@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from edgeq.least_recently_used import remove_least_recently_used
 from edgeq.machine import cache_folder
 from edgeq.whole_file import write_whole
 
@@ -58,21 +59,10 @@ class Record:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps({"settings": self.settings, "divergences": self.found}, indent=1))
+            remove_least_recently_used(self.path.parent.glob("*.json"), MAX_KEPT_BYTES)
         except OSError:
             return False
-        _forget_oldest(self.path)
         return True
-
-
-def _forget_oldest(kept: Path) -> None:
-    """Remove files beside `kept`, those first that were not used for longest, until all have at most MAX_KEPT_BYTES."""
-    with suppress(OSError):
-        others = [(path.stat(), path) for path in kept.parent.iterdir() if path != kept]
-        total = kept.stat().st_size
-        for status, path in sorted(others, key=lambda entry: -entry[0].st_mtime_ns):
-            total += status.st_size
-            if total > MAX_KEPT_BYTES:
-                path.unlink(missing_ok=True)
 
 
 def _read(path: Path, settings: object) -> Divergences:
