@@ -1,4 +1,5 @@
-"""What threads of this machine can do: read memory, multiply integers, and how many of them decode fastest."""
+"""What threads of this machine can do: read memory, multiply integers; how many of them decode fastest, and looking how far
+ahead."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.args import PARTS, Args, pointer
 from edgeq.targets.cpu.jit.buffers import zeros
 from edgeq.targets.cpu.jit.compile import Kernel, address
+from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD
 from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels.args import ProductArgs
@@ -288,11 +290,42 @@ def best_decode_threads(isa: Isa, most: int) -> tuple[int, bool]:
     rates, shares = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0.0)
     for _ in range(PROBES):
         for n in candidates:
-            table[0, PARTS] = 4 * n
+            table[0, PARTS] = PARTS_A_THREAD * n
             passes, share = _rates_and_share(table, n, 1.0, 0.5 / PROBES / len(candidates))
             rates[n], shares[n] = max(rates[n], statistics.median(passes)), max(shares[n], share)
     del kept
     return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values())), min(shares.values()) >= ALONE
+
+
+WORTH_ANOTHER = 1.03
+"""How much faster than the first distance another one has to be: less may be chance."""
+
+
+def prefetch_bytes(isa: Isa, threads: int, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
+    """How many bytes ahead `threads` threads that decode ask for weights, probed once in about a third of a second and kept per
+    machine; 0: the instruction set leaves that to the processor."""
+    if len(isa.prefetch_distances) < 2:
+        return next(iter(isa.prefetch_distances), 0)
+    most, what = cpu().cores, f"prefetch_bytes {isa.name}"
+    threads = min(threads, most)
+    return int(measured(what, threads, lambda: best_prefetch_bytes(isa, threads), refresh, on_measure))
+
+
+def best_prefetch_bytes(isa: Isa, threads: int) -> tuple[int, bool]:
+    """The distance at which a large 4-bit matrix is multiplied with a token fastest, the first of those within 3 % of it.
+
+    Also whether the threads were alone.
+    """
+    table, kept = _decode_table(isa, threads)
+    table[0, PARTS] = PARTS_A_THREAD * threads
+    rates, shares = dict.fromkeys(isa.prefetch_distances, 0.0), dict.fromkeys(isa.prefetch_distances, 0.0)
+    for _ in range(PROBES):
+        for distance in isa.prefetch_distances:
+            table[0, ProductArgs.prefetch_bytes.slot] = distance
+            passes, share = _rates_and_share(table, threads, 1.0, 0.3 / PROBES / len(rates))
+            rates[distance], shares[distance] = max(rates[distance], statistics.median(passes)), max(shares[distance], share)
+    del kept
+    return next(each for each in rates if WORTH_ANOTHER * rates[each] >= max(rates.values())), min(shares.values()) >= ALONE
 
 
 def _decode_table(isa: Isa, threads: int) -> tuple[Table, list[NDArray[Any]]]:
@@ -309,7 +342,7 @@ def _decode_table(isa: Isa, threads: int) -> tuple[Table, list[NDArray[Any]]]:
         x_blocks=groups, weights=weights.ctypes.data, weights_block=weights.nbytes // blocks,
         scales=scales.ctypes.data, scales_block=2 * ROWS * groups, scales_step=2 * ROWS,
         chunks=columns // CHUNK, chunks_per_block=codec.group_size // CHUNK, output_channels=rows, group_blocks=1,
-        y=y.ctypes.data, y_stride=0, scratch=scratch.ctypes.data,
+        y=y.ctypes.data, y_stride=0, scratch=scratch.ctypes.data, prefetch_bytes=next(iter(isa.prefetch_distances), 0),
     )  # fmt: skip
     function = address(integer_matvec, isa_index(isa), *DECODE_LITERALS)
     return np.array([args.record(function)], np.int64), [weights, scales, token, numbers, y, scratch, count]

@@ -21,7 +21,7 @@ from edgeq.targets.cpu.kernels.kv_layout import layer_bytes
 from edgeq.targets.cpu.lowering.context import Context, Masters, RowArrays, Source
 from edgeq.targets.cpu.lowering.dispatch import lower, tables
 from edgeq.targets.cpu.lowering.requantize import masters_of
-from edgeq.targets.cpu.probes import decode_threads, read_bandwidth
+from edgeq.targets.cpu.probes import decode_threads, prefetch_bytes, read_bandwidth
 from edgeq.targets.cpu.requantized import CpuWeights, Requantizer, prepare
 from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate, linears
 from edgeq.targets.host import check_rows, resolved
@@ -54,6 +54,8 @@ class CpuProgram:
         isa, self._reason = choose(options.isa, begin)
         self.threads = options.threads or min(most, decode_threads(isa, on_measure=begin) if most > 1 else 1)
         self.threads_prefill = options.threads_prefill or options.threads or min(most, machine.cpu().big_cores)
+        # What caches hold needs no look ahead.
+        ahead = prefetch_bytes(isa, self.threads, on_measure=begin) if most > 1 else next(iter(isa.prefetch_distances), 0)
         options = replace(resolved(options), threads=self.threads, threads_prefill=self.threads_prefill)
         self.options = options
         self.graph = graph
@@ -87,7 +89,7 @@ class CpuProgram:
             selected_page_tables=selected_page_tables, selected_spans=selected_spans, selected_vectors=selected_vectors,
             counted=counted, sums=sums, modality=modality, selected_modality=selected_modality,
         )  # fmt: skip
-        self._context = partial(Context, graph, file, isa=isa, memory=self._memory, arrays=arrays)
+        self._context = partial(Context, graph, file, isa=isa, memory=self._memory, arrays=arrays, prefetch_bytes=ahead)
         self._tables: dict[tuple[Mode, Source], Tables] = {}
         context = self._lowered(options.mode, "file")
         self._tables[options.mode, "file"] = tables(context, on_progress)

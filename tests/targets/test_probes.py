@@ -9,6 +9,8 @@ from edgeq import machine, measurements
 from edgeq.measurements import READ_BANDWIDTH
 from edgeq.targets.cpu import probes
 from edgeq.targets.cpu.choose_isa import choose
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.kernels.args import ProductArgs
 
 ISA = choose()[0]
 
@@ -94,3 +96,25 @@ def test_the_array_that_is_read_exceeds_the_cache_or_is_said_to_be_within_it(mon
     monkeypatch.setattr(probes, "last_level_cache", lambda: None)
     monkeypatch.setattr(probes, "available_bytes", lambda: 16 << 30)
     assert probes.read_bandwidth(1) == 256 << 20 == measurements.known(READ_BANDWIDTH, 1)
+
+
+def test_weights_are_asked_for_at_the_distance_that_was_measured_to_be_fastest(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    isa = next(isa for isa in all_isas() if isa.name == "portable")
+    isa.prefetch_distances = (4096, 64, 512)
+    rates, share = {4096: 1.0, 64: 1.02, 512: 1.01}, 0.5
+
+    def measured(table, threads, work, seconds):
+        return [rates[int(table[0, ProductArgs.prefetch_bytes.slot])]] * 3, share
+
+    monkeypatch.setattr(probes, "_rates_and_share", measured)
+    begun = []
+    # A difference that may be chance changes nothing, and what was measured on a busy machine is not kept.
+    assert probes.prefetch_bytes(isa, 1, on_measure=lambda: begun.append(1)) == 4096
+    rates[64], share = 1.04, 1.0
+    assert probes.prefetch_bytes(isa, 1, on_measure=lambda: begun.append(1)) == 64
+    rates[512] = 2.0
+    assert probes.prefetch_bytes(isa, 1, on_measure=lambda: begun.append(1)) == 64 and len(begun) == 2
+    assert probes.prefetch_bytes(isa, 1, refresh=True) == 512
+    isa.prefetch_distances = ()
+    assert probes.prefetch_bytes(isa, 1) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.isa.isa import X86_PREFETCH_DISTANCES, Isa
 from edgeq.targets.cpu.jit.simd import I8, I16, I32, call, constant
 
 B32, W16, D8 = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
@@ -18,7 +18,7 @@ class Avx2(Isa):
     label = "AVX2"
     lanes = 8
     tiles = (4, 1)
-    prefetch_bytes = 16 << 10
+    prefetch_distances = X86_PREFETCH_DISTANCES
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx2", "fma", "f16c"})
 

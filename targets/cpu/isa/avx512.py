@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.isa.isa import X86_PREFETCH_DISTANCES, Isa
 from edgeq.targets.cpu.jit.simd import VI32, call
 
 
@@ -15,7 +15,7 @@ class Avx512Vnni(Isa):
     lanes = 16
     tiles = (12, 4, 1)
     blocks_per_tile = 2
-    prefetch_bytes = 16 << 10
+    prefetch_distances = X86_PREFETCH_DISTANCES
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+X86_PREFETCH_DISTANCES = (16 << 10, 1 << 10)
+"""Far: what a processor foresees itself ends with a small page.  Near: a Zen 4 reads a 1B shape 1.25 times as fast so."""
+
 
 class Isa(Protocol):
     """Emits LLVM IR for integer dot products over the file's order (edgeq/codec.py).
@@ -16,7 +19,8 @@ class Isa(Protocol):
     lanes       rows of a block that one vector holds: 16, or 8 or 4 and a block takes two or four
     tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
     blocks_per_tile  neighbouring blocks that share what is loaded of the tokens, where one alone leaves registers free
-    prefetch_bytes   how many bytes ahead weights are asked for into the second-level cache; 0 leaves that to the processor
+    prefetch_distances  how many bytes ahead weights may be asked for into the second-level cache, of which a probe chooses; the
+                     first where nothing is measured.  Empty leaves that to the processor
     machines    what `platform.machine()` says of the processors it is for; empty for all
     needs       processor features without which the code would not run
     matrix_unit whether products of 8-bit activations with many rows go to a unit that multiplies whole tiles (matrix_unit.py)
@@ -32,7 +36,7 @@ class Isa(Protocol):
     needs: frozenset[str]
     partials16: int = 1
     blocks_per_tile: int = 1
-    prefetch_bytes: int = 0
+    prefetch_distances: tuple[int, ...] = ()
     matrix_unit: bool = False
     winograd: bool = False
 

@@ -71,6 +71,7 @@ class ProductArgs(Args):
     room              of every thread, for what a product makes of the weights, and how much;  numbers_bytes: of what it makes
                       of the rows before that, on a matrix unit
     block_step        of tiles of several blocks: from one block to the next
+    prefetch_bytes    how far ahead weights are asked for, where the instruction set does that
     """
 
     x = pointer()
@@ -100,6 +101,7 @@ class ProductArgs(Args):
     room_bytes = nbytes(0)
     numbers_bytes = nbytes(0)
     block_step = number(1)
+    prefetch_bytes = nbytes(0)
 
 
 class CacheArgs(Args):

@@ -154,6 +154,7 @@ def weight_constants(isa: int) -> Any:
             record, n, out = values
             w = b.add(ProductArgs.weights.load(b, record), b.mul(n, ProductArgs.weights_block.load(b, record)))
             chunks, per_block = ProductArgs.chunks.load(b, record), ProductArgs.chunks_per_block.load(b, record)
+            ahead = ProductArgs.prefetch_bytes.load(b, record)
             even_shift, odd_shift = (constant(octets, shift) for shift in WINOGRAD_SHIFTS)
             whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
             with cgutils.for_range(b, whole) as loop:
@@ -161,7 +162,7 @@ def weight_constants(isa: int) -> Any:
                 first, count = chunks_of(b, loop.index, chunks, per_block)
                 with cgutils.for_range(b, count) as inner:
                     line = at(b, w, b.add(first, inner.index), BITS * LINE)
-                    prefetch(b, plus(b, line, chosen.prefetch_bytes), BITS * LINE)
+                    prefetch(b, b.add(line, ahead), BITS * LINE)
                     for even, odd in (operands(b, line, j) for j in range(QUADS // 2)):
                         joint = [(b.add(odd, even_shift), b.add(even, odd_shift))]
                         for slot, factors in zip(slots, (joint, [(even, even_shift), (odd, odd_shift)]), strict=True):
