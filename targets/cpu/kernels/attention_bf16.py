@@ -1,9 +1,10 @@
 """Attention in bf16, for rows that see ranges of slots: the towers of pictures.
 
-Products take queries, keys, weights and values as bf16, sums are float32; a processor's matrix unit multiplies (matrix_unit.py),
-or instructions for pairs of bf16 (bf16_vectors.py).  A unit of work is a head and up to ROWS rows of one session.  They pass over
-the slots in blocks, whose keys and values are brought into the order of the products once for all of them, with a running maximum (online softmax: Milakov and Gimelshein 2018); nothing grows with the square of their number.  What a row
-computes depends on its range alone.
+Products take queries, keys, weights and values as bf16, sums are float32; a processor's matrix unit multiplies (matrix_unit.py)
+or instructions for pairs of bf16 (bf16_vectors.py).  A work item is a head and up to ROWS rows of one session.  They pass over
+the slots in blocks, whose keys and values are brought into the order of the products once for all of them, with a running
+maximum (online softmax: Milakov and Gimelshein 2018); nothing grows with the square of their number.  What a row computes
+depends on its range alone.
 
 Scores are in powers of two: the scale of the softmax, times log2(e), is in the queries.
 """
@@ -52,7 +53,6 @@ from edgeq.targets.cpu.kernels.attention import AttentionArgs
 from edgeq.targets.cpu.kernels.attention_state import NOTHING
 from edgeq.targets.cpu.kernels.bf16_panel import (
     BLOCK,
-    COLUMN_BYTES,
     MATRIX_UNIT,
     PANEL,
     ROWS,
@@ -132,11 +132,11 @@ def range_of(args, r, stop):
 
 
 def attend_bf16(dim: int, unit: int) -> Kernel:
-    """Attention of heads of `dim` channels to an f16 cache, over the ranges of `AttentionArgs.spans`.  `unit`: what multiplies."""
+    """Attention of heads of `dim` channels to an f16 cache, over the ranges of `AttentionArgs.spans`; `unit` multiplies."""
     room, products = Room(dim, unit), matrix_products(dim) if unit == MATRIX_UNIT else vector_products(dim)
     begin_products, score, gather, end_products = products
     steps, columns, whole = room.steps, room.columns, dim // SIDE * SIDE
-    at = room.at
+    at, column_bytes = room.at, room.column_bytes
     queries_at, keys_room, values_room, scores_at = at["queries"], at["keys"], at["values"], at["scores"]
     weights_at, results_at, totals_at, largest_at = at["weights"], at["results"], at["totals"], at["largest"]
     room_bytes, width, value_row = room.nbytes, steps * STEP, 2 * padded(dim)
@@ -163,7 +163,7 @@ def attend_bf16(dim: int, unit: int) -> Kernel:
                 put_bf16s(states + queries_at + i * steps * ROW_BYTES + 2 * c, low, high)
             put_f32(states + largest_at + 4 * i, NOTHING)
             vstore(states + totals_at + ROW_BYTES * i, vsplat(0.0))
-        for i in range((stop - start + PANEL - 1) // PANEL * columns * COLUMN_BYTES // ROW_BYTES):
+        for i in range((stop - start + PANEL - 1) // PANEL * columns * column_bytes // ROW_BYTES):
             vstore(states + results_at + ROW_BYTES * i, vsplat(0.0))
 
     @always_inline
@@ -215,11 +215,11 @@ def attend_bf16(dim: int, unit: int) -> Kernel:
         peak = vsplat(NOTHING)
         if seen > begin or seen_end < end:
             for c in range(begin - first, end - first, SIDE):
-                place = scores + c // SIDE * COLUMN_BYTES
+                place = scores + c // SIDE * column_bytes
                 vstore(place, vkeep(vload(place), seen - first - c, seen_end - first - c))
         for c in range(begin - first, end - first, STEP):
-            place = scores + c // SIDE * COLUMN_BYTES
-            peak = vmax(vmax(vload(place), vload(place + COLUMN_BYTES)), peak)
+            place = scores + c // SIDE * column_bytes
+            peak = vmax(vmax(vload(place), vload(place + column_bytes)), peak)
         before, largest = get_f32(states + largest_at + 4 * i), vmaximum(peak)
         totals = vload(states + totals_at + ROW_BYTES * i)
         if largest > before:
@@ -227,14 +227,14 @@ def attend_bf16(dim: int, unit: int) -> Kernel:
             decay = vexp2(vsplat(before - largest))
             totals = vmul(totals, decay)
             for c in range(columns):
-                place = states + results_at + (panel * columns + c) * COLUMN_BYTES + ROW_BYTES * row
+                place = states + results_at + (panel * columns + c) * column_bytes + ROW_BYTES * row
                 vstore(place, vmul(vload(place), decay))
         else:
             largest = before
         shift = vsplat(largest)
         for c in range(begin - first, end - first, STEP):
-            place = scores + c // SIDE * COLUMN_BYTES
-            low, high = vexp2(vsub(vload(place), shift)), vexp2(vsub(vload(place + COLUMN_BYTES), shift))
+            place = scores + c // SIDE * column_bytes
+            low, high = vexp2(vsub(vload(place), shift)), vexp2(vsub(vload(place + column_bytes), shift))
             totals = vadd(totals, vadd(low, high))
             put_bf16s(weights + 2 * c, low, high)
         vstore(states + totals_at + ROW_BYTES * i, totals)
@@ -245,14 +245,14 @@ def attend_bf16(dim: int, unit: int) -> Kernel:
         (start, stop), (first, begin, end) = rows, slots
         queries = states + queries_at + panel * PANEL * steps * ROW_BYTES
         keys = states + keys_room + (begin - first) // SIDE * steps * TILE_BYTES
-        scores = states + scores_at + (begin - first) // SIDE * COLUMN_BYTES
+        scores = states + scores_at + (begin - first) // SIDE * column_bytes
         score(queries, keys, (end - begin) // SIDE, stop - start, scores)
         for row in range(stop - start):
             r = start + row
             weigh(args, states, panel, row, (first, begin, end, begins_at(args, r), ends_at(args, r)))
         weights = states + weights_at + 2 * (begin - first)
         values = states + values_room + (begin - first) // STEP * TILE_BYTES
-        gather(weights, values, (end - begin) // STEP, stop - start, states + results_at + panel * columns * COLUMN_BYTES)
+        gather(weights, values, (end - begin) // STEP, stop - start, states + results_at + panel * columns * column_bytes)
 
     @always_inline
     def put_results(args, states, head, rows):
@@ -262,11 +262,11 @@ def attend_bf16(dim: int, unit: int) -> Kernel:
             total = vsum(vload(states + totals_at + ROW_BYTES * i))
             if get_f32(states + largest_at + 4 * i) <= NOTHING:
                 total = math.nan
-            source, divisor = states + results_at + i // PANEL * columns * COLUMN_BYTES + i % PANEL * ROW_BYTES, vsplat(total)
+            source, divisor = states + results_at + i // PANEL * columns * column_bytes + i % PANEL * ROW_BYTES, vsplat(total)
             for c in range(0, whole, SIDE):
-                vstore(out + 4 * c, vdiv(vload(source + c // SIDE * COLUMN_BYTES), divisor))
+                vstore(out + 4 * c, vdiv(vload(source + c // SIDE * column_bytes), divisor))
             for c in range(whole, dim):
-                put_f32(out + 4 * c, get_f32(source + whole // SIDE * COLUMN_BYTES + 4 * (c - whole)) / total)
+                put_f32(out + 4 * c, get_f32(source + whole // SIDE * column_bytes + 4 * (c - whole)) / total)
 
     def kernel(record, part, parts, thread):
         args = AttentionArgs(record)

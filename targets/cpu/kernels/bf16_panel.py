@@ -25,8 +25,6 @@ ROWS, PANEL, BLOCK = 256, 2 * SIDE, 256
 """Rows of a unit, rows that are multiplied at once, and slots of a block."""
 STEP = 2 * SIDE
 """Channels, or slots, that one instruction sums."""
-COLUMN_BYTES = 2 * TILE_BYTES
-"""Scores of a panel for 16 slots, or its results for 16 channels: float32 [32][16]."""
 WEIGHTS_STRIDE = 2 * BLOCK
 MOST_VECTORS = 5
 """Vectors of columns of a tile: with TILE_ROWS rows what the registers of AVX-512 hold."""
@@ -38,19 +36,22 @@ class Room:
     """Bytes of a thread's scratch and where its parts begin, for heads of `dim` channels.
 
     steps, columns   registers of a row of channels, and vectors of 16 channels of a result
+    column_bytes     of the scores of a panel for 16 slots, or its results for 16 channels: float32 [32][16]
     """
 
     def __init__(self, dim: int, unit: int) -> None:
         self.steps = padded(dim, STEP) // STEP
         self.columns = padded(dim, STEP if unit == MATRIX_UNIT else SIDE) // SIDE
+        # The matrix unit stores two at once.  Else no power of two: parts of a row would compete for a few lines of a cache.
+        self.column_bytes = 2 * TILE_BYTES + (0 if unit == MATRIX_UNIT else ROW_BYTES)
         sizes = {
             "configuration": CONFIGURATION_BYTES,
             "queries": ROWS * self.steps * ROW_BYTES,
             "keys": BLOCK // SIDE * self.steps * TILE_BYTES,
             "values": self.columns * BLOCK // STEP * TILE_BYTES,
-            "scores": BLOCK // SIDE * COLUMN_BYTES,
+            "scores": BLOCK // SIDE * self.column_bytes,
             "weights": PANEL * WEIGHTS_STRIDE,
-            "results": ROWS // PANEL * self.columns * COLUMN_BYTES,
+            "results": ROWS // PANEL * self.columns * self.column_bytes,
             "totals": ROWS * ROW_BYTES,
             "largest": ROWS * 4,
         }
@@ -78,7 +79,7 @@ class Products(NamedTuple):
 def matrix_products(dim: int) -> Products:
     room = Room(dim, MATRIX_UNIT)
     steps, columns, row_of_values = room.steps, room.columns, BLOCK // STEP * TILE_BYTES
-    stride, tile = steps * ROW_BYTES, steps * TILE_BYTES
+    stride, tile, out_bytes = steps * ROW_BYTES, steps * TILE_BYTES, room.column_bytes
 
     @always_inline
     def begin(states):
@@ -88,12 +89,12 @@ def matrix_products(dim: int) -> Products:
     def score(queries, keys, vectors, rows, scores):
         for c in range(0, vectors, 2):
             line = keys + c * tile
-            products_bf16(queries, queries + SIDE * stride, stride, line, line + tile, steps, scores + c * COLUMN_BYTES)
+            products_bf16(queries, queries + SIDE * stride, stride, line, line + tile, steps, scores + c * out_bytes)
 
     @always_inline
     def gather(weights, values, many, rows, results):
         for c in range(0, columns, 2):
-            line, out = values + c * row_of_values, results + c * COLUMN_BYTES
+            line, out = values + c * row_of_values, results + c * out_bytes
             added_bf16(weights, weights + SIDE * WEIGHTS_STRIDE, WEIGHTS_STRIDE, line, line + row_of_values, many, out)
 
     return Products(begin, score, gather, release)
@@ -102,7 +103,7 @@ def matrix_products(dim: int) -> Products:
 def vector_products(dim: int) -> Products:
     room = Room(dim, VECTORS)
     columns, row_of_values, pairs = room.columns, BLOCK // STEP * TILE_BYTES, (dim + 1) // 2
-    stride, tile = room.steps * ROW_BYTES, room.steps * TILE_BYTES
+    stride, tile, out_bytes = room.steps * ROW_BYTES, room.steps * TILE_BYTES, room.column_bytes
     # At most five vectors of columns at once, as many each time as can be.
     passes = -(-columns // MOST_VECTORS)
     wide = -(-columns // passes)
@@ -118,24 +119,24 @@ def vector_products(dim: int) -> Products:
         c = 0
         while vectors - c >= 4:
             for row in range(0, rows, TILE_ROWS):
-                out = scores + c * COLUMN_BYTES + row * ROW_BYTES
-                score_four(queries + row * stride, stride, keys + c * tile, tile, pairs, out, COLUMN_BYTES)
+                out = scores + c * out_bytes + row * ROW_BYTES
+                score_four(queries + row * stride, stride, keys + c * tile, tile, pairs, out, out_bytes)
             c += 4
         if c < vectors:
             for row in range(0, rows, TILE_ROWS):
-                out = scores + c * COLUMN_BYTES + row * ROW_BYTES
-                score_two(queries + row * stride, stride, keys + c * tile, tile, pairs, out, COLUMN_BYTES)
+                out = scores + c * out_bytes + row * ROW_BYTES
+                score_two(queries + row * stride, stride, keys + c * tile, tile, pairs, out, out_bytes)
 
     @always_inline
     def gather(weights, values, many, rows, results):
         for c in range(passes):
             line = values + c * wide * row_of_values
             for row in range(0, rows, TILE_ROWS):
-                source, out = weights + row * WEIGHTS_STRIDE, results + c * wide * COLUMN_BYTES + row * ROW_BYTES
+                source, out = weights + row * WEIGHTS_STRIDE, results + c * wide * out_bytes + row * ROW_BYTES
                 if c + 1 < passes:
-                    gather_wide(source, WEIGHTS_STRIDE, line, row_of_values, many * SIDE, out, COLUMN_BYTES)
+                    gather_wide(source, WEIGHTS_STRIDE, line, row_of_values, many * SIDE, out, out_bytes)
                 else:
-                    gather_last(source, WEIGHTS_STRIDE, line, row_of_values, many * SIDE, out, COLUMN_BYTES)
+                    gather_last(source, WEIGHTS_STRIDE, line, row_of_values, many * SIDE, out, out_bytes)
 
     @always_inline
     def end():
