@@ -26,7 +26,7 @@ from edgeq.errors import EdgeqError, InputError, UnsupportedError
 from edgeq.image_config import ImageConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.Image import Image, Resampling
 
     from edgeq.config import VisionConfig
 
@@ -226,11 +226,7 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
         if ours:
             image.close()
         image = turned
-    filters = pillow.Resampling[settings.resampling.upper()]
-    coloured = _rgb(image)
-    if ours and coloured is not image:
-        image.close()
-    image = coloured.resize((size[1], size[0]), filters, reducing_gap=3.0 if large else None)
+    image = _resized(image, size, pillow.Resampling[settings.resampling.upper()], 3.0 if large else None, ours)
     if settings.sizing == "factor" and size != settings.size_of(height, width, edge, settings.most_tokens(edge)):
         notes.append(f"shrunk to {size[1]} x {size[0]}, for at most {most_tokens} tokens")
     if settings.sizing == "crop":
@@ -248,8 +244,24 @@ def _orientation(image: Image) -> int:
         return 1
 
 
-def _rgb(image: Image) -> Image:
-    """8 bits of red, green and blue, transparent parts on white."""
+def _resized(image: Image, size: tuple[int, int], filters: Resampling, gap: float | None, ours: bool) -> Image:
+    """8 bits of red, green and blue, of a height and width, transparent parts on white.
+
+    gap    as Pillow's `reducing_gap`
+    ours   as of `_prepared`
+    """
+    from PIL import Image as pillow
+
+    colours = _rgb(image)
+    if ours and all(each is not image for each in colours):
+        image.close()
+    resized = [each.resize((size[1], size[0]), filters, reducing_gap=gap) for each in colours]
+    return resized[0] if len(resized) == 1 else pillow.merge("RGB", resized)
+
+
+def _rgb(image: Image) -> list[Image]:
+    """8 bits of red, green and blue, transparent parts on white: one picture, or of a transparent one three of a colour each,
+    which take 3 bytes per pixel where one would take 4."""
     from PIL import Image as pillow
 
     image.load()
@@ -257,15 +269,16 @@ def _rgb(image: Image) -> Image:
         raise InputError("a picture of floating-point numbers; expected 8 or 16 bits per channel")
     if image.mode.startswith("I"):
         # The upper byte, as Pillow takes it of 16-bit colours.
-        return pillow.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+        return [pillow.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")]
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image if image.mode == "RGB" else image.convert("RGB")
-    opaque = pillow.new("RGB", image.size)
+        return [image if image.mode == "RGB" else image.convert("RGB")]
+    colours = [pillow.new("L", image.size) for _ in range(3)]
     for top in range(0, image.height, STRIP):
         strip = image.crop((0, top, image.width, min(top + STRIP, image.height))).convert("RGBA")
         white = pillow.new("RGBA", strip.size, (255, 255, 255, 255))
-        opaque.paste(pillow.alpha_composite(white, strip).convert("RGB"), (0, top))
-    return opaque
+        for colour, part in zip(colours, pillow.alpha_composite(white, strip).split(), strict=False):
+            colour.paste(part, (0, top))
+    return colours
 
 
 def _levels(pixels: NDArray[np.uint8], vision: VisionConfig) -> NDArray[np.uint8]:

@@ -243,6 +243,28 @@ def test_a_changed_byte_gives_a_picture_or_one_line() -> None:
             assert len(str(error)) < 300
 
 
+MEASURED = """
+import resource, sys
+from io import BytesIO
+from PIL import Image
+from tests.edgeq.test_image import EVERY, QWEN, read_picture, tower
+
+peaks = []
+for size in ((8, 8), (3000, 2000)):
+    data = BytesIO()
+    Image.linear_gradient("L").resize(size).convert("RGBA").save(data, "PNG", compress_level=1)
+    read_picture(data.getvalue(), tower(QWEN), EVERY)
+    peaks.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+print((peaks[1] - peaks[0]) * (1024 if sys.platform == "linux" else 1) / 6e6)
+"""
+
+
+def test_a_transparent_picture_takes_no_second_one_in_memory() -> None:
+    """4 bytes for each pixel as Pillow decodes it, 3 on white; the largest child of a process that has read nothing else."""
+    ran = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)
+    assert 4 < float(ran.stdout) < 8
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["RGB PNG", "RGBA PNG", "L PNG", "RGB JPEG", "progressive JPEG", "CMYK JPEG"])
 def test_a_hundred_million_pixels_are_shrunk_within_8_bytes_each(kind: str) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from edgeq.targets import graph as op
+from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, kernel
-from edgeq.targets.cpu.kernels import attention, elementwise, kv_layout, matrix_attention, rope_kv_write
+from edgeq.targets.cpu.kernels import attention, attention_bf16, bf16_panel, bf16_vectors, elementwise, kv_layout, rope_kv_write
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
 
@@ -91,9 +92,13 @@ def _cache_args(context: Context, o: op.CacheWrite | op.Attention, heads: int) -
 def attend(context: Context, o: op.Attention) -> None:
     kv, (out, stride) = context.options.kv, context.place(o.out)
     code = kv_layout.KV_CODES[kv.kind]
-    by_matrix_unit = context.isa.matrix_unit and o.span >= 0 and code == kv_layout.F16_KV and context.mode(o) != "a16"
-    if by_matrix_unit:
-        state_bytes = matrix_attention.Room(o.head_dim).nbytes
+    # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
+    tile = 4 if context.isa.lanes == 16 and context.isa.needs else 2
+    function = kernel(attention.attend, code, tile, tile, int(o.span >= 0))
+    unit = _bf16_unit(context, o)
+    if unit is not None:
+        function = kernel(attention_bf16.attend_bf16, o.head_dim, unit)
+        state_bytes = bf16_panel.Room(o.head_dim, unit).nbytes
         states = context.memory.shared("attention", context.threads * state_bytes)
     else:
         state_bytes = attention.state_bytes(o.head_dim, kv.high, code)
@@ -104,10 +109,15 @@ def attend(context: Context, o: op.Attention) -> None:
         window=o.window, spans=context.spans(o.span), span_stride=context.span_stride,
         scale=o.scale, scratch=states, state_bytes=state_bytes,
     )  # fmt: skip
-    # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
-    tile = 4 if context.isa.lanes == 16 and context.isa.needs else 2
-    function = kernel(attention.attend, code, tile, tile, int(o.span >= 0))
-    if by_matrix_unit:
-        function = kernel(matrix_attention.matrix_attend, o.head_dim)
     context.emit(function, args, parts=o.kv_heads, parts_a_thread=FINER * PARTS_A_THREAD)
     context.invalidate(o.out)
+
+
+def _bf16_unit(context: Context, o: op.Attention) -> int | None:
+    """What multiplies bf16 for rows that see ranges of an f16 cache; None: nothing does, or mode a16 forbids it."""
+    if o.span < 0 or context.options.kv.kind != "f16" or context.mode(o) == "a16":
+        return None
+    if context.isa.matrix_unit:
+        return bf16_panel.MATRIX_UNIT
+    vectors = context.isa.lanes == 16 and context.isa.needs and bf16_vectors.FEATURE in processor.current().features
+    return bf16_panel.VECTORS if vectors else None

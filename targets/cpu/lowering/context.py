@@ -14,8 +14,10 @@ from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.args import Args
 from edgeq.targets.cpu.jit.buffers import Buffers, row_stride
 from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, ExpertStage, Variant
+from edgeq.targets.cpu.jit.simd import LANES
 from edgeq.targets.cpu.kernels import matmul
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
+from edgeq.targets.cpu.lowering.lifetimes import Buffer, lives, places
 from edgeq.targets.requantization import SharedInput
 from edgeq.targets.target import Options, Step
 
@@ -121,11 +123,30 @@ class Context:
         self._slots, self._page_tables = arrays.slots, arrays.page_tables
         self._spans, self._vectors, self._modality = arrays.spans, arrays.vectors, arrays.modality
         self._strides = {name: row_stride(width) for name, width in graph.buffers.items()}
-        room = max(options.max_rows, options.max_logits)
-        self._addresses = {name: memory.shared(("buffer", name), room * stride) for name, stride in self._strides.items()}
+        self._places = self._placed()
+        self._addresses = {name: self._places[Buffer(name)] for name in graph.buffers}
         self._quantized: dict[str, list[QuantizedActivation]] = {}
         self._prepared: dict[str, dict[Any, str]] = {}
         self._made: dict[Any, Any] = {}
+
+    def _placed(self) -> dict[Buffer, int]:
+        """The addresses of the graph's buffers.
+
+        Some have memory of their own: those of an expert, of which its rows are a part (experts.py); the result, which is read
+        after the run; and those whose rows end within a vector, the rest of which must stay 0.
+        """
+        graph, options = self.graph, self.options
+        needed = lives(graph)
+        rows = max(options.max_rows, options.max_logits)
+        sizes = {buffer: (options.max_logits if buffer.selected else rows) * self._strides[buffer.name]
+                 for buffer in (*map(Buffer, graph.buffers), *(each for each in needed if each.selected))}  # fmt: skip
+        apart = {each for each in sizes
+                 if self.stage_of_expert or each.name == graph.result or graph.buffers[each.name] % LANES}  # fmt: skip
+        shared = places({each: size for each, size in sizes.items() if each not in apart}, needed)
+        start = self.memory.shared("buffers", shared.nbytes)
+        return {each: start + offset for each, offset in shared.offsets.items()} | {
+            each: self.memory.shared(("buffer", *each), sizes[each]) for each in apart
+        }
 
     # What is known.
 
@@ -239,7 +260,7 @@ class Context:
         self._spans, self._vectors = self.arrays.selected_spans, self.arrays.selected_vectors
         self._modality = self.arrays.selected_modality
         for name in buffers:
-            self._addresses[name] = self.memory.shared(("selected", name), self._max_rows * self._strides[name])
+            self._addresses[name] = self._places[Buffer(name, True)]
             self.invalidate(name)
 
     def of_expert(self, graph: op.Graph, memory: Buffers, rows: int, max_rows: int) -> Context:

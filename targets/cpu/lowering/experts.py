@@ -23,6 +23,7 @@ from edgeq.targets.cpu.kernels import elementwise
 from edgeq.targets.cpu.kernels import experts as kernels
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import SMALL_TILE
+from edgeq.targets.cpu.lowering.lifetimes import Buffer
 from edgeq.targets.cpu.lowering.linear import UNPACKED, WINOGRAD
 from edgeq.targets.cpu.lowering.prepare import ROWS_OF_THREADS
 
@@ -110,14 +111,14 @@ def experts(context: Context, o: op.Experts, lower: Callable[[Context], None]) -
     context.emit(kernel(kernels.dispatch), dispatched)
     copied = elementwise.SelectArgs(
         rows=total, x=x, x_stride=x_stride, width=context.width(o.x),
-        out=buffers.shared(("buffer", X), places * x_stride), out_stride=x_stride, indices=row_of,
+        out=buffers.shared(("buffer", *Buffer(X)), places * x_stride), out_stride=x_stride, indices=row_of,
     )  # fmt: skip
     context.emit(kernel(elementwise.select), copied)
     for stage, parts in zip(lowered.stages, lowered.parts, strict=True):
         args = kernels.StageArgs(records=int(stage.table.ctypes.data), experts=count, record_bytes=RECORD_BYTES)
         context.emit(kernel(kernels.each), args, parts=parts)
     added = kernels.GatherAddArgs(
-        x=buffers.shared(("buffer", Y), places * out_stride), x_stride=out_stride, width=context.width(o.out),
+        x=buffers.shared(("buffer", *Buffer(Y)), places * out_stride), x_stride=out_stride, width=context.width(o.out),
         out=out, out_stride=out_stride, routing=routing, routing_stride=routing_stride,
         chosen=o.chosen, place_of_choice=place_of,
     )  # fmt: skip

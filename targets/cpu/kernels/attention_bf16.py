@@ -1,9 +1,10 @@
-"""Attention on a processor's matrix unit (matrix_unit.py), for rows that see ranges of slots: the towers of pictures.
+"""Attention in bf16, for rows that see ranges of slots: the towers of pictures.
 
-Products take queries, keys, weights and values as bf16, sums are float32.  A unit of work is a head and up to ROWS rows of one
-session.  They pass over the slots in blocks, whose keys and values are brought into the unit's order once for all of them, with
-a running maximum (online softmax: Milakov and Gimelshein 2018); nothing grows with the square of their number.  What a row
-computes depends on its range alone.
+Products take queries, keys, weights and values as bf16, sums are float32; a processor's matrix unit multiplies (matrix_unit.py)
+or instructions for pairs of bf16 (bf16_vectors.py).  A work item is a head and up to ROWS rows of one session.  They pass over
+the slots in blocks, whose keys and values are brought into the order of the products once for all of them, with a running
+maximum (online softmax: Milakov and Gimelshein 2018); nothing grows with the square of their number.  What a row computes
+depends on its range alone.
 
 Scores are in powers of two: the scale of the softmax, times log2(e), is in the queries.
 """
@@ -50,50 +51,22 @@ from edgeq.targets.cpu.jit.simd import (
 )
 from edgeq.targets.cpu.kernels.attention import AttentionArgs
 from edgeq.targets.cpu.kernels.attention_state import NOTHING
-from edgeq.targets.cpu.kernels.kv_layout import F16_KV, POSITIONS, half_bytes, keys_at
-from edgeq.targets.cpu.kernels.matrix_unit import (
-    CONFIGURATION_BYTES,
-    ROW_BYTES,
-    SIDE,
-    TILE_BYTES,
-    added_bf16,
-    configure,
-    products_bf16,
-    release,
+from edgeq.targets.cpu.kernels.bf16_panel import (
+    BLOCK,
+    MATRIX_UNIT,
+    PANEL,
+    ROWS,
+    STEP,
+    WEIGHTS_STRIDE,
+    Room,
+    matrix_products,
+    vector_products,
 )
+from edgeq.targets.cpu.kernels.kv_layout import F16_KV, POSITIONS, half_bytes, keys_at
+from edgeq.targets.cpu.kernels.matrix_unit import ROW_BYTES, SIDE, TILE_BYTES
 
-ROWS, PANEL, BLOCK = 256, 2 * SIDE, 256
-"""Rows of a unit, rows that are multiplied at once, and slots of a block."""
-STEP = 2 * SIDE
-"""Channels, or slots, that one instruction sums."""
-COLUMN_BYTES = 2 * TILE_BYTES
-"""Scores of a panel for 16 slots, or its results for 16 channels: float32 [32][16]."""
-WEIGHTS_STRIDE = 2 * BLOCK
 LOG2_E = math.log2(math.e)
 EXP2 = (0.99992807, 0.69326099, 0.24261112, 0.05517166)
-
-
-class Room:
-    """Bytes of a thread's scratch and where its parts begin, for heads of `dim` channels."""
-
-    def __init__(self, dim: int) -> None:
-        self.steps = padded(dim, STEP) // STEP
-        self.columns = padded(dim, STEP) // SIDE
-        sizes = {
-            "configuration": CONFIGURATION_BYTES,
-            "queries": ROWS * self.steps * ROW_BYTES,
-            "keys": BLOCK // SIDE * self.steps * TILE_BYTES,
-            "values": self.columns * BLOCK // STEP * TILE_BYTES,
-            "scores": BLOCK // SIDE * COLUMN_BYTES,
-            "weights": PANEL * WEIGHTS_STRIDE,
-            "results": ROWS // PANEL * self.columns * COLUMN_BYTES,
-            "totals": ROWS * ROW_BYTES,
-            "largest": ROWS * 4,
-        }
-        self.at, self.nbytes = dict[str, int](), 0
-        for name, size in sizes.items():
-            self.at[name] = self.nbytes
-            self.nbytes += padded(size, ROW_BYTES)
 
 
 @primitive(VOID, ADDRESS, f32x16, f32x16)
@@ -158,11 +131,12 @@ def range_of(args, r, stop):
     return begin, end
 
 
-def matrix_attend(dim: int) -> Kernel:
-    """Attention of heads of `dim` channels to an f16 cache, over the ranges of `AttentionArgs.spans`."""
-    room = Room(dim)
+def attend_bf16(dim: int, unit: int) -> Kernel:
+    """Attention of heads of `dim` channels to an f16 cache, over the ranges of `AttentionArgs.spans`; `unit` multiplies."""
+    room, products = Room(dim, unit), matrix_products(dim) if unit == MATRIX_UNIT else vector_products(dim)
+    begin_products, score, gather, end_products = products
     steps, columns, whole = room.steps, room.columns, dim // SIDE * SIDE
-    at = room.at
+    at, column_bytes = room.at, room.column_bytes
     queries_at, keys_room, values_room, scores_at = at["queries"], at["keys"], at["values"], at["scores"]
     weights_at, results_at, totals_at, largest_at = at["weights"], at["results"], at["totals"], at["largest"]
     room_bytes, width, value_row = room.nbytes, steps * STEP, 2 * padded(dim)
@@ -189,7 +163,7 @@ def matrix_attend(dim: int) -> Kernel:
                 put_bf16s(states + queries_at + i * steps * ROW_BYTES + 2 * c, low, high)
             put_f32(states + largest_at + 4 * i, NOTHING)
             vstore(states + totals_at + ROW_BYTES * i, vsplat(0.0))
-        for i in range((stop - start + PANEL - 1) // PANEL * columns * COLUMN_BYTES // ROW_BYTES):
+        for i in range((stop - start + PANEL - 1) // PANEL * columns * column_bytes // ROW_BYTES):
             vstore(states + results_at + ROW_BYTES * i, vsplat(0.0))
 
     @always_inline
@@ -241,11 +215,11 @@ def matrix_attend(dim: int) -> Kernel:
         peak = vsplat(NOTHING)
         if seen > begin or seen_end < end:
             for c in range(begin - first, end - first, SIDE):
-                place = scores + c // SIDE * COLUMN_BYTES
+                place = scores + c // SIDE * column_bytes
                 vstore(place, vkeep(vload(place), seen - first - c, seen_end - first - c))
         for c in range(begin - first, end - first, STEP):
-            place = scores + c // SIDE * COLUMN_BYTES
-            peak = vmax(vmax(vload(place), vload(place + COLUMN_BYTES)), peak)
+            place = scores + c // SIDE * column_bytes
+            peak = vmax(vmax(vload(place), vload(place + column_bytes)), peak)
         before, largest = get_f32(states + largest_at + 4 * i), vmaximum(peak)
         totals = vload(states + totals_at + ROW_BYTES * i)
         if largest > before:
@@ -253,14 +227,14 @@ def matrix_attend(dim: int) -> Kernel:
             decay = vexp2(vsplat(before - largest))
             totals = vmul(totals, decay)
             for c in range(columns):
-                place = states + results_at + (panel * columns + c) * COLUMN_BYTES + ROW_BYTES * row
+                place = states + results_at + (panel * columns + c) * column_bytes + ROW_BYTES * row
                 vstore(place, vmul(vload(place), decay))
         else:
             largest = before
         shift = vsplat(largest)
         for c in range(begin - first, end - first, STEP):
-            place = scores + c // SIDE * COLUMN_BYTES
-            low, high = vexp2(vsub(vload(place), shift)), vexp2(vsub(vload(place + COLUMN_BYTES), shift))
+            place = scores + c // SIDE * column_bytes
+            low, high = vexp2(vsub(vload(place), shift)), vexp2(vsub(vload(place + column_bytes), shift))
             totals = vadd(totals, vadd(low, high))
             put_bf16s(weights + 2 * c, low, high)
         vstore(states + totals_at + ROW_BYTES * i, totals)
@@ -270,19 +244,15 @@ def matrix_attend(dim: int) -> Kernel:
         """The rows [start, stop), panel `panel` of a unit, and the slots [begin, end) of a block from `first` on."""
         (start, stop), (first, begin, end) = rows, slots
         queries = states + queries_at + panel * PANEL * steps * ROW_BYTES
-        lower, stride = SIDE * steps * ROW_BYTES, steps * ROW_BYTES
-        for c in range((begin - first) // SIDE, (end - first) // SIDE, 2):
-            keys = states + keys_room + c * steps * TILE_BYTES
-            out = states + scores_at + c * COLUMN_BYTES
-            products_bf16(queries, queries + lower, stride, keys, keys + steps * TILE_BYTES, steps, out)
+        keys = states + keys_room + (begin - first) // SIDE * steps * TILE_BYTES
+        scores = states + scores_at + (begin - first) // SIDE * column_bytes
+        score(queries, keys, (end - begin) // SIDE, stop - start, scores)
         for row in range(stop - start):
             r = start + row
             weigh(args, states, panel, row, (first, begin, end, begins_at(args, r), ends_at(args, r)))
-        weights, many = states + weights_at + 2 * (begin - first), (end - begin) // STEP
-        for c in range(0, columns, 2):
-            values = states + values_room + c * row_of_values + (begin - first) // STEP * TILE_BYTES
-            out = states + results_at + (panel * columns + c) * COLUMN_BYTES
-            added_bf16(weights, weights + SIDE * WEIGHTS_STRIDE, WEIGHTS_STRIDE, values, values + row_of_values, many, out)
+        weights = states + weights_at + 2 * (begin - first)
+        values = states + values_room + (begin - first) // STEP * TILE_BYTES
+        gather(weights, values, (end - begin) // STEP, stop - start, states + results_at + panel * columns * column_bytes)
 
     @always_inline
     def put_results(args, states, head, rows):
@@ -292,19 +262,19 @@ def matrix_attend(dim: int) -> Kernel:
             total = vsum(vload(states + totals_at + ROW_BYTES * i))
             if get_f32(states + largest_at + 4 * i) <= NOTHING:
                 total = math.nan
-            source, divisor = states + results_at + i // PANEL * columns * COLUMN_BYTES + i % PANEL * ROW_BYTES, vsplat(total)
+            source, divisor = states + results_at + i // PANEL * columns * column_bytes + i % PANEL * ROW_BYTES, vsplat(total)
             for c in range(0, whole, SIDE):
-                vstore(out + 4 * c, vdiv(vload(source + c // SIDE * COLUMN_BYTES), divisor))
+                vstore(out + 4 * c, vdiv(vload(source + c // SIDE * column_bytes), divisor))
             for c in range(whole, dim):
-                put_f32(out + 4 * c, get_f32(source + whole // SIDE * COLUMN_BYTES + 4 * (c - whole)) / total)
+                put_f32(out + 4 * c, get_f32(source + whole // SIDE * column_bytes + 4 * (c - whole)) / total)
 
     def kernel(record, part, parts, thread):
         args = AttentionArgs(record)
         heads, count, states = args.heads, get_i64(args.rows), args.scratch + thread * room_bytes
         shared, groups = heads // args.kv_heads, (count + ROWS - 1) // ROWS
-        configure(states, SIDE, SIDE)
-        for unit in range(groups * heads * part // parts, groups * heads * (part + 1) // parts):
-            head, start, last = unit // groups, unit % groups * ROWS, min(unit % groups * ROWS + ROWS, count)
+        begin_products(states)
+        for item in range(groups * heads * part // parts, groups * heads * (part + 1) // parts):
+            head, start, last = item // groups, item % groups * ROWS, min(item % groups * ROWS + ROWS, count)
             while start < last:
                 stop = start + 1
                 pages = get_i64(args.page_tables + 8 * start)
@@ -325,6 +295,6 @@ def matrix_attend(dim: int) -> Kernel:
                             attend_panel(args, states, (r - start) // PANEL, (r, r_stop), (first, seen, seen_end))
                 put_results(args, states, head, (start, stop))
                 start = stop
-        release()
+        end_products()
 
     return kernel
