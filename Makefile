@@ -72,8 +72,9 @@ setup-cuda: $(VENV)/installed-build $(VENV)/installed-cuda12
 test-cuda: $(VENV)/installed-test setup-cuda
 	$(BIN)/python -m pytest $(PARALLEL) -m cuda
 
-# The same tests on a GPU.  `make kernels GPU=sm_90` compiles their kernels, on any machine; `make test-gpu` runs them from build/kernels
-# on the one with the GPU, with neither tvm nor a network, then under compute-sanitizer where CUDA's toolkit is installed.
+# The same tests on a GPU.  `make kernels GPU=sm_90` compiles their kernels, which tests/cuda/asked lists, on any machine; `make test-gpu`
+# runs them from build/kernels on the one with the GPU, with neither tvm nor a network, then under compute-sanitizer where CUDA's toolkit
+# is installed.
 GPU ?= sm_80,sm_87,sm_89,sm_90
 ON_GPU := $(BIN)/python -m pytest -q -x --gpu tests/cuda
 CHECKS := memcheck racecheck synccheck initcheck

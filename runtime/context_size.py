@@ -29,6 +29,8 @@ def choose_context(room: Room, page_bytes: int, limit: int, context: int | None)
         cure = f"the largest context that fits is {min(fits, limit)}: pass `context={min(fits, limit)}`"
         if not fits:
             cure = "no context fits: free some memory or take a file with fewer bits"
+        if room.saving:
+            cure += f", or {room.saving}"
         raise ResourceError(
             f"a context of {max(wanted, 1)} positions needs {_size(need)}, weights included; "
             f"{_size(room.available)} are available; {cure}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -89,6 +90,7 @@ class Model:
         room = choice.target.room(graph, file, options)
         self.context = choose_context(room, graph.page_bytes(options.kv), self.config.max_position_embeddings, context)
         self.graph = decoder(file.metadata, self.context)
+        options = replace(options, context=self.context)
         self._program: Program | None = choice.target.compile(self.graph, file, options, on_progress)
         if self.requantization and not isinstance(self.program, Requantizable):
             raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")

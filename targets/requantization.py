@@ -63,6 +63,11 @@ def shared_inputs(graph: Graph) -> tuple[SharedInput, ...]:
     return tuple(inputs)
 
 
+def master_arrays(layer: LinearSpec) -> tuple[ArrayRef, ...]:
+    assert layer.master
+    return tuple(ref for _, ref in layer.master.arrays())
+
+
 @dataclass
 class InputSums:
     """Sums over tokens of the squares of what layers read, per channel; float32, added in the order of the tokens.

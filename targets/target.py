@@ -28,6 +28,7 @@ class Options:
     kv                how keys and values are cached
     requantize        runs that sum inputs and runs with requantized weights will follow: compile for them too
     graphs            a target may record the launches of a run and start them together (CUDA graphs)
+    context           positions that memory is kept for beside the program; 0: unknown
 
     `Program.options` has the numbers that the target chose.
     """
@@ -41,6 +42,7 @@ class Options:
     kv: KvCodec = KvCodec()
     requantize: bool = False
     graphs: bool = True
+    context: int = 0
 
 
 OnProgress = Callable[[int, int, str], None]
@@ -225,10 +227,14 @@ class FindsLargest(Program, Protocol):
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of memory that a program may take, and bytes that it needs without its cache pages."""
+    """Bytes of memory that a program may take, and bytes that it needs without its cache pages.
+
+    saving   how it can be compiled to need less, as the end of a message; empty: it cannot
+    """
 
     available: int
     needed: int
+    saving: str = ""
 
 
 class Absence(str):

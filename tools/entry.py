@@ -49,6 +49,8 @@ OPTIONS = {
     )
 }
 """Parameter of the Python interface: the option that a user of the command line knows it by."""
+SWITCHES = {("graphs", "False"): "--no-graph"}
+"""Parameter and value: the option without a value."""
 # Since click 8.2 a group without arguments prints its help by this error.
 _HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
@@ -86,6 +88,8 @@ def in_options(message: str) -> str:
 
     def option(found: re.Match[str]) -> str:
         name, value = found.groups()
+        if (name, value) in SWITCHES:
+            return SWITCHES[name, value]
         return f"{OPTIONS[name]}{f' {value}' if value else ''}" if name in OPTIONS else found[0]
 
     return re.sub(r"`(\w+)(?:=([^`]*))?`", option, message)

@@ -7,11 +7,13 @@ device that they emulate, and the driver's functions on an imitation of its libr
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
 from edgeq.targets.graph import Graph
+from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Room, no_progress
 
 if TYPE_CHECKING:
@@ -52,11 +54,15 @@ class CudaTarget:
 
     def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
         """What the device holds without a cache: weights, buffers, and as many pages as the pool of the cache grows by, since
-        the last that it grew by need not be used."""
+        the last that it grew by need not be used.  Of masters the largest: all of them are kept there only beside a context
+        that was chosen without them."""
         from edgeq.targets.cuda.plan import device_bytes
 
-        device = self._opened()
-        return Room(device.memory()[1], device_bytes(graph, file, options, device.integrated))
+        device, stream = self._opened(), options.requantize
+        needed = device_bytes(graph, file, options, device.integrated, stream)
+        least = device_bytes(graph, file, replace(options, graphs=False), device.integrated, stream)
+        saving = f"pass `graphs=False`, which needs {(needed - least) / (1 << 20):,.0f} MiB less" if least < needed else ""
+        return Room(device.memory()[1], needed, saving)
 
     def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> CudaProgram:
         """UnsupportedError: the graph has something that this target does not, the options ask for threads or an isa that the
@@ -68,7 +74,15 @@ class CudaTarget:
         device = self._opened()
         arch = _arch(options.isa, device.sm)
         source = self._source or self._supply(file, device.sm, arch, options)
-        return CudaProgram(device, graph, file, options, on_progress, source)
+        stream = options.requantize and not self._keeps_masters(device, graph, file, options)
+        return CudaProgram(device, graph, file, options, on_progress, source, stream)
+
+    def _keeps_masters(self, device: Device, graph: Graph, file: ModelFile, options: Options) -> bool:
+        """Whether all masters fit beside the context and the requantized weights of a session."""
+        from edgeq.targets.cuda.plan import device_bytes
+
+        context = -(-options.context // PAGE) * graph.page_bytes(options.kv)
+        return device_bytes(graph, file, options, device.integrated) + context <= device.memory()[1]
 
     def _gpus(self) -> Gpus:
         if self._found is None:

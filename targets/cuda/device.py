@@ -63,7 +63,7 @@ class Recording(Protocol):
     """Calls and copies that are started together, one after another as they were recorded, with the same arguments."""
 
     def replay(self) -> None:
-        """Start them, and wait until they have ended."""
+        """Start them, and wait until they have ended.  ResourceError: the device has no memory to start them, and none was."""
         ...
 
 

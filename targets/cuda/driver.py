@@ -210,7 +210,8 @@ class DriverDevice:
             missing = max(0, nbytes - free)
             raise ResourceError(
                 f"{self.name} has no room for {nbytes / (1 << 20):,.0f} MiB more: {free / (1 << 20):,.0f} MiB are free, "
-                f"{missing / (1 << 20):,.0f} MiB are missing; end what else uses the GPU, or pass a smaller `context`"
+                f"{missing / (1 << 20):,.0f} MiB are missing; end what else uses the GPU, or pass a smaller `context` or "
+                "`graphs=False`"
             ) from None
         return DriverMemory(self, address, nbytes)
 
@@ -321,7 +322,13 @@ class DriverDevice:
 
     @alone
     def replay(self, graph: Any) -> None:
-        self._call("cuGraphLaunch", graph, self._stream)
+        try:
+            self._call("cuGraphLaunch", graph, self._stream)
+        except DriverError as error:
+            # The first launch takes memory, for what the driver uploads.
+            if error.name != OUT_OF_MEMORY:
+                raise
+            raise ResourceError(f"{self.name} has no room to start a graph") from None
         self.synchronize()
 
     @alone

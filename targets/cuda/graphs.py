@@ -132,7 +132,7 @@ class Recordings:
     def run(
         self, key: Key, sent: Sent, calls: Callable[[Mapping[object, int]], Sequence[Call | Copy]], results: Results
     ) -> list[NDArray[np.uint8]] | None:
-        """The results as bytes, valid until the next run; None: there is no memory for the recording.
+        """The results as bytes, valid until the next run; None: there is no memory to record or to start it.
 
         sent      what the kernels read that differs between runs; its sizes follow from the key
         calls     the steps, for addresses of what is sent
@@ -141,15 +141,15 @@ class Recordings:
             return None
         try:
             found = self._kept.get(key) or self._record(key, sent, calls, results)
+            self._kept.move_to_end(key)
+            # A mode that was lowered after this was recorded can ask for more: what this one does not read has no place.
+            for name, (start, nbytes) in found.places.items():
+                found.block.array[start : start + nbytes] = np.ascontiguousarray(sent[name]).reshape(-1).view(np.uint8)
+            found.recording.replay()
         except ResourceError:
             self._kept.clear()
             self._room = 0
             return None
-        self._kept.move_to_end(key)
-        # A mode that was lowered after this was recorded can ask for more: what this one does not read has no place.
-        for name, (start, nbytes) in found.places.items():
-            found.block.array[start : start + nbytes] = np.ascontiguousarray(sent[name]).reshape(-1).view(np.uint8)
-        found.recording.replay()
         assert self._result is not None
         return [self._result.array[start : start + nbytes] for start, nbytes in placed(n for _, n in results)]
 

@@ -88,13 +88,13 @@ def variants(graph: Graph, file: ModelFile, options: Options, modes: Iterable[Mo
     return sorted(asked, key=lambda variant: variant.symbol)
 
 
-def device_bytes(graph: Graph, file: ModelFile, options: Options, integrated: bool) -> int:
+def device_bytes(graph: Graph, file: ModelFile, options: Options, integrated: bool, stream_masters: bool = False) -> int:
     """Device memory of a program: weights, buffers, recordings, the pages of the cache that its pool begins with, and the
     requantized weights of one session if the options ask for them.
 
     UnsupportedError: as CudaTarget.compile.
     """
-    program = CudaProgram(_Nothing(integrated), graph, file, options, source=_named)
+    program = CudaProgram(_Nothing(integrated), graph, file, options, source=_named, stream_masters=stream_masters)
     return program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
 
 

@@ -20,7 +20,7 @@ from edgeq.targets.cuda.feed import PAGES_OF_A_RUN, Feed
 from edgeq.targets.cuda.graphs import ROW_CLASSES, Key, Recordings, gathered, padded, parts_of, repeats, row_class
 from edgeq.targets.cuda.lowering import lower
 from edgeq.targets.cuda.lowering.attention import PART, SIDE_BY_SIDE
-from edgeq.targets.cuda.lowering.context import FEW_ROWS, Gather, Launch, Lowered, Lowering, Origin, Routed
+from edgeq.targets.cuda.lowering.context import FEW_ROWS, Bring, Gather, Launch, Lowered, Lowering, Origin, Routed
 from edgeq.targets.cuda.lowering.largest import Chosen, largest, most
 from edgeq.targets.cuda.lowering.linear import MANY_TOKENS
 from edgeq.targets.cuda.pack import POINTER, Variant
@@ -29,7 +29,7 @@ from edgeq.targets.cuda.storage import Pool, Storage
 from edgeq.targets.cuda.supply import Source
 from edgeq.targets.graph import Embed, Graph, Select
 from edgeq.targets.host import check_rows
-from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
+from edgeq.targets.requantization import InputSums, SharedInput, Weights, master_arrays, shared_inputs
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Largest, OnProgress, Options, Step, StepTimes, in_turn, no_progress
 
@@ -58,13 +58,18 @@ class CudaProgram:
         options: Options,
         on_progress: OnProgress = no_progress,
         source: Source = build.kernels,
+        stream_masters: bool = False,
     ) -> None:
-        """UnsupportedError: the graph has what this target does not, more rows than a launch takes, or kernels are missing."""
+        """stream_masters   bring the master of a layer to the device whenever it is read, instead of keeping all of them there
+
+        UnsupportedError: the graph has what this target does not, more rows than a launch takes, or kernels are missing.
+        """
         self.options = resolved(options)
         if max(self.options.max_rows, self.options.max_logits) > MOST_ROWS:
             raise UnsupportedError(f"the cuda target runs at most {MOST_ROWS} rows; pass a smaller `max_rows` or `max_logits`")
         self._device, self._graph, self._file, self._source = device, graph, file, source
-        self._storage = Storage(device, file)
+        layers = (layer for each in self._inputs for layer in each.layers) if stream_masters else ()
+        self._storage = Storage(device, file, [master_arrays(layer) for layer in layers])
         self._pool = Pool(device, graph.page_bytes(self.options.kv))
         self._feed = Feed(graph, file, self._storage, self._pool)
         self._lowered: dict[tuple[Mode, Origin], Lowering] = {}
@@ -300,7 +305,7 @@ class CudaProgram:
             moved = {self._storage.address(name): at for name, at in places.items() if not isinstance(name, Gather)}
             found: list[Call | Copy] = []
             for each in lowering.launches((count, count)):
-                assert not isinstance(each, Routed)
+                assert not isinstance(each, Routed | Bring)
                 found.append(
                     gathered(each, places, sent) if isinstance(each, Gather) else self._call(each, count, weights, parts, moved)
                 )
@@ -333,6 +338,9 @@ class CudaProgram:
     def _start(self, each: Lowered, count: int, weights: CudaWeights | None, parts: int) -> Iterator[Step]:
         if isinstance(each, Gather):
             yield Step(each.operation, "gather")
+        elif isinstance(each, Bring):
+            self._storage.bring(each.arrays)
+            yield Step(each.operation, "bring")
         elif isinstance(each, Routed):
             yield from self._start_experts(each, count)
         else:

@@ -14,7 +14,7 @@ from edgeq.records import ArrayRef, LinearSpec
 from edgeq.targets.cuda.device import Device, Kernel, Memory
 from edgeq.targets.cuda.pack import Variant
 from edgeq.targets.cuda.storage import Storage
-from edgeq.targets.requantization import SharedInput, requantized_arrays
+from edgeq.targets.requantization import SharedInput, master_arrays, requantized_arrays
 
 _NUMBERS = count(1)
 
@@ -55,10 +55,11 @@ def variant_of(layer: LinearSpec) -> Variant:
 
 
 class Requantizer:
-    """Rounds masters, which stay on the device once they are there."""
+    """Rounds masters."""
 
     def __init__(self, device: Device, storage: Storage, inputs: Sequence[SharedInput]) -> None:
         self._device, self._storage, self._inputs = device, storage, inputs
+        self._factors = storage.named("factors", max((each.columns for each in inputs), default=1) * 4)
 
     @property
     def variants(self) -> list[Variant]:
@@ -66,18 +67,18 @@ class Requantizer:
 
     def fill(self, kernels: Mapping[Variant, Kernel], weights: CudaWeights, scales: Sequence[NDArray[np.float32]]) -> None:
         """Round every master times the scales of its input, and keep 1 / s for the input itself."""
-        widest = max((each.columns for each in self._inputs), default=0)
-        factors = self._storage.named("factors", widest * 4)
         for index, (each, scale) in enumerate(zip(self._inputs, scales, strict=True)):
             s = np.ascontiguousarray(scale, np.float32)
             self._device.write(weights.address(("factors", index)), np.float32(1) / s)
-            self._device.write(factors, s)
+            self._device.write(self._factors, s)
             for layer in each.layers:
-                kernel = kernels[variant_of(layer)]
-                self._device.launch(kernel, *kernel.generated.bind(self._values(layer, weights, factors)))
+                kernel, master = kernels[variant_of(layer)], master_arrays(layer)
+                if self._storage.streams(master):
+                    self._storage.bring(master)
+                self._device.launch(kernel, *kernel.generated.bind(self._values(layer, weights)))
         self._device.synchronize()
 
-    def _values(self, layer: LinearSpec, weights: CudaWeights, factors: int) -> dict[str, int | float]:
+    def _values(self, layer: LinearSpec, weights: CudaWeights) -> dict[str, int | float]:
         assert layer.master
         master, weight, array = layer.master, layer.weights[0], self._storage.array
         assert weight.scale
@@ -86,7 +87,7 @@ class Requantizer:
             "master": array(master.q),
             "scales": array(master.scale) if master.scale else 0,
             "zeros": array(master.zero) if master.zero else 0,
-            "factors": factors,
+            "factors": self._factors,
             "q": weights.address(weight.q),
             "qs": weights.address(weight.scale),
             "qz": weights.address(weight.zero) if weight.zero else 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,21 +27,50 @@ POOL_UNIT = 16
 """Bytes in which kernels count the offsets of pages."""
 
 
-class Storage:
-    """Arrays of the file, each uploaded once, and memory by name; addresses do not change."""
+STREAMED = "streamed"
+ALIGNMENT = 256
+Group = tuple[ArrayRef, ...]
 
-    def __init__(self, device: Device, file: ModelFile) -> None:
+
+class Storage:
+    """Arrays of the file, each uploaded once, and memory by name; addresses do not change.
+
+    streamed   groups of arrays that are not kept: all take turns in the same memory (`bring`)
+    """
+
+    def __init__(self, device: Device, file: ModelFile, streamed: Iterable[Group] = ()) -> None:
         self.device, self._file = device, file
         self._uploaded: dict[tuple[ArrayRef, bool], Memory] = {}
         self._named: dict[object, Memory] = {}
+        self._turns: dict[ArrayRef, int] = {}
+        largest = 0
+        for group in streamed:
+            end = 0
+            for ref in group:
+                self._turns[ref] = end
+                end += -(-ref.nbytes // ALIGNMENT) * ALIGNMENT
+            largest = max(largest, end)
+        if largest:
+            self.named(STREAMED, largest)
 
     @property
     def nbytes(self) -> int:
         return sum(memory.nbytes for memory in (*self._uploaded.values(), *self._named.values()))
 
     def array(self, ref: ArrayRef) -> int:
-        """The address of an array as it is in the file."""
+        """The address of an array as it is in the file; of a streamed one after `bring`."""
+        if ref in self._turns:
+            return self.address(STREAMED) + self._turns[ref]
         return self._upload(ref, as_stored=True)
+
+    def streams(self, group: Group) -> bool:
+        return any(ref in self._turns for ref in group)
+
+    def bring(self, group: Sequence[ArrayRef]) -> None:
+        """Copy a group to the memory of those that are streamed, after what was launched before."""
+        for ref in group:
+            self._fill(self.array(ref), self._file.array(ref))
+            self._file.release(ref, uncached=self.device.integrated)
 
     def floats(self, ref: ArrayRef) -> int:
         """The address of an array as f32."""
@@ -64,12 +94,15 @@ class Storage:
         return self._uploaded[key].address
 
     def _copied(self, stored: AnyArray) -> Memory:
-        """An array on the device, copied in pieces: a driver that copies through memory of its own then needs little of it."""
-        data = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
-        memory = self.device.allocate(data.nbytes)
-        for start in range(0, data.nbytes, PIECE_BYTES):
-            self.device.write(memory.address + start, data[start : start + PIECE_BYTES])
+        memory = self.device.allocate(stored.nbytes)
+        self._fill(memory.address, stored)
         return memory
+
+    def _fill(self, address: int, stored: AnyArray) -> None:
+        """Copy an array in pieces: a driver that copies through memory of its own then needs little of it."""
+        data = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
+        for start in range(0, data.nbytes, PIECE_BYTES):
+            self.device.write(address + start, data[start : start + PIECE_BYTES])
 
     def named(self, name: object, nbytes: int) -> int:
         """The address of memory that is made, as zeros, when it is first asked for.

@@ -453,13 +453,16 @@ def test_compare_with_another_model_or_without_enough_text(edgeq: Run, demo: Pat
 
 def test_messages_of_the_library_show_options_on_the_command_line() -> None:
     from edgeq.tools.cli import main
-    from edgeq.tools.entry import OPTIONS, in_options
+    from edgeq.tools.entry import OPTIONS, SWITCHES, in_options
 
     assert (
         in_options("`top_p` is 2; pass `context=64` or less, not `other=5`")
         == "--top-p is 2; pass -c 64 or less, not `other=5`"
     )
-    known = {name for command in ("run", "chat") for param in main.commands[command].params for name in param.opts}
+    assert in_options("pass `graphs=False`, not `graphs=True`") == "pass --no-graph, not `graphs=True`"
+    params = [param for command in ("run", "chat") for param in main.commands[command].params]
+    known = {name for param in params for name in param.opts}
+    assert set(SWITCHES.values()) <= {name for param in params for name in param.secondary_opts}
     converting = {name for param in main.commands["convert"].params for name in param.opts}
     assert {option for name, option in OPTIONS.items() if name != "master"} <= known
     assert set(OPTIONS["master"].split()) - {"ttq"} <= converting

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from edgeq.targets.cuda import build
 from tests.cuda import emulated, real
+from tests.cuda.asked import Asked
 from tests.runtime.conftest import model_path
 
 __all__ = ["model_path"]
 
+ASKED = pytest.StashKey[Asked]()
 WITHOUT_GPU = {
     "test_build.py",
     "test_driver.py",
@@ -20,18 +23,45 @@ WITHOUT_GPU = {
     "test_mutations.py",
     "test_pack.py",
     "test_pack_file.py",
+    "test_real.py",
 }
 """What is no test of kernels."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu", action="store_true", help="run the kernels of build/kernels on this machine's GPU")
+    parser.addoption("--gpu", action="store_true", help="run the kernels of a pack on this machine's GPU")
+    parser.addoption("--pack", type=Path, default=real.PACK, help="of --gpu; `make kernels` makes it")
+    parser.addoption("--record-kernels", action="store_true", help="list the kernels that the tests ask for (asked.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before the tests import the device that they run on.
     if config.getoption("--gpu", default=False):
-        real.take_the_place(emulated, build)
+        real.take_the_place(emulated, build, config.getoption("--pack"))
+    config.stash[ASKED] = asked = Asked(config.getoption("--record-kernels", default=False))
+    emulated.EmulatedDevice.on_load = asked.ask
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """All of a test, with the fixtures that it shares with others."""
+    for_gpu = item.path.parent == Path(__file__).parent and item.path.name not in WITHOUT_GPU
+    item.config.stash[ASKED].tests = item.path.stem if for_gpu else None
+    return (yield)
+
+
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
+    config.stash[ASKED].partly |= {Path(arg.partition("::")[0]).stem for arg in config.args if "::" in arg}
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        item.config.stash[ASKED].partly.add(item.path.stem)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.OK:
+        session.config.stash[ASKED].write()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

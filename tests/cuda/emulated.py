@@ -12,10 +12,10 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,18 +110,30 @@ def compiled(code: str, name: str, *flags: str) -> Path:
     return library
 
 
-class EmulatedMemory:
-    """Bytes in host memory, all of them NaN until something is written, with a guard after them."""
+class _Block:
+    """Bytes in host memory, with a guard after them; all are NaN until something is written, and again once they are freed."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.freed = nbytes, False
         self._bytes = np.full(nbytes + GUARD + ALIGNMENT, UNWRITTEN, np.uint8)
         self._start = -self._bytes.ctypes.data % ALIGNMENT
         self.address = self._bytes.ctypes.data + self._start
 
+    def free(self) -> None:
+        self.freed = True
+        self._bytes[self._start : self._start + self.nbytes] = UNWRITTEN
+
     def overrun(self) -> bool:
         guard = self._bytes[self._start + self.nbytes : self._start + self.nbytes + GUARD]
         return bool((guard != UNWRITTEN).any())
+
+
+class EmulatedMemory:
+    def __init__(self, block: _Block) -> None:
+        self.address, self.nbytes, self._block = block.address, block.nbytes, block
+
+    def __del__(self) -> None:
+        self._block.free()
 
 
 class EmulatedPinned:
@@ -162,27 +174,30 @@ class EmulatedKernel:
 
 
 class EmulatedDevice:
-    """launches   how many kernels ran, by symbol;  replays: how many recordings"""
+    """launches   how many kernels ran, by symbol;  replays: how many recordings
+    on_load    of all of them: is told which kernels are loaded
+    """
 
     name, sm, multiprocessors, integrated = "emulated", 87, 8, False
+    on_load: ClassVar[Callable[[list[Variant]], None]] = staticmethod(lambda variants: None)
 
     def __init__(self, order: int = FORWARD) -> None:
         self.order = order
         self.launches: dict[str, int] = {}
         self.replays = 0
         self._pinned: list[EmulatedPinned] = []
-        self._memory: list[EmulatedMemory] = []
+        # Those that were freed too: a kernel that still reads them finds NaN, not what the system put there.
+        self._blocks: list[_Block] = []
         core = compiled((HERE / "emulator.cpp").read_text(), "emulator", "-O2")
         self._core = ctypes.CDLL(str(core), mode=ctypes.RTLD_GLOBAL)
         self._core.emulated_launch.restype = ctypes.c_char_p
 
     def memory(self) -> tuple[int, int]:
-        return 1 << 32, (1 << 32) - sum(m.nbytes for m in self._memory)
+        return 1 << 32, (1 << 32) - sum(block.nbytes for block in self._blocks if not block.freed)
 
     def allocate(self, nbytes: int) -> Memory:
-        memory = EmulatedMemory(nbytes)
-        self._memory.append(memory)
-        return memory
+        self._blocks.append(_Block(nbytes))
+        return EmulatedMemory(self._blocks[-1])
 
     def write(self, address: int, data: NDArray[Any]) -> None:
         assert data.flags.c_contiguous
@@ -196,7 +211,8 @@ class EmulatedDevice:
         ctypes.memset(address, 0, nbytes)
 
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
-        loaded: dict[Variant, Kernel] = {}
+        kernels, loaded = list(kernels), dict[Variant, Kernel]()
+        self.on_load([each.variant for each in kernels])
         for generated in kernels:
             library = compiled(translated(generated), generated.variant.symbol, "-O1")
             loaded[generated.variant] = EmulatedKernel(generated, ctypes.CDLL(str(library)))
@@ -234,11 +250,12 @@ class EmulatedDevice:
         return EmulatedRecording(self, tuple(steps))
 
     def _check(self, address: int, nbytes: int, pinned: bool) -> None:
-        sizes = [(m.address, m.array.nbytes) for m in self._pinned] if pinned else [(m.address, m.nbytes) for m in self._memory]
+        live = [(each.address, each.nbytes) for each in self._blocks if not each.freed]
+        sizes = [(each.address, each.array.nbytes) for each in self._pinned] if pinned else live
         if not any(start <= address and address + nbytes <= start + size for start, size in sizes):
             raise DeviceError(f"a copy of {nbytes} bytes outside of {'pinned' if pinned else 'device'} memory")
 
     def synchronize(self) -> None:
         """DeviceError: something was written past the end of an allocation."""
-        if any(memory.overrun() for memory in self._memory):
+        if any(block.overrun() for block in self._blocks):
             raise DeviceError("a kernel wrote past the end of an allocation")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
+from edgeq.errors import InputError
 from edgeq.targets.cuda import pack_file
 from edgeq.targets.cuda.device import Kernel
-from edgeq.targets.cuda.driver import DriverDevice
+from edgeq.targets.cuda.driver import DriverDevice, DriverRecording
 from edgeq.targets.cuda.pack import Generated, Variant
 from edgeq.targets.cuda.pack_file import Pack
 from edgeq.targets.cuda.supply import preferred
@@ -22,20 +22,13 @@ from edgeq.targets.cuda.supply import preferred
 PACK = Path(__file__).parents[2] / "build" / "kernels" / "tests.kernels"
 
 
-@cache
-def pack() -> Pack:
-    data = pack_file.read(PACK)
-    assert data is not None, f"{PACK} is not there; make it with: make kernels"
-    return pack_file.decode(data, PACK)
-
-
-def kernels(variants: Sequence[Variant], on_kernel: Callable[[int, str], None] = lambda done, label: None) -> list[Generated]:
-    """In place of build.kernels."""
-    return [pack().kernels[variant].generated for variant in variants]
-
-
 class RealDevice(DriverDevice):
-    """In place of an EmulatedDevice; a GPU has its own order of threads."""
+    """In place of an EmulatedDevice; a GPU has its own order of threads.
+
+    pack   the only kernels that it has
+    """
+
+    pack: ClassVar[Pack]
 
     def __init__(self, order: int = 0) -> None:
         super().__init__()
@@ -47,7 +40,7 @@ class RealDevice(DriverDevice):
         return super().load([replace(each, image=self._image(each)) for each in kernels])
 
     def _image(self, generated: Generated) -> bytes:
-        images = pack().kernels[generated.variant].images
+        images = self.pack.kernels[generated.variant].images
         return images[preferred(list(images), self.sm, self.driver)[0]].image
 
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None:
@@ -60,8 +53,20 @@ class RealDevice(DriverDevice):
         self.replays += 1
 
 
-def take_the_place(emulated: ModuleType, build: ModuleType) -> None:
-    """Of the emulated device, and of what generates."""
-    emulated.EmulatedDevice = RealDevice  # type: ignore[attr-defined]
+def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:
+    """Of the emulated device, and of what generates; `path`: of the pack.  InputError, FormatError: it is none."""
+    data = pack_file.read(path)
+    if data is None:
+        raise InputError(f"{path} is not there; make it with: make kernels")
+    RealDevice.pack = pack = pack_file.decode(data, str(path))
+
+    def kernels(
+        variants: Sequence[Variant], on_kernel: Callable[[int, str], None] = lambda done, label: None
+    ) -> list[Generated]:
+        missing = sorted(variant.symbol for variant in set(variants) - set(pack.kernels))
+        assert not missing, f"{path} has no {', '.join(missing)}; make it again with: make kernels"
+        return [pack.kernels[variant].generated for variant in variants]
+
+    emulated.EmulatedDevice, emulated.EmulatedRecording = RealDevice, DriverRecording  # type: ignore[attr-defined]
     emulated.refusal = build.refusal = lambda: None  # type: ignore[attr-defined]
     build.kernels = kernels  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from edgeq.codec import Codec, pack_floats, unpack_groups, unpack_integers
 from edgeq.quantization import rounded
 from edgeq.records import LinearSpec, Weight
 from edgeq.targets import load
-from edgeq.targets.cuda import CudaTarget
+from edgeq.targets.cuda import CudaTarget, plan
 from edgeq.targets.cuda.program import CudaProgram
 from edgeq.targets.cuda.requantized import CudaWeights
 from edgeq.targets.graph import Graph
@@ -154,10 +154,40 @@ def test_scales_of_one_give_the_bits_of_the_files_own_weights() -> None:
     assert np.array_equal(program.run(rows).copy(), program.run_requantized(rows, weights))
 
 
-def test_room_has_the_requantized_weights_of_a_session(case: Case) -> None:
-    options, room = Options("a16", max_rows=40, max_logits=40), []
-    target = CudaTarget(EmulatedDevice())
-    program = program_of(case.graph, case.file)
-    for requantize in (False, True):
-        room.append(target.room(case.graph, case.file, replace(options, requantize=requantize)).needed)  # type: ignore[arg-type]
-    assert room[1] == program.device_bytes + program.new_weights().nbytes > room[0]
+def test_masters_are_brought_layer_by_layer_where_they_do_not_fit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In less memory the same sums in any chunks, the same results, the same requantized weights."""
+    counted = np.arange(30) % 3 != 0
+    options = Options("a16", max_rows=40, max_logits=40, requantize=True, context=64)
+    needed = [
+        CudaTarget(EmulatedDevice()).room(case.graph, case.file, replace(options, requantize=each)).needed  # type: ignore[arg-type]
+        for each in (False, True)
+    ]
+    kept = program_of(case.graph, case.file)
+    wanted, y = sums_of(case, (5, 9), counted, FORWARD)
+    monkeypatch.setattr(EmulatedDevice, "memory", lambda self: (1 << 32, needed[1] + case.graph.page_bytes(options.kv)))
+    brought = CudaTarget(EmulatedDevice()).compile(case.graph, case.file, options)  # type: ignore[arg-type]
+    weights = [program.new_weights() for program in (brought, kept)]
+    assert brought.device_bytes + weights[0].nbytes == needed[1] > needed[0]
+    assert kept.device_bytes > brought.device_bytes
+    found, result = sums_of(case, (5, 9), counted, FORWARD)
+    assert np.array_equal(found.values, wanted.values) and np.array_equal(result, y)
+    scales = [np.exp(np.random.default_rng(i).standard_normal(128)).astype(np.float32) for i in range(2)]
+    made = []
+    for program, own in zip((brought, kept), weights, strict=True):
+        program.requantize(own, scales)
+        made.append(arrays_of(program, own, case.graph))
+        assert program.device_bytes + own.nbytes == (needed[1] if program is brought else kept.device_bytes + own.nbytes)
+    assert all(np.array_equal(array, made[1][ref]) for ref, array in made[0].items())
+    steps = list[Any]()
+    brought.run_summing(rows_of(brought, 3), brought.new_sums(), times=steps)
+    layers = [each for shared in shared_inputs(case.graph) for each in shared.layers]
+    assert sum(step.kernel == "bring" for step in steps[0].steps) == len(layers)
+    del brought, kept
+    # A byte less, and one page of the context would not fit beside all of them.
+    for spare, brings in ((0, False), (-1, True)):
+        whole = plan.device_bytes(case.graph, case.file, options, False)  # type: ignore[arg-type]
+        free = whole + case.graph.page_bytes(options.kv) + spare
+        monkeypatch.setattr(EmulatedDevice, "memory", lambda self, free=free: (1 << 32, free))
+        program, steps = CudaTarget(EmulatedDevice()).compile(case.graph, case.file, options), []  # type: ignore[arg-type]
+        program.run_summing(rows_of(program, 3), program.new_sums(), times=steps)
+        assert any(step.kernel == "bring" for step in steps[0].steps) == brings

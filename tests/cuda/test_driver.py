@@ -199,6 +199,29 @@ def test_a_graph_without_memory_is_no_failure_of_the_device(tmp_path: Path) -> N
 @pytest.mark.cuda
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("needs_imitation")
+def test_a_graph_without_memory_to_start_is_no_failure_of_the_device(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+        from edgeq.targets.cuda.device import Copy
+        device = driver.DriverDevice()
+        block, memory = device.pinned(64), device.allocate(64)
+        recording = device.record([Copy("in", memory.address, block.address, 64)])
+        found["full"] = failing(recording.replay)
+        block.array[:] = 7
+        recording.replay()
+        got = np.zeros(64, np.uint8)
+        device.read(memory.address, got)
+        found["then"] = got.tolist()
+        """,
+        fail="cuGraphLaunch:2",
+    )
+    assert "ResourceError: Imitated GPU 0 has no room to start a graph" in str(found["full"]) and found["then"] == [7] * 64
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
 def test_a_gpu_without_room_for_a_context_is_told_and_asked_again(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -239,6 +262,7 @@ def test_errors_are_told_and_end_the_device_but_not_the_process(tmp_path: Path) 
     assert "ResourceError: Imitated GPU 0 has no room for 1,024 MiB more: 64 MiB are free, 960 MiB are missing" in str(
         found["full"]
     )
+    assert "pass a smaller `context` or `graphs=False`" in str(found["full"])
     for key in ("lost", "still lost"):
         assert "DriverError" in str(found[key]) and "an illegal memory access" in str(found[key]), found[key]
         assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(found[key]) and "load it again" in str(found[key])

@@ -85,6 +85,17 @@ def test_what_was_never_written_is_nan() -> None:
     assert np.isnan(run(kernel(""), np.zeros(64, np.uint32), 64).view(np.float32)).all()
 
 
+def test_freed_memory_is_nan() -> None:
+    device = EmulatedDevice()
+    memory = upload(device, np.ones(8, np.float32))
+    address, free, found = memory.address, device.memory()[1], np.zeros(8, np.float32)
+    device.read(address, found)
+    assert (found == 1).all()
+    del memory
+    device.read(address, found)
+    assert np.isnan(found).all() and device.memory()[1] == free + 32
+
+
 FAILURES: dict[str, tuple[str, str]] = {
     "divergence": ("if (threadIdx.x % 2) __syncwarp();", "not all lanes reach"),
     "two_operations": ("if (threadIdx.x % 2) __syncwarp(); else __shfl_sync(~0u, 1, 0);", "at different operations"),

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures(
 def found(x: np.ndarray, count: int, order: int = FORWARD) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Values, ids and whether all are finite, by the kernels."""
     device, (rows, width) = EmulatedDevice(order), x.shape
-    held = upload(device, x)
-    chosen = largest(Storage(device, None), held.address, width, rows, count)  # type: ignore[arg-type]
+    held, storage = upload(device, x), Storage(device, None)  # type: ignore[arg-type]
+    chosen = largest(storage, held.address, width, rows, count)
     kernels = device.load(build.kernels([variant for variant, _ in chosen.launches]))
     for variant, values in chosen.launches:
         device.launch(kernels[variant], *kernels[variant].generated.bind({**values, "tokens": rows}))

@@ -164,7 +164,7 @@ def test_greedy_tokens_are_those_of_the_reference_but_for_ties(
         wanted = greedy(model, prompt)
     monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: Choice(CudaTarget(device), []))
     with Model.load(path, target="cuda", mode="a16", kv="f16", context=512) as model:
-        assert model.target == "cuda" and "emulated" in model.description
+        assert model.target == "cuda" and device.name in model.description
         found = greedy(model, prompt)
         assert len(found) == len(wanted) == 24
         differs = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b), None)
@@ -297,10 +297,16 @@ def test_what_is_on_the_device_leaves_the_memory_of_the_host(
 
 def test_room_is_that_of_the_device(device: EmulatedDevice, graph: Graph, file: ModelFile) -> None:
     options = Options("a16", max_rows=TOKENS, max_logits=TOKENS)
+    free = device.memory()[1]
     room = CudaTarget(device).room(graph, file, options)
     program = CudaTarget(device).compile(graph, file, options)
-    assert room.available == device.memory()[0]
+    assert room.available == free
     assert program.device_bytes == room.needed
+    # What is said of recordings is what a program without them does not need.
+    without = CudaTarget(device).compile(graph, file, replace(options, graphs=False))
+    spared = program.device_bytes - without.device_bytes
+    assert room.saving == f"pass `graphs=False`, which needs {spared / (1 << 20):,.0f} MiB less" and spared > 1 << 20
+    assert not CudaTarget(device).room(graph, file, replace(options, graphs=False)).saving
 
 
 def test_more_numbers_than_kernels_count_are_refused(graph: Graph, file: ModelFile) -> None:

@@ -105,6 +105,8 @@ def test_the_context_is_what_the_target_has_room_for(tiny_path: Path) -> None:
         loaded(tiny_path, target, context=193)
     with pytest.raises(ResourceError, match="no context fits"):
         loaded(tiny_path, IdleTarget(Room(4999, 5000)))
+    with pytest.raises(ResourceError, match=r"pass `context=192`, or draw less of it$"):
+        loaded(tiny_path, IdleTarget(Room(5000 + 4 * page - 1, 5000, "draw less of it")), context=193)
 
 
 def test_a_prompt_runs_in_whole_tiles_of_the_target(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,16 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Bring:
+    """Arrays of the file that the next launches read, brought to the device for them."""
+
+    operation: Operation
+    arrays: tuple[ArrayRef, ...]
+    stage: int
+    variants: tuple[Variant, ...] = ()
+
+
+@dataclass(frozen=True)
 class Routed:
     """The launches of every expert over the rows that chose it, which the host reads from `routing`, [rows][2 * chosen].
 
@@ -104,7 +114,7 @@ class Routed:
         return tuple(variant for launch in every for variant in launch.variants)
 
 
-Lowered = Launch | Gather | Routed
+Lowered = Launch | Gather | Bring | Routed
 
 
 @dataclass

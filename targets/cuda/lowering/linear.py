@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from edgeq.codec import CHUNK
 from edgeq.quantization import activation_block, activation_limit, static_limit
 from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Mode, Transform, Weight
-from edgeq.targets.cuda.lowering.context import FACTORS, Launch, Lowering, Value
+from edgeq.targets.cuda.lowering.context import FACTORS, Bring, Launch, Lowered, Lowering, Value
 from edgeq.targets.cuda.pack import Variant
 from edgeq.targets.graph import Linear, linears
+from edgeq.targets.requantization import master_arrays
 
 FORM_BLOCK = 128
 """Channels that a warp brings into the form that products read, and of which the form holds a multiple."""
@@ -40,11 +41,16 @@ class Output:
     add: bool
 
 
-def linear(lowering: Lowering, op: Linear) -> Sequence[Launch]:
+def linear(lowering: Lowering, op: Linear) -> Sequence[Lowered]:
     layer, buffers = op.linear, lowering.graph.buffers
     raw = Input(lowering.buffer(op.x), buffers[op.x], (op.x,))
     out = Output(lowering.buffer(op.out) + 4 * op.offset, buffers[op.out], op.add)
-    return layer_launches(lowering, op, layer, raw, out, lowering.mode_of(op))
+    launches = layer_launches(lowering, op, layer, raw, out, lowering.mode_of(op))
+    if lowering.origin == "masters" and lowering.shared_input(layer) is not None:
+        master = master_arrays(layer)
+        if lowering.storage.streams(master):
+            return [Bring(op, master, lowering.stage), *launches]
+    return launches
 
 
 def layer_launches(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input, out: Output, mode: Mode) -> list[Launch]:

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <random>
 #include <ucontext.h>
+#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -40,6 +41,9 @@ void (*entry)(void **);
 void **arguments;
 bool copies_come_early;
 char failure[256];
+bool fenced;                                      // the present block fenced what it wrote
+std::vector<const void *> raised;                 // counters that the present block raised
+std::unordered_map<const void *, bool> arrivals;  // of a launch, by counter: whether the last block to raise it fenced after that
 
 void note(const char *message) {
   const Index &block = current->block;
@@ -160,6 +164,7 @@ void run_block(Index block) {
     thread.copy_count = thread.group_count = 0;
   }
   for (Warp &warp : warps) warp = {0, 0, 0};
+  fenced = false, raised.clear();
   for (;;) {
     for (volatile size_t w = 0; w < warps.size(); ++w) {
       int turn = _setjmp(scheduler);
@@ -203,6 +208,18 @@ void emulated_barrier() {
   leave();
 }
 
+// What a block wrote others see once it fenced and then raised a counter; they fence before they read it.
+void emulated_arrive(const void *counter) {
+  if (!fenced) fail("a counter is raised without a fence before it");
+  raised.push_back(counter);
+  arrivals[counter] = false;
+}
+
+void emulated_fence() {
+  fenced = true;
+  for (const void *counter : raised) arrivals[counter] = true;
+}
+
 void emulated_copy_later(void *to, const void *from) {
   if (uintptr_t(to) % 16 || uintptr_t(from) % 16) fail("cp.async from or to an address that is no multiple of 16");
   if (copies_come_early) {
@@ -236,6 +253,7 @@ void emulated_copies_wait(int pending) {
 const char *emulated_launch(void (*kernel)(void **), void **values, const unsigned *grid, int count, int order, char *shared,
                             char *shared_end) {
   static std::minstd_rand random(1);
+  arrivals.clear();
   entry = kernel, arguments = values, failure[0] = 0, copies_come_early = order == 1;
   if (count % WARP || count > 1024) return "blocks of whole warps, at most 1024 threads";
   if (int(threads.size()) != count) {
@@ -261,6 +279,8 @@ const char *emulated_launch(void (*kernel)(void **), void **values, const unsign
     if (shared) memset(shared, 0xff, shared_end - shared);
     run_block({unsigned(b % grid[0]), unsigned(b / grid[0] % grid[1]), unsigned(b / grid[0] / grid[1])});
   }
+  for (auto &[counter, read] : arrivals)
+    if (!read && !failure[0]) snprintf(failure, sizeof failure, "the last block to raise a counter does not fence after it");
   if (failure[0]) threads.clear();  // their fibers are somewhere inside the kernel
   return failure[0] ? failure : nullptr;
 }

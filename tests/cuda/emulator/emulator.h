@@ -39,6 +39,8 @@ void emulated_barrier();
 void emulated_copy_later(void *to, const void *from);
 void emulated_copies_commit();
 void emulated_copies_wait(int pending);
+void emulated_arrive(const void *counter);
+void emulated_fence();
 void emulated_fail(const char *message);
 }
 enum { SHUFFLE, SHUFFLE_XOR, SYNC_WARP, MMA_F16, MMA_U8S8 };
@@ -101,9 +103,13 @@ inline void ptx_sub_rn_f16x2(uint32_t &d, uint32_t a, uint32_t b) {
   for (int i = 0; i < 2; ++i) x[i] = half(float(x[i]) - float(y[i]));
   memcpy(&d, x, 4);
 }
-// Blocks run one after another, so what one adds the next finds.
-template <typename T> T atomicAdd(T *address, T value) { T old = *address; return *address = old + value, old; }
-inline void __threadfence() {}
+// Blocks run one after another, so what one adds the next finds.  It is how a block tells that it has come.
+template <typename T> T atomicAdd(T *address, T value) {
+  emulated_arrive(address);
+  T old = *address;
+  return *address = old + value, old;
+}
+inline void __threadfence() { emulated_fence(); }
 inline void ptx_add_rn_f32(float &d, float a, float b) { d = a + b; }
 inline void ptx_sub_rn_f32(float &d, float a, float b) { d = a - b; }
 inline void ptx_prefetch_global_L2(const void *) {}

@@ -1,0 +1,69 @@
+"""What `make test-gpu` runs, on an imitated GPU: from a pack that has the kernels of the lists, without TVM and NVRTC."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from edgeq.targets.cuda import nvrtc
+from edgeq.targets.cuda.pack import Variant
+from tests.cuda import asked, imitated, kernels
+
+pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
+
+HERE = Path(__file__).parent
+BARE = "import sys; sys.modules['tvm'] = sys.modules['nvidia'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+TESTS = "test_largest", "test_attention_parts"
+"""Single kernels, and programs."""
+
+
+@pytest.fixture(autouse=True)
+def needed() -> None:
+    if reason := nvrtc.refusal() or imitated.refusal():
+        pytest.skip(reason)
+
+
+def run(tests: Sequence[str], pack: Path, made: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    paths = [HERE / f"{name}.py" for name in tests]
+    return imitated.run("-c", BARE, "-q", "--gpu", "--pack", pack, *paths, cache=cache, kernels=made)
+
+
+def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Path) -> None:
+    variants = sorted(set().union(*map(asked.listed, TESTS)), key=lambda variant: variant.symbol)
+    made = imitated.kernels(variants, tmp_path / "made")
+    kernels.main(["sm_87"], variants, tmp_path / "whole")
+    ran = run(TESTS, tmp_path / "whole", made, tmp_path / "cache")
+    assert ran.returncode == 0 and "passed" in ran.stdout and "skipped" not in ran.stdout, ran.stdout
+    kernels.main(["sm_87"], variants[:-1], tmp_path / "less")
+    (tests,) = (name for name in TESTS if variants[-1] in asked.listed(name))
+    ran = run([tests], tmp_path / "less", made, tmp_path / "cache")
+    assert ran.returncode == 1 and f"has no {variants[-1].symbol}; make it again with: make kernels" in ran.stdout, ran.stdout
+    ran = run([tests], tmp_path / "nowhere", made, tmp_path / "cache")
+    assert ran.returncode != 0 and "nowhere is not there; make it with: make kernels" in ran.stdout + ran.stderr
+
+
+def test_a_kernel_that_is_not_in_the_list_is_refused_and_recording_adds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, new = Variant("select"), Variant("few", (4, True, False, 128))
+    monkeypatch.setattr(asked, "FOLDER", tmp_path)
+    for tests, variants, partly in (("all", [known, new], False), ("some", [known], True), ("some", [new], True)):
+        asked.listed.cache_clear()
+        recording = asked.Asked(recording=True)
+        recording.tests, recording.partly = tests, {tests} if partly else set()
+        recording.ask(variants)
+        recording.write()
+    asked.listed.cache_clear()
+    try:
+        assert asked.listed("all") == asked.listed("some") == {known, new} and asked.every() == [new, known]
+        checking = asked.Asked(recording=False)
+        checking.ask([Variant("anything")])
+        checking.tests = "some"
+        checking.ask([known, new])
+        with pytest.raises(AssertionError, match=r"has no embed_4_1: .*pytest tests/cuda/some.py --record-kernels"):
+            checking.ask([known, Variant("embed", (4, True))])
+    finally:
+        asked.listed.cache_clear()
