@@ -32,7 +32,7 @@ FORWARD, BACKWARD, SHUFFLED = 0, 1, 2
 Asynchronous copies are done when they are asked for in BACKWARD, else when they are waited for.
 """
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
-FLAGS += ["-mavx2", "-mf16c"] if platform.machine() == "x86_64" else []
+FLAGS += ["-mavx2", "-mf16c", "-mfma"] if platform.machine() == "x86_64" else []
 GUARD = 256
 """Bytes after an allocation that nothing may write."""
 ALIGNMENT = 256
@@ -47,6 +47,7 @@ INSTRUCTIONS = {
     "add.rn.f32",
     "sub.rn.f32",
     "mul.rn.f32",
+    "fma.rn.f32",
     "prefetch.global.L2",
     "sub.rn.f16x2",
     "cp.async.cg.shared.global",
