@@ -15,13 +15,14 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import DeviceError
-from edgeq.targets.cuda.device import Call, Copy, Kernel, Memory, Pinned, Recording
+from edgeq.targets.cuda.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
 from edgeq.targets.cuda.pack import POINTER, Generated, Variant
 
 HERE = Path(__file__).parent / "emulator"
@@ -133,16 +134,24 @@ class EmulatedPinned:
         self.address = self.array.ctypes.data
 
 
+class EmulatedMark(Mark):
+    """time   by the clock of the host, which a device that is no other thread can be measured with; None: nothing was there"""
+
+    time: float | None = None
+
+
 @dataclass(frozen=True)
 class EmulatedRecording:
     device: EmulatedDevice
-    steps: tuple[Call | Copy, ...]
+    steps: tuple[Call | Copy | Mark, ...]
 
     def replay(self) -> None:
-        self.device.replays += 1
+        self.device.replays += not any(isinstance(step, Mark) for step in self.steps)
         for step in self.steps:
             if isinstance(step, Copy):
-                ctypes.memmove(step.target, step.source, step.nbytes)
+                self.device.copy(step.target, step.source, step.nbytes)
+            elif isinstance(step, Mark):
+                self.device.stamp(step)
             else:
                 self.device.launch(*step)
         self.device.synchronize()
@@ -163,7 +172,7 @@ class EmulatedKernel:
 
 
 class EmulatedDevice:
-    """launches   how many kernels ran, by symbol;  replays: how many recordings"""
+    """launches   how many kernels ran, by symbol;  replays: how many recordings that have no marks"""
 
     name, sm, multiprocessors, integrated = "emulated", 87, 8, False
 
@@ -222,11 +231,28 @@ class EmulatedDevice:
         if failed:
             raise DeviceError(f"{generated.variant.symbol}: {failed.decode()}")
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def mark(self) -> Mark:
+        return EmulatedMark()
+
+    def stamp(self, mark: Mark) -> None:
+        assert isinstance(mark, EmulatedMark)
+        mark.time = perf_counter()
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """DeviceError: a mark that nothing has come to."""
+        times = [mark.time for mark in marks if isinstance(mark, EmulatedMark) and mark.time is not None]
+        if len(times) < len(marks):
+            raise DeviceError("a time was asked for that was not taken")
+        return np.diff(times).tolist()
+
     def pinned(self, nbytes: int) -> Pinned:
         self._pinned.append(EmulatedPinned(nbytes))
         return self._pinned[-1]
 
-    def record(self, steps: Sequence[Call | Copy]) -> Recording:
+    def record(self, steps: Sequence[Call | Copy | Mark]) -> Recording:
         """DeviceError: a copy leaves the memory that it is from or to."""
         for step in steps:
             if isinstance(step, Copy):

@@ -36,7 +36,7 @@ EMBEDS = [Variant("embed", (bits, zero)) for bits in BITS for zero in (False, Tr
 FUNCTIONS = (
     "rms_norm", "layer_norm", "head_norm", "scale", "inject", "select", "rope", "cache_write", "cache_write_int8",
     "cache_write_int4", "arrange", "butterflies", "split_row", "add_squares", "route", "scatter", "gather_add",
-    "gated_add", "low_rank_add",
+    "gated_add", "low_rank_add", "read_memory",
 )  # fmt: skip
 """Kernels without literals."""
 CODECS = [
