@@ -331,18 +331,16 @@ class CudaProgram:
         results = self._recordings.run(key, sent, calls, chosen.results(count) if chosen else whole)
         return None if results is None else [each[: len(each) // count * len(rows)] for each in results]
 
-    def _of_run(self, rows: Rows, lowering: Lowering, fused: bool) -> Iterator[tuple[Lowered, int, int]]:
+    def _of_run(self, rows: Rows, lowering: Lowering, fused: bool) -> list[tuple[Lowered, int, int]]:
         """The launches of a run, with the rows and the parts of the context of each."""
-        stages = rows, rows.selected(self._graph.together) if len(rows.wanted) else None
-        counts = [len(here) if here else 0 for here in stages]
+        counts = len(rows), len(rows.wanted) // self._graph.together
         # What a row sees by spans is not what its slot says.
         parts = parts_of(rows) if rows.spans is None else 0
-        for each in lowering.launches(counts, fused):
-            yield each, counts[each.stage], parts
+        return [(each, counts[each.stage], parts) for each in lowering.launches(counts, fused)]
 
     def _timed(self, rows: Rows, lowering: Lowering, weights: CudaWeights | None) -> StepTimes:
         """Run operation by operation."""
-        launched = list(self._of_run(rows, lowering, fused=False))
+        launched = self._of_run(rows, lowering, fused=False)
         if self._recordings.reserved and repeats(rows, self._recordings.rows):
             calls = [(each, self._call(each, n, weights, parts)) for each, n, parts in launched if isinstance(each, Launch)]
             with suppress(ResourceError):
@@ -363,12 +361,7 @@ class CudaProgram:
         return Step(each.operation, call.kernel.generated.variant.symbol, each.reads_weights)
 
     def _call(
-        self,
-        each: Launch,
-        tokens: int,
-        weights: CudaWeights | None,
-        parts: int = 0,
-        moved: Mapping[int, int] | None = None,
+        self, each: Launch, tokens: int, weights: CudaWeights | None, parts: int = 0, moved: Mapping[int, int] | None = None
     ) -> Call:
         """A launch over `tokens` rows.
 

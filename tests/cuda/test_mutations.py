@@ -114,7 +114,7 @@ def low_rank(kernel: Generated, order: int) -> np.ndarray:
         "out": np.zeros((5, 9), np.float32), "sums": np.zeros((2, 8, 16), np.float32), "arrived": np.zeros(1, np.int32),
     }  # fmt: skip
     scalars: dict[str, int | float] = {
-        "tokens": 5, "columns": 900, "width_in": 900, "rank": 9, "norm": 1, "eps": 1e-5, "parts": 2, "each": 2,
+        "tokens": 5, "columns": 900, "width_in": 900, "rank": 9, "norm": 1, "eps": 1e-5, "shares": 2, "each": 2,
     }  # fmt: skip
     return launched(kernel, arrays, scalars, order)["out"]
 
@@ -136,13 +136,14 @@ def fused(kernel: Generated, order: int) -> np.ndarray:
         **case.arrays,
         "x": np.random.default_rng(1).standard_normal((5, 2560)).astype(np.float32),
         "gain": np.ones(2560, np.float32), "bias": np.ones(32, np.float32), "y": np.zeros((5, 32), np.float32),
-        **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "cos", "sin", "q_gain", "k_gain")},
-        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots")},
+        **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "cos", "sin", "q_gain", "k_gain", "inner")},
+        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots", "low_b")},
         "pages": np.zeros(1, np.int64), "pool": np.zeros(1, np.float16),
     }  # fmt: skip
     scalars: dict[str, int | float] = {
         "tokens": 5, "width_in": 2560, "norm": 1, "ordered": 0, "scaled": 0, "eps": 1e-5, "limit": 0, "columns": 2560,
         "groups": 20, "chunks": 80, "stride": 1, "rows": 32, "width": 32, "has_bias": 1, "add": 0, "ctas": 1, "each": 2,
+        "low_kind": 0, "rank": 0,
         "most": 2, "first": 0, "heads": 1, "kv_heads": 0, "head_dim": 32, "head_normed": 0, "head_eps": 0, "pairs": 0,
         "layer": 0,
     }  # fmt: skip

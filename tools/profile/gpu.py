@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +63,14 @@ def conditions(name: str | None) -> dict[str, float | str | None]:
     return {**found, **told}
 
 
-def lacking(facts: dict[str, object]) -> list[str]:
+def only() -> dict[str, float | str | None]:
+    """The name of the GPU of this machine, and its conditions; nothing known of several."""
+    names = [gpu.name for gpu in _told()]
+    name = "GPU of a Jetson" if RELEASE.exists() else names[0] if len(names) == 1 else None
+    return {"device": name or "GPU of unknown name", **conditions(name)}
+
+
+def lacking(facts: Mapping[str, object]) -> list[str]:
     """What a record of a run on a GPU has to have, and `facts` have not."""
     needed = {"device_driver": "GPU driver", "device_mhz": "GPU clock", "device_celsius": "GPU temperature"}
     missing = [words for key, words in needed.items() if not facts.get(key)]

@@ -22,11 +22,11 @@ BF16, F32 = 2, 3
 def low_rank(kind, PARTS=8):
     """out = a x', f32 [tokens][rank]; x' is a norm of x, or x.
 
-    A block of threads has `each` rounds of input channels, 16 output channels and TOKENS token rows; a thread one output
+    One of `shares` blocks of threads has `each` rounds of input channels, 16 output channels and TOKENS token rows; a thread one output
     channel and every PARTS-th word of it.
 
     gain, shift, norm, eps   of the norm (prologue.py)
-    sums      f32 [tiles of tokens][blocks of 16][parts][tokens of a tile][16]
+    sums      f32 [tiles of tokens][blocks of 16][shares][tokens of a tile][16]
     arrived   i32 [tiles of tokens][blocks of 16], 0 before and after
     """
     EACH = channels(kind)
@@ -34,7 +34,7 @@ def low_rank(kind, PARTS=8):
     @T.prim_func
     def low_rank_(x_: T.handle, gain_: T.handle, shift_: T.handle, a_: T.handle, out_: T.handle, sums_: T.handle,
                   arrived_: T.handle, tokens: T.int32, columns: T.int32, width_in: T.int32, rank: T.int32, norm: T.int32,
-                  eps: T.float32, parts: T.int32, each: T.int32):  # fmt: skip
+                  eps: T.float32, shares: T.int32, each: T.int32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
         x = T.match_buffer(x_, (T.int32(),), "float32")
         gain = T.match_buffer(gain_, (T.int32(),), "float32")
@@ -44,7 +44,7 @@ def low_rank(kind, PARTS=8):
         sums = T.match_buffer(sums_, (T.int32(),), "float32")
         arrived = T.match_buffer(arrived_, (T.int32(),), "int32")
         T.device_entry()
-        part, block, tile = T.cta_id([parts, T.ceildiv(rank, 16), T.ceildiv(tokens, TOKENS)])
+        share, block, tile = T.cta_id([shares, T.ceildiv(rank, 16), T.ceildiv(tokens, TOKENS)])
         warp = T.warp_id([WARPS])
         lane = T.lane_id([32])
         tid: T.let = warp * 32 + lane
@@ -65,7 +65,7 @@ def low_rank(kind, PARTS=8):
         if norm != 0:
             norm_rows(x, stats, of_warps, tile * TOKENS, count, width_in, norm, eps, warp, lane)
         for i in T.serial(each):
-            start: T.let = (part * each + i) * CHANNELS
+            start: T.let = (share * each + i) * CHANNELS
             T.cuda.cta_sync()
             for n in T.serial(count):
                 for c in T.unroll(CHANNELS // THREADS):
@@ -94,19 +94,19 @@ def low_rank(kind, PARTS=8):
         total[0] = T.float32(0)
         for i in T.unroll(PARTS):
             total[0] = total[0] + added[i * (16 * TOKENS) + tid]
-        sums[(place * parts + part) * THREADS + tid] = total[0]
+        sums[(place * shares + share) * THREADS + tid] = total[0]
         T.cuda.thread_fence()
         T.cuda.cta_sync()
         if tid == 0:
             before[0] = T.cuda.atomic_add(arrived.ptr_to([place]), 1)
         T.cuda.cta_sync()
-        if before[0] == parts - 1:
+        if before[0] == shares - 1:
             T.cuda.thread_fence()
             if tid == 0:
                 arrived[place] = 0
             total[0] = T.float32(0)
-            for i in T.serial(parts):
-                total[0] = total[0] + sums[(place * parts + i) * THREADS + tid]
+            for i in T.serial(shares):
+                total[0] = total[0] + sums[(place * shares + i) * THREADS + tid]
             if tid // 16 < count and block * 16 + tid % 16 < rank:
                 out[(tile * TOKENS + tid // 16) * rank + block * 16 + tid % 16] = total[0]
 

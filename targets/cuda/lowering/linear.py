@@ -20,7 +20,7 @@ TILE = 4096
 """The largest power of two that one pass of a transform takes."""
 BASE_TILE = 512
 """Numbers of a block of threads in a pass with a base, if its power of two is not more."""
-LOW_RANK_TOKENS, LOW_RANK_CHANNELS, LOW_RANK_PARTS, BLOCK_ROWS = 8, 256, 16, 16
+LOW_RANK_TOKENS, LOW_RANK_CHANNELS, LOW_RANK_SHARES, BLOCK_ROWS = 8, 256, 16, 16
 """Of a block of threads of a low-rank part: token rows, input channels of a round; how many blocks share all of them at most;
 output channels."""
 FLOAT_KINDS = {"f16": 1, "bf16": 2, "f32": 3}
@@ -87,14 +87,14 @@ def low_rank(lowering: Lowering, op: Linear, part: LowRank, raw: Input, norm: di
     """The product with a of the low-rank part of a layer, of rows of `raw` through a norm."""
     tiles, blocks = -(-lowering.most_rows // LOW_RANK_TOKENS), -(-widest_rank(lowering) // BLOCK_ROWS)
     rounds = -(-part.a.columns // LOW_RANK_CHANNELS)
-    each = -(-rounds // LOW_RANK_PARTS)
-    room = tiles * blocks * LOW_RANK_TOKENS * BLOCK_ROWS * LOW_RANK_PARTS * 4
+    each = -(-rounds // LOW_RANK_SHARES)
+    room = tiles * blocks * LOW_RANK_TOKENS * BLOCK_ROWS * LOW_RANK_SHARES * 4
     values: dict[str, Value] = {
         **norm, "x": raw.address, "width_in": raw.width, "columns": part.a.columns, "rank": part.a.rows,
         "a": lowering.storage.array(part.a.q), "out": low_rank_values(lowering, part)["inner"],
         "sums": lowering.storage.named("low rank sums", room),
         "arrived": lowering.storage.named("low rank arrived", tiles * blocks * 4),
-        "parts": -(-rounds // each), "each": each,
+        "shares": -(-rounds // each), "each": each,
     }  # fmt: skip
     return Launch(op, lowering.stage, Variant("low_rank", (part.a.codec.kind,)), values, reads_weights=True)
 
