@@ -22,8 +22,8 @@ BF16, F32 = 2, 3
 def low_rank(kind, PARTS=8):
     """out = a x', f32 [tokens][rank]; x' is a norm of x, or x.
 
-    One of `shares` blocks of threads has `each` rounds of input channels, 16 output channels and TOKENS token rows; a thread one output
-    channel and every PARTS-th word of it.
+    One of `shares` blocks of threads has `each` rounds of input channels, 16 output channels and TOKENS token rows; a thread
+    one output channel and every PARTS-th word of it.
 
     gain, shift, norm, eps   of the norm (prologue.py)
     sums      f32 [tiles of tokens][blocks of 16][shares][tokens of a tile][16]
