@@ -256,6 +256,8 @@ def markdown(rows: list[Row]) -> str:
         if row.operations is not None:
             spent, threads = 1000 * sum(line.seconds for line in row.operations), row.record.facts["threads"]
             named = f"{row.record.test}, {threads} thread{'s' * (threads > 1)}: {spent:.3f} ms per token"
+            if row.record.facts["timed_apart"]:
+                named += ", of operations one by one: the test above does several in a launch"
             parts.append(f"{named}\n\n{aligned(breakdown.cells(row.operations, row.record.kind == 'tg'))}")
     if pictures := [line for row in rows for line in row.pictures or ()]:
         parts.append(aligned(picture_bench.cells(pictures)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeq import machine
-from edgeq.tools.profile.sensors import gpu_conditions
+from edgeq.tools.profile import gpu
 
 CPUS = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
@@ -47,10 +47,10 @@ def load() -> float | None:
         return None
 
 
-def facts(gpu: str | None) -> dict[str, Any]:
-    """The present conditions, as fields of a record; `gpu`: the name of that on which the target runs."""
+def facts(device: str | None) -> dict[str, Any]:
+    """The present conditions, as fields of a record; `device`: the name of the GPU on which the target runs."""
     own = {"mhz": median_clock(), "power_mode": power_mode(), "load": load(), "cores": machine.cpu().cores}
-    return {**own, "celsius": machine.temperature(), **gpu_conditions(gpu)}
+    return {**own, "celsius": machine.temperature(), **gpu.conditions(device)}
 
 
 def _text(path: Path) -> str:

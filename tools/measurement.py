@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from edgeq.errors import FormatError
+from edgeq.tools.profile import gpu
 from edgeq.tools.statistics import percentile
 
 KINDS = ("compile", "load", "ttft", "pp", "tg", "image")
@@ -95,7 +96,7 @@ class Measurement:
     def incomplete(self) -> list[str]:
         """What the record lacks to be understood later."""
         known = {**self.facts, "context": self.context}
-        return [name for key, name in NEEDED.items() if not known.get(key)]
+        return [name for key, name in NEEDED.items() if not known.get(key)] + gpu.lacking(known)
 
     def fields(self) -> dict[str, Any]:
         """Every field of the record by its name, those of the facts first."""

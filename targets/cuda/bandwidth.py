@@ -1,47 +1,82 @@
 """Bytes per second that a GPU reads from its memory: the size of what decode reaches a share of.
 
-No kernel of a model reads memory and nothing else, so the driver copies a block of memory on the device: it reads and writes
-every byte, and both together are what the memory gives.
+A kernel reads a block of memory and does nothing else.  Beside it, what a copy on the device reads and writes.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
 
 from edgeq import measurements
-from edgeq.targets.cuda.device import Memory
+from edgeq.targets.cuda.device import Device, Kernel
+from edgeq.targets.cuda.pack import Variant
 
-WHAT = "read_bandwidth of the GPU "
+READ, COPY = "read_bandwidth 2 of the GPU ", "copy_bandwidth of the GPU "
+KERNEL = Variant("read_memory")
 BLOCK, LEAST_BLOCK, ROUNDS = 256 << 20, 16 << 20, 8
+SLOW = 0.005
+"""Seconds for the least block on a device that is not asked to read the large one, as a GPU of 3 GB/s would not be."""
+BLOCKS = 8
+"""Blocks of threads of each multiprocessor."""
+ROUND = 128 * 4 * 16
+"""Bytes that a block of threads reads in a round (kernels/read.py)."""
 
 
-@runtime_checkable
-class Copying(Protocol):
-    """A device that copies and takes times, which an emulated one does not."""
-
-    name: str
-
-    def memory(self) -> tuple[int, int]: ...
-
-    def allocate(self, nbytes: int) -> Memory: ...
-
-    def copy_seconds(self, target: int, source: int, nbytes: int) -> float: ...
+def copied(name: str) -> float | None:
+    """Bytes per second, read and written, that were measured on the GPU of that name; None: nothing yet."""
+    return measurements.known(COPY + name, 1)
 
 
-def known(name: str) -> float | None:
-    """What was measured on the GPU of that name; None: nothing yet."""
-    return measurements.known(WHAT + name, 1)
-
-
-def measured(device: Copying, refresh: bool = False) -> float | None:
+def measured(device: Device, kernel: Kernel, refresh: bool = False) -> float | None:
     """Bytes per second, measured in a tenth of a second unless known; None: the device has no memory left for it."""
-    block = min(BLOCK, device.memory()[1] // 4)
-    if block < LEAST_BLOCK and not known(device.name):
-        return None
+    known, room = measurements.known(READ + device.name, 1), device.memory()[1] // 4
+    if room < LEAST_BLOCK:
+        return known
+    if refresh or known is None:
+        measurements.measured(COPY + device.name, 1, lambda: (_copies(device, room), True), True, largest=True)
+    return measurements.measured(READ + device.name, 1, lambda: (_reads(device, kernel, room), True), refresh, largest=True)
 
-    def measure() -> tuple[float, bool]:
-        source, target = device.allocate(block), device.allocate(block)
-        seconds = min(device.copy_seconds(target.address, source.address, block) for _ in range(ROUNDS))
-        return 2 * block / seconds, True
 
-    return measurements.measured(WHAT + device.name, 1, measure, refresh and block >= LEAST_BLOCK, largest=True)
+def _reads(device: Device, kernel: Kernel, room: int) -> float:
+    ctas = BLOCKS * device.multiprocessors
+    out = device.allocate(ctas * 128 * 4)
+
+    def start(address: int, nbytes: int) -> None:
+        scalars = {"x": address, "out": out.address, "ctas": ctas, "rounds": nbytes // (ctas * ROUND)}
+        device.launch(kernel, *kernel.generated.bind(scalars))
+
+    nbytes, seconds = _quickest(device, room, ctas * ROUND, start)
+    return nbytes / seconds
+
+
+def _copies(device: Device, room: int) -> float:
+    half = room // 2
+
+    def start(address: int, nbytes: int) -> None:
+        device.copy(address + nbytes, address, nbytes)
+
+    nbytes, seconds = _quickest(device, half, 1, start, times=2)
+    return 2 * nbytes / seconds
+
+
+def _quickest(device: Device, room: int, multiple: int, start: Callable[[int, int], None], times: int = 1) -> tuple[int, float]:
+    """Bytes, a multiple of `multiple`, and the least seconds that what `start` starts over them takes by the device's clock.
+
+    times   as many bytes are allocated
+    """
+    for most in (LEAST_BLOCK, BLOCK):
+        nbytes = max(1, min(most, room) // multiple) * multiple
+        memory = device.allocate(times * nbytes)
+        device.zero(memory.address, times * nbytes)
+        taken = []
+        for _ in range(ROUNDS):
+            marks = device.mark(), device.mark()
+            device.stamp(marks[0])
+            start(memory.address, nbytes)
+            device.stamp(marks[1])
+            taken += device.seconds(marks)
+            if taken[-1] > SLOW:
+                break
+        if max(taken) > SLOW:
+            break
+    return nbytes, max(min(taken), 1e-9)

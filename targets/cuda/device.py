@@ -59,8 +59,12 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Mark:
+    """A point in what a device does, of which it keeps the time."""
+
+
 class Recording(Protocol):
-    """Calls and copies that are started together, one after another as they were recorded, with the same arguments."""
+    """Calls, copies and marks that are started together, one after another as they were recorded, with the same arguments."""
 
     def replay(self) -> None:
         """Start them, and wait until they have ended.  ResourceError: the device has no memory to start them, and none was."""
@@ -112,8 +116,24 @@ class Device(Protocol):
         """Memory of the host, as zeros.  ResourceError: there is not that much."""
         ...
 
-    def record(self, steps: Sequence[Call | Copy]) -> Recording:
-        """Calls and copies to be replayed, none of which is started.  ResourceError: the device has no memory for it."""
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Start a copy within the memory of the device."""
+        ...
+
+    def mark(self) -> Mark:
+        """A mark for one time, or for that of every replay of a recording that has it."""
+        ...
+
+    def stamp(self, mark: Mark) -> None:
+        """Let the time of the mark be that at which everything has ended that was launched before."""
+        ...
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """Between each mark and the next one, by the clock of the device; waits for the last."""
+        ...
+
+    def record(self, steps: Sequence[Call | Copy | Mark]) -> Recording:
+        """Calls, copies and marks to be replayed, none of which is started.  ResourceError: the device has no memory for it."""
         ...
 
     def synchronize(self) -> None:

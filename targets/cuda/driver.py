@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from edgeq import machine
 from edgeq.errors import DeviceError, ResourceError, UnsupportedError
-from edgeq.targets.cuda.device import Call, Copy, Kernel, Memory, Pinned, Recording
+from edgeq.targets.cuda.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
 from edgeq.targets.cuda.pack import POINTER, Generated, Parameter, Variant
 
 STAGING = 32 << 20
@@ -100,6 +100,16 @@ class DriverPinned:
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         self.address, self.array = address, np.frombuffer(memoryview(memory), np.uint8)
         finalize(memory, device.release, "cuMemFreeHost", address).atexit = False
+
+
+class DriverMark(Mark):
+    """An event."""
+
+    def __init__(self, device: DriverDevice, event: Any) -> None:
+        self.event, self._device = event, device
+
+    def __del__(self) -> None:
+        self._device.release("cuEventDestroy", self.event)
 
 
 class DriverRecording:
@@ -294,15 +304,19 @@ class DriverDevice:
         return pinned
 
     @alone
-    def record(self, steps: Sequence[Call | Copy]) -> Recording:
+    def record(self, steps: Sequence[Call | Copy | Mark]) -> Recording:
         """The steps as a CUDA graph, captured from the stream."""
         copies = {"in": "cuMemcpyHtoDAsync", "out": "cuMemcpyDtoHAsync", "within": "cuMemcpyDtoDAsync"}
+        external = int(self._cuda.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
         # Relaxed: a finalizer may free memory of this thread meanwhile, which any other mode takes for an error.
         self._call("cuStreamBeginCapture", self._stream, self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
             for step in steps:
                 if isinstance(step, Copy):
                     self._call(copies[step.way], step.target, step.source, step.nbytes, self._stream)
+                elif isinstance(step, DriverMark):
+                    # External: a step of the graph, whose time can be asked for.
+                    self._call("cuEventRecordWithFlags", step.event, self._stream, external)
                 else:
                     self.launch(*step)
         except BaseException:
@@ -337,17 +351,24 @@ class DriverDevice:
         self._staged = 0
 
     @alone
-    def copy_seconds(self, target: int, source: int, nbytes: int) -> float:
-        """Seconds in which the device copies memory of its own, by its own clock."""
-        start, stop = (self._call("cuEventCreate", 0) for _ in range(2))
-        self._call("cuEventRecord", start, self._stream)
+    def copy(self, target: int, source: int, nbytes: int) -> None:
         self._call("cuMemcpyDtoDAsync", target, source, nbytes, self._stream)
-        self._call("cuEventRecord", stop, self._stream)
-        self._call("cuEventSynchronize", stop)
-        seconds = float(self._call("cuEventElapsedTime", start, stop)) / 1000
-        for event in (start, stop):
-            self._call("cuEventDestroy", event)
-        return seconds
+
+    @alone
+    def mark(self) -> Mark:
+        return DriverMark(self, self._call("cuEventCreate", 0))
+
+    @alone
+    def stamp(self, mark: Mark) -> None:
+        assert isinstance(mark, DriverMark)
+        self._call("cuEventRecord", mark.event, self._stream)
+
+    @alone
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        events = [mark.event for mark in marks if isinstance(mark, DriverMark)]
+        self._call("cuEventSynchronize", events[-1])
+        pairs = zip(events[:-1], events[1:], strict=True)
+        return [float(self._call("cuEventElapsedTime", *pair)) / 1000 for pair in pairs]
 
     def _stage(self, nbytes: int) -> int:
         """The address of a part of the pinned buffer that no copy uses."""

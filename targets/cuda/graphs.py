@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -111,13 +112,13 @@ class _Recorded:
 class Recordings:
     """The recordings of one program, within memory that is reserved when it is made.
 
-    recorded   recordings made so far
+    recorded   recordings made so far;  waited_s: seconds in which the host waited for the end of one
     """
 
     def __init__(self, device: Device, most_rows: int, width: int, steps: int) -> None:
         """most_rows    of a recording;  width: of a row of the result, float32;  steps: launches of a run, 0: record nothing"""
         self.rows = min(most_rows, ROW_CLASSES[-1])
-        self.recorded = 0
+        self.recorded, self.waited_s = 0, 0.0
         self._device = device
         self._result_bytes = self.rows * width * 4 + LARGEST_BYTES
         self._room = RECORDINGS * (steps + BESIDE) * STEP_BYTES + BLOCK_BYTES if steps else 0
@@ -145,7 +146,9 @@ class Recordings:
             # A mode that was lowered after this was recorded can ask for more: what this one does not read has no place.
             for name, (start, nbytes) in found.places.items():
                 found.block.array[start : start + nbytes] = np.ascontiguousarray(sent[name]).reshape(-1).view(np.uint8)
+            began = perf_counter()
             found.recording.replay()
+            self.waited_s += perf_counter() - began
         except ResourceError:
             self._kept.clear()
             self._room = 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.errors import DeviceError
 from edgeq.records import Mode
-from edgeq.targets.cuda.device import Call, Copy, Kernel, Memory, Pinned, Recording
+from edgeq.targets.cuda.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
 from edgeq.targets.cuda.pack import Generated, Variant
 from edgeq.targets.cuda.program import CudaProgram
 from edgeq.targets.cuda.supply import OnKernel
@@ -61,10 +61,20 @@ class _Nothing:
 
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None: ...
 
+    def copy(self, target: int, source: int, nbytes: int) -> None: ...
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def stamp(self, mark: Mark) -> None: ...
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        raise DeviceError(f"{self.name} runs nothing")
+
     def pinned(self, nbytes: int) -> Pinned:
         raise DeviceError(f"{self.name} runs nothing")
 
-    def record(self, steps: Sequence[Call | Copy]) -> Recording:
+    def record(self, steps: Sequence[Call | Copy | Mark]) -> Recording:
         raise DeviceError(f"{self.name} runs nothing")
 
     def synchronize(self) -> None: ...

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
-from edgeq.errors import DeviceError, UnsupportedError
+from edgeq.errors import DeviceError, ResourceError, UnsupportedError
 from edgeq.records import Mode
 from edgeq.targets.cuda import bandwidth, build
 from edgeq.targets.cuda.device import Call, Copy, Device, Kernel
@@ -27,11 +26,12 @@ from edgeq.targets.cuda.pack import POINTER, Variant
 from edgeq.targets.cuda.requantized import CudaWeights, Requantizer
 from edgeq.targets.cuda.storage import Pool, Storage
 from edgeq.targets.cuda.supply import Source
+from edgeq.targets.cuda.timed import Timer
 from edgeq.targets.graph import Embed, Graph, Select
 from edgeq.targets.host import check_rows
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, master_arrays, shared_inputs
 from edgeq.targets.rows import PAGE, Page, Rows
-from edgeq.targets.target import Largest, OnProgress, Options, Step, StepTimes, in_turn, no_progress
+from edgeq.targets.target import Largest, OnProgress, Options, Step, StepTimes, no_progress
 
 CHUNK_ROWS = 1024
 """Default maximum rows per run."""
@@ -45,10 +45,14 @@ def resolved(options: Options) -> Options:
 
 
 class CudaProgram:
-    """The host's threads only launch; `threads` is what this file uses."""
+    """The host's threads only launch; `threads` is what this file uses.
+
+    timed_apart   with times operations run one by one, of which other runs do several in a launch
+    """
 
     threads = 1
     tile = MANY_TOKENS
+    timed_apart = True
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class CudaProgram:
         self.most_largest = 0
         self._logits = np.zeros((self.options.max_logits, graph.buffers[graph.result]), np.float32)
         self._padding: Page | None = None
+        self._timer = Timer(device)
         self._failed = ""
         self.prepare(self.options.mode, on_progress)
         if self.options.requantize:
@@ -85,7 +90,8 @@ class CudaProgram:
         if any(isinstance(op, Embed) for op in graph.operations):
             # Of logits, not of what a tower gives.
             self.most_largest = most(self._logits.shape[1])
-            self._load([variant for variant, _ in self._chosen(self.most_largest).launches], on_progress)
+            chosen = self._chosen(self.most_largest).launches
+            self._load([bandwidth.KERNEL, *(variant for variant, _ in chosen)], on_progress)
         self._recordings = self._new_recordings()
 
     def _chosen(self, count: int) -> Chosen:
@@ -121,6 +127,11 @@ class CudaProgram:
     def kernels_per_token(self) -> int:
         """Launches of a run of one row that asks for its logits."""
         return sum(isinstance(each, Launch) for each in self._made(self.options.mode, self._own).launches((1, 1)))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds so far in which the host waited for runs that were started as one graph."""
+        return self._recordings.waited_s
 
     @property
     def device_name(self) -> str:
@@ -197,10 +208,14 @@ class CudaProgram:
             self._requantizer.fill(self._kernels, weights, scales)
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:
-        """None: the device does not measure it, as it is emulated or full."""
-        if not isinstance(self._device, bandwidth.Copying):
-            return None
-        return bandwidth.measured(self._device, refresh)
+        """None: the device is full."""
+        with self._guarded():
+            return bandwidth.measured(self._device, self._kernels[bandwidth.KERNEL], refresh)
+
+    @property
+    def copy_bandwidth(self) -> float | None:
+        """Bytes per second that a copy on the device reads and writes, both counted; None: it was not measured yet."""
+        return bandwidth.copied(self._device.name)
 
     def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> NDArray[np.float32]:
         """The rows of the result, float32 [wanted, width].  ValueError: more rows than the options allow."""
@@ -272,7 +287,13 @@ class CudaProgram:
                 self._device.write(name.address, values)
             else:
                 self._storage.send(name, values)
-        self._started(rows, lowering, times, weights)
+        if times is None:
+            for each, tokens, parts in self._of_run(rows, lowering, fused=True):
+                for _ in self._start(each, tokens, weights, parts):
+                    pass
+            self._device.synchronize()
+        else:
+            times.append(self._timed(rows, lowering, weights))
         count = len(rows.wanted) // self._graph.together if self._result_name[1] else len(rows)
         if chosen is None:
             if count:
@@ -315,25 +336,21 @@ class CudaProgram:
         results = self._recordings.run(key, sent, calls, chosen.results(count) if chosen else whole)
         return None if results is None else [each[: len(each) // count * len(rows)] for each in results]
 
-    def _started(self, rows: Rows, lowering: Lowering, times: list[StepTimes] | None, weights: CudaWeights | None) -> None:
-        """Start the launches one by one, once everything was sent, and wait for them."""
-        stages = rows, rows.selected(self._graph.together) if len(rows.wanted) else None
+    def _of_run(self, rows: Rows, lowering: Lowering, fused: bool) -> list[tuple[Lowered, int, int]]:
+        """The launches of a run, with the rows and the parts of the context of each."""
+        counts = len(rows), len(rows.wanted) // self._graph.together
         # What a row sees by spans is not what its slot says.
         parts = parts_of(rows) if rows.spans is None else 0
-        steps: list[Step] = []
-        clock = [perf_counter()]
-        # Times are those of operations.
-        for each in lowering.launches([len(here) if here else 0 for here in stages], fused=times is None):
-            here = stages[each.stage]
-            assert here is not None
-            for step in self._start(each, len(here), weights, parts):
-                steps.append(step)
-                if times is not None:
-                    self._device.synchronize()
-                    clock.append(perf_counter())
-        self._device.synchronize()
-        if times is not None:
-            times.append(in_turn(steps, clock))
+        return [(each, counts[each.stage], parts) for each in lowering.launches(counts, fused)]
+
+    def _timed(self, rows: Rows, lowering: Lowering, weights: CudaWeights | None) -> StepTimes:
+        """Run operation by operation."""
+        launched = self._of_run(rows, lowering, fused=False)
+        if self._recordings.reserved and repeats(rows, self._recordings.rows):
+            calls = [(each, self._call(each, n, weights, parts)) for each, n, parts in launched if isinstance(each, Launch)]
+            with suppress(ResourceError):
+                return self._timer.replayed(calls)
+        return self._timer.one_by_one(step for each, n, parts in launched for step in self._start(each, n, weights, parts))
 
     def _start(self, each: Lowered, count: int, weights: CudaWeights | None, parts: int) -> Iterator[Step]:
         if isinstance(each, Gather):
@@ -352,12 +369,7 @@ class CudaProgram:
         return Step(each.operation, call.kernel.generated.variant.symbol, each.reads_weights)
 
     def _call(
-        self,
-        each: Launch,
-        tokens: int,
-        weights: CudaWeights | None,
-        parts: int = 0,
-        moved: Mapping[int, int] | None = None,
+        self, each: Launch, tokens: int, weights: CudaWeights | None, parts: int = 0, moved: Mapping[int, int] | None = None
     ) -> Call:
         """A launch over `tokens` rows.
 

@@ -15,13 +15,14 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import DeviceError
-from edgeq.targets.cuda.device import Call, Copy, Kernel, Memory, Pinned, Recording
+from edgeq.targets.cuda.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
 from edgeq.targets.cuda.pack import POINTER, Generated, Variant
 
 HERE = Path(__file__).parent / "emulator"
@@ -32,7 +33,7 @@ FORWARD, BACKWARD, SHUFFLED = 0, 1, 2
 Asynchronous copies are done when they are asked for in BACKWARD, else when they are waited for.
 """
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
-FLAGS += ["-mavx2", "-mf16c"] if platform.machine() == "x86_64" else []
+FLAGS += ["-mavx2", "-mf16c", "-mfma"] if platform.machine() == "x86_64" else []
 GUARD = 256
 """Bytes after an allocation that nothing may write."""
 ALIGNMENT = 256
@@ -47,6 +48,7 @@ INSTRUCTIONS = {
     "add.rn.f32",
     "sub.rn.f32",
     "mul.rn.f32",
+    "fma.rn.f32",
     "prefetch.global.L2",
     "sub.rn.f16x2",
     "cp.async.cg.shared.global",
@@ -144,16 +146,24 @@ class EmulatedPinned:
         self.address = self.array.ctypes.data
 
 
+class EmulatedMark(Mark):
+    """time   by the clock of the host, which a device that is no other thread can be measured with; None: nothing was there"""
+
+    time: float | None = None
+
+
 @dataclass(frozen=True)
 class EmulatedRecording:
     device: EmulatedDevice
-    steps: tuple[Call | Copy, ...]
+    steps: tuple[Call | Copy | Mark, ...]
 
     def replay(self) -> None:
-        self.device.replays += 1
+        self.device.replays += not any(isinstance(step, Mark) for step in self.steps)
         for step in self.steps:
             if isinstance(step, Copy):
-                ctypes.memmove(step.target, step.source, step.nbytes)
+                self.device.copy(step.target, step.source, step.nbytes)
+            elif isinstance(step, Mark):
+                self.device.stamp(step)
             else:
                 self.device.launch(*step)
         self.device.synchronize()
@@ -174,7 +184,7 @@ class EmulatedKernel:
 
 
 class EmulatedDevice:
-    """launches   how many kernels ran, by symbol;  replays: how many recordings
+    """launches   how many kernels ran, by symbol;  replays: how many recordings that have no marks
     on_load    of all of them: is told which kernels are loaded
     """
 
@@ -237,11 +247,28 @@ class EmulatedDevice:
         if failed:
             raise DeviceError(f"{generated.variant.symbol}: {failed.decode()}")
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def mark(self) -> Mark:
+        return EmulatedMark()
+
+    def stamp(self, mark: Mark) -> None:
+        assert isinstance(mark, EmulatedMark)
+        mark.time = perf_counter()
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """DeviceError: a mark that nothing has come to."""
+        times = [mark.time for mark in marks if isinstance(mark, EmulatedMark) and mark.time is not None]
+        if len(times) < len(marks):
+            raise DeviceError("a time was asked for that was not taken")
+        return np.diff(times).tolist()
+
     def pinned(self, nbytes: int) -> Pinned:
         self._pinned.append(EmulatedPinned(nbytes))
         return self._pinned[-1]
 
-    def record(self, steps: Sequence[Call | Copy]) -> Recording:
+    def record(self, steps: Sequence[Call | Copy | Mark]) -> Recording:
         """DeviceError: a copy leaves the memory that it is from or to."""
         for step in steps:
             if isinstance(step, Copy):

@@ -87,7 +87,7 @@ METHODS: dict[str, tuple[int, Mode, KvCodec, dict[str, Any]]] = {
     "rtn": (5, "a16", F16, {}),
     "quarot": (7, "a4", INT4, {}),
     "resq": (6, "a8", KvCodec("int4", 4), {"calibration_rows": 4, "calibration_length": 64}),
-    "ttq": (19, "a8", INT8, {"bits": 4, "rank": 4, "group_size": 32}),
+    "ttq": (9, "a8", INT8, {"bits": 4, "rank": 4, "group_size": 32}),
     "smoothquant": (5, "a8", F16, {"calibration_rows": 2, "calibration_length": 64}),
 }
 
@@ -101,10 +101,10 @@ def test_a_token_by_every_kind_of_method(method: str, model_path: Callable[..., 
 
 
 def test_a_token_with_an_adapter_beside_the_file(model_path: Callable[..., Path], tmp_path: Path) -> None:
-    """Its layers get low-rank parts; those that it leaves alone stay fused."""
+    """Of each layer one product gets a low-rank part, which costs one launch."""
     file = ModelFile.open(model_path("llama_gqa", {"initializer_range": 0.05}, method="rtn", bits=4, group_size=32))
     both = adapted(file, adapter(tmp_path / "adapter", {"q_proj": (128, 128), "v_proj": (64, 128)}, (0, 1)))
-    assert 5 < equal(both, "a16", F16) <= 14
+    assert equal(both, "a16", F16) == 6
     wanted, found, without = (
         target.compile(decoder(each.metadata, 192), each, Options("a16", max_rows=20, max_logits=20))
         for target, each in ((load("reference"), both), (CudaTarget(EmulatedDevice()), both), (load("reference"), file))

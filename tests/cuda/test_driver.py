@@ -181,6 +181,37 @@ def test_what_is_recorded_is_replayed_and_finalizers_leave_the_context_of_the_th
 @pytest.mark.cuda
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("needs_imitation")
+def test_times_are_those_of_the_device_in_a_recording_and_outside(tmp_path: Path) -> None:
+    found = on_gpu(
+        tmp_path,
+        """
+        from edgeq.targets.cuda.device import Copy
+        device = driver.DriverDevice()
+        memory = device.allocate(1 << 24)
+        half = 1 << 23
+        marks = [device.mark() for _ in range(3)]
+        for mark in marks:
+            device.stamp(mark)
+            device.copy(memory.address + half, memory.address, half)
+        found["alone"] = device.seconds(marks)
+        within = [device.mark() for _ in range(2)]
+        recording = device.record([within[0], Copy("within", memory.address + half, memory.address, half), within[1]])
+        found["too early"] = failing(device.seconds, within)
+        found["recorded"] = []
+        for _ in range(2):
+            recording.replay()
+            found["recorded"].append(device.seconds(within))
+        """,
+    )
+    alone, recorded = found["alone"], found["recorded"]
+    assert isinstance(alone, list) and len(alone) == 2 and min(alone) > 0
+    assert isinstance(recorded, list) and all(len(each) == 1 and each[0] > 0 for each in recorded)
+    assert recorded[0] != recorded[1] and "cuEventElapsedTime" in str(found["too early"])
+
+
+@pytest.mark.cuda
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("needs_imitation")
 def test_a_graph_without_memory_is_no_failure_of_the_device(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,

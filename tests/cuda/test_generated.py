@@ -36,7 +36,7 @@ EMBEDS = [Variant("embed", (bits, zero)) for bits in BITS for zero in (False, Tr
 FUNCTIONS = (
     "rms_norm", "layer_norm", "head_norm", "scale", "inject", "select", "rope", "cache_write", "cache_write_int8",
     "cache_write_int4", "arrange", "butterflies", "split_row", "add_squares", "route", "scatter", "gather_add",
-    "gated_add",
+    "gated_add", "low_rank_add", "read_memory",
 )  # fmt: skip
 """Kernels without literals."""
 CODECS = [
@@ -65,7 +65,7 @@ OTHERS = [
     *(Variant("head_rotate", (head_dim,)) for head_dim in HEADS),
     *(Variant("form_token", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)),
     *(Variant("form_static", (group,)) for group in (16, 32, 64, 128)),
-    *(Variant(name, (kind,)) for name in ("float_product", "embed_float") for kind in ("f16", "bf16", "f32")),
+    *(Variant(name, (kind,)) for name in ("float_product", "embed_float", "low_rank") for kind in ("f16", "bf16", "f32")),
     *(Variant("activate", (function, gated)) for function in get_args(Function) for gated in (False, True)),
     *(Variant("requantize", (*master, 4, zero)) for master in MASTERS for zero in (False, True)),
     *(Variant("requantize", (*MASTERS[-1], bits, zero)) for bits in BITS if bits != 4 for zero in (False, True)),

@@ -107,6 +107,20 @@ def float_product(kernel: Generated, order: int) -> np.ndarray:
     return launched(kernel, arrays, scalars, order)["y"]
 
 
+def low_rank(kernel: Generated, order: int) -> np.ndarray:
+    """Four rounds of channels by two blocks of threads, of five tokens after a norm."""
+    rng = np.random.default_rng(1)
+    arrays = {
+        "x": rng.standard_normal((5, 900)).astype(np.float32), "gain": np.ones(900, np.float32),
+        "shift": np.zeros(1, np.float32), "a": rng.standard_normal((1, 450, 16, 2)).astype(np.float16),
+        "out": np.zeros((5, 9), np.float32), "sums": np.zeros((2, 8, 16), np.float32), "arrived": np.zeros(1, np.int32),
+    }  # fmt: skip
+    scalars: dict[str, int | float] = {
+        "tokens": 5, "columns": 900, "width_in": 900, "rank": 9, "norm": 1, "eps": 1e-5, "shares": 2, "each": 2,
+    }  # fmt: skip
+    return launched(kernel, arrays, scalars, order)["out"]
+
+
 def rotate(kernel: Generated, order: int) -> np.ndarray:
     rng = np.random.default_rng(1)
     arrays = {
@@ -124,13 +138,14 @@ def fused(kernel: Generated, order: int) -> np.ndarray:
         **case.arrays,
         "x": np.random.default_rng(1).standard_normal((5, 2560)).astype(np.float32),
         "gain": np.ones(2560, np.float32), "bias": np.ones(32, np.float32), "y": np.zeros((5, 32), np.float32),
-        **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "cos", "sin", "q_gain", "k_gain")},
-        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots")},
+        **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "cos", "sin", "q_gain", "k_gain", "inner")},
+        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots", "low_b")},
         "pages": np.zeros(1, np.int64), "pool": np.zeros(1, np.float16),
     }  # fmt: skip
     scalars: dict[str, int | float] = {
         "tokens": 5, "width_in": 2560, "norm": 1, "ordered": 0, "scaled": 0, "eps": 1e-5, "limit": 0, "columns": 2560,
         "groups": 20, "chunks": 80, "stride": 1, "rows": 32, "width": 32, "has_bias": 1, "add": 0, "ctas": 1, "each": 2,
+        "low_kind": 0, "rank": 0,
         "most": 2, "first": 0, "heads": 1, "kv_heads": 0, "head_dim": 32, "head_normed": 0, "head_eps": 0, "pairs": 0,
         "layer": 0,
     }  # fmt: skip
@@ -140,6 +155,7 @@ def fused(kernel: Generated, order: int) -> np.ndarray:
 FUSED = Variant("fused_rows", ("group", 4, False, False, 128))
 HEADS = Variant("fused_heads", ("f16", False, *FUSED.literals))
 ATTEND = Variant("attend", (32, "f16", 64))
+LOW_RANK = Variant("low_rank", ("f16",))
 FEW, MANY = Variant("few", (4, False, False, 128)), Variant("many", (4, False, False, 128))
 MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("few: products are added before all are there", FEW, product, BARRIER, 0),
@@ -162,6 +178,11 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("transform: the next level reads what is not yet written", Variant("butterflies"), transform, BARRIER, 1),
     ("token: ranges of other warps are read too early", Variant("form_token", (True, 128)), token, BARRIER, 0),
     ("floats: parts are added before all are there", Variant("float_product", ("f32",)), float_product, BARRIER, 0),
+    ("low rank: the norm is read before it is there", LOW_RANK, low_rank, BARRIER, 3),
+    ("low rank: the next round overwrites what is still read", LOW_RANK, low_rank, BARRIER, 4),
+    ("low rank: channels are read before others have them", LOW_RANK, low_rank, BARRIER, 5),
+    ("low rank: sums of other threads are added too early", LOW_RANK, low_rank, BARRIER, 6),
+    ("low rank: how many blocks have ended is read too early", LOW_RANK, low_rank, BARRIER, 8),
     ("rotation: integers of other lanes are read too early", Variant("head_rotate", (32,)), rotate, WARP, 0),
     ("attend: the query is read before it is whole", ATTEND, attend, WARP, 0),
     ("attend: weights of other lanes are read too early", ATTEND, attend, WARP, 1),

@@ -3,7 +3,7 @@
 RAPL      /sys/class/powercap (linux/Documentation/power/powercap/powercap.rst): energy counters in microjoules
 INA3221   /sys/class/hwmon (linux/Documentation/hwmon/ina3221.rst): millivolts and milliamperes, on Jetson boards
 PMIC      vcgencmd pmic_read_adc and get_throttled, on a Raspberry Pi (raspberrypi/documentation, os/using-vcgencmd)
-NVML      nvidia-smi --query-gpu in CSV
+NVML      nvidia-smi --query-gpu in CSV (gpu.py)
 battery   /sys/class/power_supply (linux/Documentation/ABI/testing/sysfs-class-power): microwatts, or microvolts and -amperes
 """
 
@@ -15,7 +15,8 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+from edgeq.tools.profile.gpu import gpus, queried
 
 POWERCAP = Path("/sys/class/powercap")
 HWMON = Path("/sys/class/hwmon")
@@ -140,30 +141,10 @@ def pmic() -> Sensor:
 
 
 NVML = "NVML"
-QUERY = ("--query-gpu=name,power.draw,temperature.gpu,clocks.sm", "--format=csv,noheader,nounits")
-
-
-class Gpu(NamedTuple):
-    """Power, temperature and clock of the multiprocessors; None: it does not tell."""
-
-    name: str
-    watts: float | None
-    celsius: float | None
-    mhz: float | None
-
-
-def gpus(text: str) -> list[Gpu]:
-    """The GPUs in the output of nvidia-smi with QUERY, where "[N/A]" and "[Not Supported]" stand for what is not known."""
-    lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [Gpu(cells[0], *map(_known, cells[1:])) for cells in lines if len(cells) == 4]
-
-
-def _known(cell: str) -> float | None:
-    return float(cell) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", cell) else None
 
 
 def nvml_watts(text: str) -> float:
-    """Watts of all GPUs in the output of nvidia-smi with QUERY.  ValueError: none tells its power."""
+    """Watts of all GPUs in what nvidia-smi was asked for (gpu.py).  ValueError: none tells its power."""
     known = [gpu.watts for gpu in gpus(text) if gpu.watts is not None]
     if not known:
         raise ValueError("no GPU tells its power")
@@ -174,18 +155,7 @@ def nvml() -> Sensor:
     """The power of NVIDIA GPUs: taken where the target runs on one."""
     if shutil.which("nvidia-smi") is None:
         return Sensor(NVML, "absent")
-    return _tried(NVML, lambda: nvml_watts(_output("nvidia-smi", *QUERY)), "/dev/nvidiactl")
-
-
-def gpu_conditions(name: str | None) -> dict[str, float | None]:
-    """Fields of a record: clock and temperature of the only GPU of that name; None where there are several, or none tells."""
-    try:
-        found = gpus(_output("nvidia-smi", *QUERY)) if name is not None and shutil.which("nvidia-smi") else []
-    except (OSError, ValueError, subprocess.SubprocessError):
-        found = []
-    own = [gpu for gpu in found if gpu.name == name]
-    mhz, celsius = (own[0].mhz, own[0].celsius) if len(own) == 1 else (None, None)
-    return {"device_mhz": mhz, "device_celsius": celsius}
+    return _tried(NVML, lambda: nvml_watts(queried()), "/dev/nvidiactl")
 
 
 def battery(root: Path = SUPPLIES) -> Sensor:

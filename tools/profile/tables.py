@@ -74,6 +74,8 @@ def heading(document: dict[str, Any]) -> str:
         lines.append("PARTIAL: it was interrupted; repetitions are missing")
     if missing := sorted({name for record in document["measurements"] for name in record["incomplete"]}):
         lines.append(f"INCOMPLETE: without {', '.join(missing)}, which this system does not tell")
+    if r.get("timed_apart") and document["operations"]:
+        lines.append("operations were timed one by one; the tests themselves do several in a launch")
     return "\n".join(lines)
 
 

@@ -12,8 +12,10 @@ from edgeq.targets.cuda.kernels.form import form, form_static, form_token
 from edgeq.targets.cuda.kernels.fused import fused_activate, fused_heads, fused_rows
 from edgeq.targets.cuda.kernels.heads import head_rotate, rope
 from edgeq.targets.cuda.kernels.largest import largest
+from edgeq.targets.cuda.kernels.low_rank import low_rank, low_rank_add
 from edgeq.targets.cuda.kernels.norms import head_norm, layer_norm, rms_norm
 from edgeq.targets.cuda.kernels.product import few, many
+from edgeq.targets.cuda.kernels.read import read_memory
 from edgeq.targets.cuda.kernels.requantize import add_squares, requantize
 from edgeq.targets.cuda.kernels.rows import activate, embed, inject, scale, select
 from edgeq.targets.cuda.kernels.transform import arrange, butterflies, split_row
@@ -24,7 +26,7 @@ FUNCTIONS = {
         few, many, fused_rows, fused_activate, fused_heads, form, form_token, form_static, float_product, embed, embed_float,
         rms_norm, layer_norm, head_norm, activate, scale, inject, select, rope, head_rotate, cache_write, cache_write_int8,
         cache_write_int4, attend, arrange, butterflies, split_row, add_squares, requantize, route, scatter, gather_add,
-        gated_add, largest,
+        gated_add, largest, low_rank, low_rank_add, read_memory,
     )
 }  # fmt: skip
 RESIDENT = {"few": 6, "many": 2, "attend": 6, "cache_write_int8": 6, "largest": 4}

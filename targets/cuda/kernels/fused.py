@@ -5,12 +5,14 @@ Before: norm, order, scale and form of the input.  After: bias and residual, an 
 A block of threads has up to 8 token rows and one or more blocks of 16 output channels: with a gate its own and those of the
 other factor, or a whole head.  It goes through the input channels in rounds: the form of a round is made in shared memory, once
 for all of its output channels.  Products, and the order in which they are added, are those of `few` (product.py).  Weights in
-two blocks of input channels are read one after the other, and the sums of the second are added to those of the first.
+two blocks of input channels are read one after the other, and the sums of the second are added to those of the first.  To both
+the low-rank part of the layer is added, b inner, where inner is what `low_rank` made (low_rank.py).
 
     x, q, s, z, bias, y      as in product.py, but x f32 [token rows][width_in];  names with a 2 are those of the second block
     gain, shift, norm, eps   of the norm (prologue.py)
     order, scale             i32 and f32 [columns + columns2]
     limit                    of the integers of `group` and `static`, `levels` of `token`
+    low_b, inner, low_kind, rank   of the low-rank part; kind 0: there is none
     ctas, each, most         blocks of threads; output blocks of each, and how many there are, where gated of either factor
 """
 
@@ -21,6 +23,7 @@ from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.epilogue import finishing_heads
 from edgeq.targets.cuda.kernels.form import forming
+from edgeq.targets.cuda.kernels.low_rank import low_rank_row
 from edgeq.targets.cuda.kernels.product import arithmetic, decoder
 from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, range_of_rows, read_channel
 from edgeq.targets.cuda.kernels.rows import THREADS, functions
@@ -119,12 +122,14 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
     @T.prim_func
     def fused_(x_: T.handle, gain_: T.handle, shift_: T.handle, order_: T.handle, scale_: T.handle, scales_: T.handle,
                modality_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, q2_: T.handle, s2_: T.handle, z2_: T.handle,
-               bias_: T.handle, y_: T.handle, cos_: T.handle, sin_: T.handle, q_gain_: T.handle, k_gain_: T.handle,
+               bias_: T.handle, low_b_: T.handle, inner_: T.handle,
+               y_: T.handle, cos_: T.handle, sin_: T.handle, q_gain_: T.handle, k_gain_: T.handle,
                matrix_: T.handle, rotation_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle,
                tables_: T.handle, slots_: T.handle, tokens: T.int32, width_in: T.int32, norm: T.int32, ordered: T.int32,
                scaled: T.int32, eps: T.float32, kinds: T.int32, symmetric: T.int32, limit: T.float32, limit2: T.float32,
                columns: T.int32, columns2: T.int32, groups: T.int32, groups2: T.int32, chunks: T.int32, chunks2: T.int32,
                stride: T.int32, stride2: T.int32, rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32,
+               low_kind: T.int32, rank: T.int32,
                ctas: T.int32, each: T.int32, most: T.int32, first: T.int32, heads: T.int32, kv_heads: T.int32,
                head_dim: T.int32, head_normed: T.int32, head_eps: T.float32, pairs: T.int32, layer: T.int32, high: T.int32,
                top: T.float32):  # fmt: skip
@@ -143,6 +148,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         s2 = T.match_buffer(s2_, (T.int32(),), "float16")
         z2 = T.match_buffer(z2_, (T.int32(),), "uint8")
         bias = T.match_buffer(bias_, (T.int32(),), "float32")
+        low_b = T.match_buffer(low_b_, (T.int32(),), "uint32")
+        inner = T.match_buffer(inner_, (T.int32(),), "float32")
         y = T.match_buffer(y_, (T.int32(),), "float32")
         cos = T.match_buffer(cos_, (T.int32(),), "float32")
         sin = T.match_buffer(sin_, (T.int32(),), "float32")
@@ -299,6 +306,9 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                     T.ptx.add.rn.f32(total[0], y[(tile * TOKENS + tid % 8) * width + row], total[0])
                 if TWO:
                     T.ptx.add.rn.f32(total[0], total[0], second[at])
+                if low_kind != 0:
+                    low_rank_row(value, low_b, inner, row, tile * TOKENS + tid % 8, rank, low_kind)
+                    total[0] = total[0] + value[0]
                 if after == "rows":
                     if cta * each + j < most:
                         y[(tile * TOKENS + tid % 8) * width + row] = total[0]

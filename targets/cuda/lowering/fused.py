@@ -14,7 +14,7 @@ from edgeq.quantization import activation_block
 from edgeq.records import ArrayRef
 from edgeq.targets.cuda.lowering.attention import cache_values, rotary_values
 from edgeq.targets.cuda.lowering.context import FACTORS, Launch, Lowered, Lowering, Value
-from edgeq.targets.cuda.lowering.linear import Input, Output, form_rule, low_rank, prepared, stored
+from edgeq.targets.cuda.lowering.linear import NO_NORM, Input, form_rule, low_rank, low_rank_values, prepared, stored
 from edgeq.targets.cuda.pack import Variant
 from edgeq.targets.graph import (
     Activate,
@@ -51,10 +51,6 @@ def matched(lowering: Lowering, at: int) -> tuple[Sequence[Lowered], int]:
             if count:
                 return launches, count
         return plain(lowering, op), 1
-    if isinstance(op, Linear) and taken(op, low_rank=True) and op.linear.low_rank:
-        raw = Input(lowering.buffer(op.x), lowering.graph.buffers[op.x], (op.x,))
-        out = Output(lowering.buffer(op.out) + 4 * op.offset, lowering.graph.buffers[op.out], op.add)
-        return [*plain(lowering, op), *low_rank(lowering, op, op.linear.low_rank, raw, out)], 1
     return [], 0
 
 
@@ -71,8 +67,8 @@ def deferred(lowering: Lowering, at: int, norm: RmsNorm | LayerNorm) -> bool:
     return norm.out != lowering.graph.result
 
 
-def taken(op: Linear, low_rank: bool = False) -> bool:
-    """Whether a fused launch computes a layer; `low_rank`: but for that part of it.
+def taken(op: Linear) -> bool:
+    """Whether a fused launch computes a layer, after one for the first factor of its low-rank part.
 
     Blocks of two groupings would need more shared memory than a block of threads has without asking for it.
     """
@@ -83,7 +79,6 @@ def taken(op: Linear, low_rank: bool = False) -> bool:
         and len(layer.weights) <= 2
         and len({activation_block(weight.codec) for weight in layer.weights}) == 1
         and layer.split_row is None
-        and (low_rank or layer.low_rank is None)
     )
 
 
@@ -208,20 +203,27 @@ def launched(
     norm = lowering.norms.get(op.x)
     name = norm.x if norm else op.x
     raw = Input(lowering.buffer(name), lowering.graph.buffers[name], (name,))
-    launches, moved = list[Launch](), dict[str, ArrayRef | tuple[str, int]]()
+    first, moved = list[Launch](), dict[str, ArrayRef | tuple[str, int]]()
     floats, array = lowering.storage.floats, lowering.storage.array
-    values: dict[str, Value] = {
-        "norm": 0 if norm is None else 1 if isinstance(norm, RmsNorm) else 2,
-        "eps": norm.eps if norm else 0.0,
-        "gain": floats(norm.gain) if norm else 0,
+    normed = NO_NORM if norm is None else {
+        "norm": 1 if isinstance(norm, RmsNorm) else 2,
+        "eps": norm.eps,
+        "gain": floats(norm.gain),
         "shift": floats(norm.bias) if isinstance(norm, LayerNorm) else 0,
+    }  # fmt: skip
+    values: dict[str, Value] = {
+        **normed,
         "ordered": 0, "order": 0, "scaled": 0, "scale": 0, "scales": 0, "modality": 0, "kinds": 0, "symmetric": 0,
         "bias": floats(layer.bias) if layer.bias else 0,
         "has_bias": int(layer.bias is not None),
-        "rows": layer.rows,
+        "rows": layer.rows, "low_b": 0, "inner": 0, "low_kind": 0, "rank": 0,
     }  # fmt: skip
+    if layer.low_rank is not None:
+        first.append(low_rank(lowering, op, layer.low_rank, raw, normed))
+        values |= low_rank_values(lowering, layer.low_rank)
     if layer.transform is not None:
-        launches, raw = prepared(lowering, op, layer, raw, index)
+        made, raw = prepared(lowering, op, layer, raw, index)
+        first += made
     else:
         values |= {
             "ordered": int(layer.input_order is not None), "order": array(layer.input_order) if layer.input_order else 0,
@@ -249,5 +251,4 @@ def launched(
             names = {"q": "q", "scale": "s", "zero": "z"}
             moved |= {names[part] + suffix: ref for part, ref in weight.arrays()}
     variant = Variant(kernel, (*detail, rule, *codecs))
-    launches.append(Launch(op, lowering.stage, variant, values | rest, reads_weights=True, moved=moved))
-    return launches
+    return [*first, Launch(op, lowering.stage, variant, values | rest, reads_weights=True, moved=moved)]

@@ -21,6 +21,11 @@ TILE = 4096
 """The largest power of two that one pass of a transform takes."""
 BASE_TILE = 512
 """Numbers of a block of threads in a pass with a base, if its power of two is not more."""
+LOW_RANK_TOKENS, LOW_RANK_CHANNELS, LOW_RANK_SHARES, BLOCK_ROWS = 8, 256, 16, 16
+"""Of a block of threads of a low-rank part: token rows, input channels of a round; how many blocks share all of them at most;
+output channels."""
+FLOAT_KINDS = {"f16": 1, "bf16": 2, "f32": 3}
+NO_NORM: dict[str, Value] = {"norm": 0, "eps": 0.0, "gain": 0, "shift": 0}
 
 
 @dataclass(frozen=True)
@@ -78,17 +83,34 @@ def layer_launches(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input
         }  # fmt: skip
         launches.append(Launch(op, lowering.stage, Variant("split_row"), values))
     if layer.low_rank is not None:
-        launches += low_rank(lowering, op, layer.low_rank, raw, out)
+        launches.append(low_rank(lowering, op, layer.low_rank, raw, NO_NORM))
+        added = {**low_rank_values(lowering, layer.low_rank), "y": out.address, "width": out.width, "rows": layer.rows}
+        launches.append(Launch(op, lowering.stage, Variant("low_rank_add"), added, reads_weights=True))
     return launches
 
 
-def low_rank(lowering: Lowering, op: Linear, part: LowRank, raw: Input, out: Output) -> list[Launch]:
-    rank = part.a.rows
-    inner = Output(lowering.storage.named("low rank", lowering.most_rows * widest_rank(lowering) * 4), rank, False)
-    return [
-        *float_product(lowering, op, part.a, raw, inner, None),
-        *float_product(lowering, op, part.b, Input(inner.address, rank, ()), replace(out, add=True), None),
-    ]
+def low_rank(lowering: Lowering, op: Linear, part: LowRank, raw: Input, norm: dict[str, Value]) -> Launch:
+    """The product with a of the low-rank part of a layer, of rows of `raw` through a norm."""
+    tiles, blocks = -(-lowering.most_rows // LOW_RANK_TOKENS), -(-widest_rank(lowering) // BLOCK_ROWS)
+    rounds = -(-part.a.columns // LOW_RANK_CHANNELS)
+    each = -(-rounds // LOW_RANK_SHARES)
+    room = tiles * blocks * LOW_RANK_TOKENS * BLOCK_ROWS * LOW_RANK_SHARES * 4
+    values: dict[str, Value] = {
+        **norm, "x": raw.address, "width_in": raw.width, "columns": part.a.columns, "rank": part.a.rows,
+        "a": lowering.storage.array(part.a.q), "out": low_rank_values(lowering, part)["inner"],
+        "sums": lowering.storage.named("low rank sums", room),
+        "arrived": lowering.storage.named("low rank arrived", tiles * blocks * 4),
+        "shares": -(-rounds // each), "each": each,
+    }  # fmt: skip
+    return Launch(op, lowering.stage, Variant("low_rank", (part.a.codec.kind,)), values, reads_weights=True)
+
+
+def low_rank_values(lowering: Lowering, part: LowRank) -> dict[str, Value]:
+    """What a kernel has to know to add the low-rank part of a layer."""
+    return {
+        "inner": lowering.storage.named("low rank", lowering.most_rows * widest_rank(lowering) * 4),
+        "low_b": lowering.storage.array(part.b.q), "low_kind": FLOAT_KINDS[part.b.codec.kind], "rank": part.b.columns,
+    }  # fmt: skip
 
 
 def widest_rank(lowering: Lowering) -> int:

@@ -114,6 +114,7 @@ inline void ptx_add_rn_f32(float &d, float a, float b) { d = a + b; }
 inline void ptx_sub_rn_f32(float &d, float a, float b) { d = a - b; }
 inline void ptx_prefetch_global_L2(const void *) {}
 inline void ptx_mul_rn_f32(float &d, float a, float b) { d = a * b; }
+inline void ptx_fma_rn_f32(float &d, float a, float b, float c) { d = __builtin_fmaf(a, b, c); }
 inline void ptx_cp_async_commit_group() { emulated_copies_commit(); }
 inline void ptx_cp_async_wait_group(int pending) { emulated_copies_wait(pending); }
 inline void ptx_cp_async_cg_shared_global(unsigned to, const void *from, int bytes) {

@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <deque>
 #include <fstream>
 #include <functional>
@@ -262,18 +263,37 @@ int cuGraphExecDestroy(Steps *graph) {
 int imitated_graphs() { return graphs.size(); }
 int cuEventCreate(void **event, unsigned) {
   CALL("cuEventCreate");
-  return *event = malloc(1), SUCCESS;
+  return *event = new double(0), SUCCESS;
 }
-int cuEventRecord(void *, void *) {
+static int stamp(double *event, void *stream) {
+  if (stream != &stream_marker) return INVALID_VALUE;
+  return later([=] {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return *event = 1e3 * now.tv_sec + 1e-6 * now.tv_nsec, int(SUCCESS);
+  });
+}
+int cuEventRecord(double *event, void *stream) {
   CALL("cuEventRecord");
-  return SUCCESS;
+  // In a graph it would order steps and take no time.
+  return capture ? INVALID_CAPTURE : stamp(event, stream);
+}
+int cuEventRecordWithFlags(double *event, void *stream, unsigned flags) {
+  CALL("cuEventRecordWithFlags");
+  return flags == 1 ? stamp(event, stream) : INVALID_VALUE;
 }
 int cuEventSynchronize(void *) {
   CALL("cuEventSynchronize");
   return finish();
 }
-int cuEventElapsedTime(float *milliseconds, void *, void *) { return *milliseconds = 2.5f, SUCCESS; }
-int cuEventDestroy(void *event) { return free(event), SUCCESS; }
+int cuEventElapsedTime(float *milliseconds, double *start, double *stop) {
+  return *milliseconds = *stop - *start, *start && *stop ? SUCCESS : INVALID_VALUE;
+}
+int cuEventDestroy(double *event) {
+  CALL("cuEventDestroy");
+  if (int error = finish()) return error;
+  return delete event, SUCCESS;
+}
 
 int cuModuleLoadData(Module **module, const void *image) {
   CALL("cuModuleLoadData");

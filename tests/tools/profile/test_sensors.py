@@ -92,24 +92,6 @@ def test_what_throttled_a_pi() -> None:
             sensors.throttled(text)
 
 
-def test_nvidia_smi_may_not_know_the_power() -> None:
-    assert sensors.nvml_watts("NVIDIA H200, 77.21, 29, 345\nNVIDIA H200, 80.00, 30, 345\n") == pytest.approx(157.21)
-    with pytest.raises(ValueError, match="no GPU"):
-        sensors.nvml_watts("Orin (nvgpu), [N/A], 40, 612\n")
-
-
-def test_a_gpu_tells_its_clock_and_temperature_unless_it_has_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "NVIDIA H200, 77.21, 29, 345\nNVIDIA A2, 20, [N/A], 1.2.3\ngarbage\n"
-    assert sensors.gpus(lines) == [("NVIDIA H200", 77.21, 29.0, 345.0), ("NVIDIA A2", 20.0, None, None)]
-    monkeypatch.setattr(sensors.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(sensors, "_output", lambda *command: lines)
-    assert sensors.gpu_conditions("NVIDIA H200") == {"device_mhz": 345.0, "device_celsius": 29.0}
-    unknown = {"device_mhz": None, "device_celsius": None}
-    assert sensors.gpu_conditions("NVIDIA A2") == sensors.gpu_conditions("other") == sensors.gpu_conditions(None) == unknown
-    monkeypatch.setattr(sensors, "_output", lambda *command: lines * 2)
-    assert sensors.gpu_conditions("NVIDIA H200") == unknown
-
-
 def test_energy_of_a_gpu_counts_where_the_target_runs_on_it() -> None:
     both = [Sensor("RAPL", "read", lambda: 1.0, 100.0), Sensor("NVML", "read", watts=lambda: 100.0)]
     assert Meter(both, on_gpu=True, idle_seconds=0.05).idle_watts == pytest.approx(100.0, rel=0.5)

@@ -22,6 +22,7 @@ from edgeq.tools.lab.peers.contest import Contest, Entry, PeerError, process
 from edgeq.tools.lab.peers.peer import variants
 from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, Spread, aligned, markdown, rows
 from edgeq.tools.params import PixelSize, Several
+from edgeq.tools.profile import gpu
 from edgeq.tools.terminal import note, progress
 
 MOST_THREADS = 1024
@@ -35,7 +36,8 @@ class Surroundings:
     """The machine during the measurement.
 
     read_bandwidth   bytes per second by number of threads, measured before every round
-    integer_peak     8-bit operations per second, likewise
+    integer_peak     8-bit operations per second, likewise; of a GPU only the first, by edgeq's process
+    gpu              its name and under what it ran (profile/gpu.py), empty where nothing runs on one
     load_before      load average before the first round, load_after after the last: whether something else was running
     """
 
@@ -44,6 +46,7 @@ class Surroundings:
     last_level_cache: int | None
     read_bandwidth: dict[int, Spread]
     integer_peak: dict[int, Spread]
+    gpu: dict[str, float | str | None]
     load_before: tuple[float, float, float]
     load_after: tuple[float, float, float]
 
@@ -89,14 +92,19 @@ def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroun
     """The lines above the tables: model, machine and versions."""
     cache = f", {where.last_level_cache / 1e6:.0f} MB last-level cache" if where.last_level_cache else ""
     limits = "; ".join(
-        f"{n} thread{'s' * (n > 1)}: read {shown(read, 1e9)} GB/s, 8-bit integers {shown(where.integer_peak[n], 1e12)} TOPS"
+        f"{n} thread{'s' * (n > 1)}: read {shown(read, 1e9)} GB/s"
+        + (f", 8-bit integers {shown(where.integer_peak[n], 1e12)} TOPS" if n in where.integer_peak else "")
         for n, read in where.read_bandwidth.items()
     )
+    gpu_line = [", ".join(f"{name.removeprefix('device_')} {value}" for name, value in where.gpu.items() if value)]
+    if where.gpu:
+        gpu_line += [f"INCOMPLETE: without {', '.join(missing)}"] if (missing := gpu.lacking(where.gpu)) else []
     loads = " to ".join("/".join(f"{x:.1f}" for x in load) for load in (where.load_before, where.load_after))
     return "\n".join(
         [
             f"{shape}, random weights, prompt {prompt}, {steps} tokens decoded after it, {repetitions} rounds",
             f"{where.processor}, {where.cores} cores{cache}; {limits or 'nothing measured'}; load average {loads}",
+            *(gpu_line if where.gpu else ()),
             ", ".join(f"{peer} {version}" for peer, version in versions.items()),
         ]
     )
@@ -124,9 +132,9 @@ def numbers(value: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def chosen(only: str | None) -> list[str]:
-    """Names of variants that begin with one of the names in `only`.  InputError: there is none."""
-    names = list(variants())
+def chosen(only: str | None, target: str) -> list[str]:
+    """Names of variants on `target` that begin with one of the names in `only`.  InputError: there is none."""
+    names = [name for name, variant in variants().items() if variant.target == target]
     if only is None:
         return names
     wanted = [name for name in names if any(name.startswith(part) for part in only.split(",") if part)]
@@ -179,7 +187,7 @@ def see(
 @click.command(cls=Command)
 @click.option(
     "--shape",
-    type=click.Choice(["tiny", "llama-3.2-1b", "qwen2-vl-2b", "qwen2-vl-tiny"]),
+    type=click.Choice(["tiny", "llama-3.2-1b", "llama-3.2-3b", "qwen2-vl-2b", "qwen2-vl-tiny"]),
     help="Shape of the model.  [default: llama-3.2-1b; with --image qwen2-vl-2b]",
 )
 @click.option(
@@ -191,6 +199,9 @@ def see(
 )
 @click.option(
     "--layers", type=click.IntRange(1, 128), help="With --image: layers of decoder and tower.  [default: the shape's]"
+)
+@click.option(
+    "--target", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="What the competitors run on."
 )
 @click.option("-t", "--threads", metavar="N,N", help="Numbers of threads, such as 1,2.  [default: all cores]")
 @click.option(
@@ -214,6 +225,7 @@ def main(
     shape: str | None,
     images: tuple[tuple[int, int], ...] | None,
     layers: int | None,
+    target: str,
     threads: str | None,
     prompt: int,
     tokens: int,
@@ -234,7 +246,9 @@ def main(
     if SHAPES[shape].tower or layers:
         raise InputError(f"--shape {shape}, --layers: a model that sees is measured with --image")
     try:
-        config, counts, names = configuration(shape), numbers(threads or str(machine.cpu().cores)), chosen(only)
+        # On a GPU the threads of the host only launch.
+        counts = numbers(threads or str(machine.cpu().cores)) if target == "cpu" else [1]
+        config, names = configuration(shape), chosen(only, target)
         folder = (work or machine.cache_folder() / "peers").resolve()
         with progress() as report:
             contest = Contest(config, folder, peer_python, prompt, tokens, report)
@@ -244,14 +258,18 @@ def main(
             limits = {n: Limits(n) for n in counts}
             for n in counts:
                 here = [Entry(variant, n, sizes[variant.name]) for variant in found if variant.name in sizes]
-                contest.compete(here, repetitions, limits[n].measure)
+                contest.compete(here, repetitions, limits[n].measure if target == "cpu" else lambda: None)
                 entries += here
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from None
     cpu, cache = machine.cpu(), machine.last_level_cache()
+    for entry in entries:
+        limits[entry.threads].read += entry.read_bandwidth
     bandwidth = {n: Spread.of(limit.read) for n, limit in limits.items() if limit.read}
     peak = {n: Spread.of(limit.integer) for n, limit in limits.items() if limit.integer}
-    where = Surroundings(cpu.name, cpu.cores, cache, bandwidth, peak, before, os.getloadavg())
+    cache = cache if target == "cpu" else None
+    gpu_facts = gpu.only() if target == "cuda" else {}
+    where = Surroundings(cpu.name, cpu.cores, cache, bandwidth, peak, gpu_facts, before, os.getloadavg())
     lines = rows(config, entries, prompt, {n: read.median for n, read in bandwidth.items()}, cache)
     if as_json:
         settings = {"shape": shape, "prompt": prompt, "tokens": tokens, "repetitions": repetitions}

@@ -129,6 +129,7 @@ class Entry:
 
     load_s    opening the model, the library already imported; ready_s: from the start of the process
     failure   why it dropped out; what was measured before stays
+    read_bandwidth   of the GPU, bytes per second, where it runs on one and measures it
     """
 
     variant: Variant
@@ -140,6 +141,7 @@ class Entry:
     peak_rss: list[int] = field(default_factory=list)
     times: list[Times] = field(default_factory=list)
     failure: str | None = None
+    read_bandwidth: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -234,6 +236,7 @@ class Contest:
         entry.load_s.append(loaded["load_s"])
         entry.ready_s.append(ready)
         entry.times.append(times)
+        entry.read_bandwidth += [loaded["read_bandwidth"]] if loaded.get("read_bandwidth") else []
         entry.peak_rss += [peak] if peak is not None else []
 
     def _prompt(self, seed: int) -> list[int]:

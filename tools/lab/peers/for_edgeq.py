@@ -25,6 +25,10 @@ def _variant(group: int, head: int, mode: Mode) -> Variant:
     return Variant(f"edgeq-{mode}-g{group}-h{head}", "edgeq", f"edgeq-g{group}-h{head}", group, head, mode)
 
 
+def _on_gpu(group: int, head: int, mode: Mode) -> Variant:
+    return Variant(f"edgeq-cuda-{mode}-g{group}-h{head}", "edgeq", f"edgeq-g{group}-h{head}", group, head, mode, "cuda")
+
+
 VARIANTS = (
     _variant(128, 8, "a8"),
     _variant(128, 8, "a16"),
@@ -32,6 +36,10 @@ VARIANTS = (
     _variant(32, 8, "a8"),
     _variant(32, 6, "a8"),
     _variant(32, 4, "a8"),
+    _on_gpu(128, 8, "a16"),
+    _on_gpu(128, 8, "a8"),
+    _on_gpu(128, 4, "a16"),
+    _on_gpu(128, 6, "a16"),
 )
 NAME = "model.edgeq"
 
@@ -79,16 +87,21 @@ def _tokenizer() -> bytes:
 
 
 def load(config: ModelConfig, variant: Variant, folder: Path, threads: int, context: int) -> Edgeq:
-    return Edgeq(folder / NAME, variant.mode, threads, context)
+    return Edgeq(folder / NAME, variant, threads, context)
 
 
 class Edgeq:
-    """A loaded model file; see `Runner`."""
+    """A loaded model file; see `Runner`.
 
-    def __init__(self, path: Path, mode: str, threads: int, context: int) -> None:
-        model = import_module("edgeq.runtime").Model
-        self._model = model.load(path, mode=mode, threads=threads, threads_prefill=threads, context=context)
+    read_bandwidth   of the GPU, measured before the runs
+    """
+
+    def __init__(self, path: Path, variant: Variant, threads: int, context: int) -> None:
+        model, on_gpu = import_module("edgeq.runtime").Model, variant.target == "cuda"
+        options = {} if on_gpu else {"threads": threads, "threads_prefill": threads}
+        self._model = model.load(path, target=variant.target, mode=variant.mode, context=context, **options)
         self.settings = self._model.description
+        self.read_bandwidth = self._model.program.read_bandwidth(refresh=True) if on_gpu else None
 
     def run(self, prompt: Sequence[int], steps: int) -> Times:
         session = self._model.session()

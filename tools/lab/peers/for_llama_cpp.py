@@ -22,8 +22,11 @@ from edgeq.tools.lab.peers.weights import head_slabs, head_step, matrix, step
 VARIANTS = (
     Variant("llama.cpp-q4_0-h6", "llama.cpp", "llama.cpp-q4_0-h6", 32, 6, "flash attention"),
     Variant("llama.cpp-q4_0-h8", "llama.cpp", "llama.cpp-q4_0-h8", 32, 8, "flash attention"),
+    Variant("llama.cpp-cuda-q4_0-h6", "llama.cpp", "llama.cpp-q4_0-h6", 32, 6, "flash attention", "cuda"),
+    Variant("llama.cpp-cuda-q4_0-h8", "llama.cpp", "llama.cpp-q4_0-h8", 32, 8, "flash attention", "cuda"),
 )
 NAME = "model.gguf"
+EVERY_LAYER = 999
 PARTS = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
 PARTS |= {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
 
@@ -128,17 +131,21 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, NDArray[Any], bool]]:
 
 
 def load(config: ModelConfig, variant: Variant, folder: Path, threads: int, context: int) -> LlamaCpp:
-    return LlamaCpp(folder / NAME, config.vocab_size, threads, context)
+    return LlamaCpp(folder / NAME, config.vocab_size, threads, context, variant.target == "cuda")
 
 
 class LlamaCpp:
     """A model through the C interface, without the Python class over it, which copies more; see `Runner`."""
 
-    def __init__(self, path: Path, vocab_size: int, threads: int, context: int) -> None:
+    def __init__(self, path: Path, vocab_size: int, threads: int, context: int, on_gpu: bool) -> None:
         self._llama: Any = import_module("llama_cpp")
         self._vocab_size = vocab_size
         self._llama.llama_backend_init()
-        self._model = self._llama.llama_model_load_from_file(str(path).encode(), self._llama.llama_model_default_params())
+        if on_gpu and not self._llama.llama_supports_gpu_offload():
+            raise ValueError("this build of llama.cpp has no GPU; build llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on")
+        wanted = self._llama.llama_model_default_params()
+        wanted.n_gpu_layers = EVERY_LAYER if on_gpu else 0
+        self._model = self._llama.llama_model_load_from_file(str(path).encode(), wanted)
         if not self._model:
             raise ValueError(f"llama.cpp cannot load {path}")
         params = self._llama.llama_context_default_params()
@@ -149,7 +156,8 @@ class LlamaCpp:
         if not self._context:
             raise ValueError("llama.cpp cannot make a context")
         features = " ".join(re.findall(r"(\w+) = 1", self._llama.llama_print_system_info().decode()))
-        self.settings = f"mmap, layers repacked at load, flash attention, f16 cache, prompt in one batch; built with {features}"
+        where = "all layers on the GPU" if on_gpu else "mmap, layers repacked at load"
+        self.settings = f"{where}, flash attention, f16 cache, prompt in one batch; built with {features}"
 
     def _draw(self, tokens: Sequence[int]) -> int:
         array = (self._llama.llama_token * len(tokens))(*tokens)

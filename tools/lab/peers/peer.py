@@ -15,6 +15,7 @@ PEERS = {
     "llama.cpp": "for_llama_cpp",
     "onnxruntime-genai": "for_onnxruntime",
     "openvino-genai": "for_openvino",
+    "torch": "for_torch",
 }
 
 
@@ -28,6 +29,7 @@ class Variant:
     group      weights that share a scale
     head_bits  of the head without scales: only variants with the same number are compared
     mode       type of activations, or another setting of the peer
+    target     what it runs on: only variants of one target run beside each other
     """
 
     name: str
@@ -36,6 +38,7 @@ class Variant:
     group: int
     head_bits: int
     mode: str
+    target: str = "cpu"
 
 
 @dataclass(frozen=True)

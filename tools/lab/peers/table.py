@@ -29,8 +29,8 @@ class Row:
     """One competitor with one number of threads; None stands for what it had not measured before it failed.
 
     decode, prefill      tokens per second
-    decode_ratio, prefill_ratio   median of edgeq divided by the median of this row; `against` names the edgeq variant: mode a8,
-                         the same bits of the head and, where there is one, the same group size
+    decode_ratio, prefill_ratio   median of edgeq divided by the median of this row; `against` names the edgeq variant: mode a8
+                         (on a GPU a16), the same bits of the head and, where there is one, the same group size
     bytes_per_token      weights and head as stored, without the cache
     weight_bits, head_bits   effective, scales included
     bytes_per_s          bytes_per_token at the median speed; bandwidth_share: of what the machine was measured to read in the
@@ -115,10 +115,13 @@ def _speeds(entry: Entry, prompt: int) -> tuple[Spread | None, Spread | None]:
 
 
 def _opponent(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
-    """The edgeq entry to compare with: same threads and bits of the head, mode a8, the same group size if there is one."""
+    """The edgeq entry to compare with: same threads and bits of the head, the same group size if there is one; in mode a8, on a
+    GPU a16, as the others multiply there.
+    """
     own, wanted = entry.variant, (entry.threads, entry.variant.head_bits)
     equal = [e for e in entries if e.variant.peer == "edgeq" and (e.threads, e.variant.head_bits) == wanted and e.times]
-    return min(equal, key=lambda e: (e.variant.mode != "a8", e.variant.group != own.group), default=None)
+    mode = "a16" if own.target == "cuda" else "a8"
+    return min(equal, key=lambda e: (e.variant.mode != mode, e.variant.group != own.group), default=None)
 
 
 def _same(entry: Entry, mine: Entry | None) -> int | None:

@@ -55,7 +55,9 @@ class Worker:
         peer.version()
         began = perf_counter()
         self._runner = peer.load(config, variant, folder, request["threads"], request["context"])
-        return {"load_s": perf_counter() - began, "settings": self._runner.settings}
+        # A GPU is measured by the process that runs on it.
+        bandwidth = getattr(self._runner, "read_bandwidth", None)
+        return {"load_s": perf_counter() - began, "settings": self._runner.settings, "read_bandwidth": bandwidth}
 
     def _of_pictures(self, do: str, request: dict[str, Any]) -> Any:
         if do == "see":
