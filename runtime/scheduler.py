@@ -204,9 +204,8 @@ class Scheduler:
         waits = any(text.chunks is None and not text.fetching and not text.ended for text in self._texts)
         end = perf_counter() + (self._step_seconds if waits else CHUNK_SECONDS)
         for text in [text for text in self._texts if text.fetching]:
-            while self._shared.fetch(text):
-                if perf_counter() > end:
-                    return
+            if not self._shared.fetch(text, end):
+                return
             self._begin_reading(text)
 
     def _begin_reading(self, text: Text) -> None:
