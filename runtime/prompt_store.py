@@ -228,7 +228,9 @@ class PromptStore:
 
     def _shrink(self) -> None:
         """Remove files, the longest unused first.  Another process may keep prompts here too."""
-        files = sorted(stored(self.folder), key=lambda file: file.used)
+        # What was used after now was used before the clock was set back: else what is written now would go before it.
+        now = time.time() + STALE_SECONDS
+        files = sorted(stored(self.folder), key=lambda file: (file.used <= now, file.used))
         self.bytes = sum(file.size for file in files)
         for file in files:
             if self.bytes <= KEPT * self._most:
@@ -241,7 +243,7 @@ class PromptStore:
         for entry in os.scandir(self.folder):
             if re.fullmatch(r"[0-9a-f]{64}\.kv\.\d+\.new", entry.name):
                 with suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_mtime < time.time() - STALE_SECONDS:
+                    if abs(entry.stat(follow_symlinks=False).st_mtime - time.time()) > STALE_SECONDS:
                         os.unlink(entry.path)
 
 

@@ -165,6 +165,21 @@ def test_the_longest_unused_go_first_and_ends_before_beginnings(model: Model, st
     assert left < 4 and asked(model, small, tokens=TOKENS[: 4 * PAGE + 1])[1] == left * PAGE
 
 
+def test_what_is_written_after_the_clock_was_set_back_stays(
+    model: Model, store: PromptStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(model, store)
+    left = store.folder / f"{'a' * 64}.kv.7.new"
+    left.write_bytes(b"x")
+    size, real = store.bytes // 6, time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 86_400)
+    small = model.prompt_store(store.folder, 8 * size + 100)
+    assert not left.exists()
+    other = [9 + token % 1800 for token in TOKENS]
+    asked(model, small, tokens=other)
+    assert small.bytes <= 8 * size + 100 and asked(model, small, tokens=other)[1] == 6 * PAGE
+
+
 def test_a_full_disk_changes_no_answer(
     model: Model, store: PromptStore, alone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
