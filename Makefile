@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo demo-vision test setup-cuda test-cuda kernels test-gpu test-exhaustive test-lowest test-python fuzz lint docs schema clean
+.PHONY: demo demo-vision test setup-cuda test-cuda kernels test-gpu test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -117,6 +117,20 @@ test-python: $(SMOKE_FILE)
 	$(PY) -m venv build/python
 	build/python/bin/python -m pip install --quiet --constraint constraints.txt --editable ".$(EXTRA)" pytest
 	$(call smoke,build/python)
+
+# Clients of OpenAI's interface from the package indexes of Python and Node, which need other versions than the tests do.
+# litellm 1.106 imports mcp when it is given tools, and does not name it.
+CLIENTS := build/clients
+
+test-clients: $(VENV)/installed-test $(CLIENTS)/installed
+	EDGEQ_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -rs tests/runtime/clients
+
+$(CLIENTS)/installed:
+	$(PY) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet uv
+	$(CLIENTS)/bin/uv pip install --quiet --python $(CLIENTS)/bin/python langchain-openai litellm mcp llm
+	if command -v npm > /dev/null; then npm install --silent --prefix $(CLIENTS) openai; else echo "no npm: openai for Node is not tested"; fi
+	@touch $@
 
 # Hostile files by the million, kernels in a fence, killed conversions: an hour of processor time.  Another SEED tries others.
 SEED ?= 0

@@ -114,6 +114,14 @@ class ModelFile:
         self._map = mapped
         self._bytes = np.frombuffer(mapped, np.uint8)
 
+    @property
+    def is_intact(self) -> bool:
+        """Whether the file that is mapped still has its length and its header, in which the digest of all it holds is.
+
+        Writing to a file changes what every process has mapped of it; another file that takes its name does not.
+        """
+        return self._map.size() == len(self._map) and self._map[: _HEADER.size] == self.header.encode()
+
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFile:
         """Map the file and check everything but the digests of the data (see `verify`).

@@ -12,6 +12,7 @@ from edgeq.runtime.context_size import check_length
 from edgeq.runtime.job import Job
 from edgeq.runtime.model import Model
 from edgeq.runtime.request import Request, check_sampling
+from edgeq.runtime.response_format import ResponseFormat
 from edgeq.runtime.sampling import Logprobs, Processor, Sampling
 from edgeq.runtime.scheduler import Scheduler
 from edgeq.runtime.speculative.speculator import DraftSource
@@ -78,15 +79,18 @@ class Batch:
         processors: Sequence[Processor] = (),
         draft: DraftSource = "off",
         gamma: int | None = None,
+        response_format: ResponseFormat | None = None,
     ) -> None:
-        """InputError: `size` is more than the model was loaded for, or an argument of the wrong type or out of range."""
+        """InputError: `size` is more than the model was loaded for, an argument of the wrong type or out of range, or a grammar
+        that cannot be used.  UnsupportedError: llguidance is not installed.
+        """
         instance("model", model, Model, "a Model")
         most = min(model.program.options.max_logits, model.program.options.max_rows)
         if integer("size", size, 1, 1 << 31, f"an integer from 1 to {most}") > most:
             raise InputError(f"a batch of {size}; this model was loaded for 1 to {most}: load it with `max_logits={size}`")
         self._request = Request(
-            sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma
-        )
+            sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma, response_format
+        ).compiled(model.constraints, model.text)
         self._request.check(model.config.vocab_size)
         self._model, self._size = model, size
         self._speculator = model.speculator(draft, gamma)

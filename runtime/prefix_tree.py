@@ -3,10 +3,14 @@
 A tree of whole pages: the path from the root to a node spells a beginning of a text, 64 tokens a step, and each node has the
 page with the keys and values of its step.  Keys are compared, not only hashed, and every owner has a tree of its own, so that
 neither a collision nor the time to the first token tells one user what another has sent (CVE-2025-46570).
+
+A node has a digest of all that led to it too, made of that of its parent and its own key: by it a page that is kept outside the
+tree says in 32 bytes which text comes before.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -25,12 +29,14 @@ grid."""
 class Node:
     """A page of the tree.
 
+    digest  SHA-256 of its owner and of the keys on the path to it
     users   texts that hold it, and with it all nodes above it
     used    when it was last let go, in steps of the tree's clock
     """
 
     page: Page | None
     parent: Node | None
+    digest: bytes
     key: Key | None = None
     children: dict[Key, Node] = field(default_factory=dict)
     users: int = 0
@@ -67,18 +73,24 @@ class PrefixTree:
 
         Gives the pages of the whole path: where the tree had one already it is that, which holds the same numbers.
         """
-        node = path[-1] if path else self._root(owner)
         for index in range(len(path), len(tokens) // PAGE):
-            key = key_of(tokens, places, index * PAGE)
-            found = node.children.get(key)
-            if found is None:
-                found = node.children[key] = Node(pages[index], node, key)
-                self.pages += 1
-                self.idle += 1
-            self.hold([found])
-            path.append(found)
-            node = found
+            self.add(owner, path, key_of(tokens, places, index * PAGE), pages[index])
         return [node.page for node in path if node.page]
+
+    def add(self, owner: str, path: list[Node], key: Key, page: Page) -> None:
+        """Enter one page after those of `path`, which grows by it, or by the one that the tree has already."""
+        parent = path[-1] if path else self._root(owner)
+        found = parent.children.get(key)
+        if found is None:
+            found = parent.children[key] = Node(page, parent, digest_of(parent.digest, key), key)
+            self.pages += 1
+            self.idle += 1
+        self.hold([found])
+        path.append(found)
+
+    def digest(self, owner: str, path: Sequence[Node]) -> bytes:
+        """Of the last page of `path`, or of what is before the first one of `owner`."""
+        return (path[-1] if path else self._root(owner)).digest
 
     def hold(self, path: Sequence[Node]) -> None:
         for node in path:
@@ -114,7 +126,7 @@ class PrefixTree:
         return dropped
 
     def _root(self, owner: str) -> Node:
-        return self._roots.setdefault(owner, Node(None, None))
+        return self._roots.setdefault(owner, Node(None, None, hashlib.sha256(owner.encode()).digest()))
 
     def _nodes(self) -> list[Node]:
         found, waiting = list[Node](), [child for root in self._roots.values() for child in root.children.values()]
@@ -133,3 +145,10 @@ def key_of(tokens: Sequence[int], places: Sequence[Place], start: int) -> Key:
         if place.start < start + PAGE and place.end > start
     )
     return np.asarray(tokens[start : start + PAGE], np.int32).tobytes(), within
+
+
+def digest_of(before: bytes, key: Key) -> bytes:
+    """The digest of a page by that of the page before it."""
+    ids, within = key
+    # Only the last part varies in length: no two keys are written alike.
+    return hashlib.sha256(before + ids + repr(within).encode()).digest()

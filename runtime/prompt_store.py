@@ -1,9 +1,9 @@
 """Cache pages of prompts on disk, so that a prompt is not read again after a restart.
 
-A file for each page of 64 positions: a session (session_file.py) of which only the last page is there.  It says all tokens and
-pictures that led to the page, and is used only where these, the model, the settings, the version of edgeq and the owner are
-those of the prompt, byte for byte.  Its name is the SHA-256 of the same, so that no client can name a file, texts that begin
-alike share files, and an answer that goes on writes only what is new.
+A file for each page of 64 positions (page_file.py).  It has the tokens and pictures of its page and the digest of those of its
+owner that led to it, and is used only where these, the model, the settings and the version of edgeq are those of the prompt,
+byte for byte.  Its name is the SHA-256 of the same, so that no client can name a file, texts that begin alike share files, and
+an answer that goes on writes only what is new.
 
 Pages are numbers: one that somebody else wrote with a right digest would change what a model is thought to have read.  So the
 folder and its files must be the user's, and nobody else may write to them; a digest is for what breaks by itself.
@@ -27,11 +27,11 @@ from time import monotonic
 
 from edgeq.errors import FormatError, InputError
 from edgeq.least_recently_used import remove_least_recently_used
-from edgeq.prompt import Place, cut
 from edgeq.runtime.cache import in_turn
-from edgeq.runtime.prefix_tree import key_of
-from edgeq.runtime.session_file import DIGEST_BYTES, PAGE_MAGIC, Origin, head_of, with_digest
-from edgeq.targets.rows import PAGE, Page
+from edgeq.runtime.page_file import head_of, size_of
+from edgeq.runtime.prefix_tree import Key, Node, digest_of
+from edgeq.runtime.session_file import DIGEST_BYTES, Origin, with_digest
+from edgeq.targets.rows import Page
 from edgeq.targets.target import Program
 from edgeq.version import __version__
 from edgeq.whole_file import no_follow, write_whole
@@ -62,16 +62,16 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is to be written: whole pages, and what led to them."""
+    """A whole page that is to be written, and the digest of those before it; the number of those."""
 
-    owner: str
-    tokens: Sequence[int]
-    places: Sequence[Place]
-    pages: Sequence[Page]
+    before: bytes
+    key: Key
+    page: Page
+    index: int
 
 
 class PromptStore:
-    """`load` and `put` are for one owner; another thread writes.
+    """`load`, `put` and `give_up` are for one owner; another thread writes.
 
     bytes    of all files, as far as is known;  errors: files that could not be used or written
     """
@@ -90,29 +90,27 @@ class PromptStore:
         InputError: the folder cannot be made or used, or is not this user's alone.
         """
         self.folder, self.errors = folder, 0
-        # Instruction sets add up in other orders.
-        self._origin = Origin(origin.identity, (*origin.details, getattr(program, "isa", "")))
+        # Instruction sets add up in other orders, and another version may compute other bits.
+        self._origin = Origin(origin.identity, (*origin.details, getattr(program, "isa", ""), f"edgeq {__version__}"))
         self._save_page, self._load_page = in_turn(lock, program.save_page), in_turn(lock, program.load_page)
         self._most, self._page_bytes = most_bytes, len(self._save_page(in_turn(lock, program.new_page)()))
         prepare_folder(folder)
         self._remove_unfinished()
         self.bytes = sum(each.size for each in stored(folder))
-        self._waiting, self._wake = deque[Kept](), Condition()
-        self._closing, self._dropping, self._writing, self._paused = False, False, False, 0.0
+        self._waiting, self._writing, self._wake = deque[deque[Kept]](), deque[Kept](), Condition()
+        self._closing, self._busy, self._saving, self._paused = False, False, False, 0.0
         self._thread = Thread(target=self._run, name="edgeq-prompt-store", daemon=True)
         self._thread.start()
 
-    def load(self, owner: str, tokens: Sequence[int], places: Sequence[Place], index: int) -> Page | None:
-        """Page `index` of a prompt; None: it is not there, or is not what its name says."""
-        end = (index + 1) * PAGE
-        path = self._paths(owner, tokens[:end], places)[index]
-        head = self._head(owner, tokens[:end], places)
+    def load(self, before: bytes, key: Key, index: int) -> Page | None:
+        """Page `index` of a prompt, after pages with the digest `before`; None: it is not there, or not what its name says."""
+        path, head = self._path(before, key), self._head(before, key)
         try:
             with open(path, "rb", opener=no_follow) as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
                     raise FormatError("it is not this user's alone")
-                if found.st_size != len(head) + self._page_bytes + DIGEST_BYTES:
+                if found.st_size != size_of(head, self._page_bytes):
                     raise FormatError("it has another size")
                 data = file.read(found.st_size + 1)
             whole, digest = memoryview(data)[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
@@ -126,28 +124,31 @@ class PromptStore:
             self._discard(path, error)
             return None
 
-    def put(self, owner: str, tokens: Sequence[int], places: Sequence[Place], pages: Sequence[Page]) -> None:
-        """Write the whole pages of a text, soon.  Nothing happens where it is short, or too many wait."""
-        count = len(pages)
-        if count < LEAST_PAGES or len(self._waiting) >= MOST_WAITING or monotonic() < self._paused:
+    def put(self, root: bytes, path: Sequence[Node]) -> None:
+        """Write the pages of a text, the first of which comes after `root`, soon; but not if it is short, or too many wait."""
+        if len(path) < LEAST_PAGES or len(self._waiting) >= MOST_WAITING or monotonic() < self._paused:
             return
+        kept = deque(
+            Kept(before, node.key, node.page, index)
+            for index, (before, node) in enumerate(zip([root, *(node.digest for node in path)], path, strict=False))
+            if node.key and node.page
+        )
         with self._wake:
-            self._waiting.append(Kept(owner, tokens[: count * PAGE], cut(places, count * PAGE), list(pages)))
+            self._waiting.append(kept)
             self._wake.notify_all()
 
     def give_up(self) -> None:
-        """Drop what waits to be written, and what is left of the text that is: both hold memory."""
+        """Drop the pages that wait to be written: they hold memory."""
         with self._wake:
-            self._waiting.clear()
-            self._dropping = True
-            # A page is not left half written; a disk that hangs is not waited for.
-            self._wake.wait_for(lambda: not self._writing, GIVE_UP_SECONDS)
-            self._dropping = False
+            for kept in (*self._waiting, self._writing):
+                kept.clear()
+            # One that is being written holds none any more: a disk that hangs is not waited for.
+            self._wake.wait_for(lambda: not self._saving, GIVE_UP_SECONDS)
 
     def flush(self, seconds: float = CLOSE_SECONDS) -> None:
         """Wait until all is written, at most so long."""
         with self._wake:
-            self._wake.wait_for(lambda: not self._waiting and not self._writing, seconds)
+            self._wake.wait_for(lambda: not self._waiting and not self._busy, seconds)
 
     def close(self) -> None:
         """Write what waits, for 5 s at most."""
@@ -158,25 +159,12 @@ class PromptStore:
             self._wake.notify_all()
         self._thread.join(1)
 
-    def _paths(self, owner: str, tokens: Sequence[int], places: Sequence[Place]) -> list[Path]:
-        """The file of each whole page."""
-        found, digest = (
-            list[Path](),
-            hashlib.sha256("\n".join((*self._details(owner), self._origin.identity)).encode()).digest(),
-        )
-        for start in range(0, len(tokens) // PAGE * PAGE, PAGE):
-            ids, within = key_of(tokens, places, start)
-            digest = hashlib.sha256(digest + ids + repr(within).encode()).digest()
-            found.append(self.folder / f"{digest.hex()}{SUFFIX}")
-        return found
+    def _path(self, before: bytes, key: Key) -> Path:
+        name = hashlib.sha256(self._origin.digest + bytes.fromhex(self._origin.identity) + digest_of(before, key))
+        return self.folder / f"{name.hexdigest()}{SUFFIX}"
 
-    def _details(self, owner: str) -> tuple[str, ...]:
-        # Another version may compute other bits.
-        return (*self._origin.details, f"edgeq {__version__}", f"owner {owner}")
-
-    def _head(self, owner: str, tokens: Sequence[int], places: Sequence[Place]) -> bytes:
-        origin = Origin(self._origin.identity, self._details(owner))
-        return head_of(PAGE_MAGIC, origin, tokens, cut(places, len(tokens)), self._page_bytes)
+    def _head(self, before: bytes, key: Key) -> bytes:
+        return head_of(self._origin, before, key, self._page_bytes)
 
     def _discard(self, path: Path, error: OSError | FormatError) -> None:
         self.errors += 1
@@ -191,37 +179,53 @@ class PromptStore:
                 self._wake.wait_for(lambda: self._waiting or self._closing)
                 if self._closing:
                     return
-                kept, self._writing = self._waiting.popleft(), True
+                self._writing, self._busy = self._waiting.popleft(), True
             try:
-                self._write(kept)
+                self._write_all()
             except OSError as error:
                 self.errors += 1
                 self._paused = monotonic() + PAUSE_SECONDS
                 _log.warning("prompts are not kept for %d minutes: %s", PAUSE_SECONDS // 60, error.strerror)
             finally:
-                # Else it would hold the pages until the next text comes.
-                del kept
                 with self._wake:
-                    self._writing = False
+                    self._writing.clear()
+                    self._busy = False
                     self._wake.notify_all()
 
-    def _write(self, kept: Kept) -> None:
-        paths = self._paths(kept.owner, kept.tokens, kept.places)
-        for index, (path, page) in enumerate(zip(paths, kept.pages, strict=True)):
-            if self._closing or self._dropping:
-                return
-            if path.exists():
+    def _write_all(self) -> None:
+        used = list[tuple[Path, int]]()
+        while found := self._next():
+            path, index, data = found
+            used.append((path, index))
+            if data is None:
                 continue
-            parts = [self._head(kept.owner, kept.tokens[: (index + 1) * PAGE], kept.places), self._save_page(page)]
             # Not made durable: what a power failure leaves of it does not match its digest.
-            write_whole(path, with_digest(parts))
+            write_whole(path, data)
             os.chmod(path, 0o600)
-            self.bytes += sum(map(len, parts)) + DIGEST_BYTES
+            self.bytes += sum(map(len, data))
             if self.bytes > self._most:
                 self._shrink()
-        for index, path in enumerate(paths):
+        for path, index in used:
             with suppress(OSError):
                 _touch(path, index)
+
+    def _next(self) -> tuple[Path, int, list[bytes] | None] | None:
+        """The file of the next page, the number of pages before it, and what is to be in it, unless it is there."""
+        with self._wake:
+            if self._closing or not self._writing:
+                return None
+            kept, self._saving = self._writing.popleft(), True
+        try:
+            path = self._path(kept.before, kept.key)
+            if path.exists():
+                return path, kept.index, None
+            return path, kept.index, list(with_digest([self._head(kept.before, kept.key), self._save_page(kept.page)]))
+        finally:
+            # Else this name would hold it.
+            del kept
+            with self._wake:
+                self._saving = False
+                self._wake.notify_all()
 
     def _shrink(self) -> None:
         """Remove files, the longest unused first.  Another process may keep prompts here too."""
@@ -231,7 +235,7 @@ class PromptStore:
         for entry in os.scandir(self.folder):
             if re.fullmatch(r"[0-9a-f]{64}\.kv\.\d+\.new", entry.name):
                 with suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_mtime < time.time() - STALE_SECONDS:
+                    if abs(entry.stat(follow_symlinks=False).st_mtime - time.time()) > STALE_SECONDS:
                         os.unlink(entry.path)
 
 

@@ -133,7 +133,8 @@ class Scheduler:
         self._fetch()
         decoding = [text for text in self._texts if text.chunks is None and not text.fetching and not text.ended]
         plan, decoding = self._planned([text for text in self._texts if text.chunks and not text.ended], decoding)
-        ahead = 1 + LONGEST_DRAFT if self._speculator and not plan else 1
+        drafts = self._speculator and self._speculator.may_draft([text.running for text in decoding])
+        ahead = 1 + LONGEST_DRAFT if drafts and not plan else 1
         kept = self._secured(plan + [(text, min(ahead, text.running.session.left)) for text in decoding])
         reading = [(text, count) for text, count in kept if text.chunks]
         decoding = [text for text, _ in kept if not text.chunks]
@@ -204,9 +205,8 @@ class Scheduler:
         waits = any(text.chunks is None and not text.fetching and not text.ended for text in self._texts)
         end = perf_counter() + (self._step_seconds if waits else CHUNK_SECONDS)
         for text in [text for text in self._texts if text.fetching]:
-            while self._shared.fetch(text):
-                if perf_counter() > end:
-                    return
+            if not self._shared.fetch(text, end):
+                return
             self._begin_reading(text)
 
     def _begin_reading(self, text: Text) -> None:
@@ -268,7 +268,7 @@ class Scheduler:
         after, found, emitted = list[Logits](), list[Logits](), list[list[int]]()
         if self._model.requantization and items:
             found = run_together(items, summing=True)
-        elif self._speculator and streams and not items:
+        elif self._speculator and streams and not items and self._speculator.may_draft(streams):
             emitted = self._speculator.step(streams, [text.ending.room if text.ending else 1 for text in decoding])
         elif streams or items:
             after, found = run_streams(streams, items)

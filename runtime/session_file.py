@@ -8,9 +8,6 @@
     ...   pages of 64 positions, as the target holds them
     ...   BLAKE2b-128 of everything before
 
-A page of a prompt alone, which `prompt_store` keeps, has the magic of pages, all tokens and pictures up to its end, and of the
-pages the last.
-
 Version 2 has pictures, which version 1 reads as zeros that must be there; a session of text alone is written as version 1.
 
 The origin is what keys and values depend on beside the model: target, mode, cache codec, rotary frequencies.  A file is read
@@ -36,10 +33,9 @@ from edgeq.prompt import Place
 from edgeq.targets.graph import Graph, RopeRotate
 from edgeq.targets.rows import PAGE, Page
 from edgeq.targets.target import Options
-from edgeq.whole_file import no_follow, write_whole
+from edgeq.whole_file import write_whole
 
 MAGIC = b"edgeqs\r\n"
-PAGE_MAGIC = b"edgeqp\r\n"
 VERSION = 2
 DIGEST_BYTES = 16
 MOST_PICTURE_TOKENS = 1 << 20
@@ -75,15 +71,15 @@ def write(
 ) -> None:
     """Write a session, whole or not at all.  ResourceError: it cannot be written."""
     try:
-        write_whole(path, with_digest(chain([head_of(MAGIC, origin, tokens, places, page_bytes)], pages)), durable=True)
+        write_whole(path, with_digest(chain([head_of(origin, tokens, places, page_bytes)], pages)), durable=True)
     except OSError as error:
         raise ResourceError(f"{path}: cannot write it: {error.strerror}") from None
 
 
-def head_of(magic: bytes, origin: Origin, tokens: Sequence[int], places: Sequence[Place], page_bytes: int) -> bytes:
+def head_of(origin: Origin, tokens: Sequence[int], places: Sequence[Place], page_bytes: int) -> bytes:
     """What comes before the pages."""
     identity, version = bytes.fromhex(origin.identity), VERSION if places else 1
-    header = _HEADER.pack(magic, version, page_bytes, len(tokens), identity, origin.digest, len(places), bytes(20))
+    header = _HEADER.pack(MAGIC, version, page_bytes, len(tokens), identity, origin.digest, len(places), bytes(20))
     pictures = b"".join(_PICTURE.pack(place.start, *place.grid, place.kept, place.digest) for place in places)
     return header + np.asarray(tokens, "<u4").tobytes() + pictures
 
@@ -159,13 +155,3 @@ def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: 
     if (version, stored_page, found) != (VERSION if pictures else 1, page_bytes, size) or any(zeros):
         raise FormatError(f"{path}: {found} bytes where its header implies {size}, or a damaged header; save the session again")
     return int(count), int(pictures)
-
-
-def identity_of(path: Path) -> str | None:
-    """The identity of the model whose page a file has, in hexadecimal; None: it is no such file."""
-    try:
-        with open(path, "rb", opener=no_follow) as file:
-            head = file.read(_HEADER.size)
-    except OSError:
-        return None
-    return head[24:40].hex() if len(head) == _HEADER.size and head[:8] == PAGE_MAGIC else None

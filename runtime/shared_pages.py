@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from time import perf_counter
 from weakref import WeakSet
 
 from edgeq.prompt import Prompt
 from edgeq.runtime.job import Parked, Text, Ticket
-from edgeq.runtime.prefix_tree import Node, PrefixTree
+from edgeq.runtime.prefix_tree import Node, PrefixTree, key_of
 from edgeq.runtime.prompt_store import PromptStore
 from edgeq.targets.rows import PAGE, Page
 
@@ -40,47 +41,50 @@ class SharedPages:
 
     def make_room(self, count: int) -> bool:
         """Whether there is room for so many pages, after dropping what no text holds."""
-        if self._limit is None:
-            return True
         for hard in (False, True):
             if hard:
                 for ticket in list(self._parked):
                     self.unpark(ticket)
                 if self.store:
                     self.store.give_up()
-            short = count - (self._limit - len(self._held))
-            if short > 0 and self.tree:
-                short -= self.tree.evict(short)
-            if short <= 0:
+            if self.tree and (short := self._short(count)) > 0:
+                self.tree.evict(short)
+            # Pages that wait to be written are held when the tree has dropped them: what was dropped is not yet free.
+            if self._short(count) <= 0:
                 return True
         return False
+
+    def _short(self, count: int) -> int:
+        """Pages that have to be given back before `count` can be made; 0 or less: none."""
+        return 0 if self._limit is None else count - (self._limit - len(self._held))
 
     def find(self, owner: str, prompt: Prompt) -> list[Node]:
         """The pages in the tree that `prompt` begins with, held."""
         return self.tree.find(owner, prompt) if self.tree else []
 
-    def fetch(self, text: Text) -> bool:
-        """Take the next page of a prompt from the disk into the tree and the path of the text; whether there was one."""
-        unread, owner, index = text.unread, text.ticket.job.tree, len(text.path)
-        end = (index + 1) * PAGE
+    def fetch(self, text: Text, end: float) -> bool:
+        """Take the next pages of a prompt from the disk into the tree and the path of the text, until the clock (perf_counter)
+        says `end`, though one at least.  Gives whether all have been taken that are there.
+        """
+        if not self.tree or not self.store:
+            return True
+        unread, owner, path = text.unread, text.ticket.job.tree, text.path
         # The last token has to run, to give logits.
-        if not self.tree or not self.store or end >= len(unread.tokens) or not self.make_room(1):
-            return False
-        page = self.store.load(owner, unread.tokens, unread.places, index)
-        if page is None:
-            return False
-        self.count([page])
-        self.tree.extend(owner, text.path, unread.tokens[:end], unread.places, [page] * (index + 1))
+        while (len(path) + 1) * PAGE < len(unread.tokens) and self.make_room(1):
+            key = key_of(unread.tokens, unread.places, len(path) * PAGE)
+            page = self.store.load(self.tree.digest(owner, path), key, len(path))
+            if page is None:
+                return True
+            self.count([page])
+            self.tree.add(owner, path, key, page)
+            if perf_counter() > end:
+                return False
         return True
 
     def keep(self, text: Text) -> None:
         """Write the pages that a text has filled, soon."""
-        if self.store and text.stream:
-            session = text.stream.session
-            pages = [node.page for node in text.path if node.page]
-            # A text that was cancelled while it took its pages has no tokens yet.
-            if len(session.tokens) >= PAGE * len(pages):
-                self.store.put(text.ticket.job.tree, session.tokens, session.places, pages)
+        if self.store and self.tree:
+            self.store.put(self.tree.digest(text.ticket.job.tree, ()), text.path)
 
     def again(self, path: Sequence[Node]) -> list[Node]:
         """The same path, held once more."""

@@ -18,6 +18,8 @@ from edgeq.tool_formats import ToolFormat
 
 MOST_TOOLS = 128
 CHOICES = ("auto", "none", "required")
+PLAIN = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
+"""Keywords of a schema that says nothing of members it does not name."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,18 @@ class Tool:
     description: str | None
     parameters: Mapping[str, Any]
     strict: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The schema that those of a call are held to.
+
+        JSON Schema lets an object have any members beside those that are named, but no function has such arguments, and clients
+        leave it out to say so: unless the schema has more than names, there are none.
+        """
+        found = {"type": "object", **self.parameters}
+        named = found.get("properties")
+        plain = isinstance(named, Mapping) and set(found) <= PLAIN and set(found.get("required") or ()) <= set(named)
+        return {**found, "additionalProperties": False} if plain else found
 
     def shown(self) -> dict[str, Any]:
         """As chat templates of the Hugging Face hub expect it."""
@@ -91,7 +105,7 @@ class ToolUse:
             lines += [f"start: ANY | before {rest} {blocks}", f"before[lazy]: ANY {begin}", r"ANY: /(.|\n)*/"]
         for index, tool in enumerate(self.callable):
             head = " ".join(_literal(part, text) for part in _merged(form.head + tool.name, form.middle, text))
-            schema = schema_text({"type": "object", **tool.parameters}, lenient and not tool.strict)
+            schema = schema_text(tool.arguments, lenient and not tool.strict)
             lines.append(f"call_{index}: {head} %json {schema} {_literal(form.tail, text)}")
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
 

@@ -22,7 +22,7 @@ from edgeq.version import __version__
 from edgeq.whole_file import no_follow, write_whole
 
 if TYPE_CHECKING:
-    from edgeq.runtime.server.lines import Line, Lines, Recorded
+    from edgeq.runtime.server.lines import Line, Lines, Named, Recorded
 
 MIB = 1 << 20
 MOST_LINES = 1_000_000
@@ -117,13 +117,17 @@ def batch(
     lined = scanned(source, most, serving.digest(file.identity))
     del file
     check_replaceable(output)
-    if not force and output.exists():
-        failed = finished(output, lined.ids)
+    before = finished(output, lined.ids) if not force and output.exists() else None
+    if before and not any(named.may_pass for named in before):
+        failed = sum(named.failed for named in before)
         note(f"{output}: was finished before")
+        remove_rest(output)
     else:
         with partial(output) as lock:
             held = lock.file
             done = kept(held, set(lined.ids), partial_path(output), force)
+            if before:
+                take_over(output, held, done)
             if done:
                 note(f"{len(done):,} of {len(lined.ids):,} records are there from an earlier run")
 
@@ -142,7 +146,9 @@ def batch(
             put_in_order(held, output, [done[id] for id in lined.ids])
             partial_path(output).unlink(missing_ok=True)
     if failed:
-        raise InputError(f"{failed:,} of {len(lined.ids):,} lines have no answer; their records in {output} say why")
+        message = f"{failed:,} of {len(lined.ids):,} lines have no answer; their records in {output} say why"
+        again = "; the same command asks those again that failed by no mistake of theirs (status 500)"
+        raise InputError(message + (again if any(named.may_pass for named in finished(output, lined.ids)) else ""))
 
 
 def here(serving: Serving, lined: Lined, done: set[str]) -> Iterator[Recorded]:
@@ -223,6 +229,8 @@ def is_rest(head: bytes) -> bool:
 def kept(file: BinaryIO, expected: set[str], path: Path, force: bool) -> dict[str, tuple[int, int, bool]]:
     """Where each whole record is, its bytes, and whether it has no answer; what is left of another is cut off.
 
+    A line that may have an answer when it is asked again has no record.
+
     InputError: a record of another run; with `force` it is cut off with all that follow.
     """
     import msgspec
@@ -241,15 +249,31 @@ def kept(file: BinaryIO, expected: set[str], path: Path, force: bool) -> dict[st
             if force:
                 break
             raise InputError(f"{path}: records of other lines, another model or other options; remove it, or pass --force")
-        found[named.id] = end, len(line), named.failed
+        if not named.may_pass:
+            found[named.id] = end, len(line), named.failed
         end += len(line)
     file.seek(end)
     file.truncate()
     return found
 
 
-def finished(output: Path, ids: list[str]) -> int:
-    """Lines without an answer in a file that is finished.  InputError: it is that of other lines, or of another model."""
+def take_over(output: Path, file: BinaryIO, done: dict[str, tuple[int, int, bool]]) -> None:
+    """Write the records of a finished file after those of an unfinished one, but for lines that are asked again."""
+    import msgspec
+
+    from edgeq.runtime.server.lines import Named
+
+    with open(output, "rb", opener=no_follow) as records:
+        for line in records:
+            named = msgspec.json.decode(line, type=Named)
+            if named.id not in done and not named.may_pass:
+                done[named.id] = file.tell(), len(line), named.failed
+                file.write(line)
+    file.flush()
+
+
+def finished(output: Path, ids: list[str]) -> list[Named]:
+    """The records of a finished file, without their answers.  InputError: it is that of other lines, or of another model."""
     import msgspec
 
     from edgeq.runtime.server.lines import Named
@@ -258,16 +282,26 @@ def finished(output: Path, ids: list[str]) -> int:
     try:
         with open(output, "rb", opener=no_follow) as file:
             # One by one: together the bodies of many answers fill the memory.
-            found = [(named.id, named.failed) for named in (msgspec.json.decode(line, type=Named) for line in file)]
+            found = [status_of(msgspec.json.decode(line, type=Named)) for line in file]
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         raise other from None
-    if [id for id, _ in found] != ids:
+    if [named.id for named in found] != ids:
         raise other
+    return found
+
+
+def remove_rest(output: Path) -> None:
+    """That of a run that was killed at its very end; another file of this name is left alone."""
     if partial_path(output).exists():
-        # Of a run that was killed at its very end; another file of this name is left alone.
         with suppress(InputError), partial(output):
             partial_path(output).unlink()
-    return sum(failed for _, failed in found)
+
+
+def status_of(named: Named) -> Named:
+    """The record without its body."""
+    from edgeq.runtime.server.lines import Named
+
+    return Named(named.id, named.response and {"status_code": named.response.get("status_code")})
 
 
 def put_in_order(file: BinaryIO, output: Path, places: list[tuple[int, int, bool]]) -> None:

@@ -9,13 +9,16 @@ from datetime import datetime
 from pathlib import Path
 
 from edgeq.errors import InputError
+from edgeq.runtime.page_file import identity_of
 from edgeq.runtime.prompt_store import StoredFile, check_folder, stored
-from edgeq.runtime.session_file import identity_of
 from edgeq.targets.rows import PAGE
 
 
 def files(folder: Path) -> dict[str, list[StoredFile]]:
-    """Those of each model, by its identity; "" for what is damaged.  InputError: the folder is not this user's alone."""
+    """Those of each model, by its identity; "" for what is damaged or of another version.
+
+    InputError: the folder is not this user's alone.
+    """
     check_folder(folder)
     found: dict[str, list[StoredFile]] = defaultdict(list)
     for each in stored(folder):
@@ -37,8 +40,8 @@ def ls(folder: Path, as_json: bool) -> None:
     if as_json:
         return print(json.dumps({"models": rows, "bytes": sum(int(str(row["bytes"])) for row in rows)}))
     for row in rows:
-        size = int(str(row["bytes"])) / 1e6
-        print(f"{row['model'] or 'damaged':32}  {row['positions']:>9,} positions  {size:>9,.1f} MB  used {row['used']}")
+        size, name = int(str(row["bytes"])) / 1e6, row["model"] or "damaged or of another version"
+        print(f"{name:32}  {row['positions']:>9,} positions  {size:>9,.1f} MB  used {row['used']}")
     if not rows:
         print("no prompts")
 

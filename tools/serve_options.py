@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from edgeq.tools.help_sections import decorated, section
-from edgeq.tools.options import EXECUTION_OPTIONS, IMAGE_TOKENS, THREADS, prompt
+from edgeq.tools.options import DRAFT_OPTIONS, EXECUTION_OPTIONS, IMAGE_TOKENS, THREADS, prompt
 from edgeq.tools.params import Bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,7 +27,7 @@ SETTINGS: tuple[str, ...] = (
     "origins",
 )
 SETTINGS += ("queue_seconds", "request_seconds", "grace_seconds", "share_prefixes", "page")
-SETTINGS += ("prompt_cache", "prompt_cache_bytes")
+SETTINGS += ("prompt_cache", "prompt_cache_bytes", "draft", "gamma")
 LOADING = ("threads", "threads_prefill", "mode", "kv", "target", "isa", "context", "image_tokens", "graphs")
 
 PATH = click.Path(path_type=Path)
@@ -103,6 +103,7 @@ SERVE_OPTIONS = decorated(
     ADAPTERS,
     CHAT_TEMPLATE,
     THREADS,
+    DRAFT_OPTIONS,
     EXECUTION_OPTIONS,
     IMAGE_TOKENS,
     grouped,

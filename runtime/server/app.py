@@ -27,6 +27,7 @@ from edgeq.runtime.scheduler import Scheduler
 from edgeq.runtime.server.answers import Answer, Shape
 from edgeq.runtime.server.errors import ApiError, of_exception
 from edgeq.runtime.server.fields import Chat, Completion, Drawing, decoded, fields, named
+from edgeq.runtime.server.gauges import gauges_of, tokens_of
 from edgeq.runtime.server.guard import Guard
 from edgeq.runtime.server.messages import Counted, Messages, message_job, prompt_of, use_of
 from edgeq.runtime.server.metrics import Metrics
@@ -34,8 +35,9 @@ from edgeq.runtime.server.owner import Answering, Owner
 from edgeq.runtime.server.reading import Asker, chat_job, completion_jobs
 from edgeq.runtime.server.reply import Reply
 from edgeq.runtime.server.responses import Responses, responses_job
-from edgeq.runtime.server.settings import Settings
+from edgeq.runtime.server.settings import Settings, speculator_of
 from edgeq.runtime.server.told import Told
+from edgeq.runtime.server.watch import watch
 from edgeq.version import __version__
 
 BODY_SECONDS = 30
@@ -75,6 +77,8 @@ class Server:
         self.model, self.settings, self.metrics = model, settings, Metrics()
         folder, most = settings.prompt_cache, settings.prompt_cache_bytes
         self.store = model.prompt_store(folder, most) if folder and settings.share_prefixes else None
+        speculator = speculator_of(model, settings)
+        self._drafts = speculator.statistics
         self.scheduler = Scheduler(
             model,
             settings.seats,
@@ -82,6 +86,7 @@ class Server:
             step_seconds=settings.step_seconds,
             pages=cache_pages,
             shares_prefixes=settings.share_prefixes,
+            speculator=speculator,
             store=self.store,
         )
         self._on_failure, self._created = on_failure, int(time.time())
@@ -92,9 +97,13 @@ class Server:
 
     def begin(self) -> None:
         self.owner = Owner(self.scheduler, self.settings, self.metrics, self._on_failure)
-        self.metrics.watch(self._tokens, self._gauges)
+        self.metrics.watch(
+            lambda: tokens_of(self.scheduler, self._drafts), lambda: gauges_of(self.scheduler, self.owner, self.store)
+        )
+        self._watching = asyncio.ensure_future(watch(self.model.file, self.owner.fail))
 
     def close(self) -> None:
+        self._watching.cancel()
         self.owner.close()
         if self.store:
             self.store.close()
@@ -345,29 +354,6 @@ class Server:
         raise ApiError(
             404, "unsupported_endpoint", "Ollama's interface is not here; clients of it take /v1 as an OpenAI server too"
         )
-
-    def _tokens(self) -> dict[str, float]:
-        totals = self.scheduler.totals
-        return {
-            "prompt": totals.prompt_tokens,
-            "cached": totals.cached_tokens,
-            "generated": totals.generated_tokens,
-            "recomputed": totals.recomputed_tokens,
-        }
-
-    def _gauges(self) -> dict[str, float]:
-        free, held, idle = self.scheduler.pages
-        return {
-            "running": self.scheduler.running,
-            "waiting": self.scheduler.waiting,
-            "pages_free": free,
-            "pages_held": held,
-            "pages_idle": idle,
-            "preemptions": self.scheduler.totals.preemptions,
-            "heartbeat_age_seconds": self.owner.heartbeat_age,
-            "prompt_cache_bytes": self.store.bytes if self.store else 0,
-            "prompt_cache_errors": self.store.errors if self.store else 0,
-        }
 
 
 async def _closed_with(events: AsyncIterator[bytes], updates: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:

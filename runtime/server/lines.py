@@ -11,7 +11,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,9 +24,11 @@ from edgeq.runtime.server.answers import Answer, Shape
 from edgeq.runtime.server.errors import ApiError, of_exception, unsupported
 from edgeq.runtime.server.fields import Chat, Completion, decoded, fields
 from edgeq.runtime.server.reading import Asker, chat_job, completion_jobs
+from edgeq.runtime.server.responses import Responses, responses_job
 from edgeq.runtime.server.settings import Settings
+from edgeq.runtime.server.told import Told
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LONGEST_ID = 256
 AHEAD = 2
 """Lines that are read beside those that run, as a multiple of the seats: templates and pictures take their time."""
@@ -62,6 +64,12 @@ class Named(msgspec.Struct):
     def failed(self) -> bool:
         return self.response is None or self.response.get("status_code") != 200
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the line may have an answer when it is asked again: it failed by no mistake of its own."""
+        status = (self.response or {}).get("status_code")
+        return not isinstance(status, int) or status >= 500
+
 
 def record_id(run: bytes, number: int, data: bytes) -> str:
     """The id of the record of a line; `run`: digest of the model and of what else the answers depend on."""
@@ -83,12 +91,14 @@ class _Asked:
 
     shape: Shape
     jobs: list[Job]
+    responses: Responses | None = None
 
 
 @dataclass
 class _Running:
     line: Line
     answer: Answer
+    told: Told | None
     tickets: dict[Ticket, int]
     left: int
 
@@ -136,8 +146,14 @@ class Lines:
         if body.get("stream"):
             raise unsupported("stream", "a record has a whole answer")
         body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        seed = int(line.id[-15:], 16)
+        if found.get("url") == RESPONSES:
+            responses, _ = fields(Responses, body)
+            asked = responses_job(self._model, self._settings, responses, self._asker(responses.model))
+            seeded = replace(asked, sampling=replace(asked.sampling, seed=seed))
+            return _Asked("chat", [seeded], msgspec.structs.replace(responses, input="", instructions=None, text=None))
         if body.get("seed") is None:
-            body["seed"] = int(line.id[-15:], 16)
+            body["seed"] = seed
         if found.get("url") == CHAT:
             chat, _ = fields(Chat, body)
             who = self._asker(chat.model)
@@ -146,7 +162,7 @@ class Lines:
             completion, _ = fields(Completion, body)
             who = self._asker(completion.model)
             return _Asked("completion", completion_jobs(self._model, self._settings, completion, who))
-        raise ApiError(400, "invalid_line", f"url is {CHAT} or {COMPLETION}", "url")
+        raise ApiError(400, "invalid_line", f"url is {CHAT}, {COMPLETION} or {RESPONSES}", "url")
 
     def _asker(self, name: str | None) -> Asker:
         """ApiError: a model that is not here."""
@@ -166,7 +182,8 @@ class Lines:
         fingerprint = f"edgeq-{(model or self._model).file.identity[:8]}-{self._model.target}-{options.mode}"
         title = self._settings.title(model)
         answer = Answer(asked.shape, title, fingerprint, self._model.text, list(tickets), stops, True)
-        running = _Running(line, answer, tickets, first)
+        told = Told(asked.responses, answer) if asked.responses else None
+        running = _Running(line, answer, told, tickets, first)
         self._running |= dict.fromkeys(tickets, running)
 
     def _step(self) -> Iterator[Recorded]:
@@ -184,7 +201,10 @@ class Lines:
             running.left -= update.reason is not None
             if not running.left:
                 self._drop(running)
-                yield answered(running.line, running.answer.whole())
+                if running.told:
+                    yield told_of(running.line, running.told.whole())
+                else:
+                    yield answered(running.line, running.answer.whole())
 
     def _drop(self, running: _Running) -> None:
         for ticket in running.tickets:
@@ -198,6 +218,16 @@ def answered(line: Line, whole: dict[str, Any]) -> Recorded:
     prefix = whole["id"].partition("-")[0]
     body = {name: value for name, value in whole.items() if name != "edgeq"}
     body |= {"id": f"{prefix}-{line.id[-24:]}", "created": 0, "usage": usage}
+    return _recorded(line, {"status_code": 200, "request_id": line.id, "body": body}, False)
+
+
+def told_of(line: Line, whole: dict[str, Any]) -> Recorded:
+    """The record of an answer in the shape of responses."""
+    usage = {**whole["usage"], "input_tokens_details": {"cached_tokens": 0}}
+    output = [
+        {**item, "id": f"{item['id'].partition('_')[0]}_{line.id[-24:]}{index}"} for index, item in enumerate(whole["output"])
+    ]
+    body = whole | {"id": f"resp_{line.id[-24:]}", "created_at": 0, "usage": usage, "output": output}
     return _recorded(line, {"status_code": 200, "request_id": line.id, "body": body}, False)
 
 

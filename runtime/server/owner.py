@@ -162,6 +162,13 @@ class Owner:
             each.fail(error)
         await asyncio.sleep(0.1)
 
+    def fail(self) -> None:
+        """Nothing runs any more: tell all who wait."""
+        self.failed = True
+        for answering in self._answering.values():
+            answering.fail(ApiError(500, "server_error", "the model failed; the server ends"))
+        self._loop.call_later(0.2, self._on_failure)
+
     def close(self) -> None:
         with self._wake:
             self._closing = True
@@ -194,7 +201,7 @@ class Owner:
                 updates = self.scheduler.step()
             except BaseException:
                 self.failed = True
-                self._loop.call_soon_threadsafe(self._fail_all)
+                self._loop.call_soon_threadsafe(self.fail)
                 raise
             if self._closing:
                 # The event loop may be closed.
@@ -216,8 +223,3 @@ class Owner:
             answering = self._answering.get(update.ticket)
             if answering:
                 answering.put(update)
-
-    def _fail_all(self) -> None:
-        for answering in self._answering.values():
-            answering.fail(ApiError(500, "server_error", "the model failed; the server ends"))
-        self._loop.call_later(0.2, self._on_failure)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edgeq.errors import InputError
 from edgeq.runtime.model import Model
+from edgeq.runtime.speculative.speculator import DraftSource, Speculator
 
 MIB = 1 << 20
 
@@ -31,6 +32,7 @@ class Settings:
     share_prefixes     keep the cache of texts that have ended for those that begin alike
     prompt_cache       a folder where it stays after the end of the process;  prompt_cache_bytes: of its files
     page               serve the page to try the model at /
+    draft, gamma       where drafts come from beside grammars, and how long they are, as in Model.generate
     """
 
     host: str = "127.0.0.1"
@@ -53,6 +55,8 @@ class Settings:
     prompt_cache: Path | None = None
     prompt_cache_bytes: int = 2 << 30
     page: bool = True
+    draft: DraftSource = "off"
+    gamma: int | None = None
 
     @property
     def models(self) -> dict[str, Model | None]:
@@ -71,6 +75,14 @@ class Settings:
             if hmac.compare_digest(known, digest):
                 found = name
         return found
+
+
+def speculator_of(model: Model, settings: Settings) -> Speculator:
+    """Where the server's drafts come from.  InputError: as Model.speculator."""
+    for each in settings.adapters.values():
+        # It compiles what drafts need, and later others would wait for that.
+        each.speculator(settings.draft, settings.gamma)
+    return model.speculator(settings.draft, settings.gamma) or Speculator("off", None, model.program.options.mode)
 
 
 def is_loopback(host: str) -> bool:

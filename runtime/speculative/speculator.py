@@ -32,7 +32,7 @@ DRAFT_SOURCES: tuple[DraftSource, ...] = ("off", "qspec", "lookup", "both", "aut
 class Speculator:
     """Decodes streams of one model together.
 
-    source   where drafts come from; "auto" is "both" with a gamma that pays
+    source   where drafts come from; "auto" is "both" with a gamma that pays; "off": from grammars alone
     gamma    draft length; None: the one with the best predicted speed-up, 0 included
     mode     of the drafts that the model itself makes
     """
@@ -47,6 +47,10 @@ class Speculator:
     def prepares(self) -> bool:
         """Whether the program has to run in `mode`."""
         return self._drafts
+
+    def may_draft(self, streams: Sequence[Stream]) -> bool:
+        """Whether a cycle of these can have drafts: of its source, or of the grammar that a text is held to."""
+        return self._looks_up or self._drafts or any(stream.sampler.rules.matcher for stream in streams)
 
     def step(self, streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
         """The next tokens of each stream, at least one and at most `room`; they are in `Stream.tokens` on return.
@@ -153,9 +157,16 @@ def accept(stream: Stream, draft: Draft, logits: NDArray[np.float32]) -> list[in
 
     A draft d from distribution q holds with probability min(1, p(d) / q(d)); at the first that does not, the token comes from
     max(0, p - q): together exactly the distribution p (Leviathan et al. 2023, section 2.3).  Greedy is the case of certain p.
+    For a certain q that is the same as to draw from p and to look whether the draft came, and so the text is the one that there
+    is without drafts, with temperature too.
     """
     start, sampler = len(stream.tokens), stream.sampler
     for token, q, row in zip(draft.tokens, draft.candidates, logits[:-1], strict=True):
+        if len(q[0]) == 1:
+            stream.draw(row)
+            if stream.tokens[-1] != token:
+                return stream.tokens[start:]
+            continue
         p = sampler.candidates(row, stream.tokens)
         # q(d) is above 0: d was drawn from q.
         if sampler.uniform() * _probability(q, token) >= _probability(p, token):

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from edgeq.errors import ResourceError
+
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 
@@ -31,6 +33,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [line(f"r{i}", {"prompt": f"def f{i}(", "max_tokens": 60 - 7 * (i % 8)}) for i in range(24)]
     lines[5] = line("several", {"prompt": ["import ", "class A"], "max_tokens": 9, "logprobs": 2, "model": "tiny"})
     lines[6] = line("two", {"prompt": "x = ", "n": 2, "max_tokens": 20, "temperature": 1.5})
+    lines[8] = line("response", {"input": "Hello", "max_output_tokens": 8, "temperature": 1.0}, "/v1/responses")
     lines[7] = line("chat", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}, "/v1/chat/completions")
     path.write_text("".join(lines))
     return path
@@ -66,6 +69,9 @@ def test_records_are_in_the_order_of_the_lines_and_in_openais_shape(whole: bytes
     one, other = (choice["text"] for choice in bodies["two"]["choices"])
     assert one != other
     assert bodies["chat"]["choices"][0]["message"]["role"] == "assistant"
+    response = bodies["response"]
+    assert response["object"] == "response" and response["output"][0]["content"][0]["type"] == "output_text"
+    assert response["usage"]["output_tokens"] == 8 and response["created_at"] == 0
     assert bodies["chat"]["usage"]["completion_tokens"] == 8 and bodies["r0"]["usage"]["completion_tokens"] == 60
 
 
@@ -147,6 +153,7 @@ def test_lines_that_cannot_be_answered_have_a_record_and_the_others_an_answer(
         "same name": (line("ok", good), 400, "invalid_line"),
         "a method": (line("m", good).replace("POST", "GET"), 400, "invalid_line"),
         "a url": (line("u", good, "/v1/images"), 400, "invalid_line"),
+        "embeddings": (line("e", {"input": "a"}, "/v1/embeddings"), 400, "invalid_line"),
         "no body": (line("b", [1]), 400, "invalid_line"),  # type: ignore[arg-type]
         "out of bounds": (line("t", good | {"temperature": 9}), 400, "invalid_value"),
         "a stream": (line("s", good | {"stream": True}), 400, "unsupported_parameter"),
@@ -158,13 +165,42 @@ def test_lines_that_cannot_be_answered_have_a_record_and_the_others_an_answer(
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(text for text, _, _ in cases.values()))
     result = edgeq("batch", demo, source, "-o", out, "--max-body", "4KB", *THREADS, "-c", 512)
-    assert result.exit_code == 1 and "15 of 17 lines have no answer" in result.stderr, result.stderr
+    assert result.exit_code == 1 and "16 of 18 lines have no answer" in result.stderr, result.stderr
     found = [json.loads(each)["response"] for each in out.read_text().splitlines()]
     for (name, (_, status, code)), response in zip(cases.items(), found, strict=True):
         assert response["status_code"] == status, (name, response)
         assert response["body"].get("error", {}).get("code") == code, (name, response)
     again = edgeq("batch", demo, source, "-o", out, "--max-body", "4KB", *THREADS, "-c", 512)
     assert again.exit_code == 1 and "finished before" in again.stderr
+
+
+def test_a_line_that_failed_by_no_mistake_of_its_own_is_asked_again(
+    demo: Path, edgeq: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgeq.runtime.server.lines import Lines
+
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(line(f"r{i}", {"prompt": f"def f{i}(", "max_tokens": 5}) for i in range(6)))
+    assert edgeq("batch", demo, source, "-o", out, *THREADS).exit_code == 0
+    whole, asked = out.read_bytes(), list[bytes]()
+    out.unlink()
+    sound = Lines._asked
+
+    def scarce(self: Lines, line: Any) -> Any:
+        asked.append(line.data)
+        if b"r2" in line.data or b"r4" in line.data:
+            raise ResourceError("too little memory")
+        return sound(self, line)
+
+    monkeypatch.setattr(Lines, "_asked", scarce)
+    result = edgeq("batch", demo, source, "-o", out, *THREADS)
+    assert result.exit_code == 1 and "2 of 6 lines have no answer" in result.stderr and "asks those again" in result.stderr
+    # A run that was killed on the way to asking them again.
+    out.with_name("out.jsonl.partial").write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[2:4]))
+    asked.clear()
+    assert edgeq("batch", demo, source, "-o", out, *THREADS).exit_code == 1 and len(asked) == 2
+    monkeypatch.setattr(Lines, "_asked", sound)
+    assert edgeq("batch", demo, source, "-o", out, *THREADS).exit_code == 0 and out.read_bytes() == whole
 
 
 def test_files_of_other_runs_are_neither_used_nor_replaced(demo: Path, edgeq: Callable[..., Result], tmp_path: Path) -> None:

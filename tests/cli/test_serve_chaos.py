@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -118,3 +121,129 @@ def test_a_busy_neighbour_makes_nobody_fail(served: tuple[subprocess.Popen[str],
         for each in neighbours:
             each.kill()
             each.wait()
+
+
+def text_of(port: int, **fields: Any) -> Any:
+    found = exchange(port, completion(stream=False, temperature=0, max_tokens=20, **fields), 60, False, False)
+    assert found[9:12] == b"200", found
+    return json.loads(found.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+
+
+@pytest.fixture
+def copied(demo: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(demo, tmp_path / "tiny.edgeq"))
+
+
+def test_a_file_that_takes_the_name_of_the_model_changes_no_answer(copied: Path, shell: Callable[..., Any]) -> None:
+    with server(copied, OPTIONS) as (process, port):
+        before = text_of(port)
+        (copied.parent / "new").write_bytes(b"another file")
+        os.replace(copied.parent / "new", copied)
+        time.sleep(2)
+        assert text_of(port) == before and process.poll() is None
+    again = shell("serve", copied, "--port", 0)
+    assert again.returncode == 1 and "not an .edgeq file" in again.stderr and "Traceback" not in again.stderr
+
+
+@pytest.mark.parametrize("how", ["another model", "cut", "grown"])
+def test_a_model_that_is_written_to_answers_nobody(copied: Path, how: str) -> None:
+    """Who serves it again finds out which of the two it is."""
+    with server(copied, OPTIONS) as (process, port):
+        text_of(port)
+        size = copied.stat().st_size
+        if how == "another model":
+            with copied.open("r+b") as file:
+                file.seek(48)
+                file.write(b"another digest..")
+                file.seek(size // 2)
+                file.write(bytes(size // 4))
+        else:
+            os.truncate(copied, size - 100 if how == "cut" else size + 100)
+        # Linux ends a process that reads what was cut off.
+        assert process.wait(60) in (70, -signal.SIGBUS)
+
+
+def test_a_disk_that_fills_changes_no_answer(demo: Path, tmp_path: Path) -> None:
+    """The system refuses to make files longer than a part of a page, as it does where a disk is full."""
+    prompt, folder = list(range(2, 600)), tmp_path / "kept"
+    with server(demo, (*OPTIONS, "--prompt-cache", str(folder))) as (process, port):
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, hard))
+        first = text_of(port, prompt=prompt)
+        end = time.monotonic() + 60
+        while not gauges(port)["prompt_cache_errors"] and time.monotonic() < end:
+            time.sleep(0.1)
+        assert gauges(port)["prompt_cache_errors"] == 1 and not list(folder.iterdir())
+        assert text_of(port, prompt=prompt) == first and text_of(port, prompt=prompt[1:])
+        assert gauges(port)["prompt_cache_errors"] == 1
+
+
+def test_without_more_memory_answers_wait_and_the_server_stays(demo: Path) -> None:
+    with server(demo, (*OPTIONS, "--seats", "8")) as (process, port):
+        text_of(port)
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_AS)
+        used = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (used + (8 << 20), hard))
+        statuses = list[bytes]()
+
+        def ask(seed: int) -> None:
+            prompt = [2 + (seed * i * i + i) % 1900 for i in range(900)]
+            found = exchange(port, completion(stream=False, prompt=prompt, max_tokens=50), 300, False, False)
+            statuses.append(found[9:12])
+
+        asking = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        assert len(statuses) == 16 and set(statuses) <= {b"200", b"500", b"503"} and b"200" in statuses, statuses
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (hard, hard))
+        assert process.poll() is None and isinstance(text_of(port), str)
+        found = idle(port)
+        assert not found["running"] and not found["waiting"] and found["pages_held"] == found["pages_idle"]
+
+
+SLOW = """
+import sys, time
+from edgeq.runtime.scheduler import Scheduler
+step = Scheduler.step
+def slow(self):
+    found = step(self)
+    if self.running:
+        time.sleep(0.2)
+    return found
+Scheduler.step = slow
+from edgeq.tools.cli import main
+sys.argv[0] = "edgeq"
+main()
+"""
+
+
+def test_a_minute_of_grace_for_a_text_that_takes_longer(demo: Path) -> None:
+    command = [sys.executable, "-c", SLOW, "serve", str(demo), "--port", "0", *OPTIONS, "--grace", "60"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "at http://" in line:
+                break
+        port = int(line.partition("at http://")[2].partition("/v1")[0].rpartition(":")[2])
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        arrived, found = list[float](), b""
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
+            connection.sendall(completion())
+            found += connection.recv(1 << 16)
+            process.send_signal(signal.SIGTERM)
+            begun = time.monotonic()
+            while b"draining" not in exchange(port, request("/health"), 60, False, False):
+                assert time.monotonic() < begun + 30
+            assert b"server_draining" in exchange(port, completion(), 60, False, False)
+            while part := connection.recv(1 << 16):
+                found += part
+                arrived.append(time.monotonic() - begun)
+        assert process.wait(60) == 0
+        # Tokens until the end of the grace, then why there are no more.
+        assert arrived[-1] >= 59 and len(arrived) > 20 and b"[DONE]" not in found and b"server_draining" in found[-400:]
+    finally:
+        process.kill()
+        process.wait()

@@ -13,6 +13,7 @@ from mutation import changed_bytes, refused
 from edgeq.errors import EdgeqError
 from edgeq.prompt import Place
 from edgeq.runtime import session_file
+from edgeq.runtime.prefix_tree import Node, PrefixTree, key_of
 from edgeq.runtime.prompt_store import LEAST_PAGES, PromptStore
 from edgeq.runtime.session_file import DIGEST_BYTES, Origin
 from edgeq.targets.rows import PAGE, Page
@@ -57,9 +58,14 @@ class Caches:
         session_file.write(self._path, ORIGIN, TOKENS, PLACES, PAGE_BYTES, (page.data for page in PAGES))
         self._session = self._path.read_bytes()
         self._store = PromptStore(folder / "kept", 1 << 20, ORIGIN, cast(Program, Pages()), Lock())
-        self._store.put("", TOKENS, PLACES, PAGES)
+        tree, nodes = PrefixTree(), list[Node]()
+        tree.extend("", nodes, TOKENS, PLACES, PAGES)
+        root = tree.digest("", ())
+        before = [root, *(node.digest for node in nodes)]
+        self._led = [(before[i], key_of(TOKENS, PLACES, i * PAGE)) for i in range(len(nodes))]
+        self._store.put(root, nodes)
         self._store.flush()
-        self._files = self._store._paths("", TOKENS, PLACES)
+        self._files = [self._store._path(before, key) for before, key in self._led]
         self._pages = [path.read_bytes() for path in self._files]
 
     def trial(self, rng: random.Random) -> str:
@@ -69,7 +75,7 @@ class Caches:
         if rng.random() < 0.1:
             return data[: rng.randrange(len(data))]
         # What comes before the pages as often as they.
-        end = rng.choice((80, 80, len(data)))
+        end = rng.choice((128, 128, len(data)))
         return changed_bytes(rng, data[:end]) + data[end:]
 
     def _of_session(self, rng: random.Random) -> str:
@@ -96,7 +102,7 @@ class Caches:
             data = body + hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
         path.write_bytes(data)
         path.chmod(0o600)
-        found: Any = self._store.load("", TOKENS, PLACES, index)
+        found: Any = self._store.load(*self._led[index], index)
         if found is None:
             assert data != sound and not path.exists()
             return "page missed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgeq.errors import InputError
 from edgeq.runtime import Answer, Batch, Model, Sampling
 
 PROMPTS = ("def read_file(path):", "class Point:", "import ")
@@ -51,10 +53,25 @@ def test_texts_of_one_prompt_differ_and_do_not_depend_on_what_runs_beside_them(m
     assert len({a.text for a in answers}) == 8
     # The prompt is run once.
     assert batch.measurement.prompt_tokens == sum(len(model.text.encode(p)) for p in PROMPTS[:2])
-    if draft == "off":
-        assert answers[0].text == model.generate(PROMPTS[0], max_tokens=12, sampling=WARM).text()
-        again = ordered(Batch(model, 5, max_tokens=12, sampling=WARM).run(PROMPTS[:2], n=4))
-        assert [a.text for a in again] == [a.text for a in answers]
+    assert answers[0].text == model.generate(PROMPTS[0], max_tokens=12, sampling=WARM).text()
+    again = ordered(Batch(model, 5, max_tokens=12, sampling=WARM).run(PROMPTS[:2], n=4))
+    assert [a.text for a in again] == [a.text for a in answers]
+
+
+def test_answers_are_held_to_a_schema_with_drafts_of_its_words_and_without(model: Model) -> None:
+    pytest.importorskip("llguidance")
+    properties = {"name": {"enum": ["Ada", "Bob"]}, "grown_up": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    asked: Any = {"type": "json_schema", "json_schema": {"schema": schema}}
+    texts = list[list[str]]()
+    for draft in ("off", "lookup"):
+        batch = Batch(model, 2, max_tokens=200, sampling=WARM, response_format=asked, draft=draft)  # type: ignore[arg-type]
+        texts.append([answer.text for answer in ordered(batch.run(PROMPTS))])
+        assert all(set(json.loads(text)) == set(properties) for text in texts[-1])
+        assert sum(batch.measurement.speculation.accepted) > 10 or draft == "off"
+    assert texts[0] == texts[1]
+    with pytest.raises(InputError, match="schema"):
+        Batch(model, 2, response_format={"type": "json_schema"})
 
 
 def test_greedy_texts_of_one_prompt_are_equal(model: Model) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +19,7 @@ from click.testing import CliRunner
 from edgeq.errors import InputError
 from edgeq.runtime import Model, Sampling, prompt_store
 from edgeq.runtime.job import Job
+from edgeq.runtime.prefix_tree import PrefixTree, digest_of, key_of
 from edgeq.runtime.prompt_store import PromptStore
 from edgeq.runtime.request import Request
 from edgeq.runtime.scheduler import Scheduler
@@ -55,6 +58,16 @@ def asked(model: Model, store: PromptStore, owner: str = "", tokens: list[int] =
     return found, ticket.cached_tokens
 
 
+def files(store: PromptStore, tokens: list[int] = TOKENS, owner: str = "") -> list[Path]:
+    """That of each page of a prompt."""
+    found, before = list[Path](), PrefixTree().digest(owner, ())
+    for start in range(0, len(tokens) // PAGE * PAGE, PAGE):
+        key = key_of(tokens, (), start)
+        found.append(store._path(before, key))
+        before = digest_of(before, key)
+    return found
+
+
 @pytest.fixture
 def store(model: Model, tmp_path: Path) -> PromptStore:
     return model.prompt_store(tmp_path / "kept", 1 << 30)
@@ -86,7 +99,23 @@ def test_pages_are_those_of_one_owner_and_of_one_setting(
 def test_another_version_of_edgeq_reads_again(model: Model, store: PromptStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(model, store)
     monkeypatch.setattr(prompt_store, "__version__", "0.0.0")
-    assert asked(model, store)[1] == 0
+    assert asked(model, model.prompt_store(store.folder, 1 << 30))[1] == 0
+
+
+def test_a_file_does_not_grow_with_what_came_before(model: Model, store: PromptStore) -> None:
+    asked(model, store)
+    assert len({path.stat().st_size for path in files(store)}) == 1
+
+
+def test_files_of_an_older_version_are_not_used(model: Model, store: PromptStore, alone: list[int]) -> None:
+    asked(model, store)
+    for path in files(store):
+        data = bytearray(path.read_bytes())
+        data[8:12] = (2).to_bytes(4, "little")
+        data[-16:] = hashlib.blake2b(data[:-16], digest_size=16).digest()
+        path.write_bytes(data)
+    shown = CliRunner().invoke(main, ["cache", "ls", str(store.folder)]).stdout
+    assert "of another version" in shown and asked(model, store) == (alone, 0)
 
 
 def test_without_room_in_memory_the_text_is_the_same(model: Model, store: PromptStore, alone: list[int]) -> None:
@@ -118,7 +147,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["link", "writable", "pipe", "exchanged", "cut", "longer", "flipped", "empty"])
 def test_a_damaged_page_is_removed_and_read_again(model: Model, store: PromptStore, alone: list[int], how: str) -> None:
     asked(model, store)
-    third = store._paths("", TOKENS, ())[2]
+    third = files(store)[2]
     damage(third, how)
     assert asked(model, store) == (alone, 2 * PAGE) and store.errors == 1
     assert asked(model, store) == (alone, 6 * PAGE)
@@ -131,9 +160,24 @@ def test_the_longest_unused_go_first_and_ends_before_beginnings(model: Model, st
     other = [9 + token % 1800 for token in TOKENS]
     assert asked(model, small, tokens=TOKENS[: 4 * PAGE + 1])[1] == 4 * PAGE
     asked(model, small, tokens=other)
-    assert small.bytes <= 8 * size + 100 and not [each for each in small._paths("", TOKENS, ())[4:] if each.exists()]
-    left = sum(each.exists() for each in small._paths("", TOKENS, ()))
+    assert small.bytes <= 8 * size + 100 and not [each for each in files(small)[4:] if each.exists()]
+    left = sum(each.exists() for each in files(small))
     assert left < 4 and asked(model, small, tokens=TOKENS[: 4 * PAGE + 1])[1] == left * PAGE
+
+
+def test_what_is_written_after_the_clock_was_set_back_stays(
+    model: Model, store: PromptStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(model, store)
+    left = store.folder / f"{'a' * 64}.kv.7.new"
+    left.write_bytes(b"x")
+    size, real = store.bytes // 6, time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 86_400)
+    small = model.prompt_store(store.folder, 8 * size + 100)
+    assert not left.exists()
+    other = [9 + token % 1800 for token in TOKENS]
+    asked(model, small, tokens=other)
+    assert small.bytes <= 8 * size + 100 and asked(model, small, tokens=other)[1] == 6 * PAGE
 
 
 def test_a_full_disk_changes_no_answer(
@@ -171,6 +215,24 @@ def test_a_text_that_is_being_written_makes_room(
                 assert not update.error, update.error
                 found += [piece.token for piece in update.pieces]
     assert found == alone
+
+
+def test_a_disk_that_hangs_holds_no_pages(
+    model: Model, store: PromptStore, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(prompt_store, "write_whole", lambda *_: goes_on.wait())
+    scheduler, most = Scheduler(model, 4, shares_prefixes=True, store=store, pages=8), 0
+    for tokens in ([5, *TOKENS], TOKENS):
+        scheduler.submit(Job(model.prompt(tokens), Request(max_tokens=8, ignore_eos=True), Sampling()))
+        found = list[int]()
+        while scheduler.busy:
+            for update in scheduler.step():
+                assert not update.error, update.error
+                found += [piece.token for piece in update.pieces]
+            most = max(most, scheduler.pages[1])
+    goes_on.set()
+    assert found == alone and most <= 8
 
 
 def test_what_a_killed_process_left_is_removed(model: Model, store: PromptStore) -> None:

@@ -45,6 +45,19 @@ def posted(path: str, body: bytes, *lines: str) -> bytes:
     return "\r\n".join([f"POST {path} HTTP/1.1", *given, "", ""]).encode() + body
 
 
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_that_is_set_ends_no_stream(served: Served, monkeypatch: pytest.MonkeyPatch, days: int) -> None:
+    body = json.dumps({"prompt": "import os", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    with served.connect() as connection:
+        connection.sendall(posted("/v1/completions", body, "Connection: close"))
+        found, real = connection.recv(1 << 12), time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 86_400 * days)
+        while part := connection.recv(1 << 16):
+            found += part
+    assert b"[DONE]" in found and b'"error"' not in found and served.ask("/health")[0] == 200
+    assert served.ask("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
 def held(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, threading.Event]:
     """Stop a function of the application before it returns: set when it is there, and to be set when it may go on."""
     there, go_on, function = threading.Event(), threading.Event(), getattr(app, name)

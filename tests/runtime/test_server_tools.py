@@ -12,7 +12,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from edgeq.runtime import Model
+from edgeq.runtime import Model, Sampling
+from edgeq.runtime.tools import tools_of
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -72,6 +73,34 @@ def test_answers_are_json_of_the_schema(client: Any) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
     given: dict[str, Any] = {"response_format": {"type": "json_object"}, "temperature": 0, "max_tokens": 3}
     assert client.chat.completions.create(model="tiny", messages=ASKED, **given).choices[0].message.content.startswith("{")
+
+
+def test_what_a_grammar_leaves_no_choice_about_is_drafted(model: Model, served: Served, client: Any) -> None:
+    before = served.ask("/metrics")[2].decode()
+    answer = client.chat.completions.create(model="tiny", messages=ASKED, response_format=HELD, **SAMPLED)
+    after = served.ask("/metrics")[2].decode()
+    accepted = [int(float(re.findall(r'edgeq_tokens_total{kind="accepted"} (\S+)', text)[0])) for text in (before, after)]
+    assert accepted[1] - accepted[0] > 3
+    alone = model.chat(ASKED, max_tokens=100, sampling=Sampling(temperature=1.0, seed=5), response_format=HELD)
+    assert answer.choices[0].message.content == alone.text()
+    with serving(model, names=("tiny",), draft="lookup", gamma=3) as looks_up:
+        given = {"model": "tiny", "messages": ASKED, "response_format": HELD, **SAMPLED}
+        assert looks_up.ask(CHAT, given)[2]["choices"][0]["message"]["content"] == alone.text()
+        free = {"model": "tiny", "messages": ASKED, **SAMPLED}
+        assert looks_up.ask(CHAT, free)[2]["choices"] == served.ask(CHAT, free)[2]["choices"]
+        assert sum(looks_up.server.scheduler._speculator.statistics.drafted) > 10
+
+
+def test_a_function_has_no_arguments_beyond_those_that_it_names() -> None:
+    for given in ({"x": {"type": "integer"}}, {}):
+        (tool,) = tools_of([{"type": "function", "function": {"name": "a", "parameters": {"properties": given}}}])
+        assert tool.arguments["additionalProperties"] is False
+    for more in ({"additionalProperties": True}, {"allOf": [{}]}, {"required": ["y"]}):
+        parameters = {"properties": {"x": {"type": "integer"}}, **more}
+        (tool,) = tools_of([{"type": "function", "function": {"name": "a", "parameters": parameters}}])
+        assert tool.arguments == {"type": "object", **parameters}
+    (anything,) = tools_of([{"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}])
+    assert anything.arguments == {"type": "object"}
 
 
 def test_a_client_parses_what_it_asked_for(client: Any) -> None:
