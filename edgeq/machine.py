@@ -179,6 +179,12 @@ def process_memory() -> dict[str, int]:
     return {key: int(value.split()[0]) * 1024 for key, value in _lines("/proc/self/status") if key in wanted}
 
 
+def release_freed_memory() -> None:
+    """Give back to the system what this process has freed: glibc keeps much of it."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def forget_peak() -> None:
     """Reset VmHWM to the present size of the process (Linux from 4.0 on); elsewhere nothing happens."""
     with suppress(OSError):

@@ -6,7 +6,6 @@ that this machine has not accepted yet is judged, loaded and tried in a child wi
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer
 
 from edgeq.confinement import Limits, confined
 from edgeq.errors import FormatError, InputError
-from edgeq.machine import cache_folder
+from edgeq.machine import cache_folder, release_freed_memory
 from edgeq.tokenizer_rules import is_linear
 from edgeq.whole_file import write_whole
 
@@ -102,9 +101,8 @@ def load(data: bytes) -> SafeTokenizer:
         _remember(path, verdict)
     with sound():
         tokenizer = _loaded(data)
-    # glibc keeps what parsing took: with a vocabulary of 128,000 that is 85 MB, twice what the tokenizer needs.
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    # With a vocabulary of 128,000 parsing takes 85 MB, twice what the tokenizer needs.
+    release_freed_memory()
     return SafeTokenizer(tokenizer, verdict == "linear")
 
 

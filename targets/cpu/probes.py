@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from edgeq.codec import CHUNK, ROWS, Codec
@@ -22,6 +19,7 @@ from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.args import PARTS, Args, pointer
 from edgeq.targets.cpu.jit.buffers import zeros
 from edgeq.targets.cpu.jit.compile import Kernel, address
+from edgeq.targets.cpu.jit.deferred import cgutils, literal_intrinsic, types
 from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD
 from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
 from edgeq.targets.cpu.jit.threadpool import Pool
@@ -75,7 +73,7 @@ CHAINS = 12
 ROUNDS = 64
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
+@literal_intrinsic
 def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) -> Any:
     """repeat x ROUNDS x CHAINS dot products of 16 lanes x 4 channels in registers; the sums go to `out`.
 

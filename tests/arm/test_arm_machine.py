@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numba
 import pytest
 
 from edgeq import machine
@@ -43,8 +42,8 @@ def test_asking_a_cortex_a72_for_dot_products_is_refused(monkeypatch: pytest.Mon
 def test_what_the_user_told_numba_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("board", "aarch64", PI4, 4))
     assert processor.here().flags == "+neon,-lse,-fullfp16,-rdm,-dotprod"
-    monkeypatch.setattr(numba.config, "CPU_NAME", "cortex-a53")
-    monkeypatch.setattr(numba.config, "CPU_FEATURES", "+neon")
+    monkeypatch.setenv("NUMBA_CPU_NAME", "cortex-a53")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+neon")
     assert (processor.here().name, processor.here().flags) == ("cortex-a53", "+neon")
 
 

@@ -18,7 +18,7 @@ import pytest
 from edgeq import machine
 from edgeq.devices import DEVICES, Device
 from edgeq.errors import EdgeqError, FormatError, InputError, UnsupportedError
-from edgeq.targets.cpu.jit import archive, compile
+from edgeq.targets.cpu.jit import archive, compile, pipeline
 from edgeq.targets.cpu.jit.archive import Archive
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.parallel import compile_by
@@ -69,7 +69,7 @@ def test_what_was_compiled_elsewhere_runs_once_it_is_trusted(whole: bytes, path:
     assert not (path.parent / "cache").exists()
     found.trust()
     assert Archive(path).trusted and found.install() == 1 and found.install() == 0
-    monkeypatch.setattr(compile.pipeline, "compiled", None)
+    monkeypatch.setattr(pipeline, "compiled", None)
     x, count = np.arange(32, dtype=np.float32).reshape(2, 16), np.array([2], np.int64)
     args = ScaleArgs(
         rows=count.ctypes.data, x=x.ctypes.data, x_stride=64, width=16, factor=0.5, out=x.ctypes.data, out_stride=64

@@ -12,6 +12,7 @@ import pytest
 from numba import cfunc, njit, types
 
 import edgeq.targets.cpu
+from edgeq.targets.cpu.jit import pipeline
 from edgeq.targets.cpu.jit.args import (
     PARTS,
     RECORD_SLOTS,
@@ -38,6 +39,9 @@ class Whole(Args):
     part = nested(Part)
     step = nbytes(8)
     later = following(Part)
+
+
+pipeline.settle()
 
 
 @njit  # type: ignore[misc]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from edgeq.errors import ResourceError
-from edgeq.targets.cpu.jit import compile
+from edgeq.targets.cpu.jit import compile, pipeline
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import Entry, address, is_kept
 from edgeq.targets.cpu.jit.parallel import compile_missing
@@ -53,7 +53,7 @@ def test_kept_machine_code_runs_without_being_compiled_again(folder: Path, monke
     # The threads' own code may be loaded already, by another test.
     made = {path.name for path in folder.iterdir()} - {"threadpool-walk_alone.o"}
     assert is_kept(select) and made == {"elementwise-select.o"}
-    monkeypatch.setattr(compile.pipeline, "compiled", None)
+    monkeypatch.setattr(pipeline, "compiled", None)
     call(address.__wrapped__(select))
 
 

@@ -18,12 +18,8 @@ import struct
 from typing import Any, ClassVar
 
 from llvmlite import ir
-from numba import types
-from numba.core.typing import signature
-from numba.core.typing.templates import AttributeTemplate
-from numba.extending import infer_getattr, lower_builtin, lower_getattr_generic, models, register_model, type_callable
 
-from edgeq.targets.cpu.jit.simd import F32, I64, get_i64, load
+from edgeq.targets.cpu.jit.simd import I64, load
 
 SLOT_BYTES = 8
 RECORD_SLOTS = 32
@@ -118,6 +114,10 @@ def following(kind: type[Args]) -> Any:
     return Following(kind)
 
 
+kinds: list[type[Args]] = []
+"""Those that Numba has not been told of."""
+
+
 class Args:
     """Base of all argument records; not for changing once made."""
 
@@ -143,7 +143,7 @@ class Args:
             slot += field.size
         if slot > PARTS:
             raise TypeError(f"{cls.__name__} takes {slot} slots of a record; there are {PARTS}")
-        _register(cls)
+        kinds.append(cls)
 
     def __init__(self, record: int | None = None, **values: Any) -> None:
         """The arguments by name.  In a kernel instead: a view of those in the op record at an address."""
@@ -169,62 +169,5 @@ class Args:
         return [*words, *[0] * (PARTS - len(words)), parts]
 
 
-class View(types.Type):  # type: ignore[misc]
-    """Numba's type of the address of an op record that is read as a kind of `Args`, which begins `shift` slots after it."""
-
-    def __init__(self, kind: type[Args], shift: int = 0) -> None:
-        self.kind, self.shift = kind, shift
-        super().__init__(f"{kind.__module__}.{kind.__qualname__}+{shift}")  # type: ignore[no-untyped-call]
-
-    def within(self, field: Nested) -> View:
-        """The type of a record within this one, or after it."""
-        return View(field.kind, self.shift + (RECORD_SLOTS if isinstance(field, Following) else field.slot))
-
-
-@register_model(View)
-class ViewModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, I64)  # type: ignore[no-untyped-call]
-
-
-@infer_getattr
-class ViewAttributes(AttributeTemplate):  # type: ignore[misc]
-    key = View
-
-    def generic_resolve(self, view: View, name: str) -> Any:  # type: ignore[override]
-        field = view.kind.fields.get(name)
-        if isinstance(field, Nested):
-            return view.within(field)
-        return field and (types.float32 if isinstance(field, Float32) else types.int64)
-
-
-@lower_getattr_generic(View)  # type: ignore[misc]
-def load_field(context: Any, b: Any, view: View, record: Any, name: str) -> Any:
-    """A load in a function of its own: one in line would count when LLVM decides what else it inlines and unrolls."""
-    field = view.kind.fields[name]
-    if isinstance(field, Nested):
-        return record
-    offset = ir.Constant(I64, SLOT_BYTES * (view.shift + field.slot))
-    if isinstance(field, Float32):
-        return load(b, b.add(record, offset), F32, 4)
-    return context.compile_internal(b, _get_slot, signature(types.int64, types.intp, types.intp), [record, offset])
-
-
-def _get_slot(record: int, offset: int) -> Any:
-    return get_i64(record + offset)
-
-
-def _register(kind: type[Args]) -> None:
-    """Tell Numba that `kind(record)` is a view of the record at that address."""
-
-    @type_callable(kind)  # type: ignore[misc]
-    def typed(context: Any) -> Any:
-        return lambda record: View(kind) if isinstance(record, types.Integer) else None
-
-    @lower_builtin(kind, types.Integer)  # type: ignore[misc]
-    def lowered(context: Any, b: Any, signature: Any, values: Any) -> Any:
-        return context.cast(b, values[0], signature.args[0], types.int64)
-
-
 Args.fields["rows"].slot = Args.first
-_register(Args)
+kinds.append(Args)

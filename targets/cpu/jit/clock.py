@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from edgeq.targets.cpu.jit.deferred import cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.pieces import Piece
 from edgeq.targets.cpu.jit.processor import current
 from edgeq.targets.cpu.jit.simd import I32, I64, call, store
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def note_time(typing: Any, address: Any) -> Any:
     """Store the processor's clock: counts of a constant rate, the same for all cores, that cost 10 ns or so to read.
 
@@ -43,7 +41,7 @@ def note_time(typing: Any, address: Any) -> Any:
 LINUX_CLOCK, MACOS_CLOCK = 1, 8
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def note_python_time(typing: Any, address: Any) -> Any:
     """Store the time of Python's clock, as two int64: seconds, and nanoseconds of one."""
 

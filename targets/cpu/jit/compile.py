@@ -15,16 +15,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
-import numba
 
 from edgeq import codec, machine, quantization
 from edgeq.targets import rows
-from edgeq.targets.cpu.jit import pipeline, processor
+from edgeq.targets.cpu.jit import processor
+from edgeq.targets.cpu.jit.deferred import SYMBOL, Compiled
 from edgeq.whole_file import write_whole
 
 llvm.initialize_native_target()
@@ -44,7 +45,8 @@ def source_digest() -> str:
     outside = [Path(str(module.__file__)) for module in (codec, quantization, rows)]
     sources = [*sorted(Path(__file__).parents[1].rglob("*.py")), *outside]
     seen = hashlib.blake2b(digest_size=8)
-    for part in (*(path.read_bytes() for path in sources), *(v.encode() for v in (numba.__version__, llvmlite.__version__))):
+    versions = (metadata.version("numba").encode(), llvmlite.__version__.encode())
+    for part in (*(path.read_bytes() for path in sources), *versions):
         seen.update(part)
     return seen.hexdigest()
 
@@ -93,6 +95,8 @@ def is_kept(factory: Callable[..., Any], *literals: int) -> bool:
 
 def assembly(factory: Callable[..., Kernel], *literals: int) -> str:
     """The kernel's machine code as text; compiled for it, because what is kept on disk is an object file."""
+    from edgeq.targets.cpu.jit import pipeline
+
     return pipeline.assembly(factory(*literals), ARGUMENTS)
 
 
@@ -114,19 +118,22 @@ def file_name(factory: Callable[..., Any], *literals: int) -> str:
     return "-".join([factory.__module__.rpartition(".")[2], factory.__name__, *map(str, literals)]) + ".o"
 
 
-def _compiled(factory: Callable[..., Any], *literals: int) -> pipeline.Compiled:
+def _compiled(factory: Callable[..., Any], *literals: int) -> Compiled:
+    # Numba takes a second to import and 25 MB: not where all kernels are kept.
+    from edgeq.targets.cpu.jit import pipeline
+
     if isinstance(factory, Entry):
         return pipeline.compiled(factory.function, factory.arguments)
     return pipeline.compiled(factory(*literals), ARGUMENTS)
 
 
-def _write(path: Path, made: pipeline.Compiled) -> None:
+def _write(path: Path, made: Compiled) -> None:
     about = {"needs": made.needs, "digest": hashlib.blake2b(made.code).hexdigest()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, [json.dumps(about).encode(), b"\n", made.code])
 
 
-def _read(path: Path) -> pipeline.Compiled | None:
+def _read(path: Path) -> Compiled | None:
     """The machine code in `path`; None if there is none, it is damaged, or needs what this process does not have."""
     try:
         head, code = path.read_bytes().split(b"\n", 1)
@@ -137,10 +144,10 @@ def _read(path: Path) -> pipeline.Compiled | None:
     # LLVM ends the process where a name is missing.
     if hashlib.blake2b(code).hexdigest() != digest or not all(llvm.address_of_symbol(name) for name in needs):
         return None
-    return pipeline.Compiled(code, needs)
+    return Compiled(code, needs)
 
 
-def _loaded(made: pipeline.Compiled) -> int:
+def _loaded(made: Compiled) -> int:
     """Address of machine code.  LLVM links it alone: Numba would first set up its compiler, a tenth of a second."""
     target = llvm.Target.from_default_triple().create_target_machine(jit=True, codemodel="jitdefault")
     # Far branches of Arm: its code and data must lie together.
@@ -148,7 +155,7 @@ def _loaded(made: pipeline.Compiled) -> int:
     engine.add_object_file(llvm.ObjectFileRef.from_data(made.code))
     engine.finalize_object()
     _kept.append(engine)
-    return int(engine.get_function_address(pipeline.SYMBOL))
+    return int(engine.get_function_address(SYMBOL))
 
 
 # Machine code lives as long as the object that made it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -40,20 +40,14 @@ from numba.core.untyped_passes import (
     RewriteSemanticConstants,
     TranslateByteCode,
 )
+from numba.extending import intrinsic, typeof_impl
 
 from edgeq.targets.cpu.jit import processor
+from edgeq.targets.cpu.jit.deferred import SYMBOL, Compiled, Part, parts
+from edgeq.targets.cpu.jit.numba_types import register_kinds
 
 TARGET = "edgeq"
 """Name of the target in Numba, beside "cpu" and "cuda"."""
-SYMBOL = "kernel"
-"""Name of the function in an object file."""
-
-
-class Compiled(NamedTuple):
-    """An object file; `needs`: the names of the C library that it uses."""
-
-    code: bytes
-    needs: list[str]
 
 
 class _Library(CPUCodeLibrary):  # type: ignore[misc]
@@ -230,14 +224,32 @@ dispatcher_registry[_Cpu] = _Inline
 jit_registry[_Cpu] = _jit
 
 
-def inline(function: Callable[..., Any]) -> Any:
-    """For functions that kernels are made of."""
-    return _jit(**_OPTIONS)(function)
+_MAKE: dict[str, Any] = {
+    "inline": _jit(**_OPTIONS),
+    "always_inline": _jit(nopython=True, inline="always"),
+    "intrinsic": intrinsic(prefer_literal=False),  # type: ignore[no-untyped-call]
+    "literal_intrinsic": intrinsic(prefer_literal=True),  # type: ignore[no-untyped-call]
+}
+_made: dict[Part, Any] = {}
 
 
-def always_inline(function: Callable[..., Any]) -> Any:
-    """The same, but into the kernel before it is typed: a function of its own would be compiled twice."""
-    return _jit(nopython=True, inline="always")(function)
+def settle() -> None:
+    """Tell Numba of all parts and kinds of records that it does not know yet."""
+    register_kinds()
+    while parts:
+        part = parts.pop(0)
+        _made[part] = _MAKE[part.make](part.py_func)
+
+
+@typeof_impl.register(Part)
+def _type_of_part(part: Part, context: Any) -> Any:
+    """What a kernel calls is Numba's own."""
+    if part not in _made:
+        # It was defined while the kernel was compiled.
+        settle()
+    typing_context = _contexts()[0]
+    typing_context.refresh()
+    return typing_context.resolve_value_type(_made[part])
 
 
 def compiled(function: Callable[..., Any], arguments: int) -> Compiled:
@@ -258,6 +270,7 @@ def _library(function: Callable[..., Any], arguments: int) -> Any:
     flags = compiler.Flags()
     CPUTargetOptions.parse_as_flags(flags, dict(_OPTIONS))
     with global_compiler_lock, target_override(TARGET):
+        settle()
         made = compiler.compile_extra(
             typing_context, target_context, function, (types.intp,) * arguments, types.void, flags, {},
             pipeline_class=_KernelCompiler,

@@ -6,11 +6,11 @@ not know, it says "generic", and then `sdot` does not exist for it: the compiler
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 
 import llvmlite.binding as llvm
-import numba
 
 from edgeq import machine
 from edgeq.devices import Device
@@ -61,13 +61,13 @@ def settings(features: frozenset[str], host: str) -> tuple[str, str]:
 
 def here() -> Processor:
     """This machine's.  What the user set by NUMBA_CPU_NAME or NUMBA_CPU_FEATURES stays."""
-    cpu, config = machine.cpu(), numba.config
+    cpu, given_name, given_flags = machine.cpu(), os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
     name, flags = llvm.get_host_cpu_name(), ""
     if cpu.arch in ("aarch64", "arm64"):
         name, flags = settings(cpu.features, name)
-    elif not config.CPU_FEATURES:
+    elif not given_flags:
         flags = llvm.get_host_cpu_features().flatten()
-    return Processor(cpu.arch, cpu.features, llvm.get_process_triple(), config.CPU_NAME or name, config.CPU_FEATURES or flags)
+    return Processor(cpu.arch, cpu.features, llvm.get_process_triple(), given_name or name, given_flags or flags)
 
 
 _ARM = ("aarch64", "aarch64-unknown-linux-gnu")

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.datamodel import models, register_default
-from numba.extending import intrinsic
+
+from edgeq.targets.cpu.jit.deferred import Type, cgutils, intrinsic, types
 
 LANES = 16
 
@@ -39,17 +37,8 @@ VI32 = ir.VectorType(I32, LANES)
 VF16 = ir.VectorType(F16, LANES)
 
 
-class VectorType(types.Type):  # type: ignore[misc]
-    """Sixteen float32 in a register."""
-
-
-f32x16 = VectorType("f32x16")  # type: ignore[no-untyped-call]
-
-
-@register_default(VectorType)
-class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, VF32)  # type: ignore[no-untyped-call]
+f32x16 = Type("f32x16")
+"""Sixteen float32 in a register."""
 
 
 def constant(vector: ir.VectorType, value: Any) -> ir.Constant:
@@ -101,9 +90,9 @@ def primitive(result: Any, *arguments: Any) -> Callable[[Any], Any]:
             return context.get_dummy_value() if value is None else value
 
         names = ", ".join(f"a{i}" for i in range(len(arguments)))
-        scope: dict[str, Any] = {"signature": result(*arguments), "codegen": codegen}
+        scope: dict[str, Any] = {"signature": lambda: result(*arguments), "codegen": codegen}
         # Numba reads the number of arguments from the signature of the function it is given.
-        exec(f"def typing(context, {names}):\n    return signature, codegen", scope)
+        exec(f"def typing(context, {names}):\n    return signature(), codegen", scope)
         typing = scope["typing"]
         typing.__name__, typing.__doc__, typing.__module__ = emit.__name__, emit.__doc__, emit.__module__
         return intrinsic(typing)

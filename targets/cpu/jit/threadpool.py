@@ -23,18 +23,15 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from edgeq import machine
 from edgeq.errors import ResourceError
 from edgeq.targets.cpu.jit.clock import note_python_time, note_time
 from edgeq.targets.cpu.jit.compile import Entry
+from edgeq.targets.cpu.jit.deferred import cgutils, inline, intrinsic, types
 from edgeq.targets.cpu.jit.notes import COUNTS, ENTERED, LEFT, ROOM, STARTED, Noted, Notes, call_words
 from edgeq.targets.cpu.jit.pieces import Piece, split
-from edgeq.targets.cpu.jit.pipeline import inline
 from edgeq.targets.cpu.jit.processor import current
 from edgeq.targets.cpu.jit.simd import I32, I64, call, load
 
@@ -64,7 +61,7 @@ def _relax(b: Any) -> None:
         call(b, "llvm.x86.sse2.pause", ir.VoidType())
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def read(typing: Any, address: Any) -> Any:
     """Atomic load of an int64 that orders what follows after it, and itself after every `add` before it.
 
@@ -77,7 +74,7 @@ def read(typing: Any, address: Any) -> Any:
     return types.int64(types.intp), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def publish(typing: Any, address: Any, value: Any) -> Any:
     """Atomic store of an int64 after everything before it."""
 
@@ -88,7 +85,7 @@ def publish(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.intp, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def add(typing: Any, address: Any, value: Any) -> Any:
     """Atomic fetch-and-add; returns the value before."""
 
@@ -98,7 +95,7 @@ def add(typing: Any, address: Any, value: Any) -> Any:
     return types.int64(types.intp, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def exchange(typing: Any, address: Any, expected: Any, value: Any) -> Any:
     """Atomic compare-and-swap; whether `expected` was there."""
 
@@ -109,7 +106,7 @@ def exchange(typing: Any, address: Any, expected: Any, value: Any) -> Any:
     return types.boolean(types.intp, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def relax(typing: Any, spins: Any) -> Any:
     """Wait a little: `pause` at first, later let others run, who may be what is waited for."""
 
@@ -124,7 +121,7 @@ def relax(typing: Any, spins: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
     """Sleep while the low 32 bits at `address` are `value` (WAIT), or wake up to `value` sleepers (WAKE)."""
 
@@ -144,7 +141,7 @@ def futex(typing: Any, address: Any, operation: Any, value: Any) -> Any:
     return types.void(types.intp, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def invoke(typing: Any, row: Any, part: Any, parts: Any, thread: Any) -> Any:
     """Call the kernel whose address is in the first slot of the op record."""
 

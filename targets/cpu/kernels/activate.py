@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import (
     LANES,
     get_i64,

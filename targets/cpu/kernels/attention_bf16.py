@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import always_inline, inline
+from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import (
     ADDRESS,
     BF16,

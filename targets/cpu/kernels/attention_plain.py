@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.jit.pipeline import always_inline, inline
+from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_f32, put_f32, vdiv, vload, vmul, vsplat, vstore
 from edgeq.targets.cpu.kernels.attention_state import DECAY, OF_CODEC, SCORES_BYTES, VECTOR_BYTES, Codec
 from edgeq.targets.cpu.kernels.attention_tile import score_tile, value_tile

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import get_f32, put_f32, vexp, vkeep, vload, vmax, vmaximum, vmul, vsplat, vstore, vsum
 from edgeq.targets.cpu.kernels.kv_layout import POSITIONS
 

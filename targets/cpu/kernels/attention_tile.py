@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
+from edgeq.targets.cpu.jit.deferred import cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.simd import F32, I8, I64, LANES, VF16, VF32, VI32, call, constant, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.kv_layout import F16_KV, INT4_KV, INT8_KV, POSITIONS
 
@@ -49,7 +47,7 @@ def score_tile(kind: int, queries: int, vectors: int) -> Any:
     size = line_bytes(what)
     dims = 2 if what == NIBBLES else 1
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def score(typing: Any, keys: Any, ahead: Any, query: Any, step: Any, lines: Any, scores: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             keys, ahead, query, step, lines, scores = values
@@ -89,7 +87,7 @@ def value_tile(kind: int, queries: int, vectors: int) -> Any:
     size = line_bytes(what)
     loads = width // 2 if what == NIBBLES else width
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def accumulate(typing: Any, values: Any, ahead: Any, positions: Any, weights: Any, into: Any, step: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             values, ahead, positions, weights, into, step = args

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.jit.pipeline import always_inline
+from edgeq.targets.cpu.jit.deferred import always_inline
 from edgeq.targets.cpu.kernels.bf16_vectors import TILE_ROWS, dots
 from edgeq.targets.cpu.kernels.matrix_unit import (
     CONFIGURATION_BYTES,

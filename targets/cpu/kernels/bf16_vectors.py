@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
+from edgeq.targets.cpu.jit.deferred import cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.simd import BF16, I32, I64, VF32, VI32, call, constant, load, splat, store
 from edgeq.targets.cpu.kernels.tiles import at, plus
 
@@ -34,7 +32,7 @@ def dots(vectors: int, adds: bool) -> Any:
     """
     width, added = vectors, adds
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def products(
         typing: Any, rows: Any, row_stride: Any, columns: Any, column_stride: Any, pairs: Any, out: Any, out_stride: Any
     ) -> Any:

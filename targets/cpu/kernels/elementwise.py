@@ -8,7 +8,7 @@ import numpy as np
 
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import (
     LANES,
     get_bf16,

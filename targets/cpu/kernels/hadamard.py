@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import (
     LANES,
     VF32,

@@ -14,7 +14,7 @@ product with a query runs over positions in lanes and needs no horizontal sum; t
 from __future__ import annotations
 
 from edgeq.records import KvCodec, KvKind
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import get_i64
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import PAGE

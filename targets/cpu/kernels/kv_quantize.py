@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline, types
 from edgeq.targets.cpu.jit.simd import (
     ADDRESS,
     I8,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import LANES, get_f32, get_i64, lane_bf16, lane_f16, put_f32, vadd, vfma, vload, vsplat, vstore
 from edgeq.targets.cpu.kernels.args import BF16_KIND, F32_KIND, ProductArgs
 from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, finish, share

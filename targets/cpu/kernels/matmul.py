@@ -10,7 +10,7 @@ from typing import Any
 from edgeq.codec import ROWS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import always_inline, inline
+from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i64, put_f32, vadd, vload, vstore
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.microkernel_float import FloatTile

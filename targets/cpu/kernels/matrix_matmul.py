@@ -13,15 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from edgeq.codec import CHUNK, LINE, QUADS, ROWS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import always_inline
+from edgeq.targets.cpu.jit.deferred import always_inline, cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.simd import (
     F16,
     F32,
@@ -78,7 +75,7 @@ def weights_bytes(bits: int, chunks: int) -> int:
 def unpacked(bits: int) -> Any:
     """A function: (weights, chunks, out): the quads of so many chunks, a byte for every weight."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def write(typing: Any, weights: Any, chunks: Any, out: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             weights, chunks, out = values
@@ -98,7 +95,7 @@ def scaled_sums(bits: int, zero: int) -> Any:
     blocks n and `other`, of activation block `index`, += scale * scale of the row * (sum - zero * sum of the row)."""
     octets = ir.VectorType(I8, ROWS)
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def add(typing: Any, args: Any, sums: Any, index: Any, blocks: Any, r: Any, rows: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             record, sums, index, blocks, r, rows = values
@@ -172,7 +169,7 @@ def _some(b: Any, address: Any, some: Any, kind: Any, other: Any) -> Any:
     return call(b, name, kind, b.inttoptr(address, kind.as_pointer()), ir.Constant(I32, 4), some, constant(kind, other))
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def write_numbers(typing: Any, args: Any, rows: Any, out: Any) -> Any:
     """A function: (args, rows, out): see `row_numbers`."""
 
@@ -188,7 +185,7 @@ def scaled_rows(bits: int, stores_result: bool) -> Any:
     `rows` rows from row r on with blocks n and `other`, to the floats after the integer sums; or, of two whole blocks, what
     `finish` makes of it, to y.  numbers: of row 0."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def scaled(typing: Any, args: Any, sums: Any, blocks: Any, rows: Any, numbers: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             record, sums, blocks, rows, numbers = values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgeq.codec import ROWS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import always_inline
+from edgeq.targets.cpu.jit.deferred import always_inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
 from edgeq.targets.cpu.kernels.args import WHOLE
 from edgeq.targets.cpu.kernels.elementwise import gated

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
+from edgeq.targets.cpu.jit.deferred import cgutils
 from edgeq.targets.cpu.jit.simd import ADDRESS, I8, I16, I64, VI32, VOID, call, constant, primitive, store
 from edgeq.targets.cpu.kernels.tiles import at, plus
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
+from edgeq.targets.cpu.jit.deferred import cgutils
 from edgeq.targets.cpu.jit.simd import F16, F32, I16, I32, I64, call, constant, load, splat, store
 from edgeq.targets.cpu.kernels.args import BF16_KIND, F32_KIND, ProductArgs
 from edgeq.targets.cpu.kernels.tiles import at, plus

@@ -34,10 +34,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from edgeq.codec import LINE, QUADS, ROWS
 from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.jit.deferred import cgutils
 from edgeq.targets.cpu.jit.simd import F16, F32, I8, I16, I32, I64, call, constant, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.bitplanes import unpack

@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from edgeq.targets.cpu.jit.args import Args, nbytes, nested, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import (
     LANES,
     VF32,

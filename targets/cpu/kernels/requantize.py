@@ -11,8 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from edgeq.codec import CHUNK, LINE, PLANES, QUADS, ROWS, Codec
 from edgeq.errors import UnsupportedError
@@ -21,7 +19,7 @@ from edgeq.records import Weight
 from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline, intrinsic, literal_intrinsic, types
 from edgeq.targets.cpu.jit.simd import (
     I32,
     I64,
@@ -79,7 +77,7 @@ def scratch_bytes(columns: int, group: int) -> int:
     return 4 * ROWS * padded(span_of(columns, group), CHUNK)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
+@literal_intrinsic
 def pack_chunk(typing: Any, bits: Any, values: Any, out: Any) -> Any:
     """Sixteen rows of 32 channels, f32 [channel][row] of whole numbers below 2^bits, as the lines of a chunk.
 
@@ -255,7 +253,7 @@ def add_squares() -> Kernel:
     return kernel
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def advise(typing: Any, address: Any, length: Any, advice: Any) -> Any:
     """The system call of that name (madvise): of its answer nothing depends."""
 

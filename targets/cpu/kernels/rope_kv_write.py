@@ -6,7 +6,7 @@ import numpy as np
 
 from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import (
     get_f32,
     get_i32,

@@ -12,7 +12,7 @@ from edgeq.codec import ROWS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.args import following
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import always_inline, inline
+from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.elementwise import ActivationArgs, gated

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from edgeq.targets.cpu.jit.deferred import intrinsic, types
 from edgeq.targets.cpu.jit.simd import I64
 
 
@@ -26,7 +25,7 @@ class Tile(Protocol):
 def tile_function(tile: Tile) -> Any:
     """The tile as a function for kernels: (args, n, r, out, stores_result)."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def product(typing: Any, args: Any, n: Any, r: Any, out: Any, stores_result: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             tile.emit(b, *values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import inline
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i32, get_i64, put_f32, vadd, vload, vmul, vsplat, vstore, vsub
 from edgeq.targets.cpu.kernels.activate import activated
 from edgeq.targets.cpu.kernels.args import QuantizedArgs

@@ -26,14 +26,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from edgeq.codec import LINE, QUADS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.pipeline import always_inline
+from edgeq.targets.cpu.jit.deferred import always_inline, cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.simd import I8, I32, I64, constant, get_i64, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.args import WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.matmul import (
@@ -132,7 +129,7 @@ class WinogradTile(IntegerTile):
 def winograd_tile(weights: IntegerWeights, tokens: int, blocks: int) -> Any:
     """The tile as a function: (args, n, r, out, stores_result, (constants, later))."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def product(typing: Any, args: Any, n: Any, r: Any, out: Any, stores_result: Any, of_weights: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             constants, later = cgutils.unpack_tuple(b, values[5], 2)
@@ -148,7 +145,7 @@ def weight_constants(isa: int) -> Any:
     """A function: (args, n, out): out i32 [activation block][2][16] = -B and -D of block n of the weights."""
     chosen, ints, octets = all_isas()[isa], ir.VectorType(I32, LINE // 4), ir.VectorType(I8, LINE)
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def write(typing: Any, args: Any, n: Any, out: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             record, n, out = values
