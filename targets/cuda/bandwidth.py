@@ -27,12 +27,17 @@ def copied(name: str) -> float | None:
     return measurements.known(COPY + name, 1)
 
 
+def known(name: str) -> float | None:
+    """Bytes per second that were read on the GPU of that name; None: nothing measured yet."""
+    return measurements.known(READ + name, 1)
+
+
 def measured(device: Device, kernel: Kernel, refresh: bool = False) -> float | None:
     """Bytes per second, measured in a tenth of a second unless known; None: the device has no memory left for it."""
-    known, room = measurements.known(READ + device.name, 1), device.memory()[1] // 4
+    before, room = known(device.name), device.memory()[1] // 4
     if room < LEAST_BLOCK:
-        return known
-    if refresh or known is None:
+        return before
+    if refresh or before is None:
         measurements.measured(COPY + device.name, 1, lambda: (_copies(device, room), True), True, largest=True)
     return measurements.measured(READ + device.name, 1, lambda: (_reads(device, kernel, room), True), refresh, largest=True)
 

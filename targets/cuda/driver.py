@@ -314,7 +314,8 @@ class DriverDevice:
             for step in steps:
                 if isinstance(step, Copy):
                     self._call(copies[step.way], step.target, step.source, step.nbytes, self._stream)
-                elif isinstance(step, DriverMark):
+                elif isinstance(step, Mark):
+                    assert isinstance(step, DriverMark)
                     # External: a step of the graph, whose time can be asked for.
                     self._call("cuEventRecordWithFlags", step.event, self._stream, external)
                 else:
