@@ -18,7 +18,7 @@ from edgeq.runtime.server.settings import Settings
 STALLED_SECONDS = 30
 HEARTBEAT_SECONDS = 10
 REMEMBERED = 64
-PUBLISH_SECONDS = 0.005
+PUBLISH_SECONDS = 0.01
 """Tokens of runs that take less come together: an event of a stream takes a tenth of a millisecond."""
 MOST_PICTURE_BYTES = 256 << 20
 """Of the pictures of all requests that wait or run; one alone may have more."""
@@ -189,7 +189,7 @@ class Owner:
                 held.reason, held.error = update.reason, update.error
 
     def _run(self) -> None:
-        seconds, published = list[float](), 0.0
+        published = 0.0
         while True:
             with self._wake:
                 while not self.scheduler.busy and not self._closing:
@@ -209,16 +209,14 @@ class Owner:
             self._beat = perf_counter()
             self._seconds.append(self._beat - started)
             self._gather(updates)
-            seconds.append(self._beat - started)
+            self._metrics.steps.observe(self._beat - started)
             ends = not self.scheduler.busy or any(update.reason or update.error for update in updates)
             if ends or self._beat - published >= PUBLISH_SECONDS:
-                self._loop.call_soon_threadsafe(self._publish, list(self._gathered.values()), seconds)
-                self._gathered, seconds, published = {}, [], self._beat
+                self._loop.call_soon_threadsafe(self._publish, list(self._gathered.values()))
+                self._gathered, published = {}, self._beat
 
-    def _publish(self, updates: list[Update], seconds: list[float]) -> None:
+    def _publish(self, updates: list[Update]) -> None:
         """In the event loop, at once for all texts of one or more steps."""
-        for each in seconds:
-            self._metrics.steps.observe(each)
         for update in updates:
             answering = self._answering.get(update.ticket)
             if answering:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import uvicorn
 
 from edgeq import machine
@@ -129,6 +130,9 @@ def running(server: Server, on_start: Callable[[int], None]) -> _Uvicorn:
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
+        # Starlette's streams use one: without it the first request would wait for twenty modules.
+        async with anyio.create_task_group():
+            pass
         server.begin()
         try:
             yield

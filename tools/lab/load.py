@@ -76,7 +76,7 @@ async def ask(address: tuple[str, int], path: str, body: dict[str, Any], client:
                     tokens = event["usage"]["completion_tokens"]
     finally:
         writer.close()
-    return Answer(client, pieces, tokens) if done and pieces else None
+    return Answer(client, pieces, tokens) if done and tokens else None
 
 
 async def run(url: str, clients: int, requests: int, make: Any, process: int | None) -> Load:
@@ -102,9 +102,10 @@ async def run(url: str, clients: int, requests: int, make: Any, process: int | N
     if not answers:
         raise click.ClickException(f"{url}: no request was answered")
     tokens = sum(answer.tokens for answer in answers)
-    firsts = [answer.pieces[0] for answer in answers]
+    # A model with random weights may say bytes that are no text.
+    firsts = [answer.pieces[0] for answer in answers if answer.pieces]
     gaps = [max(b - a for a, b in zip(each.pieces, each.pieces[1:], strict=False)) for each in answers if len(each.pieces) > 1]
-    paces = [(a.pieces[-1] - a.pieces[0]) / (a.tokens - 1) for a in answers if a.tokens > 1]
+    paces = [(a.pieces[-1] - a.pieces[0]) / (a.tokens - 1) for a in answers if len(a.pieces) > 1 and a.tokens > 1]
     used = _cpu(process)
     return Load(
         clients,
