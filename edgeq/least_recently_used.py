@@ -18,7 +18,7 @@ def remove_least_recently_used(paths: Iterable[Path], most_bytes: int) -> int:
     removed meanwhile counts as removed; a file that cannot be removed stays, and others go for it.
     """
     # Files from before the clock was set back go first: else what is written now would go before them.
-    latest = time.time_ns() + AHEAD_SECONDS * 10**9
+    latest = (time.time() + AHEAD_SECONDS) * 1e9
     files = []
     for path in paths:
         with suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,10 @@ def test_what_is_gone_or_cannot_be_removed_is_passed_over(files: list[Path], tmp
     size = folder.lstat().st_size
     assert remove_least_recently_used([*files, folder], size + 10) == size + 10
     assert folder.exists() and [path.exists() for path in files] == [True, False, False, False]
+
+
+def test_a_use_before_the_clock_was_set_back_is_an_old_one(files: list[Path]) -> None:
+    tomorrow = time.time_ns() + 86_400 * 10**9
+    os.utime(files[0], ns=(0, tomorrow))
+    assert remove_least_recently_used(files, 30) == 30
+    assert [path.exists() for path in files] == [False, True, True, True]
