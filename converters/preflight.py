@@ -151,14 +151,15 @@ def _tower(options: ConvertOptions, family: Family) -> Method | None:
     else:
         # Ablations of activations are of the whole model: their tower has the groups of the decoder, too.
         kind = options.activations if activation_bits < 16 else None
-        chosen_for_tower = ConvertOptions(
-            method="rtn",
-            bits=bits,
-            activation_bits=activation_bits,
-            activations="static" if kind == "modality" else kind,
-            group_size=options.group_size if kind else None,
-            symmetric=options.symmetric if kind else None,
-        )
+        chosen_for_tower = ConvertOptions(method="rtn", bits=bits, activation_bits=activation_bits)
+        if kind:
+            kind = "static" if kind == "modality" else kind
+            chosen_for_tower = replace(
+                chosen_for_tower, activations=kind, group_size=options.group_size, symmetric=options.symmetric
+            )
+        elif bits == VISION_BITS and activation_bits == VISION_BITS:
+            # Without a scale inside a row products add integers over the whole row; of 8 bits that loses nothing measurable.
+            chosen_for_tower = replace(chosen_for_tower, activations="token", group_size=0, symmetric=True)
     return chosen(chosen_for_tower)(chosen_for_tower, family.tower, family.tower.config)
 
 
