@@ -13,7 +13,7 @@ from edgeq.codec import Codec
 from edgeq.errors import DeviceError
 from edgeq.targets.cuda import build
 from edgeq.targets.cuda.pack import Generated, Variant
-from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED
+from tests.cuda.emulated import BACKWARD, CHECKED, FORWARD, SHUFFLED
 from tests.cuda.launching import launched, product_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -213,6 +213,16 @@ def test_a_removed_line_is_noticed(variant: Variant, run: Run, line: str, place:
     assert np.isfinite(right).all()
     assert all(np.array_equal(run(intact, order), right) for order in ORDERS)
     assert any(noticed(mutated, run, order, right) for order in ORDERS)
+
+
+RUNS = {variant: run for _, variant, run, *_ in MUTATIONS}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", RUNS, ids=lambda variant: variant.symbol)
+def test_every_access_is_within_its_memory_and_aligned(variant: Variant) -> None:
+    (intact,) = build.kernels([variant])
+    assert np.array_equal(RUNS[variant](intact, CHECKED), RUNS[variant](intact, FORWARD))
 
 
 def noticed(mutated: Generated, run: Run, order: int, right: np.ndarray) -> bool:
