@@ -346,7 +346,9 @@ class CudaProgram:
     def _timed(self, rows: Rows, lowering: Lowering, weights: CudaWeights | None) -> StepTimes:
         """Run operation by operation."""
         launched = self._of_run(rows, lowering, fused=False)
-        if self._recordings.reserved and repeats(rows, self._recordings.rows):
+        # What the host brings between launches no recording has.
+        whole = not any(isinstance(each, Bring) for each, *_ in launched)
+        if whole and self._recordings.reserved and repeats(rows, self._recordings.rows):
             calls = [(each, self._call(each, n, weights, parts)) for each, n, parts in launched if isinstance(each, Launch)]
             with suppress(ResourceError):
                 return self._timer.replayed(calls)

@@ -32,6 +32,10 @@ FORWARD, BACKWARD, SHUFFLED = 0, 1, 2
 
 Asynchronous copies are done when they are asked for in BACKWARD, else when they are waited for.
 """
+CHECKED = 3
+"""FORWARD, and every access of a kernel is checked: within an allocation, an array, and at a multiple of its bytes."""
+CHECKS = ["-fsanitize=kernel-address,bounds,alignment", "-fno-sanitize-recover=bounds,alignment"]
+CHECKS += [f"--param=asan-{name}=0" for name in ("instrumentation-with-call-threshold", "stack", "globals")]
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
 FLAGS += ["-mavx2", "-mf16c", "-mfma"] if platform.machine() == "x86_64" else []
 GUARD = 256
@@ -91,7 +95,8 @@ def translated(generated: Generated) -> str:
     ]
     return f"""#include "emulator.h"
 {body}
-extern "C" void emulated_kernel(void **a) {{ {generated.name}({", ".join(values)}); }}
+extern "C" __attribute__((no_sanitize("kernel-address")))
+void emulated_kernel(void **a) {{ {generated.name}({", ".join(values)}); }}
 extern "C" char *emulated_shared_start() {{ return __start_emulated_shared; }}
 extern "C" char *emulated_shared_stop() {{ return __stop_emulated_shared; }}
 """
@@ -224,7 +229,8 @@ class EmulatedDevice:
         kernels, loaded = list(kernels), dict[Variant, Kernel]()
         self.on_load([each.variant for each in kernels])
         for generated in kernels:
-            library = compiled(translated(generated), generated.variant.symbol, "-O1")
+            checks = CHECKS if self.order == CHECKED else []
+            library = compiled(translated(generated), generated.variant.symbol, "-O1", *checks)
             loaded[generated.variant] = EmulatedKernel(generated, ctypes.CDLL(str(library)))
         return loaded
 
@@ -240,9 +246,10 @@ class EmulatedDevice:
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         start, stop = (ctypes.c_void_p(end) for end in kernel.shared())
         sizes = (ctypes.c_uint * 3)(*grid)
-        failed = self._core.emulated_launch(
-            kernel.library.emulated_kernel, addresses, sizes, int(block[0]), self.order, start, stop
-        )
+        ranges = self._ranges(kernel) if self.order == CHECKED else []
+        self._core.emulated_allow((ctypes.c_uint64 * (2 * len(ranges)))(*(n for each in ranges for n in each)), len(ranges))
+        order = FORWARD if self.order == CHECKED else self.order
+        failed = self._core.emulated_launch(kernel.library.emulated_kernel, addresses, sizes, int(block[0]), order, start, stop)
         self.launches[generated.variant.symbol] = self.launches.get(generated.variant.symbol, 0) + 1
         if failed:
             raise DeviceError(f"{generated.variant.symbol}: {failed.decode()}")
@@ -263,6 +270,15 @@ class EmulatedDevice:
         if len(times) < len(marks):
             raise DeviceError("a time was asked for that was not taken")
         return np.diff(times).tolist()
+
+    def _ranges(self, kernel: EmulatedKernel) -> list[tuple[int, int]]:
+        """Device memory, and what the libraries of the kernel and of the emulator have beside machine code."""
+        found = [(each.address, each.address + each.nbytes) for each in self._blocks if not each.freed]
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if line.endswith((str(kernel.library._name), str(self._core._name))):
+                start, stop = line.split()[0].split("-")
+                found.append((int(start, 16), int(stop, 16)))
+        return sorted(found)
 
     def pinned(self, nbytes: int) -> Pinned:
         self._pinned.append(EmulatedPinned(nbytes))

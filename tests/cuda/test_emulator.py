@@ -8,7 +8,7 @@ import pytest
 from edgeq.errors import DeviceError
 from edgeq.targets.cuda.device import upload
 from edgeq.targets.cuda.pack import Generated, Parameter, Variant
-from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED, EmulatedDevice
+from tests.cuda.emulated import BACKWARD, CHECKED, FORWARD, SHUFFLED, EmulatedDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_emulator")]
 
@@ -111,6 +111,29 @@ def test_a_failure_is_an_error_and_the_emulator_goes_on(name: str, order: int) -
     with pytest.raises(DeviceError, match=message):
         run(kernel(body, name=name), np.zeros(64, np.uint32), 64, order)
     assert run(kernel("out[threadIdx.x] = 7;", name="after"), np.zeros(64, np.uint32), 64, order).tolist() == [7] * 64
+
+
+BAD_ACCESSES: dict[str, tuple[str, str]] = {
+    "read_past_the_end": ("out[threadIdx.x] = in[threadIdx.x + 1];", "outside of every allocation"),
+    "write_before_the_start": ("out[(int)threadIdx.x - 1] = 1;", "outside of every allocation"),
+    "misaligned": ("uint4 v = *(uint4*)(in + 1 + threadIdx.x % 2); out[threadIdx.x] = v.x;", "no multiple of its bytes"),
+    "past_an_array": (
+        "__shared__ uint s[60]; s[threadIdx.x] = in[threadIdx.x]; out[threadIdx.x] = s[0];",
+        "outside of its array",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ACCESSES)
+def test_a_bad_access_is_noticed_where_all_are_checked(name: str) -> None:
+    body, message = BAD_ACCESSES[name]
+    with pytest.raises(DeviceError, match=message):
+        run(kernel(body, name=name), np.zeros(64, np.uint32), 64, CHECKED)
+    good = """
+      __shared__ uint s[64]; s[threadIdx.x] = in[threadIdx.x];
+      __syncthreads();
+      uint4 v = *(uint4*)(in + 60); out[threadIdx.x] = s[63] + v.w;"""
+    assert run(kernel(good, name="good"), np.full(64, 4, np.uint32), 64, CHECKED).tolist() == [8] * 64
 
 
 def test_a_grid_without_blocks_is_refused() -> None:

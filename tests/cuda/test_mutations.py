@@ -13,7 +13,7 @@ from edgeq.codec import Codec
 from edgeq.errors import DeviceError
 from edgeq.targets.cuda import build
 from edgeq.targets.cuda.pack import Generated, Variant
-from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED
+from tests.cuda.emulated import BACKWARD, CHECKED, FORWARD, SHUFFLED
 from tests.cuda.launching import launched, product_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -178,11 +178,14 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("transform: the next level reads what is not yet written", Variant("butterflies"), transform, BARRIER, 1),
     ("token: ranges of other warps are read too early", Variant("form_token", (True, 128)), token, BARRIER, 0),
     ("floats: parts are added before all are there", Variant("float_product", ("f32",)), float_product, BARRIER, 0),
-    ("low rank: the norm is read before it is there", LOW_RANK, low_rank, BARRIER, 3),
+    ("low rank: squares of other warps are read too early", LOW_RANK, low_rank, BARRIER, 2),
     ("low rank: the next round overwrites what is still read", LOW_RANK, low_rank, BARRIER, 4),
     ("low rank: channels are read before others have them", LOW_RANK, low_rank, BARRIER, 5),
     ("low rank: sums of other threads are added too early", LOW_RANK, low_rank, BARRIER, 6),
     ("low rank: how many blocks have ended is read too early", LOW_RANK, low_rank, BARRIER, 8),
+    ("low rank: a share is told to be there before others can see it", LOW_RANK, low_rank, FENCE, 0),
+    ("low rank: other shares are read before they can be seen", LOW_RANK, low_rank, FENCE, 1),
+    ("low rank: a share does not tell that it is there", LOW_RANK, low_rank, ARRIVAL, 0),
     ("rotation: integers of other lanes are read too early", Variant("head_rotate", (32,)), rotate, WARP, 0),
     ("attend: the query is read before it is whole", ATTEND, attend, WARP, 0),
     ("attend: weights of other lanes are read too early", ATTEND, attend, WARP, 1),
@@ -213,6 +216,16 @@ def test_a_removed_line_is_noticed(variant: Variant, run: Run, line: str, place:
     assert np.isfinite(right).all()
     assert all(np.array_equal(run(intact, order), right) for order in ORDERS)
     assert any(noticed(mutated, run, order, right) for order in ORDERS)
+
+
+RUNS = {variant: run for _, variant, run, *_ in MUTATIONS}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", RUNS, ids=lambda variant: variant.symbol)
+def test_every_access_is_within_its_memory_and_aligned(variant: Variant) -> None:
+    (intact,) = build.kernels([variant])
+    assert np.array_equal(RUNS[variant](intact, CHECKED), RUNS[variant](intact, FORWARD))
 
 
 def noticed(mutated: Generated, run: Run, order: int, right: np.ndarray) -> bool:

@@ -8,6 +8,7 @@
 #include <ucontext.h>
 #include <unordered_map>
 #include <vector>
+#include <iterator>
 
 namespace {
 enum State { READY, AT_WARP, AT_BARRIER, DONE };
@@ -41,6 +42,9 @@ void (*entry)(void **);
 void **arguments;
 bool copies_come_early;
 char failure[256];
+char *shared_start, *shared_stop;
+struct Range { uintptr_t start, stop; };  // of addresses
+std::vector<Range> allowed;  // what a kernel that is checked may read and write, in order
 bool fenced;                                      // the present block fenced what it wrote
 std::vector<const void *> raised;                 // counters that the present block raised
 std::unordered_map<const void *, bool> arrivals;  // of a launch, by counter: whether the last block to raise it fenced after that
@@ -86,6 +90,19 @@ void start() {
     current->state = DONE;
     leave();
   }
+}
+
+bool within(const Range &range, uintptr_t at, size_t bytes) { return range.start <= at && at + bytes <= range.stop; }
+
+// An access of a kernel that is checked.
+void check(uintptr_t at, size_t bytes) {
+  Range own[] = {{uintptr_t(stacks.data()), uintptr_t(stacks.data() + stacks.size())},
+                 {uintptr_t(threads.data()), uintptr_t(threads.data() + threads.size())},
+                 {uintptr_t(shared_start), uintptr_t(shared_stop)}};
+  for (const Range &range : own)
+    if (within(range, at, bytes)) return;
+  auto next = std::upper_bound(allowed.begin(), allowed.end(), at, [](uintptr_t a, const Range &r) { return a < r.start; });
+  if (next == allowed.begin() || !within(*std::prev(next), at, bytes)) fail("an access outside of every allocation");
 }
 
 void shuffle(Thread *lanes, bool exclusive) {
@@ -221,6 +238,7 @@ void emulated_fence() {
 }
 
 void emulated_copy_later(void *to, const void *from) {
+  if (!allowed.empty()) check(uintptr_t(from), 16);
   if (uintptr_t(to) % 16 || uintptr_t(from) % 16) fail("cp.async from or to an address that is no multiple of 16");
   if (copies_come_early) {
     memcpy(to, from, 16);
@@ -248,12 +266,31 @@ void emulated_copies_wait(int pending) {
   t.group_count -= groups;
 }
 
+// What g++ calls before each access of a kernel that it compiled with -fsanitize=kernel-address, and where an index or an address is
+// wrong with -fsanitize=bounds,alignment.
+#define CHECKED(bytes)                                                  \
+  void __asan_load##bytes##_noabort(uintptr_t at) { check(at, bytes); } \
+  void __asan_store##bytes##_noabort(uintptr_t at) { check(at, bytes); }
+CHECKED(1) CHECKED(2) CHECKED(4) CHECKED(8) CHECKED(16)
+void __asan_loadN_noabort(uintptr_t at, size_t bytes) { check(at, bytes); }
+void __asan_storeN_noabort(uintptr_t at, size_t bytes) { check(at, bytes); }
+void __asan_handle_no_return() {}
+void __ubsan_handle_out_of_bounds_abort(void *, uintptr_t) { fail("an index outside of its array"); }
+void __ubsan_handle_type_mismatch_v1_abort(void *, uintptr_t) { fail("an access at an address that is no multiple of its bytes"); }
+
+// Where the launches that follow may read and write, as pairs of addresses in order.  None: nothing is checked.
+void emulated_allow(const uint64_t *ranges, int count) {
+  allowed.clear();
+  for (int i = 0; i < count; ++i) allowed.push_back({ranges[2 * i], ranges[2 * i + 1]});
+}
+
 // order: 0 lanes, warps and blocks forward; 1 all backward, asynchronous copies at once; 2 lanes and warps shuffled.
 // Returns what failed, or null.
 const char *emulated_launch(void (*kernel)(void **), void **values, const unsigned *grid, int count, int order, char *shared,
                             char *shared_end) {
   static std::minstd_rand random(1);
   arrivals.clear();
+  shared_start = shared, shared_stop = shared_end;
   entry = kernel, arguments = values, failure[0] = 0, copies_come_early = order == 1;
   if (count % WARP || count > 1024) return "blocks of whole warps, at most 1024 threads";
   if (int(threads.size()) != count) {
