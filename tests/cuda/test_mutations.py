@@ -178,7 +178,6 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("transform: the next level reads what is not yet written", Variant("butterflies"), transform, BARRIER, 1),
     ("token: ranges of other warps are read too early", Variant("form_token", (True, 128)), token, BARRIER, 0),
     ("floats: parts are added before all are there", Variant("float_product", ("f32",)), float_product, BARRIER, 0),
-    ("low rank: the norm is read before it is there", LOW_RANK, low_rank, BARRIER, 3),
     ("low rank: the next round overwrites what is still read", LOW_RANK, low_rank, BARRIER, 4),
     ("low rank: channels are read before others have them", LOW_RANK, low_rank, BARRIER, 5),
     ("low rank: sums of other threads are added too early", LOW_RANK, low_rank, BARRIER, 6),
