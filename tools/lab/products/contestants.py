@@ -93,8 +93,11 @@ class Bf16:
     def prepare(self, rows: int, columns: int, copies: int, most_tokens: int) -> Prepared:
         torch = import_module("torch")
         made = [torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE) for _ in range(copies)]
-        linear = torch.nn.functional.linear
-        return _Torch([lambda x, w=w: linear(x, w) for w in made], columns, made[0].nbytes)
+
+        def product(weights: Any) -> Callable[[Any], Any]:
+            return lambda x: torch.nn.functional.linear(x, weights)
+
+        return _Torch([product(each) for each in made], columns, made[0].nbytes)
 
 
 class Int4:
@@ -113,8 +116,11 @@ class Int4:
             pairs = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=DEVICE)
             scales = torch.randn(columns // GROUP, rows, 2, dtype=torch.bfloat16, device=DEVICE)
             made.append((aten._convert_weight_to_int4pack(pairs, self.INNER_TILES), scales))
-        products = [lambda x, w=w, s=s: aten._weight_int4pack_mm(x, w, GROUP, s) for w, s in made]
-        return _Torch(products, columns, made[0][0].nbytes + made[0][1].nbytes)
+
+        def product(each: tuple[Any, Any]) -> Callable[[Any], Any]:
+            return lambda x: aten._weight_int4pack_mm(x, each[0], GROUP, each[1])
+
+        return _Torch([product(each) for each in made], columns, made[0][0].nbytes + made[0][1].nbytes)
 
 
 class Humming:
