@@ -45,10 +45,7 @@ def resolved(options: Options) -> Options:
 
 
 class CudaProgram:
-    """The host's threads only launch; `threads` is what this file uses.
-
-    timed_apart   with times operations run one by one, of which other runs do several in a launch
-    """
+    """The host's threads only launch; with times operations run one by one (`timed_apart`), of which other runs fuse some."""
 
     threads = 1
     tile = MANY_TOKENS
@@ -81,7 +78,7 @@ class CudaProgram:
         self.most_largest = 0
         self._logits = np.zeros((self.options.max_logits, graph.buffers[graph.result]), np.float32)
         self._padding: Page | None = None
-        self._timer = Timer(device)
+        self._timer, self.device_name = Timer(device), device.name
         self._failed = ""
         self.prepare(self.options.mode, on_progress)
         if self.options.requantize:
@@ -132,10 +129,6 @@ class CudaProgram:
     def waited_s(self) -> float:
         """Seconds so far in which the host waited for runs that were started as one graph."""
         return self._recordings.waited_s
-
-    @property
-    def device_name(self) -> str:
-        return self._device.name
 
     @property
     def device_bytes(self) -> int:
@@ -294,8 +287,7 @@ class CudaProgram:
         self._send(rows, lowering)
         if times is None:
             for each, tokens, parts in self._of_run(rows, lowering, fused=True):
-                for _ in self._start(each, tokens, weights, parts):
-                    pass
+                list(self._start(each, tokens, weights, parts))
             self._device.synchronize()
         else:
             times.append(self._timed(rows, lowering, weights))
@@ -358,7 +350,8 @@ class CudaProgram:
     def _timed(self, rows: Rows, lowering: Lowering, weights: CudaWeights | None) -> StepTimes:
         """Run operation by operation."""
         launched = self._of_run(rows, lowering, fused=False)
-        if self._recordings.reserved and repeats(rows, self._recordings.rows):
+        # Masters may have to be brought in between.
+        if self._recordings.reserved and repeats(rows, self._recordings.rows) and lowering.origin != "masters":
             calls = [(each, self._call(each, n, weights, parts)) for each, n, parts in launched if isinstance(each, Launch)]
             with suppress(ResourceError):
                 return self._timer.replayed(calls)
