@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from edgeq import machine
 from edgeq.errors import DeviceError, ResourceError, UnsupportedError
+from edgeq.targets.cuda.arguments import packed
 from edgeq.targets.cuda.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
-from edgeq.targets.cuda.pack import POINTER, Generated, Parameter, Variant
+from edgeq.targets.cuda.pack import Generated, Variant
 
 STAGING = 32 << 20
 """Bytes of the pinned buffer."""
@@ -32,13 +33,6 @@ PIECE = STAGING // 4
 PIECE_ALIGNMENT = 64
 P = ParamSpec("P")
 R = TypeVar("R")
-CTYPES: Mapping[str, Any] = {
-    POINTER: ctypes.c_void_p,
-    "int32": ctypes.c_int32,
-    "int64": ctypes.c_int64,
-    "float32": ctypes.c_float,
-}
-LIMITS = {"int32": 1 << 31, "int64": 1 << 63, POINTER: 1 << 63}
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 REFUSED_IMAGES = {
     f"CUDA_ERROR_{name}"
@@ -69,18 +63,6 @@ class DriverError(DeviceError):
         _, text = cuda.cuGetErrorString(result)
         words = text.decode(errors="replace") if isinstance(text, bytes) else "unknown error"
         super().__init__(f"the GPU failed in {function}: {words} ({self.name}); close the model and load it again")
-
-
-def packed(parameters: Sequence[Parameter], arguments: Sequence[int | float]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Values and their C types, as cuLaunchKernel takes them.  ValueError: a value that its type cannot hold.
-
-    A type of C would cut it off, and the kernel would run with another number.
-    """
-    for parameter, value in zip(parameters, arguments, strict=True):
-        limit = LIMITS.get(parameter.type)
-        if limit is not None and not (isinstance(value, int) and -limit <= value < limit):
-            raise ValueError(f"{parameter.value} = {value!r} is no {parameter.type}")
-    return tuple(arguments), tuple(CTYPES[parameter.type] for parameter in parameters)
 
 
 class DriverMemory:

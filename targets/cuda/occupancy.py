@@ -60,13 +60,16 @@ def blocks_held(image: Compiled, threads: int) -> int | None:
 def bytes_in_flight(variant: Variant, blocks: int, threads: int) -> int | None:
     """Bytes of weights that a multiprocessor has asked for: in decode a group of 16 output channels in every warp; else None.
 
-    Of weights in two blocks of input channels those of the first.
+    A fused product has asked for the next 16 output channels of a round too, where its blocks of threads have more than 16;
+    else for all of theirs.  Of weights in two blocks of input channels those of the first.
     """
     at = DETAILS.get(variant.kernel)
     if at is None or not all(isinstance(value, int) for value in variant.literals[at : at + 4]):
         return None
     bits, _, _, group = (int(value) for value in variant.literals[at : at + 4])
-    return blocks * (threads // WARP) * FEW_ROWS * max(32, group) * bits // 8
+    warps = threads // WARP
+    steps = 0 if variant.kernel == "few" else (2 if group == 128 else 4) * warps
+    return blocks * FEW_ROWS * max(32, group) * (warps + steps) * bits // 8
 
 
 def bytes_needed(device: Device) -> int | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.errors import DeviceError, ResourceError, UnsupportedError
 from edgeq.records import Mode
-from edgeq.targets.cuda import bandwidth, build
+from edgeq.targets.cuda import bandwidth, build, experts
 from edgeq.targets.cuda.device import Call, Copy, Device, Kernel
 from edgeq.targets.cuda.feed import PAGES_OF_A_RUN, Feed
 from edgeq.targets.cuda.graphs import ROW_CLASSES, Key, Recordings, gathered, padded, parts_of, repeats, row_class
@@ -27,7 +27,7 @@ from edgeq.targets.cuda.requantized import CudaWeights, Requantizer
 from edgeq.targets.cuda.storage import Pool, Storage
 from edgeq.targets.cuda.supply import Source
 from edgeq.targets.cuda.timed import Timer
-from edgeq.targets.graph import Embed, Graph, Select
+from edgeq.targets.graph import Embed, Graph, Operation, Select
 from edgeq.targets.host import check_rows
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, master_arrays, shared_inputs
 from edgeq.targets.rows import PAGE, Page, Rows
@@ -45,10 +45,7 @@ def resolved(options: Options) -> Options:
 
 
 class CudaProgram:
-    """The host's threads only launch; `threads` is what this file uses.
-
-    timed_apart   with times operations run one by one, of which other runs do several in a launch
-    """
+    """The host's threads only launch; with times operations run one by one (`timed_apart`), of which other runs fuse some."""
 
     threads = 1
     tile = MANY_TOKENS
@@ -81,7 +78,7 @@ class CudaProgram:
         self.most_largest = 0
         self._logits = np.zeros((self.options.max_logits, graph.buffers[graph.result]), np.float32)
         self._padding: Page | None = None
-        self._timer = Timer(device)
+        self._timer, self.device_name = Timer(device), device.name
         self._failed = ""
         self.prepare(self.options.mode, on_progress)
         if self.options.requantize:
@@ -132,10 +129,6 @@ class CudaProgram:
     def waited_s(self) -> float:
         """Seconds so far in which the host waited for runs that were started as one graph."""
         return self._recordings.waited_s
-
-    @property
-    def device_name(self) -> str:
-        return self._device.name
 
     @property
     def device_bytes(self) -> int:
@@ -221,6 +214,15 @@ class CudaProgram:
         """The rows of the result, float32 [wanted, width].  ValueError: more rows than the options allow."""
         return self._checked(rows, mode, "file", times)
 
+    def seconds_of(self, kind: type[Operation], rows: Rows, rounds: int, repetitions: int) -> list[float]:
+        """By the device's clock, what the launches of one kind of operation in a run without times take `rounds` times."""
+        with self._guarded():
+            lowering = self._made(self.options.mode, "file")
+            self._send(rows, lowering)
+            of_kind = (x for x in self._of_run(rows, lowering, fused=True) if isinstance(x[0].operation, kind))
+            calls = [self._call(each, n, None, parts) for each, n, parts in of_kind if isinstance(each, Launch)]
+            return self._timer.together(calls * rounds, repetitions)
+
     def run_requantized(
         self, rows: Rows, weights: Weights, mode: Mode | None = None, *, times: list[StepTimes] | None = None
     ) -> NDArray[np.float32]:
@@ -282,15 +284,10 @@ class CudaProgram:
             results = self._replayed(rows, lowering, weights, chosen)
             if results is not None:
                 return results
-        for name, values in self._feed.of(rows, lowering).items():
-            if isinstance(name, Gather):
-                self._device.write(name.address, values)
-            else:
-                self._storage.send(name, values)
+        self._send(rows, lowering)
         if times is None:
             for each, tokens, parts in self._of_run(rows, lowering, fused=True):
-                for _ in self._start(each, tokens, weights, parts):
-                    pass
+                list(self._start(each, tokens, weights, parts))
             self._device.synchronize()
         else:
             times.append(self._timed(rows, lowering, weights))
@@ -305,6 +302,13 @@ class CudaProgram:
         for (address, _), array in zip(chosen.results(count), found, strict=True):
             self._device.read(address, array)
         return found
+
+    def _send(self, rows: Rows, lowering: Lowering) -> None:
+        for name, values in self._feed.of(rows, lowering).items():
+            if isinstance(name, Gather):
+                self._device.write(name.address, values)
+            else:
+                self._storage.send(name, values)
 
     def _choosing(self, chosen: Chosen, rows: int) -> list[Call]:
         kernels = [(self._kernels[variant], values) for variant, values in chosen.launches]
@@ -361,7 +365,8 @@ class CudaProgram:
             self._storage.bring(each.arrays)
             yield Step(each.operation, "bring")
         elif isinstance(each, Routed):
-            yield from self._start_experts(each, count)
+            for launch, chosen in experts.launches(self._device, each, count):
+                yield self._launch(launch, chosen)
         else:
             yield self._launch(each, count, weights, parts)
 
@@ -388,20 +393,6 @@ class CudaProgram:
             pointers = {str(p.value) for p in kernel.generated.parameters if p.type == POINTER}
             scalars |= {name: moved[int(at)] for name, at in scalars.items() if name in pointers and at in moved}
         return Call(kernel, *kernel.generated.bind(scalars))
-
-    def _start_experts(self, each: Routed, count: int) -> Iterator[Step]:
-        """Every expert that a row chose, over its rows; the host waits for the routing."""
-        chosen = each.operation.chosen
-        routing = np.empty((count, 2 * chosen), np.float32)
-        self._device.read(each.routing, routing)
-        experts = routing[:, chosen:].astype(np.int64)
-        for expert in np.unique(experts).tolist():
-            rows, ranks = np.nonzero(experts == expert)
-            self._device.write(each.rows, rows.astype(np.int32))
-            self._device.write(each.places, (rows * chosen + ranks).astype(np.int32))
-            for launch in each.launches[expert]:
-                yield self._launch(launch, len(rows))
-        yield self._launch(each.combine, count)
 
     @cached_property
     def _result_name(self) -> tuple[str, int]:

@@ -54,6 +54,15 @@ class Timer:
         found = [Step(each.operation, call.kernel.generated.variant.symbol, each.reads_weights) for each, call in launched]
         return self._times(found, self._kept.marks, began)
 
+    def together(self, calls: Sequence[Call], repetitions: int) -> list[float]:
+        """Seconds of all calls, started together, each time.  ResourceError: there is no memory for a recording."""
+        marks = [self._device.mark(), self._device.mark()]
+        recording, seconds = self._device.record([marks[0], *calls, marks[1]]), list[float]()
+        for _ in range(repetitions):
+            recording.replay()
+            seconds += self._device.seconds(marks)
+        return seconds
+
     def _times(self, steps: Sequence[Step], marks: Sequence[Mark], began: float) -> StepTimes:
         seconds = self._device.seconds(marks)
         return StepTimes(steps, _of_device, (seconds, began, perf_counter() - began))

@@ -101,10 +101,10 @@ def test_a_token_by_every_kind_of_method(method: str, model_path: Callable[..., 
 
 
 def test_a_token_with_an_adapter_beside_the_file(model_path: Callable[..., Path], tmp_path: Path) -> None:
-    """Of each layer one product gets a low-rank part, which costs one launch."""
+    """One product gets a low-rank part in two of four layers, and costs one launch more there."""
     file = ModelFile.open(model_path("llama_gqa", {"initializer_range": 0.05}, method="rtn", bits=4, group_size=32))
     both = adapted(file, adapter(tmp_path / "adapter", {"q_proj": (128, 128), "v_proj": (64, 128)}, (0, 1)))
-    assert equal(both, "a16", F16) == 6
+    assert equal(both, "a16", F16) == 5.5
     wanted, found, without = (
         target.compile(decoder(each.metadata, 192), each, Options("a16", max_rows=20, max_logits=20))
         for target, each in ((load("reference"), both), (CudaTarget(EmulatedDevice()), both), (load("reference"), file))

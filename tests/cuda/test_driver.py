@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from edgeq.targets.cuda import discover
-from edgeq.targets.cuda.driver import packed
+from edgeq.targets.cuda.arguments import packed
 from edgeq.targets.cuda.pack import Parameter
 from edgeq.targets.target import Absence
 from tests.cuda import imitated

@@ -42,7 +42,10 @@ def queried() -> str:
 def gpus(text: str) -> list[Gpu]:
     """The GPUs in the output of nvidia-smi, where "[N/A]" and "[Not Supported]" stand for what is not known."""
     lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [Gpu(c[0], _known(c[1]), _known(c[2]), _known(c[3]), _version(c[4]), _known(c[5])) for c in lines if len(c) == 6]
+    return [
+        Gpu(name, _known(watts), _known(celsius), _known(mhz), _version(driver), _known(limit))
+        for name, watts, celsius, mhz, driver, limit in (cells for cells in lines if len(cells) == 6)
+    ]
 
 
 def conditions(name: str | None) -> dict[str, float | str | None]:

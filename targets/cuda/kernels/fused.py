@@ -31,6 +31,8 @@ from edgeq.targets.cuda.kernels.rows import THREADS, functions
 LARGEST_HEAD = 256
 BLOCKS = {"rows": 8, "activate": 8, "heads": LARGEST_HEAD // 16}
 """Output blocks that a block of threads has at most."""
+LINE = 32
+"""Words that the L2 cache fetches at once."""
 POOLS = {"f16": "float16", "int8": "int8", "int4": "uint8"}
 
 
@@ -74,6 +76,11 @@ class Block:
     @property
     def groups(self):
         return self.steps * self.parts
+
+    @property
+    def stored(self):
+        """Words of weights of an output block."""
+        return self.steps * self.chunks * self.bits * 16
 
     @property
     def words(self):
@@ -260,12 +267,22 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                                 part[(at * code.parts + h) * 128 + (g * 2 + k) * 8 + t * 2 + n] = pr[0]
 
         @T.inline
+        def ask(code, q, r, block, chunks):
+            # The weights of a round come from memory while others are multiplied.
+            for i in T.serial(-(-code.stored // (LINE * THREADS))):
+                at: T.let = (i * THREADS + tid) * LINE
+                if at < code.stored and r * code.stored + at < chunks * code.bits * 16:
+                    T.ptx["prefetch.global.L2"](q.ptr_to([block * (chunks * code.bits * 16) + r * code.stored + at]))
+
+        @T.inline
         def multiply_rows(code, put, decode, operand_a, operand_b, multiply, scaled, acc, to, q, s, z, start, columns, groups,
                           chunks, stride, limit):  # fmt: skip
             for r in T.serial(T.ceildiv(groups, code.groups)):
                 make_form(code, put, r, start, columns, groups, limit)
                 T.cuda.cta_sync()
                 for j in T.serial(blocks):
+                    if j + 1 < blocks:
+                        ask(code, q, r, block_of(j + 1, cta, each, most, gated), chunks)
                     multiply_block(code, decode, operand_a, operand_b, multiply, scaled, acc, q, s, z, r,
                                    block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
                     T.cuda.cta_sync()
