@@ -46,7 +46,16 @@ def test_bandwidths_are_measured_once(
     monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
     program = compiled(device, model_path)
     assert program.copy_bandwidth is None
+    recorded, record = set[tuple[type, ...]](), device.record
+
+    def noted(steps: Sequence[Call | Copy | Mark]) -> Recording:
+        recorded.add(tuple(Mark if isinstance(step, Mark) else type(step) for step in steps))
+        return record(steps)
+
+    monkeypatch.setattr(device, "record", noted)
     reads = program.read_bandwidth()
+    # What the host does between a mark and a launch is not in the time.
+    assert recorded == {(Mark, Copy, Mark), (Mark, Call, Mark)}
     copies, count = program.copy_bandwidth, device.launches["read_memory"]
     assert reads and copies and count
     assert program.read_bandwidth() == reads and device.launches["read_memory"] == count
