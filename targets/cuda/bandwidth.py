@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edgeq import measurements
+from edgeq.errors import ResourceError
 from edgeq.targets.cuda.device import Call, Copy, Device, Kernel
 from edgeq.targets.cuda.pack import Variant
 
@@ -37,9 +38,13 @@ def measured(device: Device, kernel: Kernel, refresh: bool = False) -> float | N
     before, room = known(device.name), device.memory()[1] // 4
     if room < LEAST_BLOCK:
         return before
-    if refresh or before is None:
-        measurements.measured(COPY + device.name, 1, lambda: (_copies(device, room), True), True, largest=True)
-    return measurements.measured(READ + device.name, 1, lambda: (_reads(device, kernel, room), True), refresh, largest=True)
+    try:
+        if refresh or before is None:
+            measurements.measured(COPY + device.name, 1, lambda: (_copies(device, room), True), True, largest=True)
+        return measurements.measured(READ + device.name, 1, lambda: (_reads(device, kernel, room), True), refresh, largest=True)
+    except ResourceError:
+        # Another program has taken what was free.
+        return before
 
 
 def _reads(device: Device, kernel: Kernel, room: int) -> float:

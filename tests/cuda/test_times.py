@@ -68,6 +68,15 @@ def test_of_a_full_device_nothing_is_measured(
 ) -> None:
     monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
     program = compiled(device, model_path)
+
+    def full(*_: object) -> None:
+        raise ResourceError("no room")
+
+    # Taken by another program after it was asked how much is free.
+    for name in ("record", "allocate"):
+        with monkeypatch.context() as patched:
+            patched.setattr(device, name, full)
+            assert program.read_bandwidth() is None and program.copy_bandwidth is None
     monkeypatch.setattr(device, "memory", lambda: (1 << 32, bandwidth.LEAST_BLOCK))
     assert program.read_bandwidth() is None and program.copy_bandwidth is None
 
