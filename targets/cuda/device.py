@@ -116,10 +116,6 @@ class Device(Protocol):
         """Memory of the host, as zeros.  ResourceError: there is not that much."""
         ...
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Start a copy within the memory of the device."""
-        ...
-
     def mark(self) -> Mark:
         """A mark for one time, or for that of every replay of a recording that has it."""
         ...

@@ -334,10 +334,6 @@ class DriverDevice:
         self._staged = 0
 
     @alone
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        self._call("cuMemcpyDtoDAsync", target, source, nbytes, self._stream)
-
-    @alone
     def mark(self) -> Mark:
         return DriverMark(self, self._call("cuEventCreate", 0))
 

@@ -61,7 +61,8 @@ def bytes_in_flight(variant: Variant, blocks: int, threads: int) -> int | None:
     """Bytes of weights that a multiprocessor has asked for: in decode a group of 16 output channels in every warp; else None.
 
     A fused product has asked for the next 16 output channels of a round too, where its blocks of threads have more than 16;
-    else for all of theirs.  Of weights in two blocks of input channels those of the first.
+    else for all of theirs.  That a prefetch brings all 128 bytes of a line of L2 is an assumption.  Of weights in two blocks
+    of input channels those of the first.
     """
     at = DETAILS.get(variant.kernel)
     if at is None or not all(isinstance(value, int) for value in variant.literals[at : at + 4]):

@@ -61,8 +61,6 @@ class _Nothing:
 
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None: ...
 
-    def copy(self, target: int, source: int, nbytes: int) -> None: ...
-
     def mark(self) -> Mark:
         return Mark()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ WITHOUT_GPU = {
     "test_emulator.py",
     "test_generated.py",
     "test_mutations.py",
+    "test_occupancy.py",
     "test_pack.py",
     "test_pack_file.py",
     "test_real.py",
@@ -38,7 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before the tests import the device that they run on.
     if config.getoption("--gpu", default=False):
         real.take_the_place(emulated, build, config.getoption("--pack"))
-    config.stash[ASKED] = asked = Asked(config.getoption("--record-kernels", default=False))
+    recording = config.getoption("--record-kernels", default=False)
+    if recording and config.getoption("numprocesses", default=None) and config.getoption("dist") != "loadfile":
+        raise pytest.UsageError("--record-kernels needs all tests of a file in one process: add --dist loadfile or drop -n")
+    config.stash[ASKED] = asked = Asked(recording)
     emulated.EmulatedDevice.on_load = asked.ask
 
 
@@ -52,6 +56,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config) -> None:
     config.stash[ASKED].partly |= {Path(arg.partition("::")[0]).stem for arg in config.args if "::" in arg}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped:
+        # What it asks for elsewhere stays in the list.
+        item.config.stash[ASKED].partly.add(item.path.stem)
+    return report
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -166,7 +166,7 @@ class EmulatedRecording:
         self.device.replays += not any(isinstance(step, Mark) for step in self.steps)
         for step in self.steps:
             if isinstance(step, Copy):
-                self.device.copy(step.target, step.source, step.nbytes)
+                ctypes.memmove(step.target, step.source, step.nbytes)
             elif isinstance(step, Mark):
                 self.device.stamp(step)
             else:
@@ -253,9 +253,6 @@ class EmulatedDevice:
         self.launches[generated.variant.symbol] = self.launches.get(generated.variant.symbol, 0) + 1
         if failed:
             raise DeviceError(f"{generated.variant.symbol}: {failed.decode()}")
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(target, source, nbytes)
 
     def mark(self) -> Mark:
         return EmulatedMark()

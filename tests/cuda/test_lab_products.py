@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import MagicMock
 
 import pytest
 from click.testing import CliRunner
 
 from edgeq.tools.lab.products import __main__ as products
+from edgeq.tools.lab.products import contestants
 from edgeq.tools.lab.products.by_edgeq import CODEC, Edgeq
 from edgeq.tools.lab.products.contestants import OTHERS, Prepared
 from tests.cuda.emulated import EmulatedDevice
@@ -75,6 +77,16 @@ def test_without_a_gpu_torch_and_humming_say_why(monkeypatch: pytest.MonkeyPatch
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert all("no GPU here" in str(each.refusal()) for each in OTHERS)
+
+
+def test_the_time_of_torch_is_not_that_of_starting_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host starts the graph that is timed while the GPU is still at the same one."""
+    torch = MagicMock()
+    torch.cuda.Event().elapsed_time.return_value = 8.0
+    monkeypatch.setattr(contestants, "import_module", lambda name: torch)
+    assert contestants._Torch([lambda x: x], 128, 1).seconds(1, 16, 1) == [0.0005]
+    order = [name.rpartition(".")[2] for name, *_ in torch.mock_calls if name.startswith(("cuda.CUDAGraph()", "cuda.Event()."))]
+    assert order == ["replay", "record", "replay", "record", "synchronize", "elapsed_time"]
 
 
 @pytest.mark.exhaustive

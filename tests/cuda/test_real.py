@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from edgeq.targets.cuda import nvrtc
 from edgeq.targets.cuda.pack import Variant
-from tests.cuda import asked, imitated, kernels
+from tests.cuda import asked, conftest, imitated, kernels
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -43,6 +46,24 @@ def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Pa
     assert ran.returncode == 1 and f"has no {variants[-1].symbol}; make it again with: make kernels" in ran.stdout, ran.stdout
     ran = run([tests], tmp_path / "nowhere", made, tmp_path / "cache")
     assert ran.returncode != 0 and "nowhere is not there; make it with: make kernels" in ran.stdout + ran.stderr
+
+
+def test_tests_of_a_file_are_recorded_in_one_process() -> None:
+    command = [sys.executable, "-m", "pytest", HERE / "test_largest.py", "--record-kernels", "--collect-only", "-n", "2"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == pytest.ExitCode.USAGE_ERROR and "add --dist loadfile" in ran.stderr, ran.stderr
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_list_keeps_the_kernels_of_tests_that_were_skipped(skipped: bool) -> None:
+    stash, recording = pytest.Stash(), asked.Asked(recording=True)
+    stash[conftest.ASKED] = recording
+    item: Any = SimpleNamespace(config=SimpleNamespace(stash=stash), path=Path("test_x.py"))
+    hook = conftest.pytest_runtest_makereport(item)
+    next(hook)
+    with pytest.raises(StopIteration):
+        hook.send(SimpleNamespace(skipped=skipped))
+    assert recording.partly == ({"test_x"} if skipped else set())
 
 
 def test_a_kernel_that_is_not_in_the_list_is_refused_and_recording_adds_it(

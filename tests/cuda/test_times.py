@@ -46,7 +46,16 @@ def test_bandwidths_are_measured_once(
     monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
     program = compiled(device, model_path)
     assert program.copy_bandwidth is None
+    recorded, record = set[tuple[type, ...]](), device.record
+
+    def noted(steps: Sequence[Call | Copy | Mark]) -> Recording:
+        recorded.add(tuple(Mark if isinstance(step, Mark) else type(step) for step in steps))
+        return record(steps)
+
+    monkeypatch.setattr(device, "record", noted)
     reads = program.read_bandwidth()
+    # What the host does between a mark and a launch is not in the time.
+    assert recorded == {(Mark, Copy, Mark), (Mark, Call, Mark)}
     copies, count = program.copy_bandwidth, device.launches["read_memory"]
     assert reads and copies and count
     assert program.read_bandwidth() == reads and device.launches["read_memory"] == count
@@ -59,6 +68,15 @@ def test_of_a_full_device_nothing_is_measured(
 ) -> None:
     monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
     program = compiled(device, model_path)
+
+    def full(*_: object) -> None:
+        raise ResourceError("no room")
+
+    # Taken by another program after it was asked how much is free.
+    for name in ("record", "allocate"):
+        with monkeypatch.context() as patched:
+            patched.setattr(device, name, full)
+            assert program.read_bandwidth() is None and program.copy_bandwidth is None
     monkeypatch.setattr(device, "memory", lambda: (1 << 32, bandwidth.LEAST_BLOCK))
     assert program.read_bandwidth() is None and program.copy_bandwidth is None
 
