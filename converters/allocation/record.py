@@ -59,7 +59,7 @@ class Record:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps({"settings": self.settings, "divergences": self.found}, indent=1))
-            remove_least_recently_used(self.path.parent.glob("*.json"), MAX_KEPT_BYTES)
+            remove_least_recently_used(self.path.parent.glob("*.json*"), MAX_KEPT_BYTES)
         except OSError:
             return False
         return True

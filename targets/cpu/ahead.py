@@ -42,7 +42,7 @@ def jobs_for(device: Device, graph: Graph, file: ModelFile, options: Options, mo
         jobs.append((integer_matvec, (isa_index(isa), *probes.DECODE_LITERALS)))
         for mode in modes:
             for source in ("file", "masters", "requantized") if options.requantize else ("file",):
-                jobs += _lowered(graph, file, replace(options, mode=mode), isa, source)
+                jobs += _lowered(graph, file, replace(options, mode=mode), isa, source, chosen.features)
     if options.requantize:
         jobs += [(requantize.release, ()), *kernels_of_rounding(shared_inputs(graph))]
     return list(dict.fromkeys(jobs))
@@ -63,10 +63,10 @@ def _isas(chosen: processor.Processor, name: str | None) -> Iterator[Isa]:
             return
 
 
-def _lowered(graph: Graph, file: ModelFile, options: Options, isa: Isa, source: Source) -> list[Job]:
+def _lowered(graph: Graph, file: ModelFile, options: Options, isa: Isa, source: Source, features: frozenset[str]) -> list[Job]:
     # Nothing is run, so rows have no address.
     arrays = RowArrays(**{field.name: 0 for field in fields(RowArrays)})
     masters = Masters() if source == "file" else masters_of(shared_inputs(graph), source == "masters")
-    context = Context(graph, file, options, isa, Buffers(file), arrays, source, masters)
+    context = Context(graph, file, options, isa, Buffers(file), arrays, source, masters, features=features)
     lower(context)
     return kernels_of(context)

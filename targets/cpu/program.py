@@ -13,6 +13,7 @@ from edgeq import machine
 from edgeq.container import ModelFile
 from edgeq.records import Mode
 from edgeq.targets.cpu.choose_isa import choose
+from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.buffers import Buffers, CpuPage
 from edgeq.targets.cpu.jit.optable import Tables
@@ -89,7 +90,10 @@ class CpuProgram:
             selected_page_tables=selected_page_tables, selected_spans=selected_spans, selected_vectors=selected_vectors,
             counted=counted, sums=sums, modality=modality, selected_modality=selected_modality,
         )  # fmt: skip
-        self._context = partial(Context, graph, file, isa=isa, memory=self._memory, arrays=arrays, prefetch_bytes=ahead)
+        self._context = partial(
+            Context, graph, file, isa=isa, memory=self._memory, arrays=arrays,
+            prefetch_bytes=ahead, features=processor.current().features,
+        )  # fmt: skip
         self._tables: dict[tuple[Mode, Source], Tables] = {}
         context = self._lowered(options.mode, "file")
         self._tables[options.mode, "file"] = tables(context, on_progress)

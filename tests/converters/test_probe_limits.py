@@ -124,11 +124,15 @@ def test_records_that_were_not_used_for_longest_are_forgotten(monkeypatch: pytes
     kept = [keep(name) for name in range(4)]
     for age, record in enumerate(kept):
         os.utime(record.path, ns=(age, age))
+    # What a killed process had begun to write.
+    begun = kept[0].path.with_name(f"{kept[0].path.name}.5.new")
+    begun.write_text("x")
+    os.utime(begun, ns=(0, 0))
     # Reading is using.
     assert Record.of({"name": 0}).found
     monkeypatch.setattr(records, "MAX_KEPT_BYTES", 3 * kept[0].path.stat().st_size)
     last = keep(4)
-    assert [record.path.exists() for record in (*kept, last)] == [True, False, False, True, True]
+    assert [record.path.exists() for record in (*kept, last)] == [True, False, False, True, True] and not begun.exists()
 
 
 def test_logits_in_memory_are_bounded_however_large_the_vocabulary(checkpoint: Callable[..., Path]) -> None:

@@ -190,7 +190,7 @@ print("numba" in sys.modules)
 
 
 def test_where_all_kernels_are_kept_numba_is_not_imported(tiny_path: Path) -> None:
-    """It takes a second and 25 MB."""
+    """It takes a second and 14 MB."""
     command = [sys.executable, "-c", WITHOUT_NUMBA, str(tiny_path)]
     subprocess.run(command, check=True)
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"

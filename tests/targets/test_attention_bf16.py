@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from edgeq import machine
+from edgeq.devices import DEVICES
 from edgeq.records import Mode
 from edgeq.targets import load
+from edgeq.targets.cpu.ahead import jobs_for
+from edgeq.targets.cpu.jit import processor
+from edgeq.targets.cpu.kernels import bf16_panel
 from edgeq.targets.cpu.kernels.bf16_vectors import FEATURE
 from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph
 from edgeq.targets.rows import PAGE, Rows
@@ -15,7 +21,9 @@ from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays
 
 ISAS = [
-    pytest.param(isa, marks=pytest.mark.skipif(not there, reason="this processor does not multiply bf16 so"))
+    pytest.param(
+        isa, marks=pytest.mark.skipif(not (there and bf16_panel.COMPILES), reason="this processor does not multiply bf16 so")
+    )
     for isa, there in (
         ("avx512-amx", "avx512-amx" in HERE),
         ("avx512-vnni", "avx512-vnni" in HERE and FEATURE in machine.cpu().features),
@@ -100,3 +108,21 @@ def test_16_bit_activations_keep_float32(isa: str) -> None:
     assert "attend_bf16" in named["a8"] and "attend" in named["a16"]
     expected = result(0, "reference", None)
     assert np.abs(found["a16"] - expected).max() < 1e-5 < np.abs(found["a8"] - expected).max()
+
+
+@pytest.mark.parametrize(
+    ("ours", "its", "compiles"), [({FEATURE}, set(), True), (set(), {FEATURE}, True), (set(), {FEATURE}, False)]
+)
+def test_a_device_gets_what_its_own_processor_multiplies(
+    ours: set[str], its: set[str], compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, here = DEVICES["x86-avx512-vnni"], processor.current()
+    there = processor.of_device(device)
+    monkeypatch.setattr(processor, "current", lambda: replace(here, features=here.features - {FEATURE} | ours))
+    monkeypatch.setattr(processor, "of_device", lambda _: replace(there, features=there.features | its))
+    monkeypatch.setattr(bf16_panel, "COMPILES", compiles)
+    graph = Graph({"x": 48, "a": 16}, (Attention(0, "x", 0, "a", 1, 1, 16, 0.25, 0, cache=0, span=0),), "a", 1, 1, 16)
+    jobs = jobs_for(device, graph, Arrays(), Options("a8", isa="avx512-vnni"), ["a8"])
+    assert {factory.__name__ for factory, _ in jobs} & {"attend", "attend_bf16"} == {
+        "attend_bf16" if its and compiles else "attend"
+    }

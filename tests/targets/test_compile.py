@@ -18,6 +18,7 @@ from edgeq.errors import ResourceError
 from edgeq.targets.cpu.jit import compile, pipeline
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import Entry, address, is_kept
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.parallel import compile_missing
 from edgeq.targets.cpu.jit.threadpool import Pool, publish
 from edgeq.targets.cpu.kernels.elementwise import SelectArgs, select
@@ -55,6 +56,42 @@ def test_kept_machine_code_runs_without_being_compiled_again(folder: Path, monke
     assert is_kept(select) and made == {"elementwise-select.o"}
     monkeypatch.setattr(pipeline, "compiled", None)
     call(address.__wrapped__(select))
+
+
+AT_ONCE = """
+import sys, threading, time
+from pathlib import Path
+from edgeq.targets.cpu.jit import compile, processor
+from edgeq.targets.cpu.kernels.elementwise import inject, select
+
+here = processor.current()
+processor.current = lambda: time.sleep(0.5) or here
+threads = [threading.Thread(target=compile.keep, args=(Path(sys.argv[1]), each)) for each in (inject, select)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
+
+def test_threads_may_be_the_first_to_compile_at_once(tmp_path: Path) -> None:
+    """Kernels with a part in common; the compiler is set up slowly."""
+    ran = subprocess.run([sys.executable, "-c", AT_ONCE, str(tmp_path)], capture_output=True, text=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"elementwise-inject.o", "elementwise-select.o"}, ran.stderr
+
+
+def test_an_interrupt_loses_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(function: object) -> None:
+        raise KeyboardInterrupt
+
+    pipeline.settle()
+    part = inline(lambda x: x)
+    with monkeypatch.context() as patch:
+        patch.setitem(pipeline._MAKE, "inline", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.settle()
+    pipeline.settle()
+    assert part in pipeline._made
 
 
 def test_damaged_machine_code_is_compiled_again(folder: Path) -> None:

@@ -119,7 +119,7 @@ def file_name(factory: Callable[..., Any], *literals: int) -> str:
 
 
 def _compiled(factory: Callable[..., Any], *literals: int) -> Compiled:
-    # Numba takes a second to import and 25 MB: not where all kernels are kept.
+    # Numba takes a second to import and 14 MB: not where all kernels are kept.
     from edgeq.targets.cpu.jit import pipeline
 
     if isinstance(factory, Entry):

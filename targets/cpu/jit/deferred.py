@@ -1,4 +1,4 @@
-"""What kernels are written with, without importing Numba: that takes a second and 25 MB, and only compiling needs it.
+"""What kernels are written with, without importing Numba: that takes a second and 14 MB, and only compiling needs it.
 
 A function that kernels call is kept as a Part, a type by its name.  Before pipeline.py compiles, it makes Numba's own of them.
 """

@@ -76,7 +76,9 @@ def _get_slot(record: int, offset: int) -> Any:
 def register_kinds() -> None:
     """Tell Numba of the kinds of records that it does not know yet."""
     while kinds:
-        _register(kinds.pop())
+        # Taken off the list last: an interrupt must not lose one.
+        _register(kinds[0])
+        kinds.pop(0)
 
 
 def _register(kind: type[Args]) -> None:

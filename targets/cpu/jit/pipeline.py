@@ -237,8 +237,9 @@ def settle() -> None:
     """Tell Numba of all parts and kinds of records that it does not know yet."""
     register_kinds()
     while parts:
-        part = parts.pop(0)
-        _made[part] = _MAKE[part.make](part.py_func)
+        # Taken off the list last: an interrupt must not lose one.
+        _made[parts[0]] = _MAKE[parts[0].make](parts[0].py_func)
+        parts.pop(0)
 
 
 @typeof_impl.register(Part)
@@ -266,10 +267,11 @@ def assembly(function: Callable[..., Any], arguments: int) -> str:
 
 
 def _library(function: Callable[..., Any], arguments: int) -> Any:
-    typing_context, target_context = _contexts()
     flags = compiler.Flags()
     CPUTargetOptions.parse_as_flags(flags, dict(_OPTIONS))
     with global_compiler_lock, target_override(TARGET):
+        # Two threads that made contexts at once would each have its own, and parts are known to one alone.
+        typing_context, target_context = _contexts()
         settle()
         made = compiler.compile_extra(
             typing_context, target_context, function, (types.intp,) * arguments, types.void, flags, {},

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from edgeq.targets import graph as op
-from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, kernel
 from edgeq.targets.cpu.kernels import attention, attention_bf16, bf16_panel, bf16_vectors, elementwise, kv_layout, rope_kv_write
@@ -115,9 +114,9 @@ def attend(context: Context, o: op.Attention) -> None:
 
 def _bf16_unit(context: Context, o: op.Attention) -> int | None:
     """What multiplies bf16 for rows that see ranges of an f16 cache; None: nothing does, or mode a16 forbids it."""
-    if o.span < 0 or context.options.kv.kind != "f16" or context.mode(o) == "a16":
+    if o.span < 0 or context.options.kv.kind != "f16" or context.mode(o) == "a16" or not bf16_panel.COMPILES:
         return None
     if context.isa.matrix_unit:
         return bf16_panel.MATRIX_UNIT
-    vectors = context.isa.lanes == 16 and context.isa.needs and bf16_vectors.FEATURE in processor.current().features
+    vectors = context.isa.lanes == 16 and context.isa.needs and bf16_vectors.FEATURE in context.features
     return bf16_panel.VECTORS if vectors else None

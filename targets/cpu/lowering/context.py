@@ -106,14 +106,16 @@ class Context:
         masters: Masters = Masters(),  # noqa: B008
         stage_of_expert: bool = False,
         prefetch_bytes: int = 0,
+        features: frozenset[str] = frozenset(),
     ) -> None:
         """`stage_of_expert`: the op records will not follow one another in a table, nor will the rows be those of a thread.
         `prefetch_bytes`: how far ahead products ask for weights (isa.py).
+        `features`: of the processor that will run this, which may be a device's.
         """
         self.graph, self.file, self.options, self.isa, self.memory, self.arrays = graph, file, options, isa, memory, arrays
         self.source, self.masters, self.stage_of_expert = source, masters, stage_of_expert
         self.isa_index, self.max_tile = isa_index(isa), isa.tiles[0]
-        self.prefetch_bytes = prefetch_bytes
+        self.prefetch_bytes, self.features = prefetch_bytes, features
         self.threads = max(options.threads, options.threads_prefill)
         self.scratch = memory.shared("scratch", self.threads * matmul.SCRATCH_BYTES)
         self.records: list[OpRecord] = []
@@ -267,5 +269,7 @@ class Context:
         """The context of one expert of a layer: `max_rows` rows in `memory`, their number at address `rows`."""
         options = replace(self.options, max_rows=max_rows, max_logits=1)
         arrays = replace(self.arrays, rows=rows)
-        ahead = self.prefetch_bytes
-        return Context(graph, self.file, options, self.isa, memory, arrays, stage_of_expert=True, prefetch_bytes=ahead)
+        return Context(
+            graph, self.file, options, self.isa, memory, arrays,
+            stage_of_expert=True, prefetch_bytes=self.prefetch_bytes, features=self.features,
+        )  # fmt: skip
