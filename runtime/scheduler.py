@@ -284,7 +284,10 @@ class Scheduler:
         for text, logits in zip(decoding, after, strict=False):
             self._draw(text, logits)
         for text, tokens in zip(decoding, emitted, strict=False):
-            self._take(text, tokens)
+            if tokens:
+                self._take(text, tokens)
+            if text.running.error and not text.ended:
+                self._fail(text, text.running.error)
         self.last.decode_tokens = self.totals.generated_tokens - before
         for text, wanted in zip(read, found, strict=True):
             self._shared.enter(text)

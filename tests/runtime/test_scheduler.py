@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgeq.errors import EdgeqError, FormatError, InputError
@@ -80,6 +81,28 @@ def test_a_text_is_what_it_is_alone(
     assert scheduler.running == scheduler.waiting == 0
     free, held, idle = scheduler.pages
     assert held == idle and (shares or held == 0) and (pages is None or free + held == pages)
+
+
+@pytest.mark.parametrize("draft", ["off", "lookup", "qspec"])
+def test_a_text_that_cannot_go_on_ends_alone(model: Model, draft: Any) -> None:
+    """With drafts several texts draw in one call."""
+    scheduler = Scheduler(model, 2, speculator=model.speculator(draft, 3 if draft != "off" else None))
+    sound, length = job(model, "def f(a, a, a, a", 40, Sampling()), len(model.prompt("x = x = x = ").tokens)
+
+    def no_more(tokens: Sequence[int], logits: Any) -> Any:
+        return logits if len(tokens) < length + 9 else np.full_like(logits, -np.inf)
+
+    stuck = scheduler.submit(job(model, "x = x = x = ", 40, Sampling(), processors=(no_more,)))
+    tickets, errors = [scheduler.submit(sound), stuck], list[tuple[Ticket, str]]()
+    found: dict[Ticket, list[int]] = {ticket: [] for ticket in tickets}
+    while scheduler.busy:
+        for update in scheduler.step():
+            found[update.ticket] += [piece.token for piece in update.pieces]
+            errors += [(update.ticket, str(update.error))] if update.error else []
+    assert [ticket for ticket, error in errors if "processor" in error] == [stuck] and len(errors) == 1
+    assert found[tickets[0]] == alone(model, sound)
+    assert found[stuck] == alone(model, job(model, "x = x = x = ", 9, Sampling()))
+    assert scheduler.pages[1] == 0
 
 
 def test_coming_going_and_leaving_at_any_moment_changes_no_text(model: Model, expected: list[list[int]]) -> None:

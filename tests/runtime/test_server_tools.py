@@ -91,6 +91,15 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted(model: Model, served: 
         assert sum(looks_up.server.scheduler._speculator.statistics.drafted) > 10
 
 
+def test_a_schema_that_leaves_no_token_ends_its_text_alone(served: Served) -> None:
+    """So many tokens cannot come, and the end may not either."""
+    for stream in (False, True):
+        asked = {"model": "tiny", "messages": ASKED, "response_format": HELD, **SAMPLED, "min_tokens": 90, "stream": stream}
+        status, _, body = served.ask(CHAT, asked)
+        assert status == (200 if stream else 400) and "min_tokens" in str(body)
+    assert served.ask("/health")[0] == 200 and served.idle()
+
+
 def test_a_function_has_no_arguments_beyond_those_that_it_names() -> None:
     for given in ({"x": {"type": "integer"}}, {}):
         (tool,) = tools_of([{"type": "function", "function": {"name": "a", "parameters": {"properties": given}}}])
