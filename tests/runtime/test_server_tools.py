@@ -104,7 +104,7 @@ def test_a_function_has_no_arguments_beyond_those_that_it_names() -> None:
     for given in ({"x": {"type": "integer"}}, {}):
         (tool,) = tools_of([{"type": "function", "function": {"name": "a", "parameters": {"properties": given}}}])
         assert tool.arguments["additionalProperties"] is False
-    for more in ({"additionalProperties": True}, {"allOf": [{}]}, {"required": ["y"]}):
+    for more in ({"additionalProperties": True}, {"allOf": [{}]}, {"required": ["y"]}, {"required": 5}, {"required": [{}]}):
         parameters = {"properties": {"x": {"type": "integer"}}, **more}
         (tool,) = tools_of([{"type": "function", "function": {"name": "a", "parameters": parameters}}])
         assert tool.arguments == {"type": "object", **parameters}
@@ -288,6 +288,7 @@ def deep(levels: int) -> Any:
         (CHAT, {"messages": ASKED, "response_format": {"type": "json_schema"}}, "invalid_schema", "needs"),
         (CHAT, function(parameters={"type": "string"}), "invalid_value", "object"),
         (CHAT, function(name="a b"), "invalid_value", "name"),
+        (CHAT, function(parameters={"properties": {}, "required": 5}), "invalid_schema", "required"),
         (CHAT, function(strict=True, parameters={"type": "object", "not": {}}), "invalid_schema", "not"),
         (CHAT, {"messages": ASKED, "tools": TOOLS, "tool_choice": "any"}, "invalid_value", "tool_choice"),
         (CHAT, {"messages": ASKED, "tool_choice": "required"}, "invalid_value", "tool_choice"),
