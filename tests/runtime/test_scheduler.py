@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.errors import EdgeqError, FormatError, InputError
+from edgeq.errors import EdgeqError, FormatError, InputError, ResourceError
 from edgeq.prompt import Place, Prompt
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.job import Busy, Job, Ticket, Update
@@ -250,6 +250,31 @@ def test_an_error_of_one_text_ends_that_text(model: Model) -> None:
         found += scheduler.step()
     assert [type(u.error) for u in found if u.ticket is bad] == [InputError] and issubclass(InputError, EdgeqError)
     assert [u.reason for u in found if u.ticket is good][-1] == "length" and scheduler.pages[1] == 0
+
+
+def test_a_text_beside_one_that_makes_room_drafts_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages were made for one token: drafts would reach into one that nobody made or counted."""
+    pattern = [5, 6, 7] * 80
+
+    def repeats(tokens: Sequence[int], logits: Any) -> Any:
+        only = np.full_like(logits, -np.inf)
+        only[pattern[len(tokens)]] = 0
+        return only
+
+    scheduler = Scheduler(model, 2, speculator=model.speculator("lookup", 7), step_seconds=1e-4)
+    request = Request(max_tokens=100, ignore_eos=True, processors=(repeats,))
+    ticket = scheduler.submit(Job(Prompt(pattern[:59]), request, Sampling()))
+    steps_until(scheduler, ticket)
+    scheduler.submit(job(model, LONG))
+    make = model.program.new_page
+
+    def scarce() -> Page:
+        raise ResourceError("no more memory")
+
+    monkeypatch.setattr(model.program, "new_page", scarce)
+    updates = scheduler.step()
+    monkeypatch.setattr(model.program, "new_page", make)
+    assert [len(update.pieces) for update in updates] == [1] and scheduler.totals.preemptions == 1
 
 
 def test_a_tokenizer_that_fails_on_one_text_ends_that_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
