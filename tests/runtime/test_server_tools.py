@@ -97,6 +97,10 @@ def test_a_schema_that_leaves_no_token_ends_its_text_alone(served: Served) -> No
         asked = {"model": "tiny", "messages": ASKED, "response_format": HELD, **SAMPLED, "min_tokens": 90, "stream": stream}
         status, _, body = served.ask(CHAT, asked)
         assert status == (200 if stream else 400) and "min_tokens" in str(body)
+    # What it could say comes before why there is no more.
+    events = [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: {")]
+    told = [event["choices"][0]["delta"].get("content") or "" for event in events if "choices" in event]
+    jsonschema.validate(json.loads("".join(told)), PERSON)
     assert served.ask("/health")[0] == 200 and served.idle()
 
 
