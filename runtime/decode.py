@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.errors import EdgeqError
 from edgeq.runtime.sampling import Logprobs, Sampler, among, logprobs
 from edgeq.runtime.session import BatchItem, Logits, Session, rows_in_turn, run_together
 from edgeq.runtime.speculative.lookup import Lookup
@@ -20,6 +21,7 @@ class Stream:
 
     top        how many of the most probable tokens `logprobs` has beside each drawn one; None: nothing is recorded
     logprobs   of the tokens of the text
+    error      why a step with drafts gave it fewer tokens than the others: it cannot go on
     """
 
     session: Session
@@ -28,6 +30,7 @@ class Stream:
     lookup: Lookup = field(default_factory=Lookup)
     top: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
+    error: EdgeqError | None = None
 
     def prepare(self) -> None:
         """The model is about to run its last token: begin with what the grammar says of the next one."""
@@ -55,7 +58,8 @@ class Stream:
 
 
 DecodeStep = Callable[[Sequence[Stream], Sequence[int]], list[list[int]]]
-"""The next tokens of each stream, at least one and at most what it has room for; they are in `Stream.tokens` on return."""
+"""The next tokens of each stream, at least one and at most what it has room for; they are in `Stream.tokens` on return.  Fewer,
+perhaps none, where `Stream.error` is set."""
 
 
 def run_streams(streams: Sequence[Stream], beside: Sequence[BatchItem] = ()) -> tuple[list[Logits], list[Logits]]:

@@ -181,6 +181,8 @@ class Generation(Iterator[str]):
                     return
                 if self._closed:
                     return self._end()
+            if stream.error:
+                raise stream.error
             if session.owner is not ticket or len(session.tokens) + 1 != len(stream.tokens):
                 raise InputError("its session has run another text in the meantime; give each text a session of its own")
             self._requantize()
@@ -205,6 +207,8 @@ class Generation(Iterator[str]):
         m = self.measurement
         before, runs = perf_counter(), m.speculation.runs
         tokens = self._step([self._stream], [self._ending.room])[0]
+        if self._stream.error and not tokens:
+            raise self._stream.error
         seconds = perf_counter() - before
         m.decode_s += seconds
         m.token_s += [seconds / len(tokens)] * len(tokens)

@@ -25,7 +25,7 @@ from pathlib import Path
 from threading import Condition, Lock, Thread
 from time import monotonic
 
-from edgeq.errors import FormatError, InputError
+from edgeq.errors import EdgeqError, FormatError, InputError
 from edgeq.least_recently_used import remove_least_recently_used
 from edgeq.runtime.cache import in_turn
 from edgeq.runtime.page_file import head_of, size_of
@@ -44,7 +44,7 @@ MOST_WAITING = 4
 KEPT = 0.9
 """Share of the quota that is left after removing."""
 PAUSE_SECONDS = 600
-"""Without writing after the disk was full or failed."""
+"""Without writing after the disk was full or failed, or there was no memory for a page as bytes."""
 STALE_SECONDS = 60
 """After which an unfinished file is of a process that was killed."""
 CLOSE_SECONDS = 5.0
@@ -182,10 +182,11 @@ class PromptStore:
                 self._writing, self._busy = self._waiting.popleft(), True
             try:
                 self._write_all()
-            except OSError as error:
+            except (OSError, MemoryError, EdgeqError) as error:
                 self.errors += 1
                 self._paused = monotonic() + PAUSE_SECONDS
-                _log.warning("prompts are not kept for %d minutes: %s", PAUSE_SECONDS // 60, error.strerror)
+                why = error.strerror if isinstance(error, OSError) else str(error) or "no memory"
+                _log.warning("prompts are not kept for %d minutes: %s", PAUSE_SECONDS // 60, why)
             finally:
                 with self._wake:
                     self._writing.clear()

@@ -133,13 +133,15 @@ class Scheduler:
         self._fetch()
         decoding = [text for text in self._texts if text.chunks is None and not text.fetching and not text.ended]
         plan, decoding = self._planned([text for text in self._texts if text.chunks and not text.ended], decoding)
-        drafts = self._speculator and self._speculator.may_draft([text.running for text in decoding])
-        ahead = 1 + LONGEST_DRAFT if drafts and not plan else 1
+        speculator = self._speculator if not plan else None
+        if speculator and not speculator.may_draft([text.running for text in decoding]):
+            speculator = None
+        ahead = 1 + LONGEST_DRAFT if speculator else 1
         kept = self._secured(plan + [(text, min(ahead, text.running.session.left)) for text in decoding])
         reading = [(text, count) for text, count in kept if text.chunks]
         decoding = [text for text, _ in kept if not text.chunks]
         if kept:
-            self._run(reading, decoding)
+            self._run(reading, decoding, speculator)
         for text in [text for text in self._texts if text.ended]:
             self._release(text)
         return self._updates
@@ -253,7 +255,8 @@ class Scheduler:
             left -= plan[-1][1]
         return [(text, count) for text, count in plan if count], decoding
 
-    def _run(self, reading: list[tuple[Text, int]], decoding: list[Text]) -> None:
+    def _run(self, reading: list[tuple[Text, int]], decoding: list[Text], speculator: Speculator | None) -> None:
+        """`speculator`: of the texts that are decoded, which have room for drafts; None: for one token each."""
         items, read = list[BatchItem](), list[Text]()
         for text, count in reading:
             assert text.chunks is not None
@@ -268,8 +271,8 @@ class Scheduler:
         after, found, emitted = list[Logits](), list[Logits](), list[list[int]]()
         if self._model.requantization and items:
             found = run_together(items, summing=True)
-        elif self._speculator and streams and not items and self._speculator.may_draft(streams):
-            emitted = self._speculator.step(streams, [text.ending.room if text.ending else 1 for text in decoding])
+        elif speculator and streams:
+            emitted = speculator.step(streams, [text.ending.room if text.ending else 1 for text in decoding])
         elif streams or items:
             after, found = run_streams(streams, items)
         seconds = perf_counter() - started
@@ -284,7 +287,10 @@ class Scheduler:
         for text, logits in zip(decoding, after, strict=False):
             self._draw(text, logits)
         for text, tokens in zip(decoding, emitted, strict=False):
-            self._take(text, tokens)
+            if tokens:
+                self._take(text, tokens)
+            if text.running.error and not text.ended:
+                self._fail(text, text.running.error)
         self.last.decode_tokens = self.totals.generated_tokens - before
         for text, wanted in zip(read, found, strict=True):
             self._shared.enter(text)

@@ -43,9 +43,12 @@ class Tool:
         leave it out to say so: unless the schema has more than names, there are none.
         """
         found = {"type": "object", **self.parameters}
-        named = found.get("properties")
-        plain = isinstance(named, Mapping) and set(found) <= PLAIN and set(found.get("required") or ()) <= set(named)
-        return {**found, "additionalProperties": False} if plain else found
+        named, needed = found.get("properties"), found.get("required") or []
+        # What is no schema stays as it is: llguidance says what is wrong with it.
+        if not isinstance(named, Mapping) or not isinstance(needed, (list, tuple)) or not set(found) <= PLAIN:
+            return found
+        known = all(isinstance(each, str) and each in named for each in needed)
+        return {**found, "additionalProperties": False} if known else found
 
     def shown(self) -> dict[str, Any]:
         """As chat templates of the Hugging Face hub expect it."""

@@ -65,7 +65,9 @@ def test_the_unit_has_no_key_that_systemd_does_not_know(tmp_path: Path) -> None:
     text = (DEPLOY / "edgeq.service").read_text().replace("/opt/edgeq/bin/edgeq", sys.executable)
     unit = tmp_path / "edgeq.service"
     unit.write_text(text)
-    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True)
+    # Not of units of this machine that it depends on.
+    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "edgeq.service" not in done.stderr, done.stderr
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from edgeq.container import ModelFile
 from edgeq.errors import InputError
@@ -22,7 +22,7 @@ from edgeq.version import __version__
 from edgeq.whole_file import no_follow, write_whole
 
 if TYPE_CHECKING:
-    from edgeq.runtime.server.lines import Line, Lines, Named, Recorded
+    from edgeq.runtime.server.lines import Line, Lines, Recorded
 
 MIB = 1 << 20
 MOST_LINES = 1_000_000
@@ -63,6 +63,13 @@ class Serving:
         given = [(name, self.options[name]) for name in ANSWERED_BY]
         data = repr((__version__, identity, self.chat_template, self.names, given, digests(self.adapters))).encode()
         return hashlib.blake2b(data, digest_size=16).digest()
+
+
+class Finished(NamedTuple):
+    """Lines without an answer, and those of them that may have one when they are asked again."""
+
+    failed: int
+    may_pass: int
 
 
 @dataclass
@@ -118,8 +125,8 @@ def batch(
     del file
     check_replaceable(output)
     before = finished(output, lined.ids) if not force and output.exists() else None
-    if before and not any(named.may_pass for named in before):
-        failed = sum(named.failed for named in before)
+    if before and not before.may_pass:
+        failed = before.failed
         note(f"{output}: was finished before")
         remove_rest(output)
     else:
@@ -148,7 +155,7 @@ def batch(
     if failed:
         message = f"{failed:,} of {len(lined.ids):,} lines have no answer; their records in {output} say why"
         again = "; the same command asks those again that failed by no mistake of theirs (status 500)"
-        raise InputError(message + (again if any(named.may_pass for named in finished(output, lined.ids)) else ""))
+        raise InputError(message + (again if finished(output, lined.ids).may_pass else ""))
 
 
 def here(serving: Serving, lined: Lined, done: set[str]) -> Iterator[Recorded]:
@@ -272,8 +279,8 @@ def take_over(output: Path, file: BinaryIO, done: dict[str, tuple[int, int, bool
     file.flush()
 
 
-def finished(output: Path, ids: list[str]) -> list[Named]:
-    """The records of a finished file, without their answers.  InputError: it is that of other lines, or of another model."""
+def finished(output: Path, ids: list[str]) -> Finished:
+    """What is missing in a finished file.  InputError: it is that of other lines, or of another model."""
     import msgspec
 
     from edgeq.runtime.server.lines import Named
@@ -282,12 +289,17 @@ def finished(output: Path, ids: list[str]) -> list[Named]:
     try:
         with open(output, "rb", opener=no_follow) as file:
             # One by one: together the bodies of many answers fill the memory.
-            found = [status_of(msgspec.json.decode(line, type=Named)) for line in file]
+            found, failed, may_pass = list[str](), 0, 0
+            for line in file:
+                named = msgspec.json.decode(line, type=Named)
+                found.append(named.id)
+                failed += named.failed
+                may_pass += named.may_pass
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         raise other from None
-    if [named.id for named in found] != ids:
+    if found != ids:
         raise other
-    return found
+    return Finished(failed, may_pass)
 
 
 def remove_rest(output: Path) -> None:
@@ -295,13 +307,6 @@ def remove_rest(output: Path) -> None:
     if partial_path(output).exists():
         with suppress(InputError), partial(output):
             partial_path(output).unlink()
-
-
-def status_of(named: Named) -> Named:
-    """The record without its body."""
-    from edgeq.runtime.server.lines import Named
-
-    return Named(named.id, named.response and {"status_code": named.response.get("status_code")})
 
 
 def put_in_order(file: BinaryIO, output: Path, places: list[tuple[int, int, bool]]) -> None:

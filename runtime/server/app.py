@@ -288,6 +288,9 @@ class Server:
                 async with aclosing(self.owner.updates(each)) as updates:
                     async for update in updates:
                         if update and update.error:
+                            if update.pieces:
+                                # Those of earlier steps, which come together with it.
+                                yield first, update
                             raise update.error
                         yield (first, update) if update else None
                 first += each.ticket.job.n

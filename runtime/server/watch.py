@@ -15,7 +15,15 @@ _log = logging.getLogger("edgeq.server")
 
 async def watch(file: ModelFile, on_change: Callable[[], None]) -> None:
     """Until the file is not intact any more, which `on_change` is called for."""
-    while file.is_intact:
+    while _is_intact(file):
         await asyncio.sleep(SECONDS)
     _log.error("%s was written to while it was served; give a new file its name instead: mv NEW %s", file.path, file.path)
     on_change()
+
+
+def _is_intact(file: ModelFile) -> bool:
+    try:
+        return file.is_intact
+    except OSError:
+        # A network file system that does not answer says nothing of the file.
+        return True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from edgeq.errors import EdgeqError, InputError
 from edgeq.records import Mode
 from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Candidates, certain
@@ -32,7 +34,11 @@ def looked_up(stream: Stream, count: int) -> Draft:
 def forced(stream: Stream, count: int) -> Draft:
     """A draft from the grammar that the text is held to: a key of a schema, and what stands around it."""
     matcher = stream.sampler.rules.matcher
-    tokens = matcher.forced(stream.tokens)[:count] if matcher and count else []
+    try:
+        tokens = matcher.forced(stream.tokens)[:count] if matcher and count else []
+    except InputError:
+        # The grammar gives up on this text: the draw that follows says so.
+        tokens = []
     return Draft(tokens, [certain(token) for token in tokens], forced=True)
 
 
@@ -45,12 +51,16 @@ def drafted(streams: Sequence[Stream], counts: Sequence[int], mode: Mode) -> lis
     lengths = [len(stream.session.tokens) for stream in streams]
     try:
         for step in range(max(counts)):
-            active = [i for i, count in enumerate(counts) if step < count]
+            active = [i for i, count in enumerate(counts) if step < count and len(drafts[i].tokens) == step]
+            if not active:
+                break
             items = [BatchItem(streams[i].session, [(drafts[i].tokens or streams[i].tokens)[-1]], [0]) for i in active]
             for i, logits in zip(active, run_together(items, mode), strict=True):
                 stream, draft = streams[i], drafts[i]
-                draft.candidates.append(stream.sampler.candidates(logits[0], stream.tokens + draft.tokens))
-                draft.tokens.append(stream.sampler.pick(draft.candidates[-1]))
+                # Where no token can come, the exact run tells whether the text ends there.
+                with suppress(EdgeqError):
+                    draft.candidates.append(stream.sampler.candidates(logits[0], stream.tokens + draft.tokens))
+                    draft.tokens.append(stream.sampler.pick(draft.candidates[-1]))
     finally:
         # An interrupt must not leave keys and values of the cheap mode in the cache, which a later prompt would keep.
         for stream, length in zip(streams, lengths, strict=True):

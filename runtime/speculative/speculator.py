@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.errors import InputError
+from edgeq.errors import EdgeqError, InputError
 from edgeq.records import MODES, Mode
 from edgeq.runtime.arguments import integer
 from edgeq.runtime.decode import Stream
@@ -55,7 +55,8 @@ class Speculator:
     def step(self, streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
         """The next tokens of each stream, at least one and at most `room`; they are in `Stream.tokens` on return.
 
-        All but the last of a stream's tokens are in its cache before and after.
+        All but the last of a stream's tokens are in its cache before and after.  A text that cannot go on has its reason in
+        `Stream.error`, and the others have their tokens.
         """
         share = streams[0].session.most_logits // len(streams) - 1
         limits = [max(0, min(LONGEST_DRAFT, share, n - 1, s.session.left - 1)) for s, n in zip(streams, room, strict=True)]
@@ -73,14 +74,23 @@ class Speculator:
         emitted = []
         for i, (stream, draft, logits) in enumerate(zip(streams, drafts, verified, strict=True)):
             before = len(stream.session.tokens) - len(draft.tokens)
-            tokens = accept(stream, draft, logits)
-            accepted = len(tokens) - 1
+            tokens = self._accepted(stream, draft, logits)
+            accepted = max(0, len(tokens) - 1)
             stream.session.trim(before + accepted)
             stream.session.logits = logits[accepted]
             self._count(plan, draft, accepted, offers[i].tokens if offers else [], tokens)
             emitted.append(tokens)
         self._conclude(plan, len(streams), emitted)
         return emitted
+
+    def _accepted(self, stream: Stream, draft: Draft, logits: NDArray[np.float32]) -> list[int]:
+        """As `accept`; fewer tokens where no other can come."""
+        start = len(stream.tokens)
+        try:
+            return accept(stream, draft, logits)
+        except EdgeqError as error:
+            stream.error = error
+            return stream.tokens[start:]
 
     def _draft(self, streams: Sequence[Stream], counts: list[int], plan: DraftPlan, offers: list[Draft]) -> list[Draft]:
         if not any(counts):
@@ -114,7 +124,7 @@ class Speculator:
             return
         if draft.tokens:
             self.planner.acceptance[plan.source].count(accepted, len(draft.tokens))
-        if offer and (plan.gamma == 0 or plan.source != "lookup"):
+        if offer and emitted and (plan.gamma == 0 or plan.source != "lookup"):
             self.planner.acceptance["lookup"].count(int(offer[0] == emitted[0]), 1)
 
     def _conclude(self, plan: DraftPlan, streams: int, emitted: list[list[int]]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from edgeq.errors import InputError
+from edgeq.errors import InputError, ResourceError
 from edgeq.runtime import Model, Sampling, prompt_store
 from edgeq.runtime.job import Job
 from edgeq.runtime.prefix_tree import PrefixTree, digest_of, key_of
@@ -193,6 +193,18 @@ def test_a_full_disk_changes_no_answer(
     assert asked(model, store) == (alone, 0) and asked(model, store) == (alone, 0)
     # After the first it is not tried for ten minutes.
     assert len(tried) == store.errors == 1 and not list(store.folder.iterdir())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ResourceError("no memory on the device")])
+def test_without_memory_for_bytes_no_page_stays_held(
+    model: Model, store: PromptStore, alone: list[int], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def scarce(page: Any) -> bytes:
+        raise error
+
+    monkeypatch.setattr(store, "_save_page", scarce)
+    assert asked(model, store) == (alone, 0) and store.errors == 1
+    assert asked(model, store) == (alone, 0) and not store._waiting and store._thread.is_alive()
 
 
 def test_a_text_that_is_being_written_makes_room(

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from edgeq.errors import EdgeqError, FormatError, InputError
+from edgeq.errors import EdgeqError, FormatError, InputError, ResourceError
 from edgeq.prompt import Place, Prompt
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.job import Busy, Job, Ticket, Update
@@ -80,6 +81,28 @@ def test_a_text_is_what_it_is_alone(
     assert scheduler.running == scheduler.waiting == 0
     free, held, idle = scheduler.pages
     assert held == idle and (shares or held == 0) and (pages is None or free + held == pages)
+
+
+@pytest.mark.parametrize("draft", ["off", "lookup", "qspec"])
+def test_a_text_that_cannot_go_on_ends_alone(model: Model, draft: Any) -> None:
+    """With drafts several texts draw in one call."""
+    scheduler = Scheduler(model, 2, speculator=model.speculator(draft, 3 if draft != "off" else None))
+    sound, length = job(model, "def f(a, a, a, a", 40, Sampling()), len(model.prompt("x = x = x = ").tokens)
+
+    def no_more(tokens: Sequence[int], logits: Any) -> Any:
+        return logits if len(tokens) < length + 9 else np.full_like(logits, -np.inf)
+
+    stuck = scheduler.submit(job(model, "x = x = x = ", 40, Sampling(), processors=(no_more,)))
+    tickets, errors = [scheduler.submit(sound), stuck], list[tuple[Ticket, str]]()
+    found: dict[Ticket, list[int]] = {ticket: [] for ticket in tickets}
+    while scheduler.busy:
+        for update in scheduler.step():
+            found[update.ticket] += [piece.token for piece in update.pieces]
+            errors += [(update.ticket, str(update.error))] if update.error else []
+    assert [ticket for ticket, error in errors if "processor" in error] == [stuck] and len(errors) == 1
+    assert found[tickets[0]] == alone(model, sound)
+    assert found[stuck] == alone(model, job(model, "x = x = x = ", 9, Sampling()))
+    assert scheduler.pages[1] == 0
 
 
 def test_coming_going_and_leaving_at_any_moment_changes_no_text(model: Model, expected: list[list[int]]) -> None:
@@ -227,6 +250,31 @@ def test_an_error_of_one_text_ends_that_text(model: Model) -> None:
         found += scheduler.step()
     assert [type(u.error) for u in found if u.ticket is bad] == [InputError] and issubclass(InputError, EdgeqError)
     assert [u.reason for u in found if u.ticket is good][-1] == "length" and scheduler.pages[1] == 0
+
+
+def test_a_text_beside_one_that_makes_room_drafts_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages were made for one token: drafts would reach into one that nobody made or counted."""
+    pattern = [5, 6, 7] * 80
+
+    def repeats(tokens: Sequence[int], logits: Any) -> Any:
+        only = np.full_like(logits, -np.inf)
+        only[pattern[len(tokens)]] = 0
+        return only
+
+    scheduler = Scheduler(model, 2, speculator=model.speculator("lookup", 7), step_seconds=1e-4)
+    request = Request(max_tokens=100, ignore_eos=True, processors=(repeats,))
+    ticket = scheduler.submit(Job(Prompt(pattern[:59]), request, Sampling()))
+    steps_until(scheduler, ticket)
+    scheduler.submit(job(model, LONG))
+    make = model.program.new_page
+
+    def scarce() -> Page:
+        raise ResourceError("no more memory")
+
+    monkeypatch.setattr(model.program, "new_page", scarce)
+    updates = scheduler.step()
+    monkeypatch.setattr(model.program, "new_page", make)
+    assert [len(update.pieces) for update in updates] == [1] and scheduler.totals.preemptions == 1
 
 
 def test_a_tokenizer_that_fails_on_one_text_ends_that_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import hashlib
 import json
 import socket
@@ -11,16 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from edgeq.container import ModelFile
 from edgeq.runtime import Model
 
 msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
-from edgeq.runtime.server import app, connection  # noqa: E402
+from edgeq.runtime.server import app, connection, watch  # noqa: E402
 from edgeq.runtime.server.answers import Answer  # noqa: E402
 from tests.runtime.serving import TEMPLATE, Served, serving  # noqa: E402
 
@@ -56,6 +59,25 @@ def test_a_clock_that_is_set_ends_no_stream(served: Served, monkeypatch: pytest.
             found += part
     assert b"[DONE]" in found and b'"error"' not in found and served.ask("/health")[0] == 200
     assert served.ask("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+def test_a_file_system_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS does for a while; what was written to the file is found afterwards."""
+    looks, changed = [OSError(errno.ESTALE, "stale file handle"), True, OSError(errno.EIO, "i/o error"), False], list[int]()
+
+    class File:
+        path = Path("model.edgeq")
+
+        @property
+        def is_intact(self) -> bool:
+            found = looks.pop(0)
+            if isinstance(found, OSError):
+                raise found
+            return bool(found)
+
+    monkeypatch.setattr(watch, "SECONDS", 0)
+    asyncio.run(watch.watch(cast(ModelFile, File()), lambda: changed.append(len(looks))))
+    assert changed == [0]
 
 
 def held(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, threading.Event]:

@@ -91,11 +91,24 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted(model: Model, served: 
         assert sum(looks_up.server.scheduler._speculator.statistics.drafted) > 10
 
 
+def test_a_schema_that_leaves_no_token_ends_its_text_alone(served: Served) -> None:
+    """So many tokens cannot come, and the end may not either."""
+    for stream in (False, True):
+        asked = {"model": "tiny", "messages": ASKED, "response_format": HELD, **SAMPLED, "min_tokens": 90, "stream": stream}
+        status, _, body = served.ask(CHAT, asked)
+        assert status == (200 if stream else 400) and "min_tokens" in str(body)
+    # What it could say comes before why there is no more.
+    events = [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: {")]
+    told = [event["choices"][0]["delta"].get("content") or "" for event in events if "choices" in event]
+    jsonschema.validate(json.loads("".join(told)), PERSON)
+    assert served.ask("/health")[0] == 200 and served.idle()
+
+
 def test_a_function_has_no_arguments_beyond_those_that_it_names() -> None:
     for given in ({"x": {"type": "integer"}}, {}):
         (tool,) = tools_of([{"type": "function", "function": {"name": "a", "parameters": {"properties": given}}}])
         assert tool.arguments["additionalProperties"] is False
-    for more in ({"additionalProperties": True}, {"allOf": [{}]}, {"required": ["y"]}):
+    for more in ({"additionalProperties": True}, {"allOf": [{}]}, {"required": ["y"]}, {"required": 5}, {"required": [{}]}):
         parameters = {"properties": {"x": {"type": "integer"}}, **more}
         (tool,) = tools_of([{"type": "function", "function": {"name": "a", "parameters": parameters}}])
         assert tool.arguments == {"type": "object", **parameters}
@@ -279,6 +292,7 @@ def deep(levels: int) -> Any:
         (CHAT, {"messages": ASKED, "response_format": {"type": "json_schema"}}, "invalid_schema", "needs"),
         (CHAT, function(parameters={"type": "string"}), "invalid_value", "object"),
         (CHAT, function(name="a b"), "invalid_value", "name"),
+        (CHAT, function(parameters={"properties": {}, "required": 5}), "invalid_schema", "required"),
         (CHAT, function(strict=True, parameters={"type": "object", "not": {}}), "invalid_schema", "not"),
         (CHAT, {"messages": ASKED, "tools": TOOLS, "tool_choice": "any"}, "invalid_value", "tool_choice"),
         (CHAT, {"messages": ASKED, "tool_choice": "required"}, "invalid_value", "tool_choice"),
