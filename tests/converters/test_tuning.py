@@ -57,8 +57,9 @@ def test_gradients_are_those_of_the_weights_written_out(codec: Codec) -> None:
     widths = [min(codec.group_size, 80 - start) for start in range(0, 80, codec.group_size)]
     spread = factors.repeat_interleave(torch.tensor(widths), 1)
     functional.linear(theirs, restored(part.quantized, codec) * spread).square().sum().backward()
-    torch.testing.assert_close(mine, theirs.grad)
-    torch.testing.assert_close(of_factors, factors.grad)
+    # Processors add in other orders: 2e-5 apart on one.
+    torch.testing.assert_close(mine, theirs.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(of_factors, factors.grad, rtol=1e-4, atol=1e-4)
     assert torch.equal(part.result().q, part.quantized.q) and part.result().scale.dtype == torch.float16
 
 
