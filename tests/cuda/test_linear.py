@@ -203,7 +203,7 @@ def test_layers_of_the_same_parts_share_what_is_made_of_their_input() -> None:
     program, times = program_of(graph, arrays, 5, "a8"), list[Any]()
     program.run(rows_of(program, 5), times=times)
     made = [step.kernel.partition("_")[0] for step in times[0].steps]
-    assert made == ["gather", "butterflies", "form", *["few"] * 3, "butterflies", "arrange", "form", "few"]
+    assert made == ["butterflies", "form", *["few"] * 3, "butterflies", "arrange", "form", "few"]
     agree(arrays, x, *same, other, mode="a8", tolerance=INTEGER)
     # What was made of an input is made again once the input has changed.
     changed = replace(graph, operations=(*graph.operations[:2], Scale(0, "x", 0.5, "x"), *graph.operations[2:]))
