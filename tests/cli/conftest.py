@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,3 +60,11 @@ def template(tmp_path: Path) -> Path:
     path = tmp_path / "template.jinja"
     path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
     return path
+
+
+@pytest.fixture
+def copy(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(tiny_llama, folder)
+    return folder
