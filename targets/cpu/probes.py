@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -285,14 +286,14 @@ def best_decode_threads(isa: Isa, most: int) -> tuple[int, bool]:
     """
     table, kept = _decode_table(isa, most)
     candidates = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < most} | {most})
-    rates, shares = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0.0)
-    for _ in range(PROBES):
-        for n in candidates:
-            table[0, PARTS] = PARTS_A_THREAD * n
-            passes, share = _rates_and_share(table, n, 1.0, 0.5 / PROBES / len(candidates))
-            rates[n], shares[n] = max(rates[n], statistics.median(passes)), max(shares[n], share)
+
+    def choose(n: int) -> int:
+        table[0, PARTS] = PARTS_A_THREAD * n
+        return n
+
+    rates, alone = _in_turn(table, candidates, choose, 0.5)
     del kept
-    return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values())), min(shares.values()) >= ALONE
+    return min(n for n in candidates if rates[n] >= 0.97 * max(rates.values())), alone
 
 
 WORTH_ANOTHER = 1.03
@@ -316,14 +317,30 @@ def best_prefetch_bytes(isa: Isa, threads: int) -> tuple[int, bool]:
     """
     table, kept = _decode_table(isa, threads)
     table[0, PARTS] = PARTS_A_THREAD * threads
-    rates, shares = dict.fromkeys(isa.prefetch_distances, 0.0), dict.fromkeys(isa.prefetch_distances, 0.0)
-    for _ in range(PROBES):
-        for distance in isa.prefetch_distances:
-            table[0, ProductArgs.prefetch_bytes.slot] = distance
-            passes, share = _rates_and_share(table, threads, 1.0, 0.3 / PROBES / len(rates))
-            rates[distance], shares[distance] = max(rates[distance], statistics.median(passes)), max(shares[distance], share)
+
+    def choose(distance: int) -> int:
+        table[0, ProductArgs.prefetch_bytes.slot] = distance
+        return threads
+
+    rates, alone = _in_turn(table, isa.prefetch_distances, choose, 0.3)
     del kept
-    return next(each for each in rates if WORTH_ANOTHER * rates[each] >= max(rates.values())), min(shares.values()) >= ALONE
+    return next(each for each in rates if WORTH_ANOTHER * rates[each] >= max(rates.values())), alone
+
+
+def _in_turn(
+    table: Table, candidates: Collection[int], choose: Callable[[int], int], seconds: float
+) -> tuple[dict[int, float], bool]:
+    """Passes per second with each of `candidates`, the best of PROBES measurements in turn; whether the threads were alone.
+
+    choose   sets a candidate in `table` and gives the number of threads to measure it with
+    seconds  for all measurements
+    """
+    rates, shares = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0.0)
+    for _ in range(PROBES):
+        for each in candidates:
+            passes, share = _rates_and_share(table, choose(each), 1.0, seconds / PROBES / len(candidates))
+            rates[each], shares[each] = max(rates[each], statistics.median(passes)), max(shares[each], share)
+    return rates, min(shares.values()) >= ALONE
 
 
 def _decode_table(isa: Isa, threads: int) -> tuple[Table, list[NDArray[Any]]]:
