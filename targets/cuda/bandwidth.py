@@ -14,9 +14,15 @@ from edgeq.targets.cuda.pack import Variant
 
 READ, COPY = "read_bandwidth 2 of the GPU ", "copy_bandwidth of the GPU "
 KERNEL = Variant("read_memory")
-BLOCK, LEAST_BLOCK, ROUNDS = 256 << 20, 16 << 20, 8
+BLOCK = 256 << 20
+"""Bytes that are read: twice the largest L2 cache of an NVIDIA GPU, which so keeps little of them for the next round."""
+ENOUGH = 0.05
+"""Seconds in which they are read again and again: an idle GPU raises its clocks within tens of milliseconds (an assumption)."""
+MOST_ROUNDS = 1024
+"""Of them: as many as ENOUGH holds at 5 TB/s, should the device's clock stand still."""
+LEAST_BLOCK = 16 << 20
 SLOW = 0.005
-"""Seconds for the least block on a device that is not asked to read the large one, as a GPU of 3 GB/s would not be."""
+"""Seconds for the least block, which is read first: at 3 GB/s.  No GPU is slower; a device that is, is not asked for BLOCK."""
 BLOCKS = 8
 """Blocks of threads of each multiprocessor."""
 ROUND = 128 * 4 * 16
@@ -76,18 +82,21 @@ def _quickest(
 
     times   as many bytes are allocated
     """
-    for most in (LEAST_BLOCK, BLOCK):
-        nbytes = max(1, min(most, room) // multiple) * multiple
-        memory = device.allocate(times * nbytes)
-        device.zero(memory.address, times * nbytes)
-        marks, taken = (device.mark(), device.mark()), list[float]()
-        # Recorded with its marks: the host takes as long to start a kernel as a fast GPU to read the block.
-        recording = device.record([marks[0], step(memory.address, nbytes), marks[1]])
-        for _ in range(ROUNDS):
-            recording.replay()
-            taken += device.seconds(marks)
-            if taken[-1] > SLOW:
-                break
-        if max(taken) > SLOW:
-            break
+    least = _rounds(device, min(LEAST_BLOCK, room), multiple, step, times, 0.0)
+    return least if least[1] > SLOW else _rounds(device, min(BLOCK, room), multiple, step, times, ENOUGH)
+
+
+def _rounds(
+    device: Device, most: int, multiple: int, step: Callable[[int, int], Call | Copy], times: int, enough: float
+) -> tuple[int, float]:
+    """The same of two rounds, or as many as take `enough` seconds, over at most `most` bytes."""
+    nbytes = max(1, most // multiple) * multiple
+    memory = device.allocate(times * nbytes)
+    device.zero(memory.address, times * nbytes)
+    marks, taken = (device.mark(), device.mark()), list[float]()
+    # Recorded with its marks: the host takes as long to start a kernel as a fast GPU to read the block.
+    recording = device.record([marks[0], step(memory.address, nbytes), marks[1]])
+    while len(taken) < 2 or (sum(taken) < enough and len(taken) < MOST_ROUNDS):
+        recording.replay()
+        taken += device.seconds(marks)
     return nbytes, max(min(taken), 1e-9)

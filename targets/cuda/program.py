@@ -126,9 +126,10 @@ class CudaProgram:
         return sum(isinstance(each, Launch) for each in self._made(self.options.mode, self._own).launches((1, 1)))
 
     @property
-    def waited_s(self) -> float:
-        """Seconds so far in which the host waited for runs that were started as one graph."""
-        return self._recordings.waited_s
+    def waited_s(self) -> float | None:
+        """Seconds so far in which the host waited for runs that were started as one graph; None: none are, and of launches that
+        are started one by one the host does not know when it waits."""
+        return self._recordings.waited_s if self._recordings.reserved else None
 
     @property
     def device_bytes(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeq.errors import EdgeqError
 from edgeq.targets.cuda import build
 from tests.cuda import emulated, real
 from tests.cuda.asked import Asked
@@ -20,6 +21,7 @@ WITHOUT_GPU = {
     "test_driver.py",
     "test_emulator.py",
     "test_generated.py",
+    "test_generated_products.py",
     "test_mutations.py",
     "test_occupancy.py",
     "test_pack.py",
@@ -38,7 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Before the tests import the device that they run on.
     if config.getoption("--gpu", default=False):
-        real.take_the_place(emulated, build, config.getoption("--pack"))
+        try:
+            real.take_the_place(emulated, build, config.getoption("--pack"))
+        except EdgeqError as error:
+            raise pytest.UsageError(str(error)) from None
     recording = config.getoption("--record-kernels", default=False)
     if recording and config.getoption("numprocesses", default=None) and config.getoption("dist") != "loadfile":
         raise pytest.UsageError("--record-kernels needs all tests of a file in one process: add --dist loadfile or drop -n")

@@ -22,6 +22,8 @@ def main(archs: Sequence[str], variants: Sequence[Variant], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data)
     note(f"{path}: {len(variants)} kernels for {', '.join(archs)}, {len(data) / 1e6:.1f} MB, {compiled} compiled")
+    if spilled := [f"{v.symbol} for {image.arch}" for v in variants for image in made[v].images.values() if image.spilled]:
+        sys.exit(f"registers are spilled by {', '.join(spilled)}")
 
 
 if __name__ == "__main__":

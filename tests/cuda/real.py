@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from edgeq.errors import InputError
-from edgeq.targets.cuda import pack_file
+from edgeq.targets.cuda import discover, pack_file, supply
 from edgeq.targets.cuda.device import Kernel
 from edgeq.targets.cuda.driver import DriverDevice, DriverRecording
 from edgeq.targets.cuda.pack import Generated, Variant
@@ -54,11 +54,22 @@ class RealDevice(DriverDevice):
 
 
 def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:
-    """Of the emulated device, and of what generates; `path`: of the pack.  InputError, FormatError: it is none."""
+    """Of the emulated device, and of what generates.
+
+    path   of the pack
+
+    InputError: there is no GPU, or no pack that it runs.  FormatError: the pack is damaged.
+    """
+    gpus = discover.find()
+    if gpus.first is None:
+        raise InputError(f"no GPU to test on: {gpus.refused}")
     data = pack_file.read(path)
     if data is None:
         raise InputError(f"{path} is not there; make it with: make kernels")
     RealDevice.pack = pack = pack_file.decode(data, str(path))
+    if not preferred(pack.archs, gpus.first.sm, gpus.driver):
+        arch = supply.arch_for(gpus.first.sm)
+        raise InputError(f"{path} has kernels for {', '.join(pack.archs)} only; make it again with: make kernels GPU={arch}")
 
     def kernels(
         variants: Sequence[Variant], on_kernel: Callable[[int, str], None] = lambda done, label: None

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def needs_imitation() -> None:
         pytest.skip(reason)
 
 
+def on_an_imitated_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in (pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_imitation")):
+        test = mark(test)
+    return test
+
+
 def on_gpu(tmp_path: Path, code: str, **settings: object) -> dict[str, object]:
     """What `code` puts into `found`, in a process with an imitated GPU."""
     text = f"{START}\nfound = {{}}\n{textwrap.dedent(code)}\nprint(json.dumps(found))"
@@ -63,9 +70,7 @@ def test_arguments_have_the_types_of_their_parameters_and_fit_them() -> None:
         packed(parameters, [1, 2])
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 def test_memory_is_written_and_read_in_order_from_any_thread(tmp_path: Path) -> None:
     """More than the pinned buffer holds; copies are done only when something waits, and the array is changed at once."""
     found = on_gpu(
@@ -101,9 +106,24 @@ def test_memory_is_written_and_read_in_order_from_any_thread(tmp_path: Path) -> 
     assert found["same"] and found["facts"] == ["Imitated GPU 0", 87, 8, False, 12060]
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
+def test_where_a_gpu_shares_the_memory_what_linux_can_give_is_free(tmp_path: Path) -> None:
+    """The driver counts cached pages of files as taken."""
+    found = on_gpu(
+        tmp_path,
+        """
+        from edgeq import machine
+        machine.available_bytes = lambda: 12345678
+        device = driver.DriverDevice()
+        found["memory"], found["integrated"] = device.memory(), device.integrated
+        """,
+        memory=1 << 27,
+        integrated=1,
+    )
+    assert found["memory"] == [1 << 27, 12345678] and found["integrated"]
+
+
+@on_an_imitated_gpu
 def test_threads_do_not_take_the_pinned_buffer_from_each_other(tmp_path: Path) -> None:
     """The decoder of one request and the vision tower of another."""
     found = on_gpu(
@@ -131,9 +151,7 @@ def test_threads_do_not_take_the_pinned_buffer_from_each_other(tmp_path: Path) -
     assert found["wrong"] == []
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 def test_what_is_recorded_is_replayed_and_finalizers_leave_the_context_of_the_thread(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -178,9 +196,7 @@ def test_what_is_recorded_is_replayed_and_finalizers_leave_the_context_of_the_th
     assert "cuMemcpyHtoDAsync" in str(found["outside"]) and "invalid argument" in str(found["outside"])
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 def test_times_are_those_of_the_device_in_a_recording_and_outside(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -210,9 +226,7 @@ def test_times_are_those_of_the_device_in_a_recording_and_outside(tmp_path: Path
     assert "cuEventElapsedTime" in str(found["too early"])
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 def test_a_graph_without_memory_is_no_failure_of_the_device(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -228,9 +242,7 @@ def test_a_graph_without_memory_is_no_failure_of_the_device(tmp_path: Path) -> N
     assert "ResourceError: Imitated GPU 0 has no room for a graph of 1 steps" in str(found["full"])
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 def test_a_graph_without_memory_to_start_is_no_failure_of_the_device(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -251,9 +263,7 @@ def test_a_graph_without_memory_to_start_is_no_failure_of_the_device(tmp_path: P
     assert "ResourceError: Imitated GPU 0 has no room to start a graph" in str(found["full"]) and found["then"] == [7] * 64
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 def test_a_gpu_without_room_for_a_context_is_told_and_asked_again(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -267,9 +277,7 @@ def test_a_gpu_without_room_for_a_context_is_told_and_asked_again(tmp_path: Path
     assert "ResourceError: no room on Imitated GPU 0 to begin with" in str(found["full"]) and found["later"] == 1 << 20
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 def test_errors_are_told_and_end_the_device_but_not_the_process(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -301,9 +309,7 @@ def test_errors_are_told_and_end_the_device_but_not_the_process(tmp_path: Path) 
     assert found["again"] == 64 << 20
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 def test_an_image_that_the_driver_does_not_take_is_refused_by_name(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -323,9 +329,7 @@ def test_an_image_that_the_driver_does_not_take_is_refused_by_name(tmp_path: Pat
     assert "CUDA_ERROR_NO_BINARY_FOR_GPU; install a newer driver, or run edgeq build --for sm_87" in str(found["newer"])
 
 
-@pytest.mark.cuda
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("needs_imitation")
+@on_an_imitated_gpu
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

@@ -1,9 +1,8 @@
-"""What TVM generates: the same text each time, compiled for every GPU that is supported, without a spilled register."""
+"""What TVM generates: the same text each time, compiled for every GPU; test_generated_products.py has the products."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,19 +18,12 @@ from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.largest import SLICE
 from edgeq.targets.cuda.pack import Variant, encode
 from edgeq.targets.graph import Function
+from tests.cuda.compiling import compiles_for_every_gpu
 
 pytestmark = pytest.mark.cuda
 
-SMS, HEADS = (80, 87, 90), (20, 32, 64, 72, 80, 96, 128, 256)
+HEADS = (20, 32, 64, 72, 80, 96, 128, 256)
 FORMS = [Variant("form", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)]
-PRODUCTS = [
-    Variant(kernel, (bits, zero, integer, group))
-    for kernel in ("few", "many")
-    for bits in BITS
-    for zero in (False, True)
-    for integer in (False, True)
-    for group in (16, 32, 64, 128)
-]
 EMBEDS = [Variant("embed", (bits, zero)) for bits in BITS for zero in (False, True)]
 FUNCTIONS = (
     "rms_norm", "layer_norm", "head_norm", "scale", "inject", "select", "rope", "cache_write", "cache_write_int8",
@@ -73,20 +65,14 @@ OTHERS = [
     *(Variant(name) for name in FUNCTIONS),
 ]
 SHARE = {
-    Variant("few", (4, True, True, 128)),
-    Variant("many", (4, True, False, 128)),
     Variant("embed", (8, False)),
     Variant("attend", (32, "f16", PART)),
     *(Variant(name) for name in ("rms_norm", "select", "rope", "cache_write")),
 }
 """What `make test` compiles; the rest is for `make test-cuda`."""
-LIKE_87 = {*SHARE, *FUSED, *(Variant("many", (bits, True, True, 32)) for bits in BITS)}
-"""What is compiled for sm_89 too: it takes the registers of sm_87, and so spills nothing that sm_87 does not."""
 VARIANTS = [
-    pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol)
-    for v in (*FORMS, *PRODUCTS, *FUSED, *EMBEDS, *OTHERS)
+    pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol) for v in (*FORMS, *FUSED, *EMBEDS, *OTHERS)
 ]
-GATHERED = re.compile(r"make_(uint|int|float)[24]\(")
 
 
 @pytest.fixture(autouse=True)
@@ -97,12 +83,7 @@ def needed(needs_generator: None) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_kernel_compiles_for_every_gpu_and_spills_nothing(variant: Variant) -> None:
-    (generated,) = build.kernels([variant])
-    assert not GATHERED.search(generated.text), "a vector load is gathered word by word"
-    found = {sm: nvrtc.compiled(generated, f"sm_{sm}") for sm in (*SMS, *([89] if variant in LIKE_87 else []))}
-    for compiled in found.values():
-        assert compiled.image[:4] == b"\x7fELF" and not compiled.spilled and compiled.registers <= 255
-    assert variant not in LIKE_87 or found[89].registers == found[87].registers
+    compiles_for_every_gpu(variant, sm_89=variant in SHARE or variant in FUSED)
 
 
 @pytest.mark.exhaustive

@@ -29,9 +29,9 @@ def needed() -> None:
         pytest.skip(reason)
 
 
-def run(tests: Sequence[str], pack: Path, made: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+def run(tests: Sequence[str], pack: Path, made: Path, cache: Path, **settings: object) -> subprocess.CompletedProcess[str]:
     paths = [HERE / f"{name}.py" for name in tests]
-    return imitated.run("-c", BARE, "-q", "--gpu", "--pack", pack, *paths, cache=cache, kernels=made)
+    return imitated.run("-c", BARE, "-q", "--gpu", "--pack", pack, *paths, cache=cache, kernels=made, **settings)
 
 
 def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Path) -> None:
@@ -44,8 +44,23 @@ def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Pa
     (tests,) = (name for name in TESTS if variants[-1] in asked.listed(name))
     ran = run([tests], tmp_path / "less", made, tmp_path / "cache")
     assert ran.returncode == 1 and f"has no {variants[-1].symbol}; make it again with: make kernels" in ran.stdout, ran.stdout
-    ran = run([tests], tmp_path / "nowhere", made, tmp_path / "cache")
-    assert ran.returncode != 0 and "nowhere is not there; make it with: make kernels" in ran.stdout + ran.stderr
+
+
+def test_without_a_gpu_or_a_pack_for_it_one_line_says_so(tmp_path: Path) -> None:
+    kernels.main(["sm_87"], [Variant("select")], tmp_path / "pack")
+    for pack, settings, words in (
+        ("pack", {"count": 0}, "no GPU to test on: "),
+        ("nowhere", {}, "nowhere is not there; make it with: make kernels"),
+        # Its driver does not read the PTX.
+        (
+            "pack",
+            {"sm": 90, "driver": 12000},
+            "kernels for compute_80, sm_87 only; make it again with: make kernels GPU=sm_90",
+        ),
+    ):
+        ran = run(TESTS, tmp_path / pack, tmp_path, tmp_path / "cache", **settings)
+        (told,) = ran.stderr.strip().splitlines()
+        assert ran.returncode == pytest.ExitCode.USAGE_ERROR and words in told and not ran.stdout.strip(), ran.stdout
 
 
 def test_tests_of_a_file_are_recorded_in_one_process() -> None:

@@ -44,6 +44,8 @@ def test_bandwidths_are_measured_once(
     device: EmulatedDevice, model_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(bandwidth, "LEAST_BLOCK", 1 << 20)
+    monkeypatch.setattr(bandwidth, "BLOCK", 1 << 20)
     program = compiled(device, model_path)
     assert program.copy_bandwidth is None
     recorded, record = set[tuple[type, ...]](), device.record
@@ -155,3 +157,5 @@ def test_a_token_is_measured_with_its_launches_and_the_time_of_the_host(
     path = model_path("llama_gqa", {"initializer_range": 0.05}, method="rtn", bits=4, group_size=32)
     found = fixed_time.measured(path, "any", 3, 2, lambda share: None, target="cuda", mode="a16")
     assert found.launches and found.host_s is not None and 0 < found.host_s < 100 * found.seconds
+    alone = fixed_time.measured(path, "any", 1, 1, lambda share: None, target="cuda", mode="a16", graphs=False)
+    assert alone.launches and alone.host_s is None

@@ -2,8 +2,8 @@
 
 Files of random weights in published shapes and one codec are decoded in turn.  Milliseconds per token over bytes per token are
 a line: its slope is the bandwidth that decode reaches, its intercept, `fixed_ms`, what the number of operations, launches and
-the host cost.  Beside it are the launches of a token and the time in which the host did not wait for the device, both of which
-a device that is no processor states.
+the host cost.  Beside it are the launches of a token and, where a token is started as one graph, the time in which the host did
+not wait for the device; a device that is no processor states both.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from edgeq.codec import Codec
 from edgeq.errors import InputError
 from edgeq.runtime import Model
+from edgeq.targets.target import Program
 from edgeq.tools.entry import Command
 from edgeq.tools.lab.gpu_roofline import MODELS, config_of
 from edgeq.tools.lab.make_checkpoint import SHAPES
@@ -42,7 +43,7 @@ class Point:
 
     bytes      that a token reads, with the cache in the middle of those decoded
     seconds    of a token, the median of all;  launches: of a token, None: the target counts none
-    host_s     of a token in which the host did not wait for the device; None: the target is the host
+    host_s     of a token in which the host did not wait for the device; None: the target is the host, or does not know
     """
 
     shape: str
@@ -83,14 +84,20 @@ def measured(path: Path, shape: str, tokens: int, repetitions: int, report: Call
             report(i / repetitions)
             session = model.session()
             for token in range(WARM_UP + tokens):
-                before, began = getattr(program, "waited_s", 0.0), perf_counter()
+                before, began = _waited_s(program) or 0.0, perf_counter()
                 session.decode(token % model.config.vocab_size)
                 if token >= WARM_UP:
                     times.append(perf_counter() - began)
-                    waited += getattr(program, "waited_s", 0.0) - before
-        host = (sum(times) - waited) / len(times) if hasattr(program, "waited_s") else None
+                    waited += (_waited_s(program) or 0.0) - before
+        host = None if _waited_s(program) is None else (sum(times) - waited) / len(times)
         read = step_bytes(model, WARM_UP + (tokens + 1) // 2)
         return Point(shape, read, statistics.median(times), getattr(program, "kernels_per_token", None), host, facts(model))
+
+
+def _waited_s(program: Program) -> float | None:
+    """Seconds in which the host waited for the device so far."""
+    found: float | None = getattr(program, "waited_s", None)
+    return found
 
 
 def text(points: Sequence[Point], found: Line) -> str:

@@ -112,42 +112,69 @@ void shuffle(Thread *lanes, bool exclusive) {
   }
 }
 
-float half_bits(uint32_t bits) { half h; h.bits = uint16_t(bits); return h; }
+typedef float Floats __attribute__((vector_size(32)));
+typedef int Ints __attribute__((vector_size(32)));
+
+// Eight halves as floats.
+Floats widened(const uint16_t *halves) {
+  Floats wide;
+#if defined(__F16C__)
+  typedef short Shorts __attribute__((vector_size(16)));
+  Shorts narrow;
+  memcpy(&narrow, halves, sizeof narrow);
+  wide = __builtin_ia32_vcvtph2ps256(narrow);
+#else
+  for (int i = 0; i < 8; ++i) {
+    half h;
+    h.bits = halves[i];
+    wide[i] = h;
+  }
+#endif
+  return wide;
+}
 
 // m16n8k16: lane (g = lane / 4, t = lane % 4) has rows g, g + 8 and columns 2t, 2t + 1 (+ 8) of A, PTX ISA 9.7.14.5.
 void mma_f16(Thread *lanes) {
-  float a[16][16], b[16][8], d[16][8];
+  uint16_t a[16][16], b[16][8];
+  float row[16];
+  Floats columns[16], d[16];
   for (int l = 0; l < WARP; ++l) {
     int g = l / 4, t = l % 4;
     const Operands &in = lanes[l].in;
-    for (int h = 0; h < 2; ++h) {
-      for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][2 * t + h + i / 2 * 8] = half_bits(in.words[i] >> 16 * h);
-      for (int i = 0; i < 2; ++i) b[2 * t + h + i * 8][g] = half_bits(in.words[4 + i] >> 16 * h);
-      for (int i = 0; i < 2; ++i) d[g + i * 8][2 * t + h] = in.floats[6 + 2 * i + h];
-    }
+    for (int i = 0; i < 4; ++i) memcpy(&a[g + i % 2 * 8][2 * t + i / 2 * 8], &in.words[i], 4);
+    for (int h = 0; h < 2; ++h)
+      for (int i = 0; i < 2; ++i) {
+        b[2 * t + h + i * 8][g] = uint16_t(in.words[4 + i] >> 16 * h);
+        d[g + i * 8][2 * t + h] = in.floats[6 + 2 * i + h];
+      }
   }
-  for (int r = 0; r < 16; ++r)
-    for (int k = 0; k < 16; ++k)
-      for (int c = 0; c < 8; ++c) d[r][c] += a[r][k] * b[k][c];
+  for (int k = 0; k < 16; ++k) columns[k] = widened(b[k]);
+  for (int r = 0; r < 16; ++r) {
+    for (int k = 0; k < 16; k += 8) {
+      Floats wide = widened(a[r] + k);
+      memcpy(row + k, &wide, sizeof wide);
+    }
+    for (int k = 0; k < 16; ++k) d[r] += row[k] * columns[k];
+  }
   for (int l = 0; l < WARP; ++l)
     for (int i = 0; i < 4; ++i) lanes[l].out.floats[i] = d[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
 }
 
 // m16n8k32 of unsigned by signed bytes: lane (g, t) has rows g, g + 8 and columns 4t ... 4t + 3 (+ 16) of A.
 void mma_u8s8(Thread *lanes) {
-  int a[16][32], b[32][8], d[16][8];
+  uint8_t a[16][32];
+  Ints b[32], d[16];
   for (int l = 0; l < WARP; ++l) {
     int g = l / 4, t = l % 4;
     const Operands &in = lanes[l].in;
-    for (int h = 0; h < 4; ++h) {
-      for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][4 * t + h + i / 2 * 16] = uint8_t(in.words[i] >> 8 * h);
-      for (int i = 0; i < 2; ++i) b[4 * t + h + i * 16][g] = int8_t(in.words[4 + i] >> 8 * h);
+    for (int i = 0; i < 4; ++i) {
+      memcpy(&a[g + i % 2 * 8][4 * t + i / 2 * 16], &in.words[i], 4);
+      for (int j = 0; j < 2; ++j) b[4 * t + i + j * 16][g] = int8_t(in.words[4 + j] >> 8 * i);
+      d[g + i / 2 * 8][2 * t + i % 2] = int(in.words[6 + i]);
     }
-    for (int i = 0; i < 4; ++i) d[g + i / 2 * 8][2 * t + i % 2] = int(in.words[6 + i]);
   }
   for (int r = 0; r < 16; ++r)
-    for (int k = 0; k < 32; ++k)
-      for (int c = 0; c < 8; ++c) d[r][c] += a[r][k] * b[k][c];
+    for (int k = 0; k < 32; ++k) d[r] += a[r][k] * b[k];
   for (int l = 0; l < WARP; ++l)
     for (int i = 0; i < 4; ++i) lanes[l].out.words[i] = uint32_t(d[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2]);
 }

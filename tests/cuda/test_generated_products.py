@@ -1,0 +1,29 @@
+"""Products of every width and group, compiled for every GPU; a file of its own, as it takes as long as half of the others."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from edgeq.codec import BITS
+from edgeq.targets.cuda import nvrtc
+from edgeq.targets.cuda.pack import Variant
+from tests.cuda.compiling import compiles_for_every_gpu
+
+pytestmark = pytest.mark.cuda
+
+FLAGS, GROUPS = (False, True), (16, 32, 64, 128)
+PRODUCTS = [Variant(*each) for each in itertools.product(("few", "many"), itertools.product(BITS, FLAGS, FLAGS, GROUPS))]
+SHARE = {Variant("few", (4, True, True, 128)), Variant("many", (4, True, False, 128))}
+"""What `make test` compiles; the rest is for `make test-cuda`."""
+ON_89 = {*SHARE, *(Variant("many", (bits, True, True, 32)) for bits in BITS)}
+VARIANTS = [pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol) for v in PRODUCTS]
+
+
+@pytest.mark.usefixtures("needs_generator")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_product_compiles_for_every_gpu_and_spills_nothing(variant: Variant) -> None:
+    if reason := nvrtc.refusal():
+        pytest.skip(reason)
+    compiles_for_every_gpu(variant, sm_89=variant in ON_89)
