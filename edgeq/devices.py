@@ -6,9 +6,7 @@ reads every weight once per token, so bandwidth over bytes per token bounds its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 from edgeq.errors import InputError
 
@@ -37,8 +35,8 @@ class Device:
     memory           bytes
     bandwidth        peak of the memory, bytes per second
     read_bandwidth   measured, bytes per second; 0: not published
-    decode_points    bytes of weights that a token reads and the seconds it took, both rising: measured with models of one
-                     shape; empty: decode is expected to read a share of the bandwidth
+    decoded          bytes of weights that a token of a file read and the seconds it took; None: decode is expected to read a
+                     share of the bandwidth
     """
 
     name: str
@@ -47,7 +45,7 @@ class Device:
     memory: int
     bandwidth: float
     read_bandwidth: float = 0.0
-    decode_points: tuple[tuple[int, float], ...] = ()
+    decoded: tuple[int, float] | None = None
     multiprocessors: int = 0
 
     @property
@@ -70,31 +68,15 @@ class Device:
         return self.memory - max(self.memory // 8, GIB // 2)
 
     def decode_seconds(self, weights: float, cache: float = 0.0) -> float:
-        """The seconds that a token is expected to take which reads so many bytes of weights and of its cache.
-
-        Between measured points, and beyond them, it follows straight lines.
-        """
-        if not self.decode_points:
+        """The seconds that a token is expected to take which reads so many bytes of weights and of its cache."""
+        if self.decoded is None:
             return (weights + cache) / self.decode_bandwidth
-        (read, seconds), slope = self._line(lambda point: point[0] < weights)
-        return seconds + slope * (weights - read) + cache / self.decode_bandwidth
-
-    def readable(self, seconds: float) -> float:
-        """The inverse: the most bytes of weights that a token can read in `seconds`, without a cache; 0 or less: none."""
-        if not self.decode_points:
-            return seconds * self.decode_bandwidth
-        (read, start), slope = self._line(lambda point: point[1] < seconds)
-        return read + (seconds - start) / slope
-
-    def _line(self, before: Callable[[tuple[float, float]], bool]) -> tuple[tuple[float, float], float]:
-        """A point of the line that leads on from the last point that is `before`, and its slope in seconds per byte."""
-        points = [*self.decode_points] if len(self.decode_points) > 1 else [(0, 0.0), *self.decode_points]
-        lines = [(a, (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(points)]
-        return [line for line in lines if before(line[0])][-1] if before(lines[0][0]) else lines[0]
+        read, seconds = self.decoded
+        return seconds * weights / read + cache / self.decode_bandwidth
 
     def decode_range(self, weights: float, cache: float) -> tuple[float, float]:
         """The fewest and the most tokens per second that are expected."""
-        if self.decode_points:
+        if self.decoded is not None:
             expected, shares = 1 / self.decode_seconds(weights, cache), MEASURED_SHARES
         else:
             bandwidth, shares = (self.read_bandwidth, READ_SHARES) if self.read_bandwidth else (self.bandwidth, PEAK_SHARES)

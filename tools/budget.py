@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeq.converters.allocation.budget import Budget
+from edgeq.converters.allocation.decode_times import WIDTHS, DecodeTimes
 from edgeq.converters.allocation.plan_file import read_plan
 from edgeq.devices import Device
 from edgeq.errors import InputError
@@ -40,29 +40,19 @@ def resolved(options: dict[str, Any], device: Device | None) -> dict[str, Any]:
 
 def _budget(name: str, value: float, device: Device | None) -> Budget:
     if name == "speed":
-        # For this machine the shape of the model has to be known first: `measured_here`.
-        return Budget.of_speed(device or Device("this-machine", "", 1, 1, 1.0), value)
+        return Budget.of_speed(device, value)
     return Budget("bits", value) if name == "average_bits" else Budget(name, value)  # type: ignore[arg-type]
 
 
-def measured_here(plan: ConversionPlan, speed: float) -> tuple[ConversionPlan, Device]:
-    """The plan with the bytes that this machine reads for a token at this speed, from its decode of models of the plan's shape.
+def measured_here(plan: ConversionPlan) -> DecodeTimes:
+    """How long this machine takes for a token of models of the plan's shape.
 
     Where the mode follows from measurements at the end of the conversion, a8 is taken, which most models get.
-    InputError: no number of bytes is read so fast.  ResourceError: there is no room to measure.
+    ResourceError: there is no room to measure.
     """
-    from edgeq.tools.decode_speed import this_machine_for
+    from edgeq.tools.decode_speed import times_here
 
-    device = this_machine_for(plan.method.stored_config, plan.method.mode or "a8")
-    slowest, fastest = (1 / seconds for _, seconds in (device.decode_points[-1], device.decode_points[0]))
-    if device.readable(1 / speed) <= 0:
-        raise InputError(
-            f"--speed {speed:g}: this machine decodes models of this shape at {fastest:,.1f} tokens per second in 2 bits, and "
-            "what is not read takes longer than that already; ask for less"
-        )
-    budget = Budget.of_speed(device, speed)
-    note(
-        f"this machine decodes models of this shape at {slowest:,.1f} tokens per second in 8 bits to {fastest:,.1f} in 2: "
-        f"--speed {speed:g} is {budget} here"
-    )
-    return replace(plan, options=replace(plan.options, budget=budget)), device
+    times = times_here(plan.method.stored_config, plan.method.mode or "a8")
+    shown = ", ".join(f"{codec.bits}: {1 / times.whole[codec][1]:,.1f}" for codec in WIDTHS)
+    note(f"tokens per second of models of this shape on this machine, by bits: {shown}")
+    return times

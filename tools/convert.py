@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgeq.container import ModelFile
 from edgeq.converters.allocation.budget import WITHIN
+from edgeq.converters.allocation.decode_times import DecodeTimes
 from edgeq.converters.allocation.plan_file import check_place, write_plan, write_text
 from edgeq.converters.method_options import check_method_options
 from edgeq.converters.options import ConvertOptions
@@ -21,7 +22,7 @@ from edgeq.errors import InputError, ResourceError
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.tools.budget import measured_here, resolved
 from edgeq.tools.chart import chart
-from edgeq.tools.frontier import devices_shown, marks, rows, show
+from edgeq.tools.frontier import HERE, devices_shown, marks, rows, show
 from edgeq.tools.params import refuse_gguf
 from edgeq.tools.report import overall_bits
 from edgeq.tools.terminal import note, progress, write
@@ -70,10 +71,8 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
             plan = preflight(source, settings, bar.in_bytes)
         frontier: list[dict[str, Any]] = []
         if settings.budget is not None:
-            shown = profile
-            if here is not None:
-                plan, shown = measured_here(plan, here)
-            plan, frontier = allocated(plan, shown, plot, save)
+            times = None if here is None else measured_here(plan)
+            plan, frontier = allocated(plan, profile if times is None else HERE, plot, save, times)
             if output is not None or not as_json:
                 show(frontier, sys.stdout if output is None else sys.stderr)
         facts = prospect(plan, profile) | ({"frontier": frontier} if frontier else {})
@@ -110,13 +109,13 @@ def carried_out(plan: ConversionPlan, output: Path, facts: dict[str, Any]) -> Co
 
 
 def allocated(
-    plan: ConversionPlan, profile: Device | None, plot: Path | None, save: Path | None
+    plan: ConversionPlan, profile: Device | None, plot: Path | None, save: Path | None, times: DecodeTimes | None
 ) -> tuple[ConversionPlan, list[dict[str, Any]]]:
     """The plan with the codecs that its budget allows, and the frontier; a chart and the codecs go to the files named."""
     from edgeq.converters.allocation.allocate import allocate
 
     with progress() as bar:
-        found = allocate(plan, bar, note)
+        found = allocate(plan, bar, note, times)
     frontier = rows(found.frontier.points(), found.point, devices_shown(profile))
     if save:
         write_plan(save, found.point.names)

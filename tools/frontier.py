@@ -15,7 +15,8 @@ from edgeq.tools.chart import Point as Mark
 if TYPE_CHECKING:
     from edgeq.converters.allocation.frontier import Point
 
-
+HERE = Device("this-machine", "", 0, 0, 1.0)
+"""A column of this machine, where every point has its seconds."""
 SHOWN = ("raspberry-pi-4", "raspberry-pi-5", "x86-avx2", "x86-avx512-vnni")
 """Devices in the table where none was asked for."""
 
@@ -35,7 +36,7 @@ def rows(points: Sequence[Point], chosen: Point, devices: Sequence[Device]) -> l
             "file_bytes": point.size,
             "bytes_per_token": point.read,
             "kl_predicted": point.kl,
-            "tokens_per_second": {device.name: 1 / device.decode_seconds(point.read) for device in devices},
+            "tokens_per_second": {device.name: 1 / (point.seconds or device.decode_seconds(point.read)) for device in devices},
         }
         for point in every
     ]

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from edgeq.codec import Codec
 from edgeq.config import VisionConfig
 from edgeq.converters.allocation.budget import Unit
+from edgeq.converters.allocation.decode_times import DecodeTimes
 from edgeq.converters.allocation.estimate import grid
-from edgeq.converters.allocation.frontier import Costs, Frontier, Point, refuse_unmeetable
+from edgeq.converters.allocation.frontier import SECONDS, Costs, Frontier, Point, refuse_unmeetable
 from edgeq.converters.allocation.parts import TABLE, Part
 from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows, refuse_short_text
 from edgeq.converters.allocation.record import Prediction, Record
 from edgeq.converters.calibration.compute import Compute, within_memory
 from edgeq.converters.plan import ConversionPlan
 from edgeq.converters.steps import write_steps
-from edgeq.errors import ResourceError
+from edgeq.errors import InputError, ResourceError
 from edgeq.machine import available_bytes
 
 PROVENANCE_BYTES = 256
@@ -32,18 +33,22 @@ class Allocated:
     point: Point
 
 
-def allocate(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None]) -> Allocated:
-    """Choose the codec of every part under the budget of `plan`, which `preflight` made.
+def allocate(
+    plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None], times: DecodeTimes | None = None
+) -> Allocated:
+    """Choose the codec of every part under the budget of `plan`, which `preflight` made; `times`: for a budget of seconds.
 
     Measures what no run before has measured of the same source, text and options.  Killed and called again, it goes on after
     the last decoder layer measured, to the same allocation.
     InputError: the text is too short, or nothing meets the budget.  ResourceError: too little memory.
     """
     assert plan.options.budget is not None
+    if plan.options.budget.unit == SECONDS and times is None:
+        raise InputError("a budget of seconds goes with the decode times of this machine: use the command line, or give bytes")
     parts = plan.parts()
     # Before hours of measurements, not after them.
-    refuse_unmeetable(plan.options.budget, parts, fixed_costs(plan, parts))
-    frontier = measured_frontier(plan, on_progress, warn)
+    refuse_unmeetable(plan.options.budget, parts, fixed_costs(plan, parts), times)
+    frontier = replace(measured_frontier(plan, on_progress, warn), times=times)
     point = frontier.best(plan.options.budget)
     return Allocated(with_allocation(plan, point, frontier), frontier, point)
 
@@ -82,7 +87,9 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
 
 def with_allocation(plan: ConversionPlan, point: Point, frontier: Frontier) -> ConversionPlan:
     """`plan` with the codecs of `point`."""
-    options = replace(plan.options, allocation=point.names)
+    budget = plan.options.budget
+    # Seconds measured again are others: a killed conversion goes on with its codecs, whatever they followed from.
+    options = replace(plan.options, allocation=point.names, budget=None if budget and budget.unit == SECONDS else budget)
     method = type(plan.method)(options, plan.method.family, plan.method.config)
     steps = write_steps(plan.checkpoint, method, plan.tower, plan.text)
     return replace(plan, options=options, method=method, steps=steps, prediction=Prediction(point.kl, frontier.measured))

@@ -1,4 +1,4 @@
-"""What a user asks of an allocation: one number, in one of four units."""
+"""What a user asks of an allocation: one number, in one of five units."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ WITHIN = 0.15
 """Share of a prediction by which the measured divergence may differ from it, from 3 to 6 bits per weight."""
 MOST_TOKENS = 4096
 """Tokens of the calibration text that divergences are measured on, at most, in whole rows."""
-Unit = Literal["bits", "size", "read", "kl"]
-_OPTIONS: dict[Unit, str] = {"bits": "--bits {:g}", "size": "--size {:.4g}MB", "read": "--read {:.4g}MB", "kl": "--kl {:.3g}"}
+Unit = Literal["bits", "size", "read", "kl", "seconds"]
+_OPTIONS: dict[Unit, str] = {
+    "bits": "--bits {:g}",
+    "size": "--size {:.4g}MB",
+    "read": "--read {:.4g}MB",
+    "kl": "--kl {:.3g}",
+    "seconds": "--speed {:.4g}",
+}
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,8 @@ class Budget:
     """The most that an allocation may take.
 
     unit     bits: per weight of all linear layers but those of a vision tower, with scales and zero points; size: bytes of the
-             file; read: bytes read to decode one token, without the cache; kl: mean KL divergence from the source in nats
+             file; read: bytes read to decode one token, without the cache; kl: mean KL divergence from the source in nats;
+             seconds: of a token on this machine, as its decode times have it
     amount   the number; at 0 or below nothing can be met
     """
 
@@ -34,17 +41,19 @@ class Budget:
 
     def __str__(self) -> str:
         """As on the command line."""
-        return _OPTIONS[self.unit].format(self.amount / 1e6 if self.unit in ("size", "read") else self.amount)
+        shown = {"size": self.amount / 1e6, "read": self.amount / 1e6, "seconds": 1 / self.amount if self.amount else 0.0}
+        return _OPTIONS[self.unit].format(shown.get(self.unit, self.amount))
 
     @classmethod
-    def of_speed(cls, device: Device, tokens_per_second: float) -> Budget:
-        """The bytes that `device` can read for each token at this speed.
+    def of_speed(cls, device: Device | None, tokens_per_second: float) -> Budget:
+        """The bytes that `device` can read for each token at this speed; None: seconds of a token on this machine.
 
         InputError: no speed is above 0, or this version does not run on the device.
         """
-        if not device.supported:
+        if device is not None and not device.supported:
             raise InputError(f"--speed for {device.name}: this version runs on CPUs only; choose --size or --read")
         if not 0 < tokens_per_second < float("inf"):
             raise InputError(f"--speed {tokens_per_second:g}: choose a number of tokens per second above 0")
-        # At 0 or below nothing can be met: the parts say so, and what can.
-        return cls("read", max(1.0, device.readable(1 / tokens_per_second)))
+        if device is None:
+            return cls("seconds", 1 / tokens_per_second)
+        return cls("read", device.decode_bandwidth / tokens_per_second)

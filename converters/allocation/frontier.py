@@ -11,6 +11,7 @@ import numpy as np
 
 from edgeq.codec import Codec
 from edgeq.converters.allocation.budget import Budget, Unit
+from edgeq.converters.allocation.decode_times import DecodeTimes
 from edgeq.converters.allocation.estimate import estimated, grid
 from edgeq.converters.allocation.parts import Part
 from edgeq.converters.allocation.record import Divergences
@@ -21,13 +22,15 @@ POINTS = 10
 SECOND_LOOK = 0.25
 """Share of the parts of which one codec more is measured."""
 READ: Unit = "read"
+SECONDS: Unit = "seconds"
 
 
 @dataclass(frozen=True)
 class Point:
     """An allocation, part -> codec in execution order, with what it takes and its predicted divergence in nats.
 
-    bits   per weight, of everything stored for linear layers;  size, read   bytes of the file, and read for a token
+    bits      per weight, of everything stored for linear layers;  size, read   bytes of the file, and read for a token
+    seconds   that this machine takes for a token; None: not measured
     """
 
     codecs: Mapping[str, Codec]
@@ -35,6 +38,7 @@ class Point:
     bits: float
     size: int
     read: int
+    seconds: float | None = None
 
     @property
     def names(self) -> dict[str, str]:
@@ -49,12 +53,25 @@ class Costs:
     weights: int
 
 
-def refuse_unmeetable(budget: Budget, parts: Sequence[Part], costs: Costs) -> None:
-    """InputError: even the cheapest codec of every part takes more than `budget`.  A divergence cannot be judged unmeasured."""
+def cost_of(part: Part, codec: Codec, unit: Unit, times: DecodeTimes | None) -> float:
+    """What a part takes in `codec`, as `unit` counts it; `times`: for seconds."""
+    if unit != SECONDS:
+        return part.cost(codec, unit)
+    assert times is not None
+    return times.seconds(codec, lambda other: part.cost(other, READ))
+
+
+def refuse_unmeetable(budget: Budget, parts: Sequence[Part], costs: Costs, times: DecodeTimes | None = None) -> None:
+    """InputError: even the cheapest codec of every part takes more than `budget`.  A divergence cannot be judged unmeasured.
+
+    times   for a budget of seconds
+    """
     unit = budget.unit
     if unit == "kl":
         return
-    least = costs.fixed[unit] + sum(min(part.cost(codec, unit) for codec in part.candidates()) for part in parts)
+    least = costs.fixed.get(unit, 0) + sum(
+        min(cost_of(part, codec, unit, times) for codec in part.candidates()) for part in parts
+    )
     amount = 8 * least / costs.weights if unit == "bits" else least
     if budget.amount < amount:
         # Rounded up, so that what the message says can be met.
@@ -63,11 +80,12 @@ def refuse_unmeetable(budget: Budget, parts: Sequence[Part], costs: Costs) -> No
 
 @dataclass(frozen=True)
 class Frontier:
-    """The parts of a model, what was measured of them, and what the rest of the file takes."""
+    """The parts of a model, what was measured of them, and what the rest of the file takes; `times`: of this machine."""
 
     parts: Sequence[Part]
     measured: Divergences
     costs: Costs
+    times: DecodeTimes | None = None
 
     @cached_property
     def _tables(self) -> list[dict[Codec, float]]:
@@ -75,7 +93,7 @@ class Frontier:
 
     def _cost(self, unit: Unit) -> list[np.ndarray[tuple[int], np.dtype[np.float64]]]:
         return [
-            np.array([part.cost(codec, unit) for codec in table], np.float64)
+            np.array([cost_of(part, codec, unit, self.times) for codec in table], np.float64)
             for part, table in zip(self.parts, self._tables, strict=True)
         ]
 
@@ -84,7 +102,7 @@ class Frontier:
 
         InputError: nothing meets the budget; the message has the nearest that can be met.
         """
-        refuse_unmeetable(budget, self.parts, self.costs)
+        refuse_unmeetable(budget, self.parts, self.costs, self.times)
         losses = [np.array([*table.values()]) for table in self._tables]
         if budget.unit == "kl":
             chosen = solve(self._cost(READ), losses, budget.amount)
@@ -96,9 +114,9 @@ class Frontier:
         return self._point(chosen)
 
     def _room(self, budget: Budget) -> float:
-        """Bytes that the parts may take, in the budget's unit."""
+        """What the parts may take, in bytes or, for a budget of seconds, in those."""
         limit = budget.amount * self.costs.weights / 8 if budget.unit == "bits" else budget.amount
-        return limit - self.costs.fixed[budget.unit]
+        return limit - self.costs.fixed.get(budget.unit, 0)
 
     def _point(self, chosen: Sequence[int]) -> Point:
         codecs = {p.name: [*table][i] for p, table, i in zip(self.parts, self._tables, chosen, strict=True)}
@@ -111,7 +129,9 @@ class Frontier:
             unit: self.costs.fixed[unit] + sum(part.cost(codecs[part.name], unit) for part in self.parts)
             for unit in self.costs.fixed
         }
-        return Point(dict(codecs), kl, 8 * taken["bits"] / self.costs.weights, taken["size"], taken["read"])
+        times = self.times
+        seconds = None if times is None else sum(cost_of(p, codecs[p.name], SECONDS, times) for p in self.parts)
+        return Point(dict(codecs), kl, 8 * taken["bits"] / self.costs.weights, taken["size"], taken["read"], seconds)
 
     def points(self, count: int = POINTS) -> list[Point]:
         """Allocations from the fewest bytes read to nearly the most, evenly spaced by their logarithm."""

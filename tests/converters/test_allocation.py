@@ -17,6 +17,7 @@ from edgeq.container import ModelFile
 from edgeq.converters.allocation import allocate as allocation
 from edgeq.converters.allocation.allocate import allocate, measured_frontier, with_allocation
 from edgeq.converters.allocation.budget import Budget, Unit
+from edgeq.converters.allocation.decode_times import MEASURED, DecodeTimes
 from edgeq.converters.allocation.estimate import estimated, grid
 from edgeq.converters.allocation.frontier import Frontier
 from edgeq.converters.allocation.parts import Part
@@ -321,6 +322,38 @@ def test_scales_before_gptq_are_chosen_in_the_codecs_of_the_allocation(
     parts = {"self_attn.q_proj": "qkv", "mlp.gate_proj": "gate_up", "mlp.down_proj": "down"}
     for path, part in parts.items():
         assert sorted(codec for name, codec in seen if name == path) == sorted(plan[f"layers.{i}.{part}"] for i in range(2))
+
+
+def times(plan: ConversionPlan) -> DecodeTimes:
+    """A nanosecond for every byte, but 6 bits as slow as 9 would be."""
+    whole = {codec: sum(part.cost(codec, "read") for part in plan.parts()) for codec in MEASURED}
+    return DecodeTimes({codec: (read, 1e-9 * read * (1.5 if codec.bits == 6 else 1.0)) for codec, read in whole.items()})
+
+
+def test_a_speed_here_is_seconds_of_the_parts(folder: Path) -> None:
+    plan = plan_of(folder, Budget.of_speed(None, 4000))
+    assert plan.options.budget == Budget("seconds", 1 / 4000)
+    frontier = replace(invented(plan), times=times(plan))
+    point = frontier.best(Budget("seconds", 1 / 4000))
+    assert point.seconds is not None and 0.97 / 4000 < point.seconds <= 1 / 4000
+    assert 6 not in {codec.bits for codec in point.codecs.values()}
+    assert point.kl < min(x.kl for x in frontier.points() if x.seconds and x.seconds <= point.seconds)
+    # What is kept of the options are the codecs: a killed conversion goes on with --plan.
+    made = with_allocation(plan, point, frontier)
+    by_hand = preflight(str(folder), replace(SMALL, allocation=point.names))
+    assert made.fingerprint() == by_hand.fingerprint()
+
+
+def test_a_speed_that_cannot_be_met_names_the_nearest_that_can(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Probe, "run", lambda *_: pytest.fail("measured"))
+    plan = plan_of(folder, Budget.of_speed(None, 1e6))
+    with pytest.raises(InputError, match="--speed 1e\\+06: cannot be met; the nearest that can is --speed") as refused:
+        allocate(plan, silent, pytest.fail, times(plan))
+    replace(invented(plan), times=times(plan)).best(Budget.of_speed(None, float(str(refused.value).split()[-1])))
+    with pytest.raises(InputError, match="goes with the decode times of this machine"):
+        allocate(plan, silent, pytest.fail)
+    with pytest.raises(InputError, match="choose a number of tokens per second above 0"):
+        Budget.of_speed(None, 0.0)
 
 
 def test_a_speed_is_bytes_of_the_device() -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from edgeq.codec import Codec
 from edgeq.config import ModelConfig
 from edgeq.container import ModelFile
-from edgeq.converters.allocation.budget import Budget
+from edgeq.converters.allocation.decode_times import MEASURED, SMALL_GROUPS, WIDTHS, DecodeTimes
 from edgeq.devices import GIB, Device
 from edgeq.errors import InputError, ResourceError
 from edgeq.rope import Rope
+from edgeq.runtime import Model
 from edgeq.tools import decode_speed, random_file
-from edgeq.tools.budget import measured_here
 from edgeq.tools.convert import decoded
 from edgeq.tools.lab import decode_prediction
 from edgeq.tools.random_file import bytes_per_token, with_layers, write_random
@@ -42,19 +41,41 @@ DENSE = ModelConfig(
 SPARSE = replace(DENSE, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=32, tie_word_embeddings=True)
 
 
-def test_between_measured_points_and_beyond_them_time_follows_straight_lines() -> None:
-    board = Device("board", "avx2", 2, GIB, 1e9, 1e9, ((100, 2.0), (200, 3.0), (400, 7.0)))
-    for weights, seconds in ((50, 1.5), (100, 2.0), (150, 2.5), (200, 3.0), (300, 5.0), (500, 9.0)):
-        assert board.decode_seconds(weights) == pytest.approx(seconds)
-        assert board.readable(seconds) == pytest.approx(weights)
-    assert board.decode_seconds(200, 95e7) == pytest.approx(4.0)
-    assert board.decode_range(300, 0.0) == (pytest.approx(0.9 / 5), pytest.approx(1.1 / 5))
-    # What is not read takes a second here: nothing decodes twice as fast as that.
-    assert board.readable(0.5) < 0 and Budget.of_speed(board, 2.0).amount == 1
-    assert Budget.of_speed(board, 0.2).amount == pytest.approx(300)
-    one = replace(board, decode_points=((200, 4.0),))
-    assert one.decode_seconds(50) == 1.0 and one.readable(8.0) == 400
-    assert replace(board, decode_points=()).decode_seconds(95e7) == 1.0
+TIMES = DecodeTimes(
+    {codec: (bytes_per_token(DENSE, codec), 1.0 + codec.bits + (0.5 if codec == SMALL_GROUPS else 0.0)) for codec in MEASURED}
+)
+"""A second that is not read, a second for each bit; half a second for groups of 16."""
+
+
+def sizes(*names: str) -> list[Callable[[Codec], float]]:
+    """Bytes of layers of the files of DENSE, by codec."""
+
+    def of(name: str) -> Callable[[Codec], float]:
+        return lambda codec: {name: codec.nbytes(*shape) for name, shape, codec in random_file._linears(DENSE, codec)}[name]
+
+    return [of(name) for name in names]
+
+
+def test_parts_add_up_to_a_token_and_each_takes_the_time_of_its_width() -> None:
+    names = [name for name, _, _ in random_file._linears(DENSE, CODEC) if name != "embedding"]
+    for codec in MEASURED:
+        assert sum(TIMES.seconds(codec, part) for part in sizes(*names)) == pytest.approx(TIMES.whole[codec][1])
+    # 6 bits that take longer than 8: a part in them takes longer, whatever its bytes.
+    slow = replace(TIMES, whole=TIMES.whole | {MEASURED[4]: (TIMES.whole[MEASURED[4]][0], 20.0)})
+    (part,) = sizes("layers.0.down")
+    assert slow.seconds(MEASURED[4], part) > slow.seconds(MEASURED[6], part)
+    # Groups of 128 take less than those of 64, and small ones that were measured to be faster no less than nothing.
+    coarse = replace(CODEC, group_size=128)
+    assert TIMES.seconds(coarse, part) < TIMES.seconds(CODEC, part)
+    fast = replace(TIMES, whole=TIMES.whole | {SMALL_GROUPS: (TIMES.whole[SMALL_GROUPS][0], 1.0)})
+    assert fast.seconds(coarse, part) == fast.seconds(CODEC, part)
+
+
+def test_a_file_that_was_decoded_is_expected_to_be_as_fast() -> None:
+    board = Device("board", "avx2", 2, GIB, 1e9, 1e9, (200, 4.0))
+    assert (board.decode_seconds(200), board.decode_seconds(200, 95e7)) == (4.0, pytest.approx(5.0))
+    assert board.decode_range(200, 0.0) == (pytest.approx(0.9 / 4), pytest.approx(1.1 / 4))
+    assert replace(board, decoded=None).decode_seconds(95e7) == 1.0
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "experts"])
@@ -72,53 +93,73 @@ def test_a_random_file_is_one_of_its_shape(tmp_path: Path, config: ModelConfig) 
 def test_decode_of_the_shape_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
     monkeypatch.setattr(decode_speed, "ALONE", 0.0)
-    monkeypatch.setattr(decode_speed, "CODECS", (CODEC,))
-    monkeypatch.setattr(decode_speed, "this_machine", lambda: Device("this-machine", "", 1, GIB, 1e9, 1e9))
-    found = decode_speed.this_machine_for(DENSE, "a8").decode_points
-    (point,) = found
-    assert point[0] == bytes_per_token(DENSE, CODEC) and 0 < point[1] < 10
+    monkeypatch.setattr(decode_speed, "SECONDS", 0.0)
+    monkeypatch.setattr(decode_speed, "MEASURED", (CODEC,))
+    found = decode_speed.times_here(DENSE, "a8").whole
+    read, seconds = found[CODEC]
+    assert read == bytes_per_token(DENSE, CODEC) and 0 < seconds < 10
     monkeypatch.setattr(decode_speed, "write_random", None)
-    assert decode_speed.this_machine_for(DENSE, "a8").decode_points == found
+    assert decode_speed.times_here(DENSE, "a8").whole == found
 
 
-def test_a_model_too_large_to_write_is_measured_in_two_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_codec_is_measured_in_turn_and_the_median_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Codec]()
+
+    def seconds(config: ModelConfig, codec: Codec, mode: str) -> tuple[float, bool]:
+        asked.append(codec)
+        disturbed = codec.bits == 5 and asked.count(codec) == 1
+        return (9.0, False) if disturbed else (float(codec.bits), True)
+
+    monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(decode_speed, "_seconds", seconds)
+    found = decode_speed.times_here(DENSE, "a8").whole
+    assert asked == [*MEASURED] * decode_speed.ROUNDS
+    assert [taken for _, taken in found.values()] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 4.0]
+    # What was disturbed once is not kept.
+    asked.clear()
+    decode_speed.times_here(DENSE, "a8")
+    assert {codec.bits for codec in asked} == {5}
+
+
+def test_tokens_are_timed_together_and_go_on_where_the_context_ends(tmp_path: Path) -> None:
+    path = tmp_path / "random.edgeq"
+    write_random(path, with_layers(DENSE, 3), CODEC)
+    with Model.load(path, context=4) as model:
+        session = model.session()
+        session.prefill([0])
+        for _ in range(5):
+            assert 0 < decode_speed.span(model, session, 0.0) < 10
+        assert len(session.tokens) == 3
+
+
+def test_a_model_too_large_to_write_is_measured_in_two_depths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def seconds(config: ModelConfig, codec: Codec, mode: str) -> float:
+    def seconds(config: ModelConfig, codec: Codec, mode: str) -> tuple[float, bool]:
         asked.append(config.num_hidden_layers)
-        return 1.0 + 0.25 * config.num_hidden_layers + codec.bits
+        return 1.0 + 0.25 * config.num_hidden_layers + codec.bits, False
 
+    monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
     monkeypatch.setattr(decode_speed, "_seconds", seconds)
-    monkeypatch.setattr(decode_speed, "this_machine", lambda: Device("this-machine", "", 1, GIB, 1e9, 1e9))
-    deep, largest = with_layers(replace(DENSE, sliding_windows=(), layers_without_rope=()), 40), decode_speed.CODECS[-1]
+    deep, largest = with_layers(replace(DENSE, sliding_windows=(), layers_without_rope=()), 40), WIDTHS[-1]
     room = random_file.file_bytes(with_layers(deep, 8), largest)
     monkeypatch.setattr("edgeq.machine.available_bytes", lambda: decode_speed.MEMORY_SHARE * room)
-    points = decode_speed.this_machine_for(deep, "a8").decode_points
-    assert set(asked) == {4, 8} and len(points) == len(decode_speed.BITS)
-    for (read, found), codec in zip(points, decode_speed.CODECS, strict=True):
-        assert (read, found) == (bytes_per_token(deep, codec), pytest.approx(1 + 0.25 * 40 + codec.bits))
+    found = decode_speed.times_here(deep, "a8").whole
+    assert set(asked) == {4, 8} and [*found] == [*MEASURED]
+    for codec, point in found.items():
+        assert point == (bytes_per_token(deep, codec), pytest.approx(1 + 0.25 * 40 + codec.bits))
     monkeypatch.setattr("edgeq.machine.available_bytes", lambda: 1000)
     with pytest.raises(ResourceError, match=r"measuring 2 layers of this model .* give the bytes of a token with --read"):
-        decode_speed.this_machine_for(deep, "a8")
+        decode_speed.times_here(deep, "a8")
     # What bounds it is said, and one layer is enough for a model that has no more.
     monkeypatch.setattr("edgeq.machine.available_bytes", lambda: 1 << 50)
     monkeypatch.setattr(decode_speed, "LARGEST", 1000)
     with pytest.raises(ResourceError, match=r"and 0\.0 GB are the most"):
-        decode_speed.this_machine_for(deep, "a8")
+        decode_speed.times_here(deep, "a8")
     monkeypatch.setattr(decode_speed, "LARGEST", 4 << 30)
     asked.clear()
-    decode_speed.this_machine_for(replace(with_layers(DENSE, 1), sliding_windows=(16,)), "a8")
+    decode_speed.times_here(replace(with_layers(DENSE, 1), sliding_windows=(16,)), "a8")
     assert set(asked) == {1}
-
-
-def test_a_speed_beyond_all_bytes_is_refused_as_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Device("this-machine", "", 1, GIB, 1e9, 1e9, ((100, 2.0), (200, 3.0)))
-    monkeypatch.setattr(decode_speed, "this_machine_for", lambda config, mode: board)
-    plan: Any = SimpleNamespace(method=SimpleNamespace(stored_config=DENSE, mode=None))
-    with pytest.raises(
-        InputError, match=r"--speed 5: this machine decodes .* at 0\.5 tokens per second in 2 bits.*ask for less"
-    ):
-        measured_here(plan, 5.0)
 
 
 def test_a_file_that_does_not_fit_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,20 +170,7 @@ def test_a_file_that_does_not_fit_is_not_decoded(tmp_path: Path, monkeypatch: py
     assert decoded(ModelFile.open(path), 12.0) is None
 
 
-def test_a_disturbed_measurement_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {2: 1.0, 3: 2.0, 4: 1.5, 5: 3.0, 6: 4.0, 7: 4.0, 8: 5.0}
-    monkeypatch.setattr(decode_speed, "_seconds", lambda config, codec, mode: times[codec.bits])
-    monkeypatch.setattr(decode_speed, "this_machine", lambda: Device("this-machine", "", 1, GIB, 1e9, 1e9))
-    found = decode_speed.this_machine_for(DENSE, "a8")
-    assert [seconds for _, seconds in found.decode_points] == [1.0, 1.5, 3.0, 4.0, 5.0]
-    # The first one does not take the others with it.
-    times[2] = 4.5
-    found = decode_speed.this_machine_for(DENSE, "a8")
-    assert [seconds for _, seconds in found.decode_points] == [1.5, 3.0, 4.0, 5.0]
-
-
-def test_the_laboratory_has_files_beside_their_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_prediction, "CODECS", (CODEC,))
+def test_the_laboratory_has_files_beside_their_predictions(tmp_path: Path) -> None:
     files = (tmp_path / "a.edgeq", tmp_path / "b.edgeq")
     for path in files:
         write_random(path, with_layers(DENSE, 3), CODEC)

@@ -9,28 +9,41 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 
 from edgeq.container import ModelFile
-from edgeq.devices import Device
+from edgeq.converters.allocation.decode_times import MEASURED, DecodeTimes
 from edgeq.errors import InputError
+from edgeq.records import Weight
 from edgeq.runtime import Model
-from edgeq.tools.decode_speed import CODECS, CONTEXT, rising
+from edgeq.tools.decode_speed import CONTEXT, SPAN, span
 from edgeq.tools.entry import Command
 from edgeq.tools.random_file import bytes_per_token, with_layers, write_random
-
-TOKENS = 6
-"""Tokens of each model in a round."""
 
 
 def read_bytes(path: Path) -> int:
     """Bytes of weights that a token of a file reads."""
     sizes = ModelFile.open(path).metadata.bytes_per_token()
     return sizes["weights"] + sizes["head"]
+
+
+def seconds_of(path: Path, here: DecodeTimes) -> float:
+    """Those that a token of a file is predicted to take."""
+    metadata = ModelFile.open(path).metadata
+    used = metadata.config.num_experts_per_tok / (metadata.config.num_experts or 1)
+
+    def of_weight(weight: Weight, share: float) -> float:
+        return here.seconds(weight.codec, lambda codec: share * codec.nbytes(weight.rows, weight.columns))
+
+    return sum(
+        of_weight(weight, used if ".experts." in name else 1.0)
+        for name, linear in metadata.linears.items()
+        for weight in linear.weights
+        if name != "embedding" and weight.codec.kind == "int"
+    )
 
 
 def times(models: dict[str, Model], rounds: int) -> dict[str, float]:
@@ -40,10 +53,9 @@ def times(models: dict[str, Model], rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         for name, session in sessions.items():
             session.trim(0)
-            for token in range(TOKENS):
-                began = time.process_time()
-                session.prefill([token])
-                found[name].append((time.process_time() - began) / models[name].program.threads)
+            # The first touches what the other models have displaced.
+            session.prefill([0])
+            found[name].append(span(models[name], session, SPAN) / models[name].program.threads)
     return {name: statistics.median(taken) for name, taken in found.items()}
 
 
@@ -58,19 +70,18 @@ def measure(files: tuple[Path, ...], threads: int, rounds: int) -> list[dict[str
     ((config, mode),) = about
     shape = with_layers(config, config.num_hidden_layers)
     with tempfile.TemporaryDirectory(prefix="edgeq-") as folder:
-        paths = {codec.name: Path(folder) / f"{codec.bits}.edgeq" for codec in CODECS}
-        for codec in CODECS:
+        paths = {codec.name: Path(folder) / f"{place}.edgeq" for place, codec in enumerate(MEASURED)}
+        for codec in MEASURED:
             write_random(paths[codec.name], shape, codec)
         every = {**paths, **{str(path): path for path in files}}
         models = {name: Model.load(path, context=CONTEXT, mode=mode, threads=threads) for name, path in every.items()}
         found = times(models, rounds)
-    points = rising([(bytes_per_token(shape, codec), found[codec.name]) for codec in CODECS])
-    here = Device("this-machine", "", threads, 1, 1.0, decode_points=points)
+    here = DecodeTimes({codec: (bytes_per_token(shape, codec), found[codec.name]) for codec in MEASURED})
     return [
         {
             "file": str(path),
             "bytes_per_token": read_bytes(path),
-            "predicted": 1 / here.decode_seconds(read_bytes(path)),
+            "predicted": 1 / seconds_of(path, here),
             "decoded": 1 / found[str(path)],
         }
         for path in files

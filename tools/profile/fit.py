@@ -149,13 +149,13 @@ def text(found: Fit, file: ModelFile, target: Device) -> str:
     if found.slowest is None or found.expected is None or found.fastest is None:
         return "\n".join([*lines, "this version runs on CPUs only, so no speed is promised there"])
     source = "measured" if found.measured else "by its data sheet, of which decode reaches 70 to 90 %"
-    source = "measured, decode of this file too" if target.decode_points else source
+    source = "measured, decode of this file too" if target.decoded else source
     read = f"{found.bytes_per_token / 1e6:,.1f} MB per token at {found.bandwidth / 1e9:.1f} GB/s ({source})"
     lines.append(
         f"decode {found.slowest:,.1f} to {found.fastest:,.1f} tokens per second, {found.expected:,.1f} in the middle of the "
         f"context: bounded by reading {read}"
     )
-    if found.fastest > SMALL and not target.decode_points:
+    if found.fastest > SMALL and not target.decoded:
         lines.append(f"above some {SMALL:,} tokens per second the Python around each token, which is not counted, bounds it")
     if target.isa in NO_DOT_PRODUCT:
         lines.append(f"{target.isa} has no instruction for integer dot products: arithmetic can bound it lower")
