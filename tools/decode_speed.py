@@ -37,7 +37,9 @@ CODECS = tuple(Codec("int", bits, 64, symmetric=False) for bits in BITS)
 PROBE = 1
 """Version of what is measured here: numbers of other versions are not used."""
 CONTEXT = 256
-SECONDS = 1.0
+SECONDS, FILE_SECONDS = 1.0, 3.0
+"""How long models of several widths are decoded, and how long the one file that is asked about: on a machine that others share
+the tokens of one second and the next differ by a tenth."""
 LEAST_TOKENS = 5
 MEMORY_SHARE = 4
 """One part in so many of the available memory may be taken by a file: a larger model is measured with fewer layers."""
@@ -88,11 +90,12 @@ def seconds_here(file: ModelFile) -> float | None:
         return None
     with progress() as bar:
         bar(0, 0, "measuring how fast the file is decoded")
-        return seconds_per_token(file.path)[0]
+        return seconds_per_token(file.path, seconds=FILE_SECONDS)[0]
 
 
-def seconds_per_token(path: Path, mode: Mode | None = None) -> tuple[float, bool]:
-    """The median time of a token of a file at the beginning of a text, and whether what else runs left it alone.
+def seconds_per_token(path: Path, mode: Mode | None = None, seconds: float = SECONDS) -> tuple[float, bool]:
+    """The median time of a token of a file at the beginning of a text, decoded for `seconds`, and whether what else runs left
+    it alone.
 
     In seconds of the processor over the number of threads: on a machine with nothing else to do the seconds of a clock.  On a
     busy one they still hold for one thread, as far as the others leave it caches and memory; several wait for each other.
@@ -109,7 +112,7 @@ def seconds_per_token(path: Path, mode: Mode | None = None) -> tuple[float, bool
             started = time.process_time()
             session.prefill([token % model.config.vocab_size])
             times.append((time.process_time() - started) / threads)
-            if token >= LEAST_TOKENS and time.perf_counter() - began > SECONDS:
+            if token >= LEAST_TOKENS and time.perf_counter() - began > seconds:
                 break
         share = (time.process_time() - used) / (time.perf_counter() - began) / threads
     return statistics.median(times), share >= ALONE
