@@ -13,6 +13,7 @@ from edgeq.tools.profile import gpu
 CPUS = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
 PLATFORM_PROFILE = Path("/sys/firmware/acpi/platform_profile")
+THREADS = Path("/proc/self/task")
 
 
 def clocks(cpus: Path = CPUS, cpuinfo: Path = CPUINFO) -> list[float]:
@@ -45,6 +46,17 @@ def load() -> float | None:
         return os.getloadavg()[0]
     except OSError:
         return None
+
+
+def core_wait_s(threads: Path = THREADS) -> float | None:
+    """Seconds that the threads of this process have waited, ready to run, for a core that another had; None: not told.
+
+    Of threads that have ended nothing is known any more.  Source: "schedstat" in sched-stats.rst of Linux.
+    """
+    found = [_text(thread / "schedstat").split() for thread in (threads.iterdir() if threads.is_dir() else ())]
+    # A kernel that does not count says 0 for the time that a thread ran, too.
+    waits = [int(numbers[1]) for numbers in found if len(numbers) == 3 and numbers[0] != "0" and numbers[1].isdecimal()]
+    return sum(waits) / 1e9 if waits else None
 
 
 def facts(device: str | None) -> dict[str, Any]:

@@ -35,7 +35,9 @@ from edgeq.tools.terminal import progress
 PROBE = 2
 """Version of what is measured here: numbers of other versions are not used."""
 CONTEXT = 256
-SECONDS = 1.0
+SECONDS, FILE_SECONDS = 1.0, 3.0
+"""How long a model of one width is decoded, and how long the one file that is asked about: on a machine that others share
+the tokens of one second and the next differ by a tenth."""
 SPAN = 0.05
 """Seconds of tokens that are timed together.  Linux adds what other threads took to a process's time at their next tick, some
 milliseconds later: the half of a token of a millisecond in two threads would be missing."""
@@ -91,11 +93,12 @@ def seconds_here(file: ModelFile) -> float | None:
         return None
     with progress() as bar:
         bar(0, 0, "measuring how fast the file is decoded")
-        return seconds_per_token(file.path)[0]
+        return seconds_per_token(file.path, seconds=FILE_SECONDS)[0]
 
 
-def seconds_per_token(path: Path, mode: Mode | None = None) -> tuple[float, bool]:
-    """The time of a token of a file at the beginning of a text, a median, and whether what else runs left it alone.
+def seconds_per_token(path: Path, mode: Mode | None = None, seconds: float = SECONDS) -> tuple[float, bool]:
+    """The median time of a token of a file at the beginning of a text, decoded for `seconds`, and whether what else runs left
+    it alone.
 
     In seconds of the processor over the number of threads: on a machine with nothing else to do the seconds of a clock.  On a
     busy one they still hold for one thread, as far as the others leave it caches and memory; several wait for each other.
@@ -107,7 +110,7 @@ def seconds_per_token(path: Path, mode: Mode | None = None) -> tuple[float, bool
         session.prefill([0])
         threads, times = model.program.threads, list[float]()
         began, used = time.perf_counter(), time.process_time()
-        while not times or time.perf_counter() - began < SECONDS:
+        while not times or time.perf_counter() - began < seconds:
             times.append(span(model, session, SPAN) / threads)
         share = (time.process_time() - used) / (time.perf_counter() - began) / threads
     return statistics.median(times), share >= ALONE

@@ -37,6 +37,8 @@ class Measurement:
                  token of a tg, of every repetition of anything else
     rss, peak_rss    bytes of memory of the process after the test, and at its peak so far
     joules_per_token  above idle, where a sensor tells
+    core_wait    seconds that threads of the process wanted a core and another had it, of all of them together, per second of
+                 the samples; None: the system does not tell
     draft        tg: what proposed tokens ("off": none);  tokens_per_run: then, how many a run of the exact mode gave
     """
 
@@ -56,6 +58,7 @@ class Measurement:
     rss: int | None = None
     peak_rss: int | None = None
     joules_per_token: float | None = None
+    core_wait: float | None = None
     draft: str = "off"
     tokens_per_run: float | None = None
 

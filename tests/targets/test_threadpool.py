@@ -168,7 +168,7 @@ def test_what_a_run_noted_stays_when_the_place_is_needed_again():
         pool = Pool(threads, 7, RECORD_SLOTS)
         started = time.perf_counter()
         runs = [pool.timed(table, threads, 2) for _ in range(len(pool._notes.free))]
-        assert runs[0][0][0] is not runs[-1][0][0]  # other pages
+        assert runs[0][0] is not runs[-1][0]  # other pages
         ended = time.perf_counter()
         times = [pool.times(calls) for calls in runs]
         began = np.array([each[0][0, :, 0] for each in times]).ravel()
@@ -195,7 +195,7 @@ def test_times_are_those_of_the_run_while_another_thread_turns_the_page():
                 pool._notes.turn()
             return found
 
-    calls[0][0].__class__ = Turned
+    calls[0].__class__ = Turned
     found = pool.times(calls)
     assert turned and np.allclose(found[0], expected[0]) and found[1] == pytest.approx(expected[1]) and kept
     pool.close()

@@ -49,13 +49,17 @@ class Plan:
 @dataclass
 class Series:
     """The runs of one test in one combination so far; `joules` above idle of each plain run, and the mean power of
-    the last one, where a sensor tells."""
+    the last one, where a sensor tells.
+
+    core_waits   seconds that threads waited for a core in each plain run, where the system tells
+    """
 
     combination: Combination
     test: AnyTest
     plain: list[Sample] = field(default_factory=list)
     recorded: list[Sample] = field(default_factory=list)
     joules: list[float] = field(default_factory=list)
+    core_waits: list[float] = field(default_factory=list)
     watts: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -137,8 +141,8 @@ def collect(plan: Plan, report: Report, on_round: Callable[[Profile], None] = la
         found.combinations = _distinct(found.combinations)
         for i, combination in enumerate(found.combinations):
             report(0, 0, "measuring what this machine can do")
-            # On a shared machine an earlier number may be far off.
-            found.limits[combination.setting] = limits(combination.model, refresh=i == 0)
+            # On a shared machine an earlier number may be far off; what is compared alone needs none.
+            found.limits[combination.setting] = limits(combination.model, refresh=i == 0 and plan.operations)
         found.series = [Series(c, test) for c, test in itertools.product(found.combinations, plan.tests)]
         machine.forget_peak()
         meter = Meter.of_this_machine(found.combinations[0].model.target == "cuda")
@@ -217,8 +221,13 @@ def _once(series: Series, operations: bool, meter: Meter, recorded_first: bool) 
             if operations:
                 series.recorded.append(series.combination.run(series.test, count, True))
             continue
+        before = conditions.core_wait_s()
         with _energy(meter, series):
             sample = series.combination.run(series.test, count, False)
+        after = conditions.core_wait_s()
+        if before is not None and after is not None:
+            # Less than before: a thread has ended.
+            series.core_waits.append(max(0.0, after - before))
         memory = machine.process_memory()
         device = getattr(series.combination.model.program, "device_name", None)
         series.facts = {**conditions.facts(device), "rss": memory.get("VmRSS"), "peak_rss": memory.get("VmHWM")}
@@ -250,7 +259,10 @@ def _records(series: Series, context: int, found: dict[str, Limits]) -> Iterator
     memory = {"rss": now.pop("rss"), "peak_rss": now.pop("peak_rss")}
     about = {**identification(model), **now}
     tokens = series.plain[0].tokens
+    # After an interrupt there can be one more wait than runs.
+    samples_s, waits = [sample.seconds for sample in series.plain], series.core_waits[: len(series.plain)]
     common: dict[str, Any] = {"tokens": tokens, "depth": test.depth, "batch": test.batch, "context": context, "facts": about}
+    common["core_wait"] = sum(waits) / sum(samples_s) if waits else None
     instrumented = [seconds for sample in series.recorded for seconds in sample.steps or [sample.seconds]]
     draft = test.draft if isinstance(test, Continuation) else "off"
     joules = sum(series.joules) / len(series.joules) / (tokens * test.batch) if series.joules else None
@@ -261,7 +273,7 @@ def _records(series: Series, context: int, found: dict[str, Limits]) -> Iterator
     made = Measurement(
         kind=test.kind,
         test=test.name,
-        samples_s=[sample.seconds for sample in series.plain],
+        samples_s=samples_s,
         step_s=[second for sample in series.plain for second in sample.steps],
         instrumented_s=instrumented,
         joules_per_token=joules,

@@ -20,7 +20,10 @@ CONFIDENCE = 0.99
 BEST_SHARE = 0.5
 """Of the difference of the medians, as logarithms."""
 BUSY = 1.5
-"""Processes that want to run, for each core, from which on a difference can be the neighbours'."""
+"""Processes that want to run, for each core, from which on a difference can be the neighbours': where the system does not tell
+how long threads waited for a core."""
+MOST_WAIT = 0.1
+"""The same, as the share of a test in which its threads waited for a core."""
 COMPARED = ("ttft", "pp", "tg", "image")
 """Compilation and loading happen once in a run: they have no spread."""
 IDENTITY = ("kind", "test", "mode", "kv", "threads", "threads_prefill", "target", "isa")
@@ -38,7 +41,8 @@ class Line:
                interval with at least `confidence`, from the ranks of the pairs (Moses 1965); None: too few repetitions for one
     best       ratio of the fastest repetitions, or tokens.  What else runs on a machine only adds time: where the medians
                differ and these hardly do, it is the neighbours that differ
-    busy       the load was above BUSY times the cores in one of them
+    busy       in one of them threads waited for a core for more than MOST_WAIT of the time, or, where that is not told, the
+               load was above BUSY times the cores
     verdict    faster or slower where the interval does not hold 1 and `best` is at least half as far from it, and neither was
                busy; else not separable
     """
@@ -144,6 +148,8 @@ def _line(a: Measurement, b: Measurement) -> Line:
 
 
 def _busy(record: Measurement) -> bool:
+    if isinstance(record.core_wait, (int, float)):
+        return record.core_wait > MOST_WAIT
     load, cores = record.facts.get("load"), record.facts.get("cores")
     return isinstance(load, (int, float)) and isinstance(cores, int) and load > BUSY * cores
 
@@ -175,7 +181,7 @@ class Compared:
         changed = {name: values for line in self.lines for name, values in line.changed.items()}
         notes += [f"differs: {name}, {old} in A and {new} in B" for name, (old, new) in changed.items()]
         if any(line.busy for line in self.lines):
-            notes.append(f"the machine was busy, with a load above {BUSY} for each core: nothing is separable; run both again")
+            notes.append("the machine was busy with something else during a test: it is not separable; run both again")
         if any(line.low is None for line in self.lines):
             notes.append("without an interval nothing is separable: 5 repetitions of each are enough (-r 5)")
         return notes

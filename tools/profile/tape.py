@@ -46,9 +46,7 @@ class Call:
     started: float
     ended: float
     times: StepTimes
-    slots: NDArray[np.int32]
-    sessions: NDArray[np.int32]
-    spans: NDArray[np.int32] | None
+    shape: Shape
     wanted: NDArray[np.int32]
     kv: KvCodec
 
@@ -71,10 +69,6 @@ class Call:
         """float64 [steps, 2]: the seconds that the calling thread worked on each step, and that it waited."""
         return self.threads[0, :, 1:]
 
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.slots, self.sessions, self.spans)
-
     def operations(self) -> Iterator[Timed]:
         """In the order of execution."""
         shape, seen = self.shape, set[tuple[int, str]]()
@@ -95,18 +89,39 @@ class Call:
         return float(self.seconds.sum())
 
 
+Noted = int | tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32]]
+"""What is kept of the rows of a run: their slots, sessions, spans and the wanted ones; or the slot of a row alone."""
+
+
+def _noted(rows: Rows) -> Noted:
+    """Of a decoded token one number: three arrays that are kept have to be made in new memory, which takes 2 µs, where those of
+    a plain run are made where the last ones were."""
+    if len(rows.slots) == len(rows.wanted) == 1 and rows.spans is None:
+        return rows.slots.item()
+    return rows.slots, rows.sessions, rows.spans, rows.wanted
+
+
+def _shape_of(noted: Noted) -> tuple[Shape, NDArray[np.int32]]:
+    """The shape of the rows of a run, and the wanted ones."""
+    if isinstance(noted, int):
+        first = np.zeros(1, np.int32)
+        return Shape(np.array([noted], np.int32), first, None), first
+    slots, sessions, spans, wanted = noted
+    return Shape(slots, sessions, spans), wanted
+
+
 class Tape:
     """Passes on what a program is asked, and while it is `on` notes the runs, all of `phase`.
 
     It stays in place while nothing is recorded, so that a session serves plain and recorded runs: its price then is one
-    function call per run.  With a run only a tuple is kept, of what `calls` makes a `Call` afterwards: within what is timed
+    function call per run.  Of a run four entries are kept, of which `calls` makes a `Call` afterwards: within what is timed
     every object counts, see edgeq.targets.cpu.jit.notes.
     """
 
     def __init__(self, program: Program, phase: str) -> None:
         self._program = program
         self.phase, self.on = phase, False
-        self._times, self._noted = list[StepTimes](), list[tuple[Any, ...]]()
+        self._times, self._noted = list[StepTimes](), list[Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -116,7 +131,7 @@ class Tape:
             return self._program.run(rows, mode)
         started = perf_counter()
         result = self._program.run(rows, mode, times=self._times)
-        self._noted.append((started, perf_counter(), mode, rows.slots, rows.sessions, rows.spans, rows.wanted))
+        self._noted += (started, perf_counter(), mode, _noted(rows))
         return result
 
     @property
@@ -133,7 +148,7 @@ class Tape:
             return run(rows, weights, mode)
         started = perf_counter()
         result = run(rows, weights, mode, times=self._times)
-        self._noted.append((started, perf_counter(), mode, rows.slots, rows.sessions, rows.spans, rows.wanted))
+        self._noted += (started, perf_counter(), mode, _noted(rows))
         return result
 
     def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
@@ -142,7 +157,7 @@ class Tape:
             return run(rows, sums, mode)
         started = perf_counter()
         result = run(rows, sums, mode, times=self._times)
-        self._noted.append((started, perf_counter(), mode, rows.slots, rows.sessions, rows.spans, rows.wanted))
+        self._noted += (started, perf_counter(), mode, _noted(rows))
         return result
 
     def calls(self) -> list[Call]:
@@ -152,8 +167,9 @@ class Tape:
         kv = self._program.options.kv
         # Not strict: an interrupt may come between the two entries of a run.
         return [
-            Call(self._phase_of(mode, len(slots)), started, ended, taken, slots, sessions, spans, wanted, kv)
-            for (started, ended, mode, slots, sessions, spans, wanted), taken in zip(noted, times, strict=False)
+            Call(self._phase_of(mode, len(shape)), started, ended, taken, shape, wanted, kv)
+            for started, ended, mode, kept, taken in zip(*(noted[i::4] for i in range(4)), times, strict=False)
+            for shape, wanted in [_shape_of(kept)]
         ]
 
     def _phase_of(self, mode: Mode | None, rows: int) -> str:
@@ -187,10 +203,13 @@ class Tapes:
         """Record runs of the decoder as of `phase`; with `on` false nothing is recorded."""
         self.calls()
         self._decoder.phase = phase
-        for tape in self._all:
-            tape.on = on
+        self.switch(on)
         try:
             yield
         finally:
-            for tape in self._all:
-                tape.on = False
+            self.switch(False)
+
+    def switch(self, on: bool) -> None:
+        """Within `recording`: whether the next runs are recorded."""
+        for tape in self._all:
+            tape.on = on

@@ -69,7 +69,7 @@ def _python(sample: Sample, start: float) -> Iterator[Event]:
 
 def _call(call: Call, start: float) -> Iterator[Event]:
     """A call of the target and its operations, on the tracks of all threads that took part."""
-    yield _span(CALLER, call.phase, "call", call.started - start, call.ended - call.started, {"rows": len(call.slots)})
+    yield _span(CALLER, call.phase, "call", call.started - start, call.ended - call.started, {"rows": len(call.shape)})
     others = call.threads[1:].tolist()
     for i, timed in enumerate(call.operations()):
         facts = {"layer": timed.layer, "kernel": timed.kernel, "bytes": timed.work.bytes, "macs": timed.work.macs}

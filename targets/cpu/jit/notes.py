@@ -7,7 +7,7 @@ Python's clock, and STARTED; then for each thread whole lines with its counts, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,9 @@ class Page:
         self.words, self.address = words, words.ctypes.data
 
 
-Noted = tuple[Page, int, Piece, int]
-"""A call: the page and the address where it was noted, what was run, and with how many threads."""
+Noted = tuple[Any, ...]
+"""Calls, of each four entries: the page and the address where it was noted, what was run, and with how many threads.  Not a
+tuple of each: what is kept of a run has to be made in new memory, and every line of that comes from far away."""
 
 
 def _kept(page: Page, offset: int, count: int) -> Words:
@@ -51,8 +52,7 @@ def _kept(page: Page, offset: int, count: int) -> Words:
             return words
 
 
-def _reading(noted: Noted) -> Reading:
-    page, address, piece, threads = noted
+def _reading(page: Page, address: int, piece: Piece, threads: int) -> Reading:
     operations = len(piece.table)
     words = _kept(page, address - page.address, call_words(threads, operations))
     counts = operations + 1 if threads == 1 else 2 * operations + 1
@@ -91,8 +91,8 @@ class Notes:
         self.page, self.free = Page(self._block), self._places()
         return self.free.pop()
 
-    def times(self, calls: Sequence[Noted]) -> tuple[NDArray[np.float64], float]:
+    def times(self, calls: Noted) -> tuple[NDArray[np.float64], float]:
         """`Clock.times` of a run that these are the calls of."""
-        readings = [_reading(noted) for noted in calls]
+        readings = [_reading(*calls[i : i + 4]) for i in range(0, len(calls), 4)]
         last = max((each.piece for each in readings), key=lambda piece: piece.start)
         return self._clock.times(last.start + len(last.table), readings)

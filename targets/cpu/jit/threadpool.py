@@ -361,13 +361,14 @@ class Pool:
         for piece in self._split(table, pieces, cuts):
             self._walk(piece, threads, 0)
 
-    def timed(self, table: Table, threads: int, pieces: int = 1, cuts: NDArray[np.int64] | None = None) -> list[Noted]:
-        """The same run; its calls, of which `times` works out how long they took."""
-        calls, notes = [], self._notes
+    def timed(self, table: Table, threads: int, pieces: int = 1, cuts: NDArray[np.int64] | None = None) -> Noted:
+        """The same run; its calls one after another, of which `times` works out how long they took."""
+        calls: Noted = ()
+        notes = self._notes
         for piece in self._split(table, pieces, cuts):
             place = notes.free.pop() if notes.free else notes.turn()
             self._walk(piece, threads, place)
-            calls.append((notes.page, place, piece, threads))
+            calls += (notes.page, place, piece, threads)
         return calls
 
     def _split(self, table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[Piece]:

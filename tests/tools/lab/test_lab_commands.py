@@ -32,6 +32,7 @@ def test_all_commands_are_found() -> None:
         "arm_roofline",
         "assembly",
         "beside_uniform",
+        "clock_cost",
         "conversion_cost",
         "decode_prediction",
         "fixed_time",

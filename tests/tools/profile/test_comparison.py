@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from edgeq.errors import InputError
 from edgeq.tools.cli import main
+from edgeq.tools.lab import separability
 from edgeq.tools.lab.separability import together
 from edgeq.tools.measurement import measurement
 from edgeq.tools.profile.comparison import blocks, compare, outside, rank_sums, ratio
@@ -94,9 +95,13 @@ def test_a_setting_that_is_constant_may_differ(calm: Document) -> None:
         compare(one, scaled(calm, 1, 0.01, 2, kv="int8"))
 
 
-@pytest.mark.parametrize(("load", "busy"), [(None, False), (2.9, False), (3.1, True)])
-def test_nothing_is_separable_on_a_busy_machine(calm: Document, load: float | None, busy: bool) -> None:
-    for line in compare(scaled(calm, 1, 0.02, 1), scaled(calm, 2, 0.02, 2, load=load)):
+@pytest.mark.parametrize(
+    ("core_wait", "load", "busy"),
+    [(None, None, False), (None, 2.9, False), (None, 3.1, True), (0.09, 9.0, False), (0.11, 0.1, True), ("", 0.1, False)],
+)
+def test_nothing_is_separable_on_a_busy_machine(calm: Document, core_wait: object, load: float | None, busy: bool) -> None:
+    """By how long threads waited for a core.  A load is of the last minute, and counts where the other is not told."""
+    for line in compare(scaled(calm, 1, 0.02, 1), scaled(calm, 2, 0.02, 2, load=load, core_wait=core_wait)):
         assert line.busy == busy and line.verdict == ("not separable" if busy else "slower")
 
 
@@ -148,4 +153,30 @@ def test_short_profiles_together_tell_what_one_of_them_cannot(calm: Document) ->
     assert [len(record["samples_s"]) for record in one["measurements"]] == [5, 5, 5]
     assert all(record["kind"] != "compile" for record in one["measurements"])
     assert {record["load"] for record in one["measurements"]} == {9.0} and all(line.busy for line in compare(one, other))
+    for record in loaded["measurements"]:
+        record["core_wait"] = 0.2
+    waited = together([calm, *[loaded] * 3])
+    assert [record["core_wait"] for record in waited["measurements"]] == [pytest.approx(0.2)] * 3
     assert {line.verdict for line in compare(together([calm] * 5), other)} == {"slower"}
+
+
+def test_pairs_are_kept_and_gone_on_from(calm: Document, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same settings are no regression, a thread fewer is one; a later run makes the pairs that are still to come."""
+    keep, made = tmp_path / "pairs.json", list[int]()
+
+    def in_turn(file: Path, threads: tuple[int, ...], turns: int, options: tuple[str, ...]) -> list[Document]:
+        made.append(turns)
+        return [scaled(calm, 1.5 if n == 1 else 1, 0.02, i) for i, n in enumerate(threads)]
+
+    monkeypatch.setattr(separability, "in_turn", in_turn)
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(separability.main, [str(a) for a in (tiny, "--keep", keep, *arguments)])
+
+    assert "0 of 0" in run("--pairs", 3, "--seconds", 0).stdout and not made
+    assert "no regression: 2 of 2; a thread fewer, a regression: 2 of 2" in run("--pairs", 2).stdout and made == [5, 5]
+    assert "no regression: 3 of 3; a thread fewer, a regression: 3 of 3" in run("--pairs", 3).stdout and len(made) == 3
+    other = run("--pairs", 3, "--share", 0.2)
+    assert other.exit_code == 1 and "other settings" in other.stderr and len(other.stderr.splitlines()) == 1
+    keep.write_text("[]")
+    assert run().exit_code == 1 and "no pairs of this command" in run().stderr and len(made) == 3

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from edgeq.errors import FormatError, InputError
 from edgeq.tools import conditions
 from edgeq.tools.cli import main
+from edgeq.tools.lab import clock_cost
 from edgeq.tools.measurement import Measurement, measurement
 from edgeq.tools.profile import command, findings
 from edgeq.tools.profile import record as saved
@@ -48,6 +49,8 @@ def test_every_combination_has_its_rows(profiled: Profile) -> None:
             assert len(r.step_s) == 24 and len(r.samples_s) == 3 and len(r.instrumented_s) == 24
             assert sum(r.step_s) == pytest.approx(sum(r.samples_s), rel=1e-6)
             assert r.bytes_per_s and r.read_bandwidth and r.bandwidth_share == r.bytes_per_s / r.read_bandwidth
+        waited = conditions.core_wait_s() is not None and r.kind not in ("compile", "load")
+        assert (r.core_wait is not None) == waited and (r.core_wait is None or r.core_wait >= 0)
     assert len(profiled.moments) == 4 * 6 and all(moment.rss > 0 for moment in profiled.moments)
 
 
@@ -262,6 +265,31 @@ def test_clocks_are_those_of_cpufreq_else_of_cpuinfo(tmp_path: Path, monkeypatch
     assert conditions.clocks(tmp_path / "none", tmp_path / "nothing") == []
     assert conditions.power_mode(tmp_path, tmp_path / "no") == "ondemand"
     assert conditions.power_mode(tmp_path / "none", tmp_path / "no") is None
+
+
+def test_the_cost_of_clocks_is_that_of_neighbouring_tokens(tiny: Path) -> None:
+    """Every text has as many tokens with clocks as without."""
+    result = CliRunner().invoke(clock_cost.main, [str(tiny), "-n", "16", "--rounds", "3", "--mode", "a8", "--json"])
+    (cost,) = json.loads(result.stdout)
+    assert cost["tokens"] == 24 and cost["threads"] == 1 and cost["mode"] == "a8"
+    assert cost["low"] <= cost["ratio"] <= cost["high"] and min(cost["plain_s"], cost["timed_s"], cost["low"]) > 0
+    middle, low, high = clock_cost.median_with_interval(range(1, 102))
+    assert (middle, low, high) == (51, 38, 64)
+    assert clock_cost.median_with_interval([1.0, 2.0, 3.0]) == (2, 1, 3)
+
+
+def test_the_wait_for_cores_is_that_of_all_threads(tmp_path: Path) -> None:
+    for thread, text in (
+        ("10", "900 2000000000 3"),
+        ("11", "800 500000000 1"),
+        ("12", ""),
+        ("13", "no schedstat here"),
+        ("14", "0 0 0"),
+    ):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(text)
+    assert conditions.core_wait_s(tmp_path) == 2.5
+    assert conditions.core_wait_s(tmp_path / "none") is None and conditions.core_wait_s(tmp_path / "12") is None
 
 
 PAGE = (Path(__file__).parent.parent.parent.parent / "docs" / "profile.md").read_text(encoding="utf-8")
