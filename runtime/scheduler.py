@@ -19,7 +19,6 @@ from edgeq.prompt import cut
 from edgeq.runtime.arguments import integer
 from edgeq.runtime.context_size import check_length
 from edgeq.runtime.decode import Stream, run_streams
-from edgeq.runtime.generation import Piece
 from edgeq.runtime.job import Busy, Job, Parked, Text, Ticket, Update
 from edgeq.runtime.model import Model
 from edgeq.runtime.prefix_tree import PrefixTree
@@ -324,7 +323,7 @@ class Scheduler:
         for i, token in enumerate(tokens):
             full = i + 1 == len(tokens) and not stream.session.left
             try:
-                update.pieces.append(Piece(ending.push(token, full), token))
+                update.pieces.append(ending.push(token, full))
             except EdgeqError as error:
                 return self._fail(text, error)
             update.logprobs += drawn[i : i + 1]
