@@ -24,6 +24,7 @@ from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.template_tags import TAGS
 from edgeq.text import REPLACEMENT, Text
+from edgeq.thinking_formats import thinking_format
 from edgeq.tool_formats import tool_format
 
 Message = Mapping[str, Any]
@@ -48,6 +49,7 @@ class ChatTemplate:
     """UnsupportedError: jinja2 cannot read the template, or takes too much memory or time for it.
 
     tool_format   how the model calls tools; None: in no way that is known here
+    thinking      how it marks what it thinks before an answer; None: in no way that is known here
     """
 
     def __init__(self, source: str, text: Text, sees: bool = False) -> None:
@@ -61,7 +63,7 @@ class ChatTemplate:
         self._special = _alternatives([literal for literal, special in text.added.items() if special])
         if len(source) > MAX_SOURCE:
             raise UnsupportedError(f"the chat template has more than {MAX_SOURCE} characters; {OTHER_TEMPLATE}")
-        self.tool_format = tool_format(source, text.added)
+        self.tool_format, self.thinking = tool_format(source, text.added), thinking_format(text.added)
         environment = _environment()
         # jinja2 evaluates constant expressions while it translates: only the child does that.
         code = compile(_confined(lambda: _python_source(environment, source)), "<template>", "exec")

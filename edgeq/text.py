@@ -114,6 +114,10 @@ class Text:
         token = self._tokenizer.tokenizer.token_to_id(literal)
         return token if token in self.special_ids else None
 
+    def control_token(self, literal: str) -> int | None:
+        """The control token with this literal, whether `decode` leaves it out or not; None: there is none."""
+        return self._tokenizer.tokenizer.token_to_id(literal) if literal in self.added else None
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, control tokens left out."""
         return self._tokenizer.decode(list(tokens))

@@ -22,12 +22,13 @@ if sys.platform == "win32":
 
 from edgeq.prompt import Prompt
 from edgeq.runtime.batch import Answer, Batch
-from edgeq.runtime.generation import Generation, Piece
+from edgeq.runtime.generation import Generation
 from edgeq.runtime.model import Model
 from edgeq.runtime.requantize import Requantization
 from edgeq.runtime.sampling import Logprobs, Sampling
 from edgeq.runtime.session import Session
 from edgeq.runtime.stats import Measurement
+from edgeq.runtime.stopping import Piece
 
 __all__ = [
     "Answer",

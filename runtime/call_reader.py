@@ -35,8 +35,15 @@ class CallArguments:
     text: str
 
 
-Event = str | CallBegin | CallArguments
-"""Of an answer: a piece of its text, or of a call."""
+@dataclass(frozen=True)
+class Thought:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
+Event = str | CallBegin | CallArguments | Thought
+"""Of an answer: a piece of its text, of a call, or of the thinking before them."""
 
 
 def call_id(length: int, salt: bytes, index: int) -> str:
@@ -176,10 +183,15 @@ def _lenient(literal: str) -> str:
 
 
 def message_of(events: Sequence[Event]) -> dict[str, Any]:
-    """The message of an answer in OpenAI's shape, but arguments are objects where they are whole, as templates read them."""
+    """The message of an answer in OpenAI's shape, but arguments are objects where they are whole, as templates read them.
+
+    `reasoning_content`, which OpenAI's shape does not have, is where vLLM, llama.cpp and chat templates have it.
+    """
     text = "".join(event for event in events if isinstance(event, str))
     calls = [event for event in events if isinstance(event, CallBegin)]
     message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thoughts := "".join(event.text for event in events if isinstance(event, Thought)):
+        message["reasoning_content"] = thoughts
     if calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(events, call.index)}}

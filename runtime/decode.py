@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +49,12 @@ class Stream:
         """The largest logits that the next draw needs; 0: all."""
         return self.sampler.needed if self.top is None else 0
 
-    def draw_among(self, largest: Largest) -> None:
-        """Draw the next token from the `needed` largest logits, and append it."""
-        self.tokens.append(self.sampler.pick(among(largest, 0, self.sampler.sampling)))
-
-    def draw(self, logits: NDArray[np.float32]) -> None:
-        """Draw the next token and append it."""
-        self.take(self.sampler.draw(logits, self.tokens), logits)
+    def draw(self, found: NDArray[np.float32] | Largest) -> None:
+        """Draw the next token from logits float32 [vocab], or from the `needed` largest ones, and append it."""
+        if isinstance(found, Largest):
+            self.tokens.append(self.sampler.pick(among(found, 0, self.sampler.sampling)))
+        else:
+            self.take(self.sampler.draw(found, self.tokens), found)
 
 
 DecodeStep = Callable[[Sequence[Stream], Sequence[int]], list[list[int]]]
@@ -80,19 +80,25 @@ def run_streams(streams: Sequence[Stream], beside: Sequence[BatchItem] = ()) -> 
 def run_largest(items: Sequence[BatchItem], count: int) -> list[Largest] | None:
     """The `count` largest logits after each item, which wants those of its last token, from one run as that of `run_together`.
 
-    None: nothing was run, as the target gives only all logits.
+    None: nothing was run, as the target gives only all logits, or has no room for so many rows.
     """
     sessions = [item.session for item in items]
-    for session in sessions:
-        program = session._program
-        if not isinstance(program, FindsLargest) or not 0 < count <= program.most_largest:
-            return None
+    # A Protocol would be asked for its members one by one, for every token.
+    if not all(0 < count <= getattr(session._program, "most_largest", 0) for session in sessions):
+        return None
+    program = cast(FindsLargest, sessions[0]._program)
+    if len(items) > program.largest_rows:
+        return None
     for session in sessions:
         session.requantize()
-    if len({(id(session._program), id(session.weights)) for session in sessions}) > 1:
-        return [found for item in items for found in run_largest([item], count) or ()]
-    program = sessions[0]._program
-    assert isinstance(program, FindsLargest)
+    groups = dict[tuple[int, int], list[int]]()
+    for index, session in enumerate(sessions):
+        groups.setdefault((id(session._program), id(session.weights)), []).append(index)
+    if len(groups) > 1:
+        parts = dict[int, Largest]()
+        for group in groups.values():
+            parts |= zip(group, run_largest([items[index] for index in group], count) or (), strict=True)
+        return [parts[index] for index in range(len(items))]
     with rows_in_turn(items) as rows:
         found = program.run_largest(rows, count, weights=items[0].session.weights)
         every = [Largest(found.ids[i : i + 1].copy(), found.values[i : i + 1].copy(), found.finite[i : i + 1].copy())
@@ -100,17 +106,20 @@ def run_largest(items: Sequence[BatchItem], count: int) -> list[Largest] | None:
     return every
 
 
-def decode_step(streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
-    """One token for each stream, from one run of the program: a DecodeStep without drafts (`Speculator.step` is one with)."""
-    found = None
+def run_alone(streams: Sequence[Stream]) -> Sequence[Logits | Largest]:
+    """Run the last token of each stream; what the next one is drawn from: the largest logits, where none needs more of them."""
     if all(stream.needed for stream in streams):
         items = [BatchItem(stream.session, stream.tokens[-1:], [0]) for stream in streams]
         found = run_largest(items, max(stream.needed for stream in streams))
-    if found is None:
-        for stream, logits in zip(streams, run_streams(streams)[0], strict=True):
-            stream.draw(logits)
-    else:
-        for stream, largest in zip(streams, found, strict=True):
-            stream.session.logits = None
-            stream.draw_among(largest)
+        if found is not None:
+            for stream in streams:
+                stream.session.logits = None
+            return found
+    return run_streams(streams)[0]
+
+
+def decode_step(streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
+    """One token for each stream, from one run of the program: a DecodeStep without drafts (`Speculator.step` is one with)."""
+    for stream, found in zip(streams, run_alone(streams), strict=True):
+        stream.draw(found)
     return [stream.tokens[-1:] for stream in streams]

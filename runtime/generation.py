@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgeq import machine
 from edgeq.errors import InputError
 from edgeq.prompt import Prompt
-from edgeq.runtime.call_reader import CallReader, message_of
+from edgeq.runtime.call_reader import CallReader, Event, Thought, message_of
 from edgeq.runtime.decode import DecodeStep, Stream
 from edgeq.runtime.sampling import Logprobs
 from edgeq.runtime.session import OnPrompt
 from edgeq.runtime.stats import Measurement
-from edgeq.runtime.stopping import Ending, FinishReason
-
-
-class Piece(NamedTuple):
-    """A token and the text that it made complete, often none."""
-
-    text: str
-    token: int
+from edgeq.runtime.stopping import Ending, FinishReason, Piece
 
 
 class _Closed(Exception):
@@ -31,6 +24,8 @@ class _Closed(Exception):
 
 class Generation(Iterator[str]):
     """Text as it is generated; runs when it is iterated, by `for` or, within an event loop, `async for`.
+
+    What a model thinks before it answers a chat is not part of the text: `pieces` has it, `thoughts` and `message`.
 
     `close`, which another thread may call too, or the end of a `with` block, ends it after the present run.
 
@@ -59,7 +54,7 @@ class Generation(Iterator[str]):
         """
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
-        self._given: list[str] = []
+        self._given: list[Piece] = []
         self._closed, self._own_session = False, own_session
         self._reader, self._message = reader, dict[str, Any]()
         self.measurement = measurement
@@ -81,17 +76,23 @@ class Generation(Iterator[str]):
         """Run to the end; the whole text, with what was iterated over before."""
         for _ in self._pieces:
             pass
-        return "".join(self._given)
+        return "".join(piece.text for piece in self._given if not piece.thought)
+
+    @property
+    def thoughts(self) -> str:
+        """What was thought so far before the answer."""
+        return "".join(piece.text for piece in self._given if piece.thought)
 
     def message(self) -> dict[str, Any]:
-        """Run to the end; the answer as the next message of the conversation: role, content, and where tools are called
+        """Run to the end; the answer as the next message of the conversation: role, content, where tools are called
         `tool_calls`, each with id, type and function: its name and its arguments as an object (as text where `max_tokens` cut
-        them off).
+        them off), and where the model thought before, `reasoning_content`.
         """
         text = self.text()
         if not self._message:
-            events = self._reader.read(zip(self._given, self.tokens, strict=True)) if self._reader else [text]
-            self._message = message_of(events)
+            said = [(piece.text, piece.token) for piece in self._given if not piece.thought]
+            events: list[Event] = self._reader.read(said) if self._reader else [text]
+            self._message = message_of([Thought(self.thoughts), *events] if self.thoughts else events)
         return self._message
 
     def close(self) -> None:
@@ -110,14 +111,14 @@ class Generation(Iterator[str]):
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("closed" if self._closed else "not finished")
-        return f"<Generation: {len(self.tokens)} tokens, {state}: {''.join(self._given)[-40:]!r}>"
+        return f"<Generation: {len(self.tokens)} tokens, {state}: {''.join(piece.text for piece in self._given)[-40:]!r}>"
 
     def __iter__(self) -> Generation:
         return self
 
     def __next__(self) -> str:
         """The next text that is not empty."""
-        return next(piece.text for piece in self._pieces if piece.text)
+        return next(piece.text for piece in self._pieces if piece.text and not piece.thought)
 
     def __aiter__(self) -> Generation:
         return self
@@ -170,13 +171,12 @@ class Generation(Iterator[str]):
                 self.tokens.append(token)
                 self.logprobs += drawn[i : i + 1]
                 m.generated_tokens += 1
-                text = self._ending.push(token, full=i + 1 == len(tokens) and not session.left)
-                self._given.append(text)
+                self._given.append(self._ending.push(token, full=i + 1 == len(tokens) and not session.left))
                 if self._ending.reason:
                     # What was accepted after the end is not part of the text.
                     session.trim(length + len(self.tokens) - 1)
                     self._end()
-                yield Piece(text, token)
+                yield self._given[-1]
                 if self._ending.reason:
                     return
                 if self._closed:

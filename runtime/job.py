@@ -10,13 +10,12 @@ from edgeq.errors import EdgeqError
 from edgeq.prompt import Prompt
 from edgeq.runtime.call_reader import CallReader
 from edgeq.runtime.decode import Stream
-from edgeq.runtime.generation import Piece
 from edgeq.runtime.model import Model
 from edgeq.runtime.prefix_tree import Node
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Logprobs, Sampling
 from edgeq.runtime.session import Chunks, Logits, Session
-from edgeq.runtime.stopping import Ending, FinishReason
+from edgeq.runtime.stopping import Ending, FinishReason, Piece
 from edgeq.text import Text as Tokenizer
 
 

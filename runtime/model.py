@@ -98,8 +98,7 @@ class Model:
         self._lock, self._row_order, self.prefill_rate = Lock(), row_order, PrefillRate(self.program.tile)
         tower = partial(Tower, file, choice.target, options)
         self.pictures = Pictures(self.config, self.context, image_tokens, tower) if self.config.vision else None
-        self._origin = Origin.of(file, choice.target.name, options, self.graph)
-        self._sessions: WeakSet[Session] = WeakSet()
+        self._origin, self._sessions = Origin.of(file, choice.target.name, options, self.graph), WeakSet[Session]()
         self.constraints = Constraints(lambda: self.text, self.config.vocab_size)
         self.load_s = perf_counter() - started
 
@@ -248,7 +247,7 @@ class Model:
         return found
 
     @property
-    def _prompts(self) -> PromptReader:
+    def prompts(self) -> PromptReader:
         return PromptReader(self.file, self.pictures, lambda: self.text, lambda: self.template)
 
     def prepare_images(self, on_progress: OnProgress = no_progress) -> None:
@@ -256,14 +255,14 @@ class Model:
 
         InputError: the model reads text alone.  ResourceError: it does not fit in memory.
         """
-        self._prompts.seeing().prepare(on_progress)
+        self.prompts.seeing().prepare(on_progress)
 
     def read_image(self, source: ImageSource) -> Picture:
         """A picture within the limits of this model, to be given more than once without being read again.
 
         InputError: not a picture that can be read, or the model reads text alone.  UnsupportedError: Pillow is not installed.
         """
-        return self._prompts.seeing().read(source)
+        return self.prompts.seeing().read(source)
 
     def prompt(self, prompt: str | Sequence[int] | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
         """What `generate` and `Batch.run` make of a prompt, which is text or tokens; of a Prompt nothing.
@@ -271,11 +270,11 @@ class Model:
         InputError: it is neither, or empty, or a token is not in the vocabulary; an image cannot be read, or the prompt has not
         one image token for each.
         """
-        return self._prompts.prompt(prompt, images)
+        return self.prompts.prompt(prompt, images)
 
     def chat_prompt(self, messages: Sequence[Message], images: Sequence[ImageSource] = (), **variables: Any) -> Prompt:
         """What `chat` makes of messages; errors as there."""
-        return self._prompts.chat(messages, images, variables)
+        return self.prompts.chat(messages, images, variables)
 
     def session(self) -> Session:
         """An empty session; its cache grows as it is filled."""
@@ -337,8 +336,7 @@ class Model:
         """
         started = perf_counter()
         given = sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma
-        request = Request(*given, response_format)
-        return self._start(self.prompt(prompt, images), request, session, on_progress, started)
+        return self._start(self.prompt(prompt, images), Request(*given, response_format), session, on_progress, started)
 
     def chat(
         self,
@@ -361,6 +359,7 @@ class Model:
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str | Mapping[str, Any] = "auto",
         parallel_tool_calls: bool = True,
+        thinking_budget: int | None = None,
         **variables: Any,
     ) -> Generation:
         """The assistant's answer to `messages`; `variables` go to the chat template, the rest is as in `generate`.
@@ -370,14 +369,17 @@ class Model:
                  "description", "parameters"}}.  Generation.message has the calls.  Their arguments fit the JSON Schemas
         tool_choice  "auto", "required", "none", or {"type": "function", "function": {"name": ...}} for one that is called
         parallel_tool_calls  an answer may have several calls, where the model's format has them
+        thinking_budget  tokens that may be thought before the answer, which alone is held to formats and tools; None: any
+                 number, but half of `max_tokens` where it is held to one.  Generation.thoughts has them as text
 
         UnsupportedError: the file has no chat template, or it has no format for calls that is known here.
         """
         started = perf_counter()
         given = sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma
-        use = self._prompts.tool_use(tools, tool_choice, parallel_tool_calls)
-        prompt = self._prompts.chat(messages, images, variables, use)
-        return self._start(prompt, Request(*given, response_format, use), session, on_progress, started)
+        use = self.prompts.tool_use(tools, tool_choice, parallel_tool_calls)
+        prompt = self.prompts.chat(messages, images, variables, use)
+        thinking = self.prompts.thinking(prompt, thinking_budget)
+        return self._start(prompt, Request(*given, response_format, use, None, thinking), session, on_progress, started)
 
     def _start(
         self, prompt: Prompt, request: Request, session: Session | None, on_progress: OnPrompt | None, started: float
@@ -393,8 +395,6 @@ class Model:
         measurement = Measurement.of(prompt, self.load_s, self.weight_bytes, self.position_bytes, drafted)
         sampler = request.sampler(request.sampling or Sampling.recommended(self), self.text, len(prompt.tokens))
         stream = Stream(session or self.session(), sampler, list(prompt.tokens), top=request.logprobs)
-        step = speculator.step if speculator else decode_step
-        ending = request.ending(self.text)
-        read = self.config.positions_read
-        calls = request.reader(self.text, prompt.tokens, sampler.sampling)
+        step, ending = speculator.step if speculator else decode_step, request.ending(self.text)
+        calls, read = request.reader(self.text, prompt.tokens, sampler.sampling), self.config.positions_read
         return Generation(stream, prompt, ending, step, measurement, read, started, on_progress, session is None, calls)

@@ -7,25 +7,31 @@
     384   pictures among them, 36 bytes each: first token in the page u32 | tokens in earlier pages u32
             | frames, rows, columns of tokens u32 | digest 16
     ...   the page, as the target holds it
-    ...   BLAKE2b-128 of everything before
+    ...   SHA-256 of everything before
 
 Earlier pages are there by their digest (prefix_tree.py), so that a file at the end of a long text is as long as one at its
 beginning.  A reader knows all but the page before it opens a file, and compares it byte for byte: nothing is taken for a size.
 
-Versions 1 and 2 had all earlier tokens in each file.  They have other names too, so that nothing looks for them.
+Versions 1 and 2 had all earlier tokens in each file, version 3 had BLAKE2b-128 at the end, for which no processor has
+instructions.  Files of other versions have other names, so that nothing looks for them; they go as the longest unused.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat
 import struct
 from pathlib import Path
 
-from edgeq.runtime.prefix_tree import Key
-from edgeq.runtime.session_file import DIGEST_BYTES, Origin
+from edgeq.errors import FormatError
+from edgeq.runtime.prefix_tree import Key, digest_of
+from edgeq.runtime.session_file import Origin
 from edgeq.whole_file import no_follow
 
 MAGIC = b"edgeqp\r\n"
-VERSION = 3
+VERSION = 4
+DIGEST_BYTES = 32
 _HEADER = struct.Struct("<8sII16s16s32sI44s")
 _PICTURE = struct.Struct("<5I16s")
 
@@ -38,8 +44,45 @@ def head_of(origin: Origin, before: bytes, key: Key, page_bytes: int) -> bytes:
     return header + ids + b"".join(_PICTURE.pack(start, earlier, *grid, digest) for start, earlier, digest, grid in pictures)
 
 
+def name_of(origin: Origin, before: bytes, key: Key) -> str:
+    """Of the file, without its suffix: no client can choose it."""
+    led = origin.digest + bytes.fromhex(origin.identity) + digest_of(before, key)
+    return hashlib.sha256(VERSION.to_bytes(4, "little") + led).hexdigest()
+
+
 def size_of(head: bytes, page_bytes: int) -> int:
     return len(head) + page_bytes + DIGEST_BYTES
+
+
+def contents(head: bytes, page: bytes) -> list[bytes]:
+    """What a file has, one after another."""
+    return [head, page, digest(head, page)]
+
+
+def digest(head: bytes, page: bytes | bytearray) -> bytes:
+    total = hashlib.sha256(head)
+    total.update(page)
+    return total.digest()
+
+
+def read_into(page: bytearray, path: Path, head: bytes) -> bool:
+    """Read the page of a file that begins with `head`; False: there is no such file.
+
+    FormatError: others may write to it, or it is not what was written.  OSError: it cannot be read.
+    """
+    try:
+        with open(path, "rb", opener=no_follow) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                raise FormatError("it is not this user's alone")
+            if found.st_size != size_of(head, len(page)):
+                raise FormatError("it has another size")
+            parts = file.read(len(head)), file.readinto(page), file.read(DIGEST_BYTES + 1)
+    except FileNotFoundError:
+        return False
+    if parts != (head, len(page), digest(head, page)):
+        raise FormatError("it is damaged")
+    return True
 
 
 def identity_of(path: Path) -> str | None:

@@ -9,8 +9,9 @@ from edgeq.chat_template import OTHER_TEMPLATE, ChatTemplate, Message, with_imag
 from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.prompt import Prompt, with_pictures
-from edgeq.runtime.arguments import token_ids, wrong
+from edgeq.runtime.arguments import integer, token_ids, wrong
 from edgeq.runtime.pictures import ImageSource, Pictures
+from edgeq.runtime.thinking import Thinking
 from edgeq.runtime.tools import ToolUse, conversation, tool_use
 from edgeq.text import Text
 
@@ -46,6 +47,15 @@ class PromptReader:
         """Which tools an answer may call; None: none."""
         template = self._template()
         return tool_use(template.tool_format if template else None, tools, choice, parallel)
+
+    def thinking(self, prompt: Prompt, budget: int | None = None) -> Thinking | None:
+        """How an answer to a chat's prompt thinks before, for at most `budget` tokens; None: not at all."""
+        if budget is not None:
+            integer("thinking_budget", budget, 0, 1 << 31, "an integer of at least 0, or None")
+        template = self._template()
+        form = template.thinking if template else None
+        found = Thinking.of(form, self._text(), prompt.tokens, self._config.vocab_size) if form else None
+        return found.within(budget) if found else None
 
     def chat(
         self,

@@ -11,14 +11,14 @@ folder and its files must be the user's, and nobody else may write to them; a di
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import stat
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +28,22 @@ from time import monotonic
 from edgeq.errors import EdgeqError, FormatError, InputError
 from edgeq.least_recently_used import remove_least_recently_used
 from edgeq.runtime.cache import in_turn
-from edgeq.runtime.page_file import head_of, size_of
+from edgeq.runtime.page_file import contents, head_of, name_of, read_into
 from edgeq.runtime.prefix_tree import Key, Node, digest_of
-from edgeq.runtime.session_file import DIGEST_BYTES, Origin, with_digest
+from edgeq.runtime.session_file import Origin
 from edgeq.targets.rows import Page
 from edgeq.targets.target import Program
 from edgeq.version import __version__
-from edgeq.whole_file import no_follow, write_whole
+from edgeq.whole_file import write_whole
 
 SUFFIX = ".kv"
 LEAST_PAGES = 4
 """Of a text that is kept: what is shorter is read in a moment."""
 MOST_WAITING = 4
 """Texts that may wait to be written; their pages cannot be dropped before."""
+READERS = 2
+AHEAD = 3
+"""Pages that are read before they are needed; each takes memory for as long as a prompt is fetched."""
 KEPT = 0.9
 """Share of the quota that is left after removing."""
 PAUSE_SECONDS = 600
@@ -71,7 +74,7 @@ class Kept:
 
 
 class PromptStore:
-    """`load`, `put` and `give_up` are for one owner; another thread writes.
+    """`pages`, `put` and `give_up` are for one owner; other threads read and write.
 
     bytes    of all files, as far as is known;  errors: files that could not be used or written
     """
@@ -99,30 +102,44 @@ class PromptStore:
         self.bytes = sum(each.size for each in stored(folder))
         self._waiting, self._writing, self._wake = deque[deque[Kept]](), deque[Kept](), Condition()
         self._closing, self._busy, self._saving, self._paused = False, False, False, 0.0
+        self._readers = ThreadPoolExecutor(READERS, "edgeq-prompt-reader")
         self._thread = Thread(target=self._run, name="edgeq-prompt-store", daemon=True)
         self._thread.start()
 
-    def load(self, before: bytes, key: Key, index: int) -> Page | None:
-        """Page `index` of a prompt, after pages with the digest `before`; None: it is not there, or not what its name says."""
-        path, head = self._path(before, key), self._head(before, key)
+    def pages(self, before: bytes, keys: Iterable[Key], index: int) -> Iterator[tuple[Key, Page]]:
+        """The pages of a prompt and their keys, from page `index` on, after pages with the digest `before`, up to the first
+        that is not there, or is not what its name says.
+
+        The next ones are read and checked by other threads meanwhile.
+        """
+        left, coming, buffers = iter(keys), deque[tuple[Key, Path, Future[bytearray | None]]](), deque[bytearray]()
+        while True:
+            while len(coming) < AHEAD and (key := next(left, None)):
+                path, head = self._path(before, key), head_of(self._origin, before, key, self._page_bytes)
+                coming.append((key, path, self._readers.submit(self._read, path, head, buffers)))
+                before = digest_of(before, key)
+            if not coming:
+                return
+            key, path, reading = coming.popleft()
+            try:
+                data = reading.result()
+                if data is None:
+                    return
+                _touch(path, index)
+                page = self._load_page(data)
+            except (OSError, FormatError) as error:
+                return self._discard(path, error)
+            buffers.append(data)
+            index += 1
+            yield key, page
+
+    def _read(self, path: Path, head: bytes, buffers: deque[bytearray]) -> bytearray | None:
+        """What `read_into` reads, in one of `buffers`: memory that was just read to is faster than new one."""
         try:
-            with open(path, "rb", opener=no_follow) as file:
-                found = os.fstat(file.fileno())
-                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-                    raise FormatError("it is not this user's alone")
-                if found.st_size != size_of(head, self._page_bytes):
-                    raise FormatError("it has another size")
-                data = file.read(found.st_size + 1)
-            whole, digest = memoryview(data)[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
-            if whole[: len(head)] != head or hashlib.blake2b(whole, digest_size=DIGEST_BYTES).digest() != digest:
-                raise FormatError("it is damaged")
-            _touch(path, index)
-            return self._load_page(bytes(whole[len(head) :]))
-        except FileNotFoundError:
-            return None
-        except (OSError, FormatError) as error:
-            self._discard(path, error)
-            return None
+            buffer = buffers.popleft()
+        except IndexError:
+            buffer = bytearray(self._page_bytes)
+        return buffer if read_into(buffer, path, head) else None
 
     def put(self, root: bytes, path: Sequence[Node]) -> None:
         """Write the pages of a text, the first of which comes after `root`, soon; but not if it is short, or too many wait."""
@@ -158,13 +175,10 @@ class PromptStore:
             self._waiting.clear()
             self._wake.notify_all()
         self._thread.join(1)
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _path(self, before: bytes, key: Key) -> Path:
-        name = hashlib.sha256(self._origin.digest + bytes.fromhex(self._origin.identity) + digest_of(before, key))
-        return self.folder / f"{name.hexdigest()}{SUFFIX}"
-
-    def _head(self, before: bytes, key: Key) -> bytes:
-        return head_of(self._origin, before, key, self._page_bytes)
+        return self.folder / f"{name_of(self._origin, before, key)}{SUFFIX}"
 
     def _discard(self, path: Path, error: OSError | FormatError) -> None:
         self.errors += 1
@@ -220,7 +234,8 @@ class PromptStore:
             path = self._path(kept.before, kept.key)
             if path.exists():
                 return path, kept.index, None
-            return path, kept.index, list(with_digest([self._head(kept.before, kept.key), self._save_page(kept.page)]))
+            head = head_of(self._origin, kept.before, kept.key, self._page_bytes)
+            return path, kept.index, contents(head, self._save_page(kept.page))
         finally:
             # Else this name would hold it.
             del kept

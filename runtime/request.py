@@ -10,11 +10,12 @@ from typing import Any
 from edgeq.errors import InputError
 from edgeq.runtime.arguments import flag, instance, integer, texts, token_ids, wrong
 from edgeq.runtime.call_reader import CallReader
-from edgeq.runtime.constraint import Constraint, Constraints
+from edgeq.runtime.constraint import Constraint, Constraints, Matcher
 from edgeq.runtime.response_format import ResponseFormat
 from edgeq.runtime.sampling import Processor, Rules, Sampler, Sampling
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stopping import Ending
+from edgeq.runtime.thinking import AfterThinking, Thinking
 from edgeq.runtime.tokenizer import MAX_STOP_LENGTH, MAX_STOPS
 from edgeq.runtime.tools import ToolUse, constraint_of
 from edgeq.text import Text
@@ -30,6 +31,7 @@ class Request:
     """The arguments of Model.generate that say what text is wanted, as they are explained there.
 
     tools        which may be called;  constraint: what the text is held to, once it is compiled
+    thinking     how the text begins, which no constraint is about; None: it is all answer
 
     `check` raises InputError for one of the wrong type or out of range; draft and gamma are checked by Model.speculator.
     """
@@ -47,6 +49,7 @@ class Request:
     response_format: ResponseFormat | None = None
     tools: ToolUse | None = None
     constraint: Constraint | None = None
+    thinking: Thinking | None = None
 
     def compiled(self, constraints: Constraints, text: Text) -> Request:
         """The same, with what the text is held to.  It may take a second: not for the thread that runs the model.
@@ -82,13 +85,24 @@ class Request:
         """All tokens that end the text."""
         return frozenset(self.stop_tokens) | (frozenset() if self.ignore_eos else text.eos)
 
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of its thinking; None: any number.  Where an answer has to follow, half of all are kept for it."""
+        given = self.thinking.budget if self.thinking else None
+        return self.max_tokens // 2 if given is None and self.constraint else given
+
     def ending(self, text: Text) -> Ending:
-        return Ending(text, self.max_tokens, self.stop, stop_tokens=self.stops(text), min_tokens=self.min_tokens)
+        stops = self.stops(text)
+        return Ending(text, self.max_tokens, self.stop, stop_tokens=stops, min_tokens=self.min_tokens, thinking=self.thinking)
 
     def sampler(self, sampling: Sampling, text: Text, prompt: int, sample: int = 0) -> Sampler:
         """A sampler for a text after `prompt` tokens; `sample`: which of several texts of that prompt."""
         stops = self.stops(text)
-        matcher = self.constraint.begin(prompt, stops) if self.constraint else None
+        matcher: Matcher | AfterThinking | None = None
+        if self.thinking:
+            matcher = self.thinking.within(self.thinking_budget).matcher(prompt, stops, self.constraint)
+        elif self.constraint:
+            matcher = self.constraint.begin(prompt, stops)
         return Sampler(sampling, Rules(prompt, self.min_tokens, stops, tuple(self.processors), matcher), sample)
 
 

@@ -20,6 +20,7 @@ from edgeq.errors import FormatError, InputError
 from edgeq.generation import SAMPLING
 from edgeq.runtime.arguments import instance, integer, real, wrong
 from edgeq.runtime.constraint import Matcher
+from edgeq.runtime.thinking import AfterThinking
 from edgeq.targets.target import Largest
 
 ArrayF64 = NDArray[np.float64]
@@ -143,7 +144,7 @@ class Rules:
     min_tokens: int = 0
     late: frozenset[int] = frozenset()
     processors: tuple[Processor, ...] = ()
-    matcher: Matcher | None = None
+    matcher: Matcher | AfterThinking | None = None
 
 
 NO_RULES = Rules()

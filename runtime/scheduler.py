@@ -18,8 +18,7 @@ from edgeq.errors import DeviceError, EdgeqError, InputError, ResourceError
 from edgeq.prompt import cut
 from edgeq.runtime.arguments import integer
 from edgeq.runtime.context_size import check_length
-from edgeq.runtime.decode import Stream, run_streams
-from edgeq.runtime.generation import Piece
+from edgeq.runtime.decode import Stream, run_alone, run_streams
 from edgeq.runtime.job import Busy, Job, Parked, Text, Ticket, Update
 from edgeq.runtime.model import Model
 from edgeq.runtime.prefix_tree import PrefixTree
@@ -30,6 +29,7 @@ from edgeq.runtime.speculative.speculator import Speculator
 from edgeq.runtime.stats import LONGEST_DRAFT, StepRecord, Totals
 from edgeq.runtime.waiting import Waiting
 from edgeq.targets.rows import PAGE
+from edgeq.targets.target import Largest
 
 SPARE_PAGES = 4
 """Pages that must be free beside those of its prompt before a text begins: else it would soon have to make room again."""
@@ -268,13 +268,16 @@ class Scheduler:
             except EdgeqError as error:
                 self._fail(text, error)
         streams, started = [text.running for text in decoding], perf_counter()
-        after, found, emitted = list[Logits](), list[Logits](), list[list[int]]()
+        after: Sequence[Logits | Largest] = []
+        found, emitted = list[Logits](), list[list[int]]()
         if self._model.requantization and items:
             found = run_together(items, summing=True)
         elif speculator and streams:
             emitted = speculator.step(streams, [text.ending.room if text.ending else 1 for text in decoding])
-        elif streams or items:
+        elif items:
             after, found = run_streams(streams, items)
+        elif streams:
+            after = run_alone(streams)
         seconds = perf_counter() - started
         rows = self.last.prompt_tokens = sum(len(item.tokens) for item in items)
         self.totals.prompt_tokens += rows
@@ -308,9 +311,9 @@ class Scheduler:
             self._shared.park(ticket, Parked(text.running.session.fork(), logits, self._shared.again(text.path)))
         self._draw(text, logits)
 
-    def _draw(self, text: Text, logits: Logits) -> None:
+    def _draw(self, text: Text, found: Logits | Largest) -> None:
         try:
-            text.running.draw(logits)
+            text.running.draw(found)
         except EdgeqError as error:
             return self._fail(text, error)
         self._take(text, text.running.tokens[-1:])
@@ -324,7 +327,7 @@ class Scheduler:
         for i, token in enumerate(tokens):
             full = i + 1 == len(tokens) and not stream.session.left
             try:
-                update.pieces.append(Piece(ending.push(token, full), token))
+                update.pieces.append(ending.push(token, full))
             except EdgeqError as error:
                 return self._fail(text, error)
             update.logprobs += drawn[i : i + 1]

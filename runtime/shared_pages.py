@@ -70,11 +70,11 @@ class SharedPages:
             return True
         unread, owner, path = text.unread, text.ticket.job.tree, text.path
         # The last token has to run, to give logits.
-        while (len(path) + 1) * PAGE < len(unread.tokens) and self.make_room(1):
-            key = key_of(unread.tokens, unread.places, len(path) * PAGE)
-            page = self.store.load(self.tree.digest(owner, path), key, len(path))
-            if page is None:
-                return True
+        starts = range(len(path) * PAGE, (len(unread.tokens) - 1) // PAGE * PAGE, PAGE)
+        keys = (key_of(unread.tokens, unread.places, start) for start in starts)
+        stored = self.store.pages(self.tree.digest(owner, path), keys, len(path))
+        while self.make_room(1) and (found := next(stored, None)):
+            key, page = found
             self.count([page])
             self.tree.add(owner, path, key, page)
             if perf_counter() > end:

@@ -138,8 +138,8 @@ class Program(Protocol):
         """The contents of a page, always as many bytes, for `load_page` of the same target, model and cache codec."""
         ...
 
-    def load_page(self, data: bytes) -> Page:
-        """A page with contents that `save_page` gave.  ValueError: another number of bytes."""
+    def load_page(self, data: bytes | bytearray) -> Page:
+        """A page with contents that `save_page` gave, copied.  ValueError: another number of bytes."""
         ...
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:
@@ -213,14 +213,16 @@ class FindsLargest(Program, Protocol):
     """A Program whose device finds the largest numbers of its result, so that the host need not have all of it.
 
     most_largest   that can be asked for; 0: none
+    largest_rows   of a result, at most
     """
 
     most_largest: int
+    largest_rows: int
 
     def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
         """The `count` largest numbers of each row of what `run` gives, with requantized weights if there are some.
 
-        Valid until the next run.  ValueError: more than `most_largest`, or none.
+        Valid until the next run.  ValueError: more than `most_largest`, or none, or of more than `largest_rows` rows.
         """
         ...
 

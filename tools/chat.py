@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from edgeq.tools.generation_records import records
 from edgeq.tools.history import line_editing
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe
-from edgeq.tools.run import argument, load, read_bytes, read_template, sampling_of, utf8
+from edgeq.tools.run import Screen, argument, load, read_bytes, read_template, sampling_of, utf8
 from edgeq.tools.terminal import compilation, note, progress, write
 
 HELP = """/clear forgets the conversation, /exit ends it, /help shows this; Ctrl-C stops an answer
@@ -165,31 +166,31 @@ def typed(pending: list[str]) -> Iterator[str]:
 
 def answer(conversation: Conversation, question: Content) -> None:
     """Stream one answer.  Ctrl-C ends it; what was generated stays in the conversation."""
-    pieces, generation = list[str](), None
+    said, generation, screen = list[str](), None, Screen()
     try:
         with progress() as report:
             generation = conversation.ask(question, lambda done, total: report(done, total, "prompt"))
             # The bar has to be gone before text is written.
-            pieces.append(next(generation, ""))
-        shown = (lambda _: None) if conversation.as_json else write
-        shown(pieces[0])
-        for piece in generation:
-            pieces.append(piece)
-            shown(piece)
+            coming = generation.pieces()
+            first = next(coming)
+        for piece in chain([first], coming):
+            said += [] if piece.thought else [piece.text]
+            if not conversation.as_json:
+                screen.show(piece)
     except InputError as error:
         note(in_options(str(error)))
         return
     except DeviceError:
         # The device is lost for the next questions too.  The message begins a line.
-        write("\n" if pieces and not conversation.as_json else "")
+        write("\n" if said and not conversation.as_json else "")
         raise
     except KeyboardInterrupt:
         note(" (stopped)")
     if not conversation.as_json:
         write("\n")
     elif generation is not None:
-        write(json.dumps(conversation.described("".join(pieces), generation)) + "\n")
-    conversation.answered("".join(pieces))
+        write(json.dumps(conversation.described("".join(said), generation)) + "\n")
+    conversation.answered("".join(said))
     m = conversation.last
     if m is not None and m.decode_tokens:
         note(f"[{m.decode_rate:,.1f} tok/s]")

@@ -19,7 +19,7 @@ from edgeq.chat_template import ChatTemplate
 from edgeq.container import ModelFile
 from edgeq.errors import DeviceError, InputError
 from edgeq.image import Picture
-from edgeq.runtime import Generation, Model, Sampling
+from edgeq.runtime import Generation, Model, Piece, Sampling
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
 from edgeq.runtime.pictures import MOST_TOKENS
 from edgeq.runtime.speculative.speculator import DraftSource
@@ -29,7 +29,7 @@ from edgeq.text import Text
 from edgeq.tools.generation_records import records
 from edgeq.tools.params import RANDOM
 from edgeq.tools.report import cache_label, describe, identification, read_bandwidth
-from edgeq.tools.terminal import compilation, note, progress, write
+from edgeq.tools.terminal import compilation, note, progress, write, write_aside
 
 LOAD = ("target", "isa", "mode", "threads", "threads_prefill", "kv", "context", "requantization", "image_tokens", "graphs")
 SAMPLING = {"temperature": "temp"} | {
@@ -110,9 +110,10 @@ def run(
         if grammar is not None:
             note(f"grammar read as {'GBNF' if held and held['syntax'] == 'gbnf' else 'Lark'}")
         try:
-            write(first.text)
+            screen = Screen()
+            screen.show(first)
             for piece in pieces:
-                write(piece.text)
+                screen.show(piece)
         except DeviceError:
             # Its message begins a line.
             write("\n")
@@ -126,6 +127,19 @@ def run(
         for piece in pieces:
             click.echo(json.dumps(piece._asdict()))
     click.echo(json.dumps(as_object(loaded, generation, text, sampling, draft) | shown(images, pictures, loaded)))
+
+
+class Screen:
+    """Shows an answer as it comes: on standard output, and on standard error what is thought before it."""
+
+    def __init__(self) -> None:
+        self._thinks = False
+
+    def show(self, piece: Piece) -> None:
+        if self._thinks and not piece.thought:
+            write_aside("\n\n")
+        self._thinks = piece.thought
+        (write_aside if piece.thought else write)(piece.text)
 
 
 def most_visual(model: Path, images: int, image_tokens: int | None) -> int:
@@ -292,6 +306,7 @@ def as_object(model: Model, generation: Generation, prompt: str, sampling: Sampl
     return {
         "prompt": prompt,
         "text": generation.text(),
+        **({"thoughts": generation.thoughts} if generation.thoughts else {}),
         "tokens": generation.tokens,
         "finish_reason": generation.finish_reason,
         "sampling": asdict(sampling),

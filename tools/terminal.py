@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -59,13 +60,22 @@ def write(text: str) -> None:
 
     A terminal gets `harmless` text, since a model's can be anything; a pipe or a file gets it as it is.
     """
-    if sys.stdout is None:
+    _write(sys.stdout, text)
+
+
+def write_aside(text: str) -> None:
+    """The same to standard error."""
+    _write(sys.stderr, text)
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:
         return
-    if sys.stdout.isatty():
+    if stream.isatty():
         text = harmless(text)
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.flush()
 
 
 class Bar:

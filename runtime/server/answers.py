@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from edgeq.runtime.call_reader import CallArguments, CallBegin, CallReader, Event, arguments_text, message_of
+from edgeq.runtime.call_reader import CallArguments, CallBegin, CallReader, Event, Thought, arguments_text, message_of
 from edgeq.runtime.job import Ticket, Update
 from edgeq.runtime.sampling import Logprobs
 from edgeq.runtime.server.errors import ApiError
@@ -40,10 +40,12 @@ def finish(reason: str | None) -> str | None:
 
 def events_of(reader: CallReader | None, update: Update) -> list[Event]:
     """What an update adds to an answer, whose calls `reader` knows."""
+    thoughts = "".join(piece.text for piece in update.pieces if piece.thought)
+    found: list[Event] = [Thought(thoughts)] if thoughts else []
     if reader is None:
-        text = "".join(piece.text for piece in update.pieces)
-        return [text] if text else []
-    found = [event for piece in update.pieces for event in reader.push(*piece)]
+        text = "".join(piece.text for piece in update.pieces if not piece.thought)
+        return [*found, text] if text else found
+    found += [event for piece in update.pieces if not piece.thought for event in reader.push(piece.text, piece.token)]
     return [*found, *reader.finish()] if update.reason else found
 
 
@@ -54,6 +56,8 @@ def delta_of(event: Event) -> dict[str, Any]:
         return {"tool_calls": [{"index": event.index, **call}]}
     if isinstance(event, CallArguments):
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    if isinstance(event, Thought):
+        return {"reasoning_content": event.text}
     return {"content": event}
 
 
@@ -68,6 +72,7 @@ class Choice:
     events: list[Event] = field(default_factory=list)
     called: bool = False
     tokens: int = 0
+    thought: int = 0  # of them
     characters: int = 0  # of the tokens among its log-probabilities
     reason: str | None = None
     logprobs: list[Any] = field(default_factory=list)
@@ -105,8 +110,11 @@ class Answer:
         index = first + update.sample
         choice = self.choices[index]
         events = events_of(choice.reader, update)
-        entries = [self._entry(each) for each in update.logprobs if each.token not in self._stops]
+        # Where they were not asked for there are none.
+        known = [each for piece, each in zip(update.pieces, update.logprobs, strict=False) if not piece.thought]
+        entries = [self._entry(each) for each in known if each.token not in self._stops]
         choice.tokens += len(update.pieces)
+        choice.thought += sum(piece.thought for piece in update.pieces)
         choice.characters += sum(len(entry["token"]) for entry in entries)
         if self._keeps:
             choice.events += events
@@ -129,7 +137,7 @@ class Answer:
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(ticket.cached_tokens for ticket in self.tickets)},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": sum(choice.thought for choice in self.choices)},
         }
 
     def whole(self) -> dict[str, Any]:
@@ -152,6 +160,8 @@ class Answer:
                 shown["message"] = {"role": "assistant", "content": content, "refusal": None}
                 if calls:
                     shown["message"]["tool_calls"] = calls
+                if "reasoning_content" in message:
+                    shown["message"]["reasoning_content"] = message["reasoning_content"]
             else:
                 shown["text"] = message["content"]
             choices.append(shown)

@@ -42,6 +42,8 @@ _AT = re.compile(r" - at `([^`]*)`$")
 
 LongText = Annotated[str, Meta(max_length=1 << 22)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+Budget = Annotated[int, Meta(ge=-1, le=1 << 31)]
+"""Of thinking, in tokens; -1: any number, as vLLM and llama.cpp have it."""
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Meta(max_length=16)]
 Biases = dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]]
@@ -78,6 +80,7 @@ class Message(Struct):
     name: Annotated[str, Meta(max_length=64)] | None = None
     tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
+    reasoning_content: LongText | None = None
 
 
 class Drawing(Struct, kw_only=True):
@@ -116,6 +119,8 @@ class Chat(Drawing, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     tool_choice: Annotated[str, Meta(max_length=40)] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
 
 
 class Completion(Drawing, kw_only=True):

@@ -12,7 +12,16 @@ from edgeq.runtime.job import Job
 from edgeq.runtime.model import Model
 from edgeq.runtime.server.errors import ApiError, unsupported
 from edgeq.runtime.server.fields import Drawing, LongText, Stop
-from edgeq.runtime.server.reading import MOST_IMAGE_CHARACTERS, MOST_IMAGES, Asker, job, read_picture, rendered, tools_in
+from edgeq.runtime.server.reading import (
+    MOST_IMAGE_CHARACTERS,
+    MOST_IMAGES,
+    NO_THINKING,
+    Asker,
+    job,
+    read_picture,
+    rendered,
+    tools_in,
+)
 from edgeq.runtime.server.settings import Settings
 from edgeq.runtime.tools import ToolUse
 
@@ -35,6 +44,7 @@ class Block(Struct):
     input: dict[str, Any] | None = None
     tool_use_id: Name | None = None
     content: LongText | Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
+    thinking: LongText | None = None
 
 
 Blocks = Annotated[list[Block], Meta(max_length=256)]
@@ -56,6 +66,13 @@ class ToolChoice(Struct):
     disable_parallel_tool_use: bool | None = None
 
 
+class ThinkingSettings(Struct):
+    """Whether the model may think, and for how many tokens; without it, and with "adaptive", it thinks as it likes."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+
+
 class OutputConfig(Struct):
     format: dict[str, Any] | None = None
 
@@ -73,6 +90,7 @@ class Counted(Struct, kw_only=True):
     system: LongText | Blocks | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
+    thinking: ThinkingSettings | None = None
 
 
 class Messages(Counted, kw_only=True):
@@ -110,7 +128,11 @@ def prompt_of(model: Model, fields: Counted, use: ToolUse | None) -> Prompt:
         messages.append({"role": "system", "content": _content(model, fields.system, images, "system")})
     for index, turn in enumerate(fields.messages):
         messages += _messages(model, turn, images, f"messages[{index}].content")
-    return rendered(model, messages, images, {}, use)
+    return rendered(model, messages, images, NO_THINKING if _disabled(fields) else {}, use)
+
+
+def _disabled(fields: Counted) -> bool:
+    return fields.thinking is not None and fields.thinking.type == "disabled"
 
 
 def message_job(model: Model, settings: Settings, fields: Messages, who: Asker) -> Job:
@@ -126,14 +148,16 @@ def message_job(model: Model, settings: Settings, fields: Messages, who: Asker) 
         raise ApiError(400, "invalid_value", "a format has type json_schema, and a schema", "output_format")
     held = {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}} if asked else None
     use = use_of(model, fields)
-    return job(model, settings, drawing, prompt_of(model, fields, use), who, None, fields.max_tokens, held, use)
+    prompt, budget = prompt_of(model, fields, use), fields.thinking.budget_tokens if fields.thinking else None
+    thinking = model.prompts.thinking(prompt, 0 if _disabled(fields) else budget)
+    return job(model, settings, drawing, prompt, who, None, fields.max_tokens, held, use, thinking)
 
 
 def _messages(model: Model, turn: Turn, images: list[Picture], at: str) -> list[dict[str, Any]]:
     """A turn as a chat has it: results of tools are messages of their own, calls a part of the assistant's."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    found, calls, others = list[dict[str, Any]](), list[dict[str, Any]](), list[Block]()
+    found, calls, others, thoughts = list[dict[str, Any]](), list[dict[str, Any]](), list[Block](), ""
     for index, block in enumerate(turn.content):
         where = f"{at}[{index}]"
         if block.type == "tool_use" and turn.role == "assistant":
@@ -146,11 +170,13 @@ def _messages(model: Model, turn: Turn, images: list[Picture], at: str) -> list[
                 raise ApiError(400, "missing_field", f"{where}: tool_result has a tool_use_id", where)
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "name": "", "content": _result(block.content, where)}
             found.append(result)
+        elif block.type in ("thinking", "redacted_thinking") and turn.role == "assistant":
+            thoughts += block.thinking or ""
         else:
             others.append(block)
     if others or calls or not found:
         message = {"role": turn.role, "content": _content(model, others, images, at) if others else ""}
-        found.append(message | ({"tool_calls": calls} if calls else {}))
+        found.append(message | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thoughts} if thoughts else {}))
     return found
 
 

@@ -19,6 +19,7 @@ from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.server.errors import ApiError, unsupported
 from edgeq.runtime.server.fields import OUR_ARGUMENTS, Chat, Completion, Drawing, Message
 from edgeq.runtime.server.settings import Settings
+from edgeq.runtime.thinking import Thinking
 from edgeq.runtime.tools import ToolUse, conversation, tool_use
 
 MOST_PROMPTS = 8
@@ -26,6 +27,8 @@ MOST_IMAGES = 8
 NORMALIZED = 4
 """Characters of a text for one that its tokenizer sees, where it drops some: more than any does."""
 MOST_IMAGE_CHARACTERS = 12 << 20
+NO_THINKING = {"enable_thinking": False}
+"""For the templates of models that can do without."""
 _DATA_URL = re.compile(r"data:image/(?:jpeg|png|webp);base64,", re.IGNORECASE)
 
 
@@ -47,8 +50,11 @@ def chat_job(model: Model, settings: Settings, fields: Chat, who: Asker) -> Job:
     given: dict[str, Any] = dict(fields.chat_template_kwargs or {})
     if ours := OUR_ARGUMENTS & set(given):
         raise ApiError(400, "invalid_value", f"{sorted(ours)[0]} cannot be given to the template", "chat_template_kwargs")
+    budget = budget_of(fields)
     if fields.reasoning_effort is not None:
         given["reasoning_effort"] = fields.reasoning_effort
+        if fields.reasoning_effort == "none":
+            given, budget = NO_THINKING | given, 0
     messages, images = list[dict[str, Any]](), list[Picture]()
     for index, message in enumerate(fields.messages):
         content, seen = content_of(model, message, f"messages[{index}].content")
@@ -60,10 +66,23 @@ def chat_job(model: Model, settings: Settings, fields: Chat, who: Asker) -> Job:
             read["tool_calls"] = message.tool_calls
         elif message.role == "tool":
             read |= {"tool_call_id": message.tool_call_id or "", "name": message.name or ""}
+        if message.role == "assistant" and message.reasoning_content:
+            read["reasoning_content"] = message.reasoning_content
         messages.append(read)
     prompt = rendered(model, messages, images, given, use)
     top = (fields.top_logprobs or 0) if fields.logprobs else None
-    return job(model, settings, fields, prompt, who, top, fields.max_completion_tokens or fields.max_tokens, held, use)
+    most, thinking = fields.max_completion_tokens or fields.max_tokens, model.prompts.thinking(prompt, budget)
+    return job(model, settings, fields, prompt, who, top, most, held, use, thinking)
+
+
+def budget_of(fields: Chat) -> int | None:
+    """Tokens that may be thought; None: any number.  Both names are in use: the first is vLLM's, the second llama.cpp's."""
+    first, second = fields.thinking_token_budget, fields.thinking_budget_tokens
+    if first is not None and second is not None:
+        message = "thinking_budget_tokens is another name of thinking_token_budget; send one"
+        raise ApiError(400, "invalid_value", message, "thinking_budget_tokens")
+    found = second if first is None else first
+    return None if found == -1 else found
 
 
 def held_format(asked: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -158,8 +177,11 @@ def job(
     most: int | None,
     held: dict[str, Any] | None = None,
     use: ToolUse | None = None,
+    thinking: Thinking | None = None,
 ) -> Job:
-    """`most` tokens; None: as many as the context has room for.  `held`: what the answer is held to;  use: tools in it."""
+    """`most` tokens; None: as many as the context has room for.  `held`: what the answer is held to;  use: tools in it;
+    thinking: what comes before it.
+    """
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "invalid_value", "stream_options goes with stream: true", "stream_options")
     n = fields.n or 1
@@ -183,6 +205,7 @@ def job(
         logprobs=logprobs,
         response_format=held,
         tools=use,
+        thinking=thinking,
     )
     try:
         # Compiled here and not by the thread that runs the model, which others wait for.

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from edgeq.runtime.call_reader import CallArguments, CallBegin, Event, arguments_text
+from edgeq.runtime.call_reader import CallArguments, CallBegin, Event, Thought, arguments_text
 from edgeq.runtime.job import Job, Update
 from edgeq.runtime.server.answers import events_of, identifier
 from edgeq.runtime.server.errors import ApiError
@@ -52,7 +52,9 @@ class Reply:
 
     def whole(self, cached: int) -> dict[str, Any]:
         text = "".join(event for event in self._events if isinstance(event, str))
-        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not self._reader else []
+        thoughts = "".join(event.text for event in self._events if isinstance(event, Thought))
+        content: list[dict[str, Any]] = [{"type": "thinking", "thinking": thoughts, "signature": ""}] if thoughts else []
+        content += [{"type": "text", "text": text}] if text or not (self._reader or thoughts) else []
         for event in self._events:
             if isinstance(event, CallBegin):
                 content.append({"type": "tool_use", "id": event.id, "name": event.name, "input": self._input(event.index)})
@@ -82,7 +84,7 @@ class Reply:
         }
         yield _event({"type": "message_start", "message": start})
         blocks = _Blocks()
-        if not self._reader:
+        if not self._reader and not self._job.request.thinking:
             for each in blocks.begin("text", {"text": ""}):
                 yield each
         try:
@@ -103,7 +105,7 @@ class Reply:
 
 
 class _Blocks:
-    """The blocks of a stream: text, and one for each call."""
+    """The blocks of a stream: thinking, text, and one for each call."""
 
     def __init__(self) -> None:
         self._kind, self._index = "", -1
@@ -113,6 +115,9 @@ class _Blocks:
             return self.begin("tool_use", {"id": event.id, "name": event.name, "input": {}})
         if isinstance(event, CallArguments):
             return [self._delta({"type": "input_json_delta", "partial_json": event.text})]
+        if isinstance(event, Thought):
+            begun = [] if self._kind == "thinking" else self.begin("thinking", {"thinking": "", "signature": ""})
+            return [*begun, self._delta({"type": "thinking_delta", "thinking": event.text})]
         begun = [] if self._kind == "text" else self.begin("text", {"text": ""})
         return [*begun, self._delta({"type": "text_delta", "text": event})]
 

@@ -21,6 +21,7 @@ class Told:
     def __init__(self, fields: Responses, answer: Answer) -> None:
         """`answer` collects the text, and keeps it."""
         self._answer, self._sequence = answer, 0
+        self._thought = {"id": identifier("rs_"), "type": "reasoning", "summary": []}
         self._item = {"id": identifier("msg_"), "type": "message", "role": "assistant"}
         self._calls = list[str]()  # identifiers of their items
         self._open: tuple[str, int] = ("", -1)  # the item that goes on: its type and its index
@@ -67,7 +68,14 @@ class Told:
         choice = self._answer.choices[0]
         message = message_of(choice.events)
         calls = [self._call(index) for index in range(len(message.get("tool_calls", [])))]
-        return [*([self._message()] if message["content"] or not choice.reader else []), *calls]
+        thoughts = [self._reasoning()] if "reasoning_content" in message else []
+        return [*thoughts, *([self._message()] if message["content"] or not (choice.reader or thoughts) else []), *calls]
+
+    def _reasoning(self) -> dict[str, Any]:
+        return {**self._thought, "status": self._status, "content": [self._thinking()]}
+
+    def _thinking(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": message_of(self._answer.choices[0].events)["reasoning_content"]}
 
     def _message(self) -> dict[str, Any]:
         return {**self._item, "status": self._status, "content": [self._part()]}
@@ -97,7 +105,7 @@ class Told:
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        if not self._answer.choices[0].reader:
+        if not self._answer.choices[0].reader and not self._answer.tickets[0].job.request.thinking:
             for each in self._begin_message():
                 yield each
         try:
@@ -121,8 +129,14 @@ class Told:
     def _added(self, deltas: list[dict[str, Any]], entries: list[dict[str, Any]]) -> Iterator[bytes]:
         """The events of what is new; log-probabilities go with the first text."""
         for delta in deltas or ([{"content": ""}] if entries and self._open[0] == "message" else []):
+            if "reasoning_content" in delta:
+                if self._open[0] != "reasoning":
+                    yield from self._begin_reasoning()
+                yield self._event("response.reasoning_text.delta", **self._at, delta=delta["reasoning_content"])
+                continue
             if "content" in delta:
                 if self._open[0] != "message":
+                    yield from self._end()
                     yield from self._begin_message()
                 yield self._event("response.output_text.delta", **self._at, delta=delta["content"], logprobs=entries)
                 entries = []
@@ -139,7 +153,14 @@ class Told:
 
     @property
     def _at(self) -> dict[str, Any]:
-        return {"item_id": self._item["id"], "output_index": self._open[1], "content_index": 0}
+        item = self._thought if self._open[0] == "reasoning" else self._item
+        return {"item_id": item["id"], "output_index": self._open[1], "content_index": 0}
+
+    def _begin_reasoning(self) -> Iterator[bytes]:
+        self._open = "reasoning", self._open[1] + 1
+        item = {**self._thought, "status": "in_progress", "content": list[Any]()}
+        yield self._event("response.output_item.added", output_index=self._open[1], item=item)
+        yield self._event("response.content_part.added", **self._at, part={"type": "reasoning_text", "text": ""})
 
     def _begin_message(self) -> Iterator[bytes]:
         self._open = "message", self._open[1] + 1
@@ -156,6 +177,11 @@ class Told:
             yield self._event("response.output_text.done", **self._at, text=part["text"], logprobs=part["logprobs"])
             yield self._event("response.content_part.done", **self._at, part=part)
             yield self._event("response.output_item.done", output_index=index, item=self._message())
+        elif kind == "reasoning":
+            thinking = self._thinking()
+            yield self._event("response.reasoning_text.done", **self._at, text=thinking["text"])
+            yield self._event("response.content_part.done", **self._at, part=thinking)
+            yield self._event("response.output_item.done", output_index=index, item=self._reasoning())
         elif kind == "call":
             item = self._call(len(self._calls) - 1)
             done = {"item_id": item["id"], "output_index": index, "name": item["name"], "arguments": item["arguments"]}

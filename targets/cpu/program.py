@@ -157,7 +157,7 @@ class CpuProgram:
         assert isinstance(page, CpuPage)
         return page.data.tobytes()
 
-    def load_page(self, data: bytes) -> Page:
+    def load_page(self, data: bytes | bytearray) -> Page:
         page = CpuPage(self._page_bytes)
         page.data[:] = np.frombuffer(data, np.uint8, count=self._page_bytes)
         return page

@@ -75,7 +75,7 @@ class CudaProgram:
         self._feed = Feed(graph, file, self._storage, self._pool)
         self._lowered: dict[tuple[Mode, Origin], Lowering] = {}
         self._kernels: dict[Variant, Kernel] = {}
-        self.most_largest = 0
+        self.most_largest, self.largest_rows = 0, ROW_CLASSES[-1]
         self._logits = np.zeros((self.options.max_logits, graph.buffers[graph.result]), np.float32)
         self._padding: Page | None = None
         self._timer, self.device_name = Timer(device), device.name
@@ -184,7 +184,7 @@ class CudaProgram:
         with self._guarded():
             return self._pool.contents(page).tobytes()
 
-    def load_page(self, data: bytes) -> Page:
+    def load_page(self, data: bytes | bytearray) -> Page:
         with self._guarded():
             return self._pool.filled(np.frombuffer(data, np.uint8))
 
@@ -236,9 +236,9 @@ class CudaProgram:
         return self._checked(rows, mode, "masters", times, sums=sums)
 
     def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
-        if not 0 < count <= self.most_largest or len(rows.wanted) > ROW_CLASSES[-1]:
+        if not 0 < count <= self.most_largest or len(rows.wanted) > self.largest_rows:
             raise ValueError(
-                f"the {count} largest of {len(rows.wanted)} rows; at most {self.most_largest} of {ROW_CLASSES[-1]}"
+                f"the {count} largest of {len(rows.wanted)} rows; at most {self.most_largest} of {self.largest_rows}"
             )
         assert weights is None or isinstance(weights, CudaWeights)
         check_rows(rows, self.options)

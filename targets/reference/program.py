@@ -86,7 +86,7 @@ class ReferenceProgram:
         assert isinstance(page, ReferencePage)
         return page.data.astype("<f4").tobytes()
 
-    def load_page(self, data: bytes) -> Page:
+    def load_page(self, data: bytes | bytearray) -> Page:
         page = ReferencePage(self._graph)
         page.data[:] = np.frombuffer(data, "<f4").reshape(page.data.shape)
         return page

@@ -12,7 +12,7 @@ from mutation import changed_bytes, refused
 
 from edgeq.errors import EdgeqError
 from edgeq.prompt import Place
-from edgeq.runtime import session_file
+from edgeq.runtime import page_file, session_file
 from edgeq.runtime.prefix_tree import Node, PrefixTree, key_of
 from edgeq.runtime.prompt_store import LEAST_PAGES, PromptStore
 from edgeq.runtime.session_file import DIGEST_BYTES, Origin
@@ -46,8 +46,8 @@ class Pages:
         assert isinstance(page, Numbers)
         return page.data
 
-    def load_page(self, data: bytes) -> Page:
-        return Numbers(data)
+    def load_page(self, data: bytes | bytearray) -> Page:
+        return Numbers(bytes(data))
 
 
 class Caches:
@@ -98,14 +98,15 @@ class Caches:
         data = self._changed(rng, sound) if rng.random() < 0.9 else rng.choice(self._pages)
         signed = rng.random() < 0.5
         if signed:
-            body = data[:-DIGEST_BYTES]
-            data = body + hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+            body = data[: -page_file.DIGEST_BYTES]
+            data = body + hashlib.sha256(body).digest()
         path.write_bytes(data)
         path.chmod(0o600)
-        found: Any = self._store.load(*self._led[index], index)
+        before, key = self._led[index]
+        found: Any = next(self._store.pages(before, [key], index), None)
         if found is None:
             assert data != sound and not path.exists()
             return "page missed"
         # Whoever can sign one can choose its numbers, and nothing else.
-        assert found.data == PAGES[index].data or signed
+        assert found[1].data == PAGES[index].data or signed
         return "page read"

@@ -53,7 +53,7 @@ class IdleProgram:
     def save_page(self, page: Page) -> bytes:
         return b""
 
-    def load_page(self, data: bytes) -> Page:
+    def load_page(self, data: bytes | bytearray) -> Page:
         return Page()
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:

@@ -17,8 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 from edgeq.errors import InputError, ResourceError
-from edgeq.runtime import Model, Sampling, prompt_store
+from edgeq.runtime import Model, Sampling, page_file, prompt_store
 from edgeq.runtime.job import Job
+from edgeq.runtime.page_file import DIGEST_BYTES
 from edgeq.runtime.prefix_tree import PrefixTree, digest_of, key_of
 from edgeq.runtime.prompt_store import PromptStore
 from edgeq.runtime.request import Request
@@ -107,15 +108,25 @@ def test_a_file_does_not_grow_with_what_came_before(model: Model, store: PromptS
     assert len({path.stat().st_size for path in files(store)}) == 1
 
 
-def test_files_of_an_older_version_are_not_used(model: Model, store: PromptStore, alone: list[int]) -> None:
+def test_files_of_an_older_version_are_not_used(
+    model: Model, store: PromptStore, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(page_file, "VERSION", 3)
+        asked(model, store)
+    shown = CliRunner().invoke(main, ["cache", "ls", str(store.folder)]).stdout
+    # They have other names, so that those of this version find room beside them.
+    assert "of another version" in shown and asked(model, store) == (alone, 0) and store.errors == 0
+    assert asked(model, store) == (alone, 6 * PAGE)
+
+
+def test_a_file_with_the_header_of_an_older_version_is_not_used(model: Model, store: PromptStore, alone: list[int]) -> None:
     asked(model, store)
     for path in files(store):
-        data = bytearray(path.read_bytes())
-        data[8:12] = (2).to_bytes(4, "little")
-        data[-16:] = hashlib.blake2b(data[:-16], digest_size=16).digest()
-        path.write_bytes(data)
-    shown = CliRunner().invoke(main, ["cache", "ls", str(store.folder)]).stdout
-    assert "of another version" in shown and asked(model, store) == (alone, 0)
+        data = bytearray(path.read_bytes()[:-DIGEST_BYTES])
+        data[8:12] = (3).to_bytes(4, "little")
+        path.write_bytes(data + hashlib.sha256(data).digest())
+    assert asked(model, store) == (alone, 0) and store.errors == 1
 
 
 def test_without_room_in_memory_the_text_is_the_same(model: Model, store: PromptStore, alone: list[int]) -> None:

@@ -18,7 +18,8 @@ from edgeq.runtime.prefix_tree import PrefixTree, key_of
 from edgeq.runtime.request import Request
 from edgeq.runtime.scheduler import Scheduler
 from edgeq.runtime.stopping import Ending
-from edgeq.targets.rows import PAGE, Page
+from edgeq.targets.rows import PAGE, Page, Rows
+from edgeq.targets.target import Largest
 
 WARM = Sampling(temperature=1.0, top_p=0.95, seed=3)
 LONG = "".join(f"def f{i}(x{i}, path):\n    return {7 * i}\n" for i in range(8))
@@ -81,6 +82,44 @@ def test_a_text_is_what_it_is_alone(
     assert scheduler.running == scheduler.waiting == 0
     free, held, idle = scheduler.pages
     assert held == idle and (shares or held == 0) and (pages is None or free + held == pages)
+
+
+@pytest.fixture
+def finds_largest(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The model on a target that finds the largest logits of up to three rows; what it was asked for: rows, and how many."""
+    program: Any = model.program
+    asked = list[tuple[int, int]]()
+
+    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None) -> Largest:
+        asked.append((len(rows), count))
+        logits = program.run(rows, mode)
+        ids = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+        return Largest(ids.astype(np.int32), np.take_along_axis(logits, ids, 1), np.isfinite(logits).all(1))
+
+    for name, value in (("run_largest", run_largest), ("most_largest", 16), ("largest_rows", 3)):
+        monkeypatch.setattr(program, name, value, raising=False)
+    return asked
+
+
+def test_what_the_device_finds_gives_the_same_tokens(model: Model, finds_largest: list[tuple[int, int]]) -> None:
+    """Where each text that is decoded needs only the largest logits; else, and beside prompts, all of them are had."""
+    greedy, narrow = Sampling(), Sampling(temperature=0.9, top_k=12, top_p=0.9, seed=4)
+    wide, changed = Sampling(temperature=0.9, top_k=40, seed=4), Sampling(repeat_penalty=1.1)
+    for drawn, count in (([greedy], 1), ([greedy, narrow, narrow], 12), ([greedy, wide], 0), ([narrow, changed], 0)):
+        with_all = Scheduler(model, 4)
+        model.program.most_largest = 0  # type: ignore[attr-defined]
+        expected = finished(with_all, [with_all.submit(job(model, LONG[:30], sampling=each)) for each in drawn])
+        model.program.most_largest = 16  # type: ignore[attr-defined]
+        finds_largest.clear()
+        scheduler = Scheduler(model, 4)
+        found = finished(scheduler, [scheduler.submit(job(model, LONG[:30], sampling=each)) for each in drawn])
+        assert list(found.values()) == list(expected.values())
+        assert {each for _, each in finds_largest} == ({count} if count else set())
+    scheduler = Scheduler(model, 4)
+    finds_largest.clear()
+    found = finished(scheduler, [scheduler.submit(job(model, LONG[:30], sampling=greedy)) for _ in range(4)])
+    # Four rows are too many for it.
+    assert len({tuple(tokens) for tokens in found.values()}) == 1 and not finds_largest
 
 
 @pytest.mark.parametrize("draft", ["off", "lookup", "qspec"])

@@ -239,7 +239,7 @@ def test_a_target_that_finds_the_largest_logits_is_recorded_by_runs_that_tell_ti
     model = Model.load(tiny, target="cpu", threads=1, context=64)
     asked: list[int] = []
     program: Any = model.program
-    program.most_largest = 8
+    program.most_largest, program.largest_rows = 8, 8
 
     def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None) -> Largest:
         asked.append(count)
