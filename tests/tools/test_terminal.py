@@ -8,6 +8,8 @@ import unicodedata
 
 import pytest
 
+from edgeq.runtime import Piece
+from edgeq.tools.run import Screen
 from edgeq.tools.terminal import harmless, write
 
 HOSTILE = {
@@ -64,3 +66,11 @@ def test_every_control_character_but_line_ends_and_tabs_is_replaced() -> None:
 )
 def test_text_of_any_language_stays_as_it_is(text: str) -> None:
     assert harmless(text) == text
+
+
+def test_what_is_thought_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    for piece in (Piece("Hm", 5, True), Piece("", 6, True), Piece("yes", 7), Piece("", 8)):
+        screen.show(piece)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("yes", "Hm\n\n")
