@@ -16,6 +16,7 @@ from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.buffers import Buffers, CpuPage
+from edgeq.targets.cpu.jit.notes import Noted
 from edgeq.targets.cpu.jit.optable import Tables
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels.kv_layout import layer_bytes
@@ -224,12 +225,12 @@ class CpuProgram:
         if rows.spans is not None:
             widest = int((rows.spans[:, 1] - rows.spans[:, 0]).max())
             cuts = np.ceil(made.work @ (count / MOST_PRODUCTS, count * widest / MOST_SCORES)).astype(np.int64)
-        if times is None:
-            self._pool.run(table, threads, pieces, cuts)
-        else:
-            # Not by its own constructor, a function of Python's: this is within what is timed.
-            taken = made.steps, self._pool.times, self._pool.timed(table, threads, pieces, cuts)
-            times.append(tuple.__new__(StepTimes, taken))
+        noted: Noted | None = None if times is None else []
+        # The same code for both: what Python has not run just before comes from further away, and this is within what is timed.
+        self._pool.run(table, threads, pieces, cuts, noted)
+        if times is not None:
+            # Not by its own constructor, a function of Python's.
+            times.append(tuple.__new__(StepTimes, (made.steps, self._pool.times, noted)))
         del vectors
         return self._logits[:selected]
 

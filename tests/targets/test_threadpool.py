@@ -112,9 +112,10 @@ def test_a_run_right_behind_the_dismissal_does_not_keep_threads():
 def test_a_table_longer_than_the_pool_is_refused():
     table = chain(7)[1]
     pool = Pool(2, 6, RECORD_SLOTS)
-    for walked in (pool.run, pool.timed):
-        with pytest.raises(ValueError, match="7 operations; this pool has room for 6"):
-            walked(table, 2)
+    noted = []
+    with pytest.raises(ValueError, match="7 operations; this pool has room for 6"):
+        pool.run(table, 2, noted=noted)
+    assert not noted
     pool.close()
 
 
@@ -153,7 +154,7 @@ def test_a_table_walked_in_pieces_gives_the_same():
             pool.run(table, threads, pieces)
             assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1])
             started = time.perf_counter()
-            times = pool.times(pool.timed(table, threads, pieces))[0]
+            times = pool.times(timed(pool, table, threads, pieces))[0]
             assert times.shape == (threads, 7, 3) and kept
             began, seconds = times[0, :, 0], times[0, :, 1:]
             assert (seconds >= 0).all() and (np.diff(began) >= seconds[:-1].sum(1) - 1e-9).all()
@@ -162,12 +163,19 @@ def test_a_table_walked_in_pieces_gives_the_same():
         pool.close()
 
 
+def timed(pool, table, threads, pieces):
+    """A run; its calls."""
+    noted = []
+    pool.run(table, threads, pieces, noted=noted)
+    return noted
+
+
 def test_what_a_run_noted_stays_when_the_place_is_needed_again():
     data, table, kept = chain(7)
     for threads in (1, 2):
         pool = Pool(threads, 7, RECORD_SLOTS)
         started = time.perf_counter()
-        runs = [pool.timed(table, threads, 2) for _ in range(len(pool._notes.free))]
+        runs = [timed(pool, table, threads, 2) for _ in range(len(pool._notes.free))]
         assert runs[0][0] is not runs[-1][0]  # other pages
         ended = time.perf_counter()
         times = [pool.times(calls) for calls in runs]
@@ -182,7 +190,7 @@ def test_what_a_run_noted_stays_when_the_place_is_needed_again():
 def test_times_are_those_of_the_run_while_another_thread_turns_the_page():
     _, table, kept = chain(7)
     pool = Pool(1, 7, RECORD_SLOTS)
-    calls = pool.timed(table, 1, 2)
+    calls = timed(pool, table, 1, 2)
     expected, turned = pool.times(calls), list[object]()
 
     class Turned(Page):

@@ -43,11 +43,13 @@ class Outcome:
     """The largest ratio that was reported as slower in either comparison; None: none was.
 
     fewer_ratio   the smallest ratio of the second comparison, separable or not
+    busy          tests of both comparisons in which the machine was busy
     """
 
     same: float | None
     fewer: float | None
     fewer_ratio: float
+    busy: int
 
 
 def measured(file: Path, threads: int, options: tuple[str, ...]) -> Document:
@@ -87,7 +89,7 @@ def outcome(a: Document, b: Document, fewer: Document, share: float) -> Outcome:
     """What the two comparisons report."""
     same, other = compare(a, b), compare(a, fewer)
     reported = [max((line.ratio for line in lines if line.slower_by(share)), default=None) for lines in (same, other)]
-    return Outcome(reported[0], reported[1], min(line.ratio for line in other))
+    return Outcome(reported[0], reported[1], min(line.ratio for line in other), sum(line.busy for line in same + other))
 
 
 def kept(path: Path | None, settings: Document) -> list[Outcome]:

@@ -22,8 +22,8 @@ BEST_SHARE = 0.5
 BUSY = 1.5
 """Processes that want to run, for each core, from which on a difference can be the neighbours': where the system does not tell
 how long threads waited for a core."""
-MOST_WAIT = 0.1
-"""The same, as the share of a test in which its threads waited for a core."""
+MOST_WAIT = 1 - 1 / BUSY
+"""The same, as the share of a test in which one of its threads waited for a core."""
 COMPARED = ("ttft", "pp", "tg", "image")
 """Compilation and loading happen once in a run: they have no spread."""
 IDENTITY = ("kind", "test", "mode", "kv", "threads", "threads_prefill", "target", "isa")
@@ -41,7 +41,7 @@ class Line:
                interval with at least `confidence`, from the ranks of the pairs (Moses 1965); None: too few repetitions for one
     best       ratio of the fastest repetitions, or tokens.  What else runs on a machine only adds time: where the medians
                differ and these hardly do, it is the neighbours that differ
-    busy       in one of them threads waited for a core for more than MOST_WAIT of the time, or, where that is not told, the
+    busy       in one of them a thread waited for a core for more than MOST_WAIT of the time, or, where that is not told, the
                load was above BUSY times the cores
     verdict    faster or slower where the interval does not hold 1 and `best` is at least half as far from it, and neither was
                busy; else not separable
@@ -149,7 +149,8 @@ def _line(a: Measurement, b: Measurement) -> Line:
 
 def _busy(record: Measurement) -> bool:
     if isinstance(record.core_wait, (int, float)):
-        return record.core_wait > MOST_WAIT
+        threads = record.facts.get("threads" if record.kind == "tg" and record.batch == 1 else "threads_prefill")
+        return record.core_wait > MOST_WAIT * (threads if isinstance(threads, int) else 1)
     load, cores = record.facts.get("load"), record.facts.get("cores")
     return isinstance(load, (int, float)) and isinstance(cores, int) and load > BUSY * cores
 

@@ -90,15 +90,9 @@ class Call:
 
 
 Noted = int | tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32]]
-"""What is kept of the rows of a run: their slots, sessions, spans and the wanted ones; or the slot of a row alone."""
-
-
-def _noted(rows: Rows) -> Noted:
-    """Of a decoded token one number: three arrays that are kept have to be made in new memory, which takes 2 µs, where those of
-    a plain run are made where the last ones were."""
-    if len(rows.slots) == len(rows.wanted) == 1 and rows.spans is None:
-        return rows.slots.item()
-    return rows.slots, rows.sessions, rows.spans, rows.wanted
+"""What is kept of the rows of a run: their slots, sessions, spans and the wanted ones; or of a row alone, which is wanted, its
+slot.  Of a decoded token one number: arrays that are kept have to be made in new memory, those of a plain run are made where
+the last ones were."""
 
 
 def _shape_of(noted: Noted) -> tuple[Shape, NDArray[np.int32]]:
@@ -131,7 +125,11 @@ class Tape:
             return self._program.run(rows, mode)
         started = perf_counter()
         result = self._program.run(rows, mode, times=self._times)
-        self._noted += (started, perf_counter(), mode, _noted(rows))
+        ended, slots, wanted = perf_counter(), rows.slots, rows.wanted
+        if slots.size == wanted.size == 1 and rows.spans is None:
+            self._noted += (started, ended, mode, slots.item())
+        else:
+            self._noted += (started, ended, mode, (slots, rows.sessions, rows.spans, wanted))
         return result
 
     @property
@@ -148,7 +146,7 @@ class Tape:
             return run(rows, weights, mode)
         started = perf_counter()
         result = run(rows, weights, mode, times=self._times)
-        self._noted += (started, perf_counter(), mode, _noted(rows))
+        self._noted += (started, perf_counter(), mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
     def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
@@ -157,7 +155,7 @@ class Tape:
             return run(rows, sums, mode)
         started = perf_counter()
         result = run(rows, sums, mode, times=self._times)
-        self._noted += (started, perf_counter(), mode, _noted(rows))
+        self._noted += (started, perf_counter(), mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
     def calls(self) -> list[Call]:

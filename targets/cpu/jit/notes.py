@@ -37,7 +37,7 @@ class Page:
         self.words, self.address = words, words.ctypes.data
 
 
-Noted = tuple[Any, ...]
+Noted = list[Any]
 """Calls, of each four entries: the page and the address where it was noted, what was run, and with how many threads.  Not a
 tuple of each: what is kept of a run has to be made in new memory, and every line of that comes from far away."""
 

@@ -352,24 +352,26 @@ class Pool:
             given = f"the system gives only {len(workers) + 1} of {threads} threads"
             raise ResourceError(f"{given}; pass fewer `threads`") from None
 
-    def run(self, table: Table, threads: int, pieces: int = 1, cuts: NDArray[np.int64] | None = None) -> None:
+    def run(
+        self,
+        table: Table,
+        threads: int,
+        pieces: int = 1,
+        cuts: NDArray[np.int64] | None = None,
+        noted: Noted | None = None,
+    ) -> None:
         """Walk the rows of `table` with the first `threads` threads; returns when every operation is done.
 
         With several pieces Python can take an interrupt between two of them.  `cuts`, for each row: an operation of several is
-        cut as well, into so many.
+        cut as well, into so many.  `noted`: its calls are added, of which `times` works out how long they took.
         """
+        place, notes = 0, self._notes
         for piece in self._split(table, pieces, cuts):
-            self._walk(piece, threads, 0)
-
-    def timed(self, table: Table, threads: int, pieces: int = 1, cuts: NDArray[np.int64] | None = None) -> Noted:
-        """The same run; its calls one after another, of which `times` works out how long they took."""
-        calls: Noted = ()
-        notes = self._notes
-        for piece in self._split(table, pieces, cuts):
-            place = notes.free.pop() if notes.free else notes.turn()
+            if noted is not None:
+                place = notes.free.pop() if notes.free else notes.turn()
             self._walk(piece, threads, place)
-            calls += (notes.page, place, piece, threads)
-        return calls
+            if noted is not None:
+                noted += (notes.page, place, piece, threads)
 
     def _split(self, table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[Piece]:
         """The pieces of a table; those of the last run again where it was the same.  ValueError: it has no room here."""

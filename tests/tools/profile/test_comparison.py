@@ -97,12 +97,14 @@ def test_a_setting_that_is_constant_may_differ(calm: Document) -> None:
 
 @pytest.mark.parametrize(
     ("core_wait", "load", "busy"),
-    [(None, None, False), (None, 2.9, False), (None, 3.1, True), (0.09, 9.0, False), (0.11, 0.1, True), ("", 0.1, False)],
+    [(None, None, False), (None, 2.9, False), (None, 3.1, True), (0.32, 9.0, False), (0.34, 0.1, True), ("", 0.1, False)],
 )
 def test_nothing_is_separable_on_a_busy_machine(calm: Document, core_wait: object, load: float | None, busy: bool) -> None:
     """By how long threads waited for a core.  A load is of the last minute, and counts where the other is not told."""
     for line in compare(scaled(calm, 1, 0.02, 1), scaled(calm, 2, 0.02, 2, load=load, core_wait=core_wait)):
         assert line.busy == busy and line.verdict == ("not separable" if busy else "slower")
+    two = {"threads": 2, "threads_prefill": 2, "core_wait": 0.6}
+    assert not any(line.busy for line in compare(scaled(calm, 1, 0.02, 1, **two), scaled(calm, 2, 0.02, 2, **two)))
 
 
 def edgeq(*arguments: object) -> Result:

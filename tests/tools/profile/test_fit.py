@@ -140,7 +140,7 @@ def test_what_cannot_be_answered_is_one_line(path: Path, arguments: tuple[str, .
 def test_this_machine_is_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Device("this-machine", "x86_64", 2, 8 * GIB, 1e10, 1e10)
     monkeypatch.setattr(decode_speed, "this_machine", lambda: here)
-    monkeypatch.setattr(decode_speed, "seconds_per_token", lambda path, **options: (0.01, True))
+    monkeypatch.setattr(decode_speed, "seconds_per_token", lambda path, **_: (0.01, True))
     shown = run("fit", path, "--for", "this-machine", "-c", "1", "--json")
     found = Fit(**json.loads(shown.stdout))
     assert found.expected == pytest.approx(100, rel=1e-3)

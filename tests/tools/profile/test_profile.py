@@ -267,11 +267,11 @@ def test_clocks_are_those_of_cpufreq_else_of_cpuinfo(tmp_path: Path, monkeypatch
     assert conditions.power_mode(tmp_path / "none", tmp_path / "no") is None
 
 
-def test_the_cost_of_clocks_is_that_of_neighbouring_tokens(tiny: Path) -> None:
+def test_the_cost_of_clocks_is_that_of_neighbouring_pieces(tiny: Path) -> None:
     """Every text has as many tokens with clocks as without."""
-    result = CliRunner().invoke(clock_cost.main, [str(tiny), "-n", "16", "--rounds", "3", "--mode", "a8", "--json"])
+    result = CliRunner().invoke(clock_cost.main, [str(tiny), "--fours", "1", "--rounds", "3", "--mode", "a8", "--json"])
     (cost,) = json.loads(result.stdout)
-    assert cost["tokens"] == 24 and cost["threads"] == 1 and cost["mode"] == "a8"
+    assert cost["tokens"] == 3 * 64 and cost["threads"] == 1 and cost["mode"] == "a8"
     assert cost["low"] <= cost["ratio"] <= cost["high"] and min(cost["plain_s"], cost["timed_s"], cost["low"]) > 0
     middle, low, high = clock_cost.median_with_interval(range(1, 102))
     assert (middle, low, high) == (51, 38, 64)
