@@ -127,8 +127,7 @@ class CudaProgram:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds so far in which the host waited for runs that were started as one graph; None: none are, and of launches that
-        are started one by one the host does not know when it waits."""
+        """Seconds so far in which the host waited for runs that were started as one graph; None: none are."""
         return self._recordings.waited_s if self._recordings.reserved else None
 
     @property
