@@ -19,7 +19,7 @@ from edgeq.targets.cuda.feed import PAGES_OF_A_RUN, Feed
 from edgeq.targets.cuda.graphs import ROW_CLASSES, Key, Recordings, gathered, padded, parts_of, repeats, row_class
 from edgeq.targets.cuda.lowering import lower
 from edgeq.targets.cuda.lowering.attention import PART, SIDE_BY_SIDE
-from edgeq.targets.cuda.lowering.context import FEW_ROWS, Bring, Gather, Launch, Lowered, Lowering, Origin, Routed
+from edgeq.targets.cuda.lowering.context import Bring, Gather, Launch, Lowered, Lowering, Origin, Routed
 from edgeq.targets.cuda.lowering.largest import Chosen, largest, most
 from edgeq.targets.cuda.lowering.linear import MANY_TOKENS
 from edgeq.targets.cuda.pack import POINTER, Variant
@@ -383,12 +383,11 @@ class CudaProgram:
         parts   of the longest context among them, where they may be taken side by side
         moved   addresses to be used in place of others
         """
-        kernel = self._kernels[each.many if each.many and tokens > FEW_ROWS else each.variant]
+        kernel = self._kernels[each.many if each.many and tokens > each.few_rows else each.variant]
         base = self._pool.base
         scalars: dict[str, int | float] = {**each.values, "tokens": tokens * each.each, "pool": base, "numbers": base}
         scalars["parts"] = parts if tokens * parts <= SIDE_BY_SIDE else 0
-        if weights:
-            scalars |= {name: weights.address(ref) for name, ref in each.moved.items()}
+        scalars |= {name: weights.address(ref) for name, ref in each.moved.items()} if weights else {}
         if moved:
             pointers = {str(p.value) for p in kernel.generated.parameters if p.type == POINTER}
             scalars |= {name: moved[int(at)] for name, at in scalars.items() if name in pointers and at in moved}

@@ -86,5 +86,30 @@ def test_parts_side_by_side_give_the_bits_of_parts_in_turn_alone_and_together(
     assert np.abs(together - wanted).max() < 3e-3 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("kv", [KvCodec(), KvCodec("int8")], ids=lambda kv: kv.name)
+def test_sessions_in_a_block_of_threads_do_not_touch_each_other(kv: KvCodec) -> None:
+    """Rows of three prompts, more than have a block each; in one a value is infinite, which rows before it do not see."""
+    arrays, counts, bad = Arrays(), (35, 33, 13), 20
+    graph = graph_of(arrays, 0)
+    arrays.array(graph.operations[0].table)[127, -1] = np.inf  # type: ignore[union-attr]
+    program = program_of(graph, arrays, 128, kv=kv)
+    tokens = [np.arange(count, dtype=np.int32) + 40 * i for i, count in enumerate(counts)]
+    tokens[1][bad] = 127
+
+    def read(which: Sequence[int]) -> np.ndarray:
+        places = np.concatenate([np.arange(counts[i], dtype=np.int32) for i in which])
+        sessions = np.repeat(np.arange(len(which), dtype=np.int32), [counts[i] for i in which])
+        every = np.arange(len(places), dtype=np.int32)
+        pages = [[program.new_page()] for _ in which]
+        return program.run(
+            Rows(np.concatenate([tokens[i] for i in which]), places[None], places, sessions, pages, every)
+        ).copy()
+
+    together, alone = read(range(3)), np.concatenate([read([i]) for i in range(3)])
+    assert np.array_equal(together, alone, equal_nan=True)
+    unseen = np.delete(np.arange(sum(counts)), np.arange(counts[0] + bad, counts[0] + counts[1]))
+    assert np.isfinite(together[unseen]).all() and np.isnan(np.delete(together, unseen, 0)).any(axis=1).all()
+
+
 def test_a_part_is_whole_pages_and_blocks_of_32() -> None:
     assert PART % PAGE == 0 and attention.SIDE_BY_SIDE >= 64

@@ -155,7 +155,7 @@ def fused(kernel: Generated, order: int) -> np.ndarray:
 
 FUSED = Variant("fused_rows", ("group", 4, False, False, 128))
 HEADS = Variant("fused_heads", ("f16", False, *FUSED.literals))
-ATTEND = Variant("attend", (32, "f16", 64))
+ATTEND = Variant("attend", (32, "f16", 64, False))
 LOW_RANK = Variant("low_rank", ("f16",))
 FEW, MANY = Variant("few", (4, False, False, 128)), Variant("many", (4, False, False, 128))
 MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
@@ -188,9 +188,11 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("low rank: other shares are read before they can be seen", LOW_RANK, low_rank, FENCE, 1),
     ("low rank: a share does not tell that it is there", LOW_RANK, low_rank, ARRIVAL, 0),
     ("rotation: integers of other lanes are read too early", Variant("head_rotate", (32,)), rotate, WARP, 0),
-    ("attend: the query is read before it is whole", ATTEND, attend, WARP, 0),
-    ("attend: weights of other lanes are read too early", ATTEND, attend, WARP, 1),
-    ("attend: how many parts have come is read too early", ATTEND, attend, BARRIER, 1),
+    ("attend: the query is read before it is whole", ATTEND, attend, BARRIER, 0),
+    ("attend: scores of other warps are read too early", ATTEND, attend, BARRIER, 1),
+    ("attend: weights of other warps are read too early", ATTEND, attend, BARRIER, 2),
+    ("attend: how a part is added is read too early", ATTEND, attend, BARRIER, 3),
+    ("attend: how many parts have come is read too early", ATTEND, attend, BARRIER, 5),
     ("attend: a part is told to be there before others can see it", ATTEND, attend, FENCE, 0),
     ("attend: other parts are read before they can be seen", ATTEND, attend, FENCE, 1),
     ("attend: a part does not tell that it is there", ATTEND, attend, ARRIVAL, 0),
@@ -198,7 +200,7 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
 ]
 
 
-SHARE = "few: products are added before all are there", "attend: weights of other lanes are read too early"
+SHARE = "few: products are added before all are there", "attend: weights of other warps are read too early"
 CASES = [pytest.param(*rest, id=name, marks=() if name in SHARE else pytest.mark.exhaustive) for name, *rest in MUTATIONS]
 
 

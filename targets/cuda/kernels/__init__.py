@@ -29,6 +29,6 @@ FUNCTIONS = {
         gated_add, largest, low_rank, low_rank_add, read_memory,
     )
 }  # fmt: skip
-RESIDENT = {"few": 6, "many": 2, "attend": 6, "cache_write_int8": 6, "largest": 4}
+RESIDENT = {"few": 6, "many": 2, "attend": 2, "cache_write_int8": 6, "largest": 4}
 """Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of most or 3 of `many`, and
 spilled registers of some variants for them."""

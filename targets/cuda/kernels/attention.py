@@ -1,162 +1,79 @@
-"""Attention over the pages of the cache, as cache.py describes them."""
+"""Attention over the pages of the cache, by tensor cores.
+
+A block of threads has 16 * TILES query rows that read the same keys and values: the query heads of one kv head, of one token
+row or of several neighbouring ones of a session.  It takes a page of 64 slots after the other:
+
+    scores    queries are operand A of an mma, keys B: a warp has 16 slots, of all query rows
+    weights   of the scores, in shared memory: 128 / rows threads have a row (attention_rows.py)
+    sums      weights are A, values B: a warp has every fourth group of 16 dimensions, of all query rows
+
+So every key and value is read by one warp.  A query and a weight are each the sum of two f16, and so is a number of a cache of
+integers; of the product of two such sums, that of the second parts, below 2^-22 of it, is left out.
+
+What a query row gets does not depend on the rows beside it, nor on how many TILES there are: rows of an mma are independent;
+where a row does not see a slot its weight is 0, which adds nothing; its numbers are added in an order that is the same for any
+TILES.  A value that is not finite would make that 0 a NaN: it is read as 0, and weights of rows that see its slot are NaN.
+"""
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.rows import NAN_BITS
+from edgeq.targets.cuda.kernels.attention_rows import LEAST_SCORE, SCORES, WEIGHTS, first_of, rows_of
+from edgeq.targets.cuda.kernels.cached import places, readers, two_of
+from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, NAN_BITS, THREADS
 from edgeq.targets.rows import PAGE
 
-LEAST_SCORE = -1e30
+WARPS = THREADS // 32
 
 
-def places(kv):
-    """Inline: where the numbers of a head are in a page."""
-
-    @T.inline
-    def head_of(inside, values, scales, layer, kv_heads, head, head_dim, high):
-        # From the beginning of a page to the head's keys, and from keys to values, in units of 16 bytes; to the scales in f32.
-        if kv == "f16":
-            inside[0] = (layer * 2 * kv_heads + head) * (PAGE * head_dim // 8)
-            values[0] = kv_heads * (PAGE * head_dim // 8)
-        elif kv == "int8":
-            inside[0] = (layer * 2 * kv_heads + head) * (PAGE // 16 * (head_dim + 4))
-            values[0] = kv_heads * (PAGE // 16 * (head_dim + 4))
-            scales[0] = PAGE * head_dim // 4
-        else:
-            each: T.let = (head_dim - high + 1) // 2 + high
-            extra: T.let = T.if_then_else(high < head_dim, 8, 0) + T.if_then_else(high > 0, 8, 0)
-            inside[0] = (layer * 2 * kv_heads + head) * (PAGE // 16 * (each + extra))
-            values[0] = kv_heads * (PAGE // 16 * (each + extra))
-            scales[0] = PAGE // 4 * each
-
-    return head_of
+def dimension(n, v, warp, t):
+    """Of a head, in column 2t + v of tile `n` of the values of a warp."""
+    return ((n // 2 * WARPS + warp) * 8 + t * 2 + v) * 2 + n % 2
 
 
-def code_at(pool, page, byte):
-    """A byte of a half of a page, from words."""
-    word = pool[page * T.int64(4) + T.Cast("int64", byte // 4)]
-    return (word >> T.Cast("uint32", byte % 4 * 8)) & T.uint32(255)
+@T.inline
+def multiply(to, at, a0, a1, a2, a3, b0, b1):
+    T.ptx.mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32(
+        to[at], to[at + 1], to[at + 2], to[at + 3], a0, a1, a2, a3, b0, b1, to[at], to[at + 1], to[at + 2], to[at + 3]
+    )
 
 
-def arithmetic(kv, head_dim):
-    """Inline: the score of a slot before it is added up with others, and one dimension of a value."""
-    UNIT = 8 if head_dim % 8 == 0 else 2 if kv == "f16" else 4  # numbers of a head that are loaded together
-
-    @T.inline
-    def dot(score, eight, words, query, sums, warp, pool, numbers, page, scales, place, high):
-        score[0] = T.float32(0)
-        if kv == "f16":
-            for i in T.serial(head_dim // UNIT):
-                for v in T.vectorized(UNIT):
-                    eight[v] = pool[
-                        (page * T.int64(8 // UNIT) + T.Cast("int64", place * (head_dim // UNIT) + i)) * T.int64(UNIT) + v
-                    ]
-                for v in T.unroll(UNIT):
-                    score[0] = score[0] + query[warp, i * UNIT + v] * T.Cast("float32", eight[v])
-        elif kv == "int8":
-            for i in T.serial(head_dim // UNIT):
-                for v in T.vectorized(UNIT // 4):
-                    words[v] = pool[
-                        page * T.int64(4) + T.Cast("int64", place * (head_dim // UNIT) + i) * T.int64(UNIT // 4) + v
-                    ]
-                for v in T.unroll(UNIT):
-                    # A byte with its sign: up to the highest bits, and down again.
-                    code: T.let = T.reinterpret("int32", words[v // 4] << T.uint32(24 - v % 4 * 8)) >> 24
-                    score[0] = score[0] + query[warp, i * UNIT + v] * T.Cast("float32", code)
-            score[0] = score[0] * numbers[page * T.int64(4) + T.Cast("int64", scales + place)]
-        else:
-            low: T.let = head_dim - high
-            each: T.let = (low + 1) // 2 + high
-            part = T.alloc_local((1,), "float32")
-            part[0] = T.float32(0)
-            for i in T.serial((low + 1) // 2):
-                code: T.let = code_at(pool, page, place * each + i)
-                part[0] = part[0] + query[warp, i * 2] * T.Cast("float32", code & T.uint32(15))
-                if i * 2 + 1 < low:
-                    part[0] = part[0] + query[warp, i * 2 + 1] * T.Cast("float32", code >> T.uint32(4))
-            at: T.let = page * T.int64(4) + T.Cast("int64", scales + place)
-            if low > 0:
-                score[0] = part[0] * numbers[at] + sums[0] * numbers[at + T.int64(PAGE)]
-            if high > 0:
-                part[0] = T.float32(0)
-                for i in T.serial(high):
-                    code: T.let = code_at(pool, page, place * each + (low + 1) // 2 + i)
-                    part[0] = part[0] + query[warp, low + i] * T.Cast("float32", code)
-                after: T.let = at + T.Cast("int64", T.if_then_else(low > 0, 2 * PAGE, 0))
-                score[0] = score[0] + (part[0] * numbers[after] + sums[1] * numbers[after + T.int64(PAGE)])
-
-    @T.inline
-    def take(value, pool, numbers, page, scales, place, dimension, high):
-        if kv == "f16":
-            value[0] = T.Cast("float32", pool[page * T.int64(8) + T.Cast("int64", place * head_dim + dimension)])
-        elif kv == "int8":
-            code: T.let = T.reinterpret("int32", code_at(pool, page, place * head_dim + dimension) << T.uint32(24)) >> 24
-            value[0] = T.Cast("float32", code) * numbers[page * T.int64(4) + T.Cast("int64", scales + place)]
-        else:
-            low: T.let = head_dim - high
-            each: T.let = (low + 1) // 2 + high
-            at: T.let = page * T.int64(4) + T.Cast("int64", scales + place)
-            if dimension < low:
-                pair: T.let = code_at(pool, page, place * each + dimension // 2)
-                code: T.let = (pair >> T.Cast("uint32", dimension % 2 * 4)) & T.uint32(15)
-                value[0] = T.Cast("float32", code) * numbers[at] + numbers[at + T.int64(PAGE)]
-            else:
-                after: T.let = at + T.Cast("int64", T.if_then_else(low > 0, 2 * PAGE, 0))
-                whole: T.let = code_at(pool, page, place * each + (low + 1) // 2 + dimension - low)
-                value[0] = T.Cast("float32", whole) * numbers[after] + numbers[after + T.int64(PAGE)]
-
-    return dot, take
-
-
-def fold(head_dim):
-    """Inline: the sums of a part, with the largest score that they are relative to, added to those of the parts before it."""
-    EACH = -(-head_dim // 32)
-
-    @T.inline
-    def fold_(merged, all_, acc, most, total, old, new, begun):
-        # all_: the largest score and the total of the parts so far.  Rounded as written: both callers have to agree in bits.
-        old[0] = T.float32(0)
-        if begun:
-            old[0] = T.exp(all_[0] - T.max(all_[0], most))
-        new[0] = T.exp(most - T.if_then_else(begun, T.max(all_[0], most), most))
-        all_[0] = T.if_then_else(begun, T.max(all_[0], most), most)
-        if begun:
-            T.ptx.mul.rn.f32(all_[1], all_[1], old[0])
-            T.ptx.mul.rn.f32(new[1], total, new[0])
-            T.ptx.add.rn.f32(all_[1], all_[1], new[1])
-        else:
-            all_[1] = total
-        for i in T.unroll(EACH):
-            if begun:
-                T.ptx.mul.rn.f32(merged[i], merged[i], old[0])
-                T.ptx.mul.rn.f32(new[1], acc[i], new[0])
-                T.ptx.add.rn.f32(merged[i], merged[i], new[1])
-            else:
-                merged[i] = acc[i]
-
-    return fold_
-
-
-def attend(head_dim, kv, PART, WARPS=4):
+def attend(head_dim, kv, PART, many):
     """out = softmax(q k^T * scale) v over the slots from firsts[row] up to lasts[row], without it.
 
-    A block has up to WARPS query heads of one token row that read the same keys and values, a warp one head.  The slots are
-    taken in parts of PART, each by sums of its own (online softmax, Milakov and Gimelshein 2018), which are added in the order
-    of the parts: so a row's sums do not depend on which rows run with it, nor on how the rows were cut into runs.  With
-    `parts` above 0 blocks take one part each side by side, and the last of a row and its heads to end adds their sums;
-    parts that a row does not see are left out.  Else one block takes one part after the other: the same bits.
-
-    A lane has one slot of a block of 32 while scores are made, and every 32nd dimension while values are added.
+    The slots are taken in parts of PART, each by sums of its own, which are added in the order of the parts.  A block has one
+    token row, or with `many` as many as fit, and takes one part after the other; with `parts` above 0, where not `many`, blocks
+    take one part each side by side, and the last of a row and its heads to end adds their sums: the same bits.  Parts that a
+    row does not see are left out.
 
     firsts, lasts   int32 per token row; with a `window` above 0 the row sees no more than the last that many
     sums            f32 [rows][heads][parts][STRIDE];  arrived: int32 [rows][blocks of heads], 0 before and after
     high            dimensions of an int4 cache that have 8 bits
     """
-    EACH = -(-head_dim // 32)
-    STRIDE = EACH * 32 + 32  # lines of a cache: no block has read what another one writes
-    POOL = "float16" if kv == "f16" else "uint32"
+    TILES = 2 if many and head_dim <= 128 else 1
+    EXACT = kv == "f16"  # a number is one f16, else the sum of two
+    M = 16 * TILES
+    PER = THREADS // M  # threads that make the weights of a row
+    CHUNKS = -(-head_dim // 32)
+    PAIRS = -(-head_dim // 64)  # groups of 16 dimensions of a warp
+    ACC = TILES * PAIRS * 8
+    STRIDE = -(-head_dim // 32) * 32 + 32  # lines of a cache: no block has read what another one writes
     head_of = places(kv)
-    dot, take = arithmetic(kv, head_dim)
-    fold_ = fold(head_dim)
+    scaling, keys, value = readers(kv, head_dim)
+    place_of, make_query, make_weights = rows_of(M, head_dim)
+
+    def together_of(group):
+        # Token rows of a block.
+        return T.max(M // group, 1) if many else 1
+
+    def row_tiles(tokens, group):
+        return T.ceildiv(tokens, together_of(group)) if many else tokens
+
+    def sixteens():
+        # Of the slots of a page.  What is made of integers would take too many registers for all at once.
+        return T.unroll(4) if EXACT else T.serial(4)
+
+    def part_tiles(parts):
+        return 1 if many else T.max(parts, 1)
 
     @T.prim_func
     def attend_(q_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle, tables_: T.handle, firsts_: T.handle,
@@ -164,152 +81,320 @@ def attend(head_dim, kv, PART, WARPS=4):
                 heads: T.int32, kv_heads: T.int32, layer: T.int32, window: T.int32, high: T.int32, parts: T.int32,
                 scale: T.float32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
-        nq, np, nn, ng, nt, nf, nl, no, nu, na = (
-            T.int32(),
-            T.int64(),
-            T.int64(),
-            T.int32(),
-            T.int32(),
-            T.int32(),
-            T.int32(),
-            T.int32(),
-            T.int32(),
-            T.int32(),
-        )
-        q = T.match_buffer(q_, (nq,), "float32")
-        pool = T.match_buffer(pool_, (np,), POOL)
-        numbers = T.match_buffer(numbers_, (nn,), "float32")
-        pages = T.match_buffer(pages_, (ng,), "int64")
-        tables = T.match_buffer(tables_, (nt,), "int32")
-        firsts = T.match_buffer(firsts_, (nf,), "int32")
-        lasts = T.match_buffer(lasts_, (nl,), "int32")
-        out = T.match_buffer(out_, (no,), "float32")
-        sums = T.match_buffer(sums_, (nu,), "float32")
-        arrived = T.match_buffer(arrived_, (na,), "int32")
+        q = T.match_buffer(q_, (T.int32(),), "float32")
+        pool = T.match_buffer(pool_, (T.int64(),), "uint32")
+        numbers = T.match_buffer(numbers_, (T.int64(),), "float32")
+        pages = T.match_buffer(pages_, (T.int32(),), "int64")
+        tables = T.match_buffer(tables_, (T.int32(),), "int32")
+        firsts = T.match_buffer(firsts_, (T.int32(),), "int32")
+        lasts = T.match_buffer(lasts_, (T.int32(),), "int32")
+        out = T.match_buffer(out_, (T.int32(),), "float32")
+        sums = T.match_buffer(sums_, (T.int32(),), "float32")
+        arrived = T.match_buffer(arrived_, (T.int32(),), "int32")
         T.device_entry()
-        tile, row, at_part = T.cta_id([kv_heads * T.ceildiv(T.floordiv(heads, kv_heads), WARPS), tokens, T.max(parts, 1)])
+        tile, row_tile, at_part = T.cta_id(
+            [
+                kv_heads * T.ceildiv(T.floordiv(heads, kv_heads), M),
+                row_tiles(tokens, T.floordiv(heads, kv_heads)),
+                part_tiles(parts),
+            ]
+        )
         warp = T.warp_id([WARPS])
         lane = T.lane_id([32])
-        query = T.alloc_shared((WARPS, head_dim), "float32")
-        weights = T.alloc_shared((WARPS, 32), "float32")
+        tid: T.let = warp * 32 + lane
+        g: T.let = lane // 4
+        t: T.let = lane % 4
+        query = T.alloc_shared((2 * M * CHUNKS * 16,), "uint32")
+        scores = T.alloc_shared((M * SCORES,), "float32")
+        weights = T.alloc_shared((2 * M * WEIGHTS,), "uint32")
+        factors = T.alloc_shared((M * 2,), "float32")
+        folds = T.alloc_shared((M * 2,), "float32")
+        broken = T.alloc_shared((PAGE + 1,), "int32")
         before = T.alloc_shared((1,), "int32")
-        eight = T.alloc_local((8,), "float16")
-        words = T.alloc_local((2,), "uint32")
-        acc = T.alloc_local((EACH,), "float32")
-        merged = T.alloc_local((EACH,), "float32")
-        score = T.alloc_local((1,), "float32")
-        value = T.alloc_local((1,), "float32")
-        shares = T.alloc_local((2,), "float32")  # sums of the query's dimensions in 4 bits, and of those in 8
-        most = T.alloc_local((2,), "float32")  # before and with this block
-        weight = T.alloc_local((1,), "float32")
+        acc = T.alloc_local((ACC,), "float32")
+        merged = T.alloc_local((ACC,), "float32")
+        found = T.alloc_local((TILES * 8,), "float32")
+        a = T.alloc_local((8,), "uint32")
+        b = T.alloc_local((8,), "uint32")
+        words = T.alloc_local((PAIRS * (16 if EXACT else 4),), "uint32")
+        rest = T.alloc_local((1 if EXACT else max(8, PAIRS * 4),), "uint32")
+        odd = T.alloc_local((1,), "uint32")
+        of_keys = T.alloc_local((1, 4), "float32")
+        of_keys_after = T.alloc_local((1, 4), "float32")
+        of_values = T.alloc_local((4, 4), "float32")
+        power = T.alloc_local((1,), "float32")
+        most = T.alloc_local((2,), "float32")  # before and with this page
         total = T.alloc_local((1,), "float32")
-        all_ = T.alloc_local((2,), "float32")
-        old = T.alloc_local((1,), "float32")
-        new = T.alloc_local((2,), "float32")
+        all_ = T.alloc_local((2,), "float32")  # the largest score and the total of the parts so far
+        new = T.alloc_local((3,), "float32")
+        factor = T.alloc_local((2,), "float32")
         inside = T.alloc_local((1,), "int32")
         values = T.alloc_local((1,), "int32")
         scales = T.alloc_local((1,), "int32")
+        span = T.alloc_local((3,), "int32")
+        own = T.alloc_local((2,), "int32")
+        tag = T.alloc_local((1,), "int32")
         group: T.let = heads // kv_heads
-        tiles: T.let = T.ceildiv(group, WARPS)
+        tiles: T.let = T.ceildiv(group, M)
+        held: T.let = T.min(group, M)
+        together: T.let = together_of(group)
         kv_head: T.let = tile // tiles
-        within: T.let = tile % tiles * WARPS + warp
+        # The query row whose weights this thread makes with PER - 1 others.
+        row: T.let = tid // PER
+        mine: T.let = tid % PER
+        within: T.let = tile % tiles * M + row % held
         head: T.let = kv_head * group + within
-        end: T.let = lasts[row]
-        first: T.let = T.if_then_else(window > 0, T.max(end - window, firsts[row]), firsts[row])
-        first_part: T.let = first // PART
-        last_part: T.let = (end - 1) // PART
-        start: T.let = T.if_then_else(parts > 0, T.max(at_part, first_part), first_part)
-        stop: T.let = T.if_then_else(parts > 0, T.min(at_part, last_part), last_part)
+        own_token: T.let = row_tile * together + row // held
 
         @T.inline
-        def finish():
-            # Where no score is above LEAST_SCORE, the result is NaN, as that of a NaN score is by itself.
-            if all_[0] <= T.float32(LEAST_SCORE):
-                all_[1] = T.reinterpret("float32", T.uint32(NAN_BITS))
-            for i in T.unroll(EACH):
-                if i * 32 + lane < head_dim:
-                    out[row * (heads * head_dim) + head * head_dim + i * 32 + lane] = merged[i] / all_[1]
+        def look_at_values(page):
+            # Those of an f16 cache are kept; which slots have one that is not finite others are told.
+            if EXACT:
+                for i in T.unroll(16):
+                    for j in T.unroll(PAIRS):
+                        value(words, rest, i * PAIRS + j, pool, page, i // 4 * 16 + t * 4 + i % 4, (j * WARPS + warp) * 8 + g,
+                              of_values, 0, high)  # fmt: skip
+                odd[0] = T.uint32(0)
+                for i in T.unroll(PAIRS * 16):
+                    # A number that is not finite has an exponent of ones: one more reaches the bit of its sign.
+                    odd[0] = odd[0] | ((words[i] & T.uint32(0x7C007C00)) + T.uint32(0x04000400))
+                if (odd[0] & T.uint32(0x80008000)) != T.uint32(0):
+                    for i in T.unroll(PAIRS * 16):
+                        odd[0] = ((words[i] & T.uint32(0x7C007C00)) + T.uint32(0x04000400)) & T.uint32(0x80008000)
+                        if odd[0] != T.uint32(0):
+                            words[i] = T.uint32(0)
+                            broken[i // PAIRS // 4 * 16 + t * 4 + i // PAIRS % 4] = tag[0]
+                            broken[PAGE] = tag[0]
+            elif tid < PAGE:
+                scaling(of_keys, numbers, page, scales[0], tid, 1, high, False)
+                odd[0] = T.uint32(0)
+                for i in T.unroll(2):
+                    odd[0] = T.max(odd[0], T.reinterpret("uint32", of_keys[0, i * 2]) & T.uint32(0x7FFFFFFF))
+                if odd[0] >= T.uint32(INFINITY_BITS):
+                    broken[tid] = tag[0]
+                    broken[PAGE] = tag[0]
 
-        if start <= stop and within < group:
-            head_of(inside, values, scales, layer, kv_heads, kv_head, head_dim, high)
-            for i in T.unroll(2):
-                shares[i] = T.float32(0)
-            for i in T.unroll(EACH):
-                if i * 32 + lane < head_dim:
-                    value[0] = q[row * width + head * head_dim + i * 32 + lane] * scale
-                    query[warp, i * 32 + lane] = value[0]
-                    if kv == "int4":
-                        if i * 32 + lane < head_dim - high:
-                            shares[0] = shares[0] + value[0]
-                        else:
-                            shares[1] = shares[1] + value[0]
-            if kv == "int4":
-                for level in T.unroll(5):
+        @T.inline
+        def make_scores(page):
+            scaling(of_keys, numbers, page, scales[0], warp * 16 + g, 1, high, False)
+            scaling(of_keys_after, numbers, page, scales[0], warp * 16 + 8 + g, 1, high, False)
+            for i in T.unroll(TILES * 8):
+                found[i] = T.float32(0)
+            for c in T.serial(CHUNKS):
+                keys(b, rest, 0, pool, page, warp * 16 + g, c, t, of_keys, high)
+                keys(b, rest, 4, pool, page, warp * 16 + 8 + g, c, t, of_keys_after, high)
+                for m in T.unroll(TILES):
+                    for half in T.unroll(2):
+                        for i in T.unroll(2):
+                            for v in T.vectorized(4):
+                                a[i * 4 + v] = query[((half * M * CHUNKS + place_of(m * 16 + i * 8 + g, c)) * 4 + t) * 4 + v]
+                        for n in T.unroll(2):
+                            for k in T.unroll(2):
+                                multiply(found, (m * 2 + n) * 4, a[k * 2], a[4 + k * 2], a[k * 2 + 1], a[4 + k * 2 + 1],
+                                         b[n * 4 + k * 2], b[n * 4 + k * 2 + 1])  # fmt: skip
+                                if not EXACT and half == 0:
+                                    multiply(found, (m * 2 + n) * 4, a[k * 2], a[4 + k * 2], a[k * 2 + 1], a[4 + k * 2 + 1],
+                                             rest[n * 4 + k * 2], rest[n * 4 + k * 2 + 1])  # fmt: skip
+            for m in T.unroll(TILES):
+                for n in T.unroll(2):
                     for i in T.unroll(2):
-                        shares[i] = shares[i] + T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), shares[i], 1 << level, 32, 32)
-            T.cuda.warp_sync()
-            for part in T.serial(start, stop + 1):
-                total[0] = T.float32(0)
-                most[1] = T.float32(LEAST_SCORE)
-                for i in T.unroll(EACH):
-                    acc[i] = T.float32(0)
-                for block in T.serial(
-                    T.max(first // 32, part * (PART // 32)), T.min(T.ceildiv(end, 32), (part + 1) * (PART // 32))
-                ):
-                    page: T.let = pages[tables[row] + block * 32 // PAGE] + T.Cast("int64", inside[0])
-                    slot: T.let = block * 32 + lane
-                    seen: T.let = slot >= first and slot < end
-                    score[0] = T.float32(LEAST_SCORE)
-                    if seen:
-                        dot(score, eight, words, query, shares, warp, pool, numbers, page, scales[0], slot % PAGE, high)
-                    most[0] = most[1]
-                    most[1] = T.max(most[1], score[0])
-                    for level in T.unroll(5):
-                        most[1] = T.max(most[1], T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), most[1], 1 << level, 32, 32))
-                    weight[0] = T.float32(0)
-                    if seen:
-                        weight[0] = T.exp(score[0] - most[1])
-                    weights[warp, lane] = weight[0]
-                    total[0] = total[0] * T.exp(most[0] - most[1]) + weight[0]
-                    for i in T.unroll(EACH):
-                        acc[i] = acc[i] * T.exp(most[0] - most[1])
-                    T.cuda.warp_sync()
-                    for j in T.serial(T.max(first - block * 32, 0), T.min(end - block * 32, 32)):
-                        for i in T.unroll(EACH):
-                            if i * 32 + lane < head_dim:
-                                take(value, pool, numbers, page + T.Cast("int64", values[0]), scales[0],
-                                     (block * 32 + j) % PAGE, i * 32 + lane, high)  # fmt: skip
-                                acc[i] = acc[i] + weights[warp, j] * value[0]
-                    T.cuda.warp_sync()
-                for level in T.unroll(5):
-                    total[0] = total[0] + T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), total[0], 1 << level, 32, 32)
-                fold_(merged, all_, acc, most[1], total[0], old, new, part > start)
-            if parts > 0 and first_part < last_part:
-                line: T.let = ((row * heads + head) * parts + at_part) * STRIDE
-                for i in T.unroll(EACH):
-                    sums[line + i * 32 + lane] = merged[i]
-                if lane < 2:
-                    sums[line + EACH * 32 + lane] = T.if_then_else(lane == 0, all_[0], all_[1])
-                T.cuda.thread_fence()
-            else:
-                finish()
-        if start <= stop and parts > 0 and first_part < last_part:
+                        for v in T.vectorized(2):
+                            scores[((m * 16 + i * 8 + g) * (SCORES // 2) + warp * 8 + n * 4 + t) * 2 + v] = found[
+                                (m * 2 + n) * 4 + i * 2 + v
+                            ]
+
+        @T.inline
+        def add_values(page):
+            for m in T.unroll(TILES):
+                for i in T.unroll(2):
+                    factor[i] = factors[m * 16 + i * 8 + g]
+                for n in T.unroll(PAIRS * 2):
+                    for i in T.unroll(4):
+                        acc[(m * PAIRS * 2 + n) * 4 + i] = acc[(m * PAIRS * 2 + n) * 4 + i] * factor[i // 2]
+            for k in sixteens():
+                if not EXACT:
+                    scaling(of_values, numbers, page, scales[0], k * 16 + t * 4, 4, high, True)
+                    for i in T.unroll(4):
+                        for j in T.unroll(PAIRS):
+                            value(words, rest, i * PAIRS + j, pool, page, k * 16 + t * 4 + i, (j * WARPS + warp) * 8 + g,
+                                  of_values, i, high)  # fmt: skip
+                for m in T.unroll(TILES):
+                    for half in T.unroll(2):
+                        for i in T.unroll(2):
+                            for v in T.vectorized(2):
+                                a[i * 2 + v] = weights[((half * M + m * 16 + i * 8 + g) * (WEIGHTS // 2) + k * 4 + t) * 2 + v]
+                        for j in T.unroll(PAIRS):
+                            for n in T.unroll(2):
+                                # The first or the second dimension of every pair.
+                                first: T.let = (k * 4 if EXACT else 0) * PAIRS + j
+                                for i in T.unroll(2):
+                                    b[i] = two_of(words[first + i * 2 * PAIRS], words[first + (i * 2 + 1) * PAIRS], n)
+                                multiply(acc, ((m * PAIRS + j) * 2 + n) * 4, a[0], a[2], a[1], a[3], b[0], b[1])
+                                if not EXACT and half == 0:
+                                    for i in T.unroll(2):
+                                        b[i] = two_of(rest[i * 2 * PAIRS + j], rest[(i * 2 + 1) * PAIRS + j], n)
+                                    multiply(acc, ((m * PAIRS + j) * 2 + n) * 4, a[0], a[2], a[1], a[3], b[0], b[1])
+
+        @T.inline
+        def fold(sees):
+            # The sums of a part, with the largest score that they are relative to, added to those of the parts before it.
+            # Rounded as written: all that do it have to agree in bits.
+            factor[0] = T.float32(1)
+            factor[1] = T.float32(0)
+            if sees:
+                new[0] = T.max(all_[0], most[1])
+                factor[0] = T.exp(all_[0] - new[0])
+                factor[1] = T.exp(most[1] - new[0])
+                all_[0] = new[0]
+                T.ptx.mul.rn.f32(all_[1], all_[1], factor[0])
+                T.ptx.mul.rn.f32(new[1], total[0], factor[1])
+                T.ptx.add.rn.f32(all_[1], all_[1], new[1])
+            if mine == 0:
+                folds[row * 2] = factor[0]
+                folds[row * 2 + 1] = factor[1]
             T.cuda.cta_sync()
-            if warp == 0 and lane == 0:
-                before[0] = T.cuda.atomic_add(arrived.ptr_to([row * (kv_heads * tiles) + tile]), 1)
+            for m in T.unroll(TILES):
+                for i in T.unroll(2):
+                    for v in T.unroll(2):
+                        factor[v] = folds[(m * 16 + i * 8 + g) * 2 + v]
+                    for n in T.unroll(PAIRS * 2):
+                        for v in T.unroll(2):
+                            T.ptx.mul.rn.f32(merged[(m * PAIRS * 2 + n) * 4 + i * 2 + v],
+                                             merged[(m * PAIRS * 2 + n) * 4 + i * 2 + v], factor[0])  # fmt: skip
+                            T.ptx.mul.rn.f32(new[2], acc[(m * PAIRS * 2 + n) * 4 + i * 2 + v], factor[1])
+                            T.ptx.add.rn.f32(merged[(m * PAIRS * 2 + n) * 4 + i * 2 + v],
+                                             merged[(m * PAIRS * 2 + n) * 4 + i * 2 + v], new[2])  # fmt: skip
+
+        @T.inline
+        def begin():
+            all_[0] = T.float32(LEAST_SCORE)
+            all_[1] = T.float32(0)
+            for i in T.unroll(ACC):
+                merged[i] = T.float32(0)
+
+        @T.inline
+        def finish(lead, ends):
+            # Where no score is above LEAST_SCORE, the result is NaN, as that of a NaN score is by itself.
+            if mine == 0:
+                factors[row] = T.if_then_else(
+                    all_[0] <= T.float32(LEAST_SCORE), T.reinterpret("float32", T.uint32(NAN_BITS)), all_[1]
+                )
+            T.cuda.cta_sync()
+            for m in T.unroll(TILES):
+                for i in T.unroll(2):
+                    r: T.let = m * 16 + i * 8 + g
+                    which: T.let = tile % tiles * M + r % held
+                    if r // held >= lead and r // held < ends and which < group:
+                        for n in T.unroll(PAIRS * 2):
+                            for v in T.unroll(2):
+                                d: T.let = dimension(n, v, warp, t)
+                                if d < head_dim:
+                                    out[
+                                        (row_tile * together + r // held) * (heads * head_dim)
+                                        + (kv_head * group + which) * head_dim + d
+                                    ] = merged[(m * PAIRS * 2 + n) * 4 + i * 2 + v] / factors[r]  # fmt: skip
+
+        @T.inline
+        def leave_sums(token, active, first_part, last_part):
+            # One token row, so a query row is a head.
+            for i in T.unroll(2):
+                for n in T.unroll(PAIRS * 2):
+                    for v in T.unroll(2):
+                        r: T.let = i * 8 + g
+                        d: T.let = dimension(n, v, warp, t)
+                        if r < held and tile % tiles * M + r < group and d < head_dim:
+                            sums[((token * heads + kv_head * group + tile % tiles * M + r) * parts + at_part) * STRIDE + d] = (
+                                merged[n * 4 + i * 2 + v]
+                            )
+            if active and mine < 2:
+                sums[((token * heads + head) * parts + at_part) * STRIDE + STRIDE - 32 + mine] = T.if_then_else(
+                    mine == 0, all_[0], all_[1]
+                )
+            T.cuda.thread_fence()
+            T.cuda.cta_sync()
+            if tid == 0:
+                before[0] = T.cuda.atomic_add(arrived.ptr_to([token * (kv_heads * tiles) + tile]), 1)
             T.cuda.cta_sync()
             if before[0] == last_part - first_part:
                 T.cuda.thread_fence()
-                if warp == 0 and lane == 0:
-                    arrived[row * (kv_heads * tiles) + tile] = 0
-                if within < group:
-                    for part in T.serial(first_part, last_part + 1):
-                        other: T.let = ((row * heads + head) * parts + part) * STRIDE
-                        for i in T.unroll(EACH):
-                            acc[i] = sums[other + i * 32 + lane]
-                        most[0] = sums[other + EACH * 32]
-                        total[0] = sums[other + EACH * 32 + 1]
-                        fold_(merged, all_, acc, most[0], total[0], old, new, part > first_part)
-                    finish()
+                if tid == 0:
+                    arrived[token * (kv_heads * tiles) + tile] = 0
+                begin()
+                for part in T.serial(first_part, last_part + 1):
+                    for i in T.unroll(2):
+                        for n in T.unroll(PAIRS * 2):
+                            for v in T.unroll(2):
+                                r: T.let = i * 8 + g
+                                d: T.let = dimension(n, v, warp, t)
+                                acc[n * 4 + i * 2 + v] = T.float32(0)
+                                if r < held and tile % tiles * M + r < group and d < head_dim:
+                                    acc[n * 4 + i * 2 + v] = sums[
+                                        ((token * heads + kv_head * group + tile % tiles * M + r) * parts + part) * STRIDE + d
+                                    ]
+                    if active:
+                        most[1] = sums[((token * heads + head) * parts + part) * STRIDE + STRIDE - 32]
+                        total[0] = sums[((token * heads + head) * parts + part) * STRIDE + STRIDE - 31]
+                    fold(active)
+                    T.cuda.cta_sync()
+                finish(0, 1)
+
+        tag[0] = 0
+        if tid <= PAGE:
+            broken[tid] = 0
+        head_of(inside, values, scales, layer, kv_heads, kv_head, head_dim, high)
+        for lead in T.serial(together):
+            token: T.let = row_tile * together + lead
+            # Neighbouring token rows of one session.
+            if token < tokens and (lead == 0 or tables[token] != tables[T.max(token - 1, 0)]):
+                span[0] = first_of(firsts, lasts, token, window)
+                span[1] = lasts[token]
+                span[2] = lead + 1
+                if many:
+                    for i in T.serial(1, together - lead):
+                        if token + i < tokens and span[2] == lead + i and tables[T.min(token + i, tokens - 1)] == tables[token]:
+                            span[0] = T.min(span[0], first_of(firsts, lasts, token + i, window))
+                            span[1] = T.max(span[1], lasts[token + i])
+                            span[2] = lead + i + 1
+                active: T.let = row // held >= lead and row // held < span[2] and within < group
+                own[0] = 0
+                own[1] = 0
+                if active:
+                    own[0] = first_of(firsts, lasts, own_token, window)
+                    own[1] = lasts[own_token]
+                first_part: T.let = span[0] // PART
+                last_part: T.let = (span[1] - 1) // PART
+                start: T.let = T.max(at_part, first_part)
+                stop: T.let = T.if_then_else(parts > 0 and not many, T.min(at_part, last_part), last_part)
+                if start <= stop:
+                    make_query(query, power, q, own_token * width + head * head_dim, active, scale, row, mine)
+                    T.cuda.cta_sync()
+                    begin()
+                    for part in T.serial(start, stop + 1):
+                        total[0] = T.float32(0)
+                        most[1] = T.float32(LEAST_SCORE)
+                        for i in T.unroll(ACC):
+                            acc[i] = T.float32(0)
+                        for number_ in T.serial(
+                            T.max(span[0] // PAGE, part * (PART // PAGE)),
+                            T.min(T.ceildiv(span[1], PAGE), (part + 1) * (PART // PAGE)),
+                        ):
+                            page: T.let = pages[tables[token] + number_] + T.Cast("int64", inside[0])
+                            tag[0] = tag[0] + 1
+                            look_at_values(page + T.Cast("int64", values[0]))
+                            make_scores(page)
+                            T.cuda.cta_sync()
+                            make_weights(
+                                weights, factors, most, total, scores, power, broken, tag, own, number_ * PAGE, row, mine
+                            )
+                            T.cuda.cta_sync()
+                            add_values(page + T.Cast("int64", values[0]))
+                        fold(own[1] > own[0] and part >= own[0] // PART and part <= (own[1] - 1) // PART)
+                    if not many:
+                        if parts > 0 and first_part < last_part:
+                            leave_sums(token, active, first_part, last_part)
+                        else:
+                            finish(lead, span[2])
+                    else:
+                        finish(lead, span[2])
 
     return attend_

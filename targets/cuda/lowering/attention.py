@@ -11,6 +11,8 @@ from edgeq.targets.graph import Attention, CacheWrite, HeadNorm, HeadRotate, Rop
 LARGEST_HEAD = 256
 PART = 512
 """Positions of a part of the context, whose sums are made by themselves."""
+FEW_TOKENS = 64
+"""Token rows up to which each has blocks of threads of its own: a recording has as many, and each can be of another session."""
 SIDE_BY_SIDE = 512
 """Rows times parts that are taken side by side; more parts are taken one after the other, to the same bits."""
 
@@ -103,4 +105,6 @@ def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
         "sums": lowering.storage.named(("sums", op.heads, op.head_dim), SIDE_BY_SIDE * op.heads * stride * 4),
         "arrived": lowering.storage.named(("arrived", op.heads), SIDE_BY_SIDE * op.heads * 4),
     }
-    return [Launch(op, lowering.stage, Variant("attend", (op.head_dim, lowering.options.kv.kind, PART)), values)]
+    literals = op.head_dim, lowering.options.kv.kind, PART
+    few, many = (Variant("attend", (*literals, several)) for several in (False, True))
+    return [Launch(op, lowering.stage, few, values, many, few_rows=FEW_TOKENS)]

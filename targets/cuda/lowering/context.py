@@ -50,7 +50,7 @@ class Angles:
 class Launch:
     """One kernel over the rows of its stage.
 
-    many     the kernel for many rows, where it is another one
+    many     the kernel for more than `few_rows` rows, where it is another one
     values   its scalars and addresses by name, without `tokens`, the number of rows
     each     rows of the kernel for one of the stage, where several are joined
     moved    of these, the addresses that belong to the requantized weights of a run: the array that each replaces, or
@@ -65,6 +65,7 @@ class Launch:
     reads_weights: bool = False
     moved: Mapping[str, ArrayRef | tuple[str, int]] = field(default_factory=dict)
     each: int = 1
+    few_rows: int = FEW_ROWS
 
     @property
     def variants(self) -> tuple[Variant, ...]:

@@ -1,0 +1,112 @@
+"""What the threads of one query row of attention do by themselves: its query, and the weights of its scores.
+
+Both go to shared memory as sums of two f16, the second ones after the first ones of all M rows:
+
+    query     words [2][M][chunks of 32 dimensions][16]
+    weights   words [2][M][WEIGHTS];  scores: f32 [M][SCORES]
+"""
+
+from tvm.script import tirx as T
+
+from edgeq.targets.cuda.kernels.cached import split
+from edgeq.targets.cuda.kernels.rows import NAN_BITS, THREADS
+from edgeq.targets.rows import PAGE
+
+LEAST_SCORE = -1e30
+SCORES, WEIGHTS = PAGE + 8, PAGE // 2 + 8
+"""Words of a query row: 8 more than it has, so that rows that are read together lie in different banks."""
+FEWEST = 8
+"""Slots whose weights one thread adds up at least; sums of more are a binary tree of these."""
+ALL = 0xFFFFFFFF
+
+
+def first_of(firsts, lasts, row, window):
+    """The first slot that a token row sees."""
+    return T.if_then_else(window > 0, T.max(lasts[row] - window, firsts[row]), firsts[row])
+
+
+def rows_of(M, head_dim):
+    """Where a chunk of a row is in `query`, and inline what threads do that are THREADS / M of a row, `mine` among them."""
+    PER = THREADS // M
+    EACH = PAGE // PER  # slots of a thread
+    LEVELS = PER.bit_length() - 1
+    CHUNKS = -(-head_dim // 32)
+
+    def place_of(row, chunk):
+        # In units of 16 words.  With an even number of chunks, neighbouring rows would lie in the same banks.
+        return row * CHUNKS + (chunk ^ (row % 2) if CHUNKS % 2 == 0 else chunk)
+
+    @T.inline
+    def make_query(query, power, q, at, active, scale, row, mine):
+        # Divided by a power of two that brings the largest number below 2, so that queries of any size fit f16.
+        bits = T.alloc_local((1,), "uint32")
+        words = T.alloc_local((2,), "uint32")
+        two = T.alloc_local((2,), "float32")
+        bits[0] = T.uint32(0)
+        for i in T.serial(CHUNKS * 16 // PER):
+            for v in T.unroll(2):
+                if active and (i * PER + mine) * 2 + v < head_dim:
+                    bits[0] = T.max(bits[0], T.uint32(0x7FFFFFFF) & T.reinterpret(
+                        "uint32", q[at + (i * PER + mine) * 2 + v] * scale))  # fmt: skip
+        for level in T.unroll(LEVELS):
+            bits[0] = T.max(bits[0], T.tvm_warp_shuffle_xor(T.uint32(ALL), bits[0], 1 << level, 32, 32))
+        exponent: T.let = T.min(T.max(bits[0] >> T.uint32(23), T.uint32(1)), T.uint32(253))
+        power[0] = T.reinterpret("float32", exponent << T.uint32(23))
+        inverse: T.let = T.reinterpret("float32", (T.uint32(254) - exponent) << T.uint32(23))
+        for i in T.serial(CHUNKS * 16 // PER):
+            word: T.let = i * PER + mine
+            for v in T.unroll(2):
+                two[v] = T.float32(0)
+                if active and word * 2 + v < head_dim:
+                    two[v] = q[at + word * 2 + v] * scale * inverse
+            split(words, 0, words, 1, two)
+            for half in T.unroll(2):
+                query[(half * M * CHUNKS + place_of(row, word // 16)) * 16 + word % 16] = words[half]
+
+    @T.inline
+    def make_weights(weights, factors, most, total, scores, power, broken, tag, own, page, row, mine):
+        # Online softmax (Milakov and Gimelshein 2018) over the slots `page` ... `page` + 63.
+        # most   the largest score before and with this page;  factors: what sums that are relative to the one before are times
+        # own    the slots that the row sees;  broken: `tag` for a slot with a value that is not finite, and at the end
+        each = T.alloc_local((EACH,), "float32")
+        sums = T.alloc_local((EACH // FEWEST,), "float32")
+        words = T.alloc_local((2,), "uint32")
+        two = T.alloc_local((2,), "float32")
+        first: T.let = page + mine * EACH
+        most[0] = most[1]
+        for j in T.unroll(EACH):
+            each[j] = T.float32(LEAST_SCORE)
+            if first + j >= own[0] and first + j < own[1]:
+                each[j] = scores[row * SCORES + mine * EACH + j] * power[0]
+            most[1] = T.max(most[1], each[j])
+        for level in T.unroll(LEVELS):
+            most[1] = T.max(most[1], T.tvm_warp_shuffle_xor(T.uint32(ALL), most[1], 1 << level, 32, 32))
+        if broken[PAGE] == tag[0]:
+            for j in T.unroll(EACH):
+                if broken[mine * EACH + j] == tag[0]:
+                    each[j] = T.reinterpret("float32", T.uint32(NAN_BITS))
+        for j in T.unroll(EACH // 2):
+            for v in T.unroll(2):
+                two[v] = T.float32(0)
+                if first + j * 2 + v >= own[0] and first + j * 2 + v < own[1]:
+                    two[v] = T.exp(each[j * 2 + v] - most[1])
+                each[j * 2 + v] = two[v]
+            split(words, 0, words, 1, two)
+            for half in T.unroll(2):
+                weights[(half * M + row) * WEIGHTS + mine * (EACH // 2) + j] = words[half]
+        for i in T.unroll(EACH // FEWEST):
+            sums[i] = each[i * FEWEST]
+            for j in T.unroll(FEWEST - 1):
+                sums[i] = sums[i] + each[i * FEWEST + j + 1]
+        if EACH // FEWEST == 2:
+            sums[0] = sums[0] + sums[1]
+        for level in T.unroll(LEVELS):
+            sums[0] = sums[0] + T.tvm_warp_shuffle_xor(T.uint32(ALL), sums[0], 1 << level, 32, 32)
+        two[0] = T.exp(most[0] - most[1])
+        # Rounded as written: all that do it have to agree in bits.
+        T.ptx.mul.rn.f32(total[0], total[0], two[0])
+        T.ptx.add.rn.f32(total[0], total[0], sums[0])
+        if mine == 0:
+            factors[row] = two[0]
+
+    return place_of, make_query, make_weights
