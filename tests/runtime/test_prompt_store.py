@@ -164,6 +164,23 @@ def test_a_damaged_page_is_removed_and_read_again(model: Model, store: PromptSto
     assert asked(model, store) == (alone, 6 * PAGE)
 
 
+def test_a_page_that_is_removed_after_it_was_read_is_no_error(
+    model: Model, store: PromptStore, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are read ahead, and another thread or process may make room meanwhile."""
+    asked(model, store)
+    third, read = files(store)[2], page_file.read_into
+
+    def removed(page: bytearray, path: Path, head: bytes) -> bool:
+        found = read(page, path, head)
+        if path == third:
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(prompt_store, "read_into", removed)
+    assert asked(model, store) == (alone, 2 * PAGE) and store.errors == 0
+
+
 def test_the_longest_unused_go_first_and_ends_before_beginnings(model: Model, store: PromptStore) -> None:
     asked(model, store)
     size = store.bytes // 6
