@@ -127,6 +127,9 @@ class PromptStore:
                     return
                 _touch(path, index)
                 page = self._load_page(data)
+            except FileNotFoundError:
+                # It was removed since it was read: the oldest go when others are written.
+                return
             except (OSError, FormatError) as error:
                 return self._discard(path, error)
             buffers.append(data)

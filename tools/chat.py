@@ -182,7 +182,7 @@ def answer(conversation: Conversation, question: Content) -> None:
         return
     except DeviceError:
         # The device is lost for the next questions too.  The message begins a line.
-        write("\n" if said and not conversation.as_json else "")
+        write("\n" if generation is not None and generation.tokens and not conversation.as_json else "")
         raise
     except KeyboardInterrupt:
         note(" (stopped)")

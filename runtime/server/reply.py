@@ -22,6 +22,7 @@ class Reply:
         self._job, self._decoder = job, text
         self._reader = job.reader(text, 0)
         self._events, self._tokens = list[Event](), list[int]()
+        self._thought = 0  # of the tokens: the first ones
         self._reason: str | None = None
         self._head = {"id": identifier("msg_"), "type": "message", "role": "assistant", "model": name}
 
@@ -30,6 +31,7 @@ class Reply:
         events = events_of(self._reader, update)
         self._events += events
         self._tokens += [piece.token for piece in update.pieces]
+        self._thought += sum(piece.thought for piece in update.pieces)
         self._reason = update.reason or self._reason
         return events
 
@@ -41,7 +43,8 @@ class Reply:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if self._tokens[-1] in self._job.request.stops(self._decoder):
             return {"stop_reason": "end_turn", "stop_sequence": None}
-        tail = self._decoder.decode(self._tokens[-256:])
+        # What is thought may have another one.
+        tail = self._decoder.decode(self._tokens[self._thought :][-256:])
         found = next((stop for stop in self._job.request.stop if stop in tail), None)
         return {"stop_reason": "stop_sequence", "stop_sequence": found}
 

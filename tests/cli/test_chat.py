@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from edgeq.errors import DeviceError
+from edgeq.runtime import Piece
 from edgeq.tools import chat
 from tests.cli.running import REFERENCE, Run, objects
 
@@ -31,6 +33,18 @@ def test_an_interrupt_before_the_first_token_prints_no_json(capsys: pytest.Captu
         stopped: Any = SimpleNamespace(ask=interrupted, as_json=as_json, answered=lambda text: None, last=None)
         chat.answer(stopped, "hi")
         assert capsys.readouterr().out == printed
+
+
+def test_an_error_of_the_device_begins_a_line_after_thoughts_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def lost() -> Any:
+        yield Piece("Hm", 5, True)
+        raise DeviceError("the device is lost")
+
+    generation = SimpleNamespace(pieces=lost, tokens=[5])
+    with pytest.raises(DeviceError):
+        chat.answer(SimpleNamespace(ask=lambda *_: generation, as_json=False), "hi")  # type: ignore[arg-type]
+    shown = capsys.readouterr()
+    assert shown.out == "\n" and shown.err.endswith("Hm")
 
 
 def test_chat_json_is_a_line_for_each_answer(edgeq: Run, demo: Path, template: Path) -> None:

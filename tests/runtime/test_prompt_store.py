@@ -132,8 +132,24 @@ def test_a_file_with_the_header_of_an_older_version_is_not_used(model: Model, st
 def test_without_room_in_memory_the_text_is_the_same(model: Model, store: PromptStore, alone: list[int]) -> None:
     asked(model, store)
     assert asked(model, store, pages=8) == (alone, 6 * PAGE)
-    # A page for each step: the rest of a slow disk's is waited for.
-    assert asked(model, store, step_seconds=1e-9)[0] == alone
+
+
+def test_beside_a_text_that_is_decoded_a_slow_disk_gives_a_page_for_each_step(
+    model: Model, store: PromptStore, alone: list[int]
+) -> None:
+    asked(model, store)
+    scheduler = Scheduler(model, 2, shares_prefixes=True, store=store)
+    beside = Job(model.prompt([4, 5]), Request(max_tokens=300, ignore_eos=True), Sampling())
+    scheduler.submit(beside)
+    scheduler.step()
+    scheduler._step_seconds = 0.0
+    ticket = scheduler.submit(Job(model.prompt(TOKENS), Request(max_tokens=8, ignore_eos=True), Sampling()))
+    taken, found = list[int](), list[int]()
+    while scheduler.busy and len(found) < len(alone):
+        updates = scheduler.step()
+        found += [piece.token for update in updates if update.ticket is ticket for piece in update.pieces]
+        taken += [len(text.path) for text in scheduler._texts if text.fetching]
+    assert taken == [1, 2, 3, 4, 5, 6] and ticket.cached_tokens == 6 * PAGE and found == alone
 
 
 def damage(path: Path, how: str) -> None:
@@ -162,6 +178,23 @@ def test_a_damaged_page_is_removed_and_read_again(model: Model, store: PromptSto
     damage(third, how)
     assert asked(model, store) == (alone, 2 * PAGE) and store.errors == 1
     assert asked(model, store) == (alone, 6 * PAGE)
+
+
+def test_a_page_that_is_removed_after_it_was_read_is_no_error(
+    model: Model, store: PromptStore, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are read ahead, and another thread or process may make room meanwhile."""
+    asked(model, store)
+    third, read = files(store)[2], page_file.read_into
+
+    def removed(page: bytearray, path: Path, head: bytes) -> bool:
+        found = read(page, path, head)
+        if path == third:
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(prompt_store, "read_into", removed)
+    assert asked(model, store) == (alone, 2 * PAGE) and store.errors == 0
 
 
 def test_the_longest_unused_go_first_and_ends_before_beginnings(model: Model, store: PromptStore) -> None:

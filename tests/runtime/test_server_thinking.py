@@ -10,7 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from edgeq.runtime import Model
+from edgeq.prompt import Prompt
+from edgeq.runtime import Model, Piece, Sampling
+from edgeq.runtime.job import Job, Ticket, Update
+from edgeq.runtime.request import Request
+from edgeq.runtime.server.reply import Reply
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -139,3 +143,14 @@ def test_messages_have_blocks_of_thinking(claude: Any) -> None:
     assert claude.messages.create(**(given | {"messages": told})).content[1].text
     none = claude.messages.create(**(given | {"thinking": {"type": "disabled"}}))
     assert [block.type for block in none.content] == ["text"]
+
+
+def test_a_stop_string_of_the_thinking_did_not_end_the_answer(model_path: Callable[..., Path]) -> None:
+    text = Model.load(model_path("tiny-llama", bits=4, group_size=32), mode="a16", threads=1).text
+    job = Job(Prompt([5]), Request(stop=["path", "return"]), Sampling())
+    reply = Reply("tiny", job, text)
+    pieces = [Piece("", token, said == "path") for said in ("path", "return") for token in text.encode_plain(said)]
+    reply.take(Update(Ticket(job), 0, pieces, reason="stop"))
+    ended = reply.whole(0)
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "return")
+    assert ended["usage"]["output_tokens"] == len(pieces)

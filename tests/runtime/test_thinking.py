@@ -125,16 +125,17 @@ def test_stop_strings_are_those_of_the_answer(opened: Model) -> None:
 
 def test_a_scheduler_gives_the_same(opened: Model) -> None:
     """Beside others, with drafts of what the schema leaves no choice about, and without the pages for all of them."""
-    given: dict[str, Any] = {"max_tokens": 80, "response_format": HELD, "thinking_budget": 15}
-    alone = [opened.chat(ASKED, sampling=Sampling(temperature=1.0, seed=seed), **given) for seed in range(4)]
+    given: dict[str, Any] = {"max_tokens": 120, "response_format": HELD, "thinking_budget": 60}
+    alone = [opened.chat(ASKED, sampling=Sampling(temperature=1.0, seed=seed), **given) for seed in range(8)]
     for answer in alone:
         answer.text()
     prompt = opened.chat_prompt(ASKED)
-    request = Request(max_tokens=80, response_format=HELD, thinking=opened.prompts.thinking(prompt, 15))
+    request = Request(max_tokens=120, response_format=HELD, thinking=opened.prompts.thinking(prompt, 60))
     request = request.compiled(opened.constraints, opened.text)
     for speculator in (None, opened.speculator("lookup", 3)):
-        scheduler, found = Scheduler(opened, 4, pages=8, speculator=speculator), dict[Any, list[Any]]()
-        tickets = [scheduler.submit(Job(prompt, request, Sampling(temperature=1.0, seed=seed))) for seed in range(4)]
+        # Each text needs a second page.
+        scheduler, found = Scheduler(opened, 8, pages=12, speculator=speculator), dict[Any, list[Any]]()
+        tickets = [scheduler.submit(Job(prompt, request, Sampling(temperature=1.0, seed=seed))) for seed in range(8)]
         while scheduler.busy:
             for update in scheduler.step():
                 assert not update.error
@@ -142,6 +143,7 @@ def test_a_scheduler_gives_the_same(opened: Model) -> None:
         for ticket, answer in zip(tickets, alone, strict=True):
             assert [piece.token for piece in found[ticket]] == answer.tokens
             assert "".join(piece.text for piece in found[ticket] if not piece.thought) == answer.text()
+        assert scheduler.totals.preemptions
 
 
 def test_what_a_user_writes_neither_begins_nor_ends_it(model: Model) -> None:
