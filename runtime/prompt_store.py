@@ -18,9 +18,10 @@ import stat
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Condition, Lock, Thread
 from time import monotonic
@@ -30,6 +31,7 @@ from edgeq.least_recently_used import remove_least_recently_used
 from edgeq.runtime.cache import in_turn
 from edgeq.runtime.page_file import contents, head_of, name_of, read_into
 from edgeq.runtime.prefix_tree import Key, Node, digest_of
+from edgeq.runtime.read_ahead import Readers
 from edgeq.runtime.session_file import Origin
 from edgeq.targets.rows import Page
 from edgeq.targets.target import Program
@@ -102,7 +104,7 @@ class PromptStore:
         self.bytes = sum(each.size for each in stored(folder))
         self._waiting, self._writing, self._wake = deque[deque[Kept]](), deque[Kept](), Condition()
         self._closing, self._busy, self._saving, self._paused = False, False, False, 0.0
-        self._readers = ThreadPoolExecutor(READERS, "edgeq-prompt-reader")
+        self._readers = Readers[bytearray | None](READERS, "edgeq-prompt-reader")
         self._thread = Thread(target=self._run, name="edgeq-prompt-store", daemon=True)
         self._thread.start()
 
@@ -116,7 +118,7 @@ class PromptStore:
         while True:
             while len(coming) < AHEAD and (key := next(left, None)):
                 path, head = self._path(before, key), head_of(self._origin, before, key, self._page_bytes)
-                coming.append((key, path, self._readers.submit(self._read, path, head, buffers)))
+                coming.append((key, path, self._readers.submit(partial(self._read, path, head, buffers))))
                 before = digest_of(before, key)
             if not coming:
                 return
@@ -127,8 +129,8 @@ class PromptStore:
                     return
                 _touch(path, index)
                 page = self._load_page(data)
-            except FileNotFoundError:
-                # It was removed since it was read: the oldest go when others are written.
+            except (FileNotFoundError, CancelledError):
+                # It was removed since it was read: the oldest go when others are written.  Or the store is closed.
                 return
             except (OSError, FormatError) as error:
                 return self._discard(path, error)
@@ -178,7 +180,7 @@ class PromptStore:
             self._waiting.clear()
             self._wake.notify_all()
         self._thread.join(1)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
 
     def _path(self, before: bytes, key: Key) -> Path:
         return self.folder / f"{name_of(self._origin, before, key)}{SUFFIX}"
