@@ -78,7 +78,7 @@ def times_here(config: ModelConfig, mode: Mode) -> DecodeTimes:
         times[codec] = statistics.median(seconds for seconds, _ in taken)
         if all(alone for _, alone in taken):
             keep(names[codec], cores, times[codec])
-    return DecodeTimes({codec: (bytes_per_token(config, codec), times[codec]) for codec in MEASURED})
+    return DecodeTimes({codec: (bytes_per_token(config, codec, floats=False), times[codec]) for codec in MEASURED})
 
 
 def this_machine_with(file: ModelFile) -> Device:

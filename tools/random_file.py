@@ -39,11 +39,16 @@ def file_bytes(config: ModelConfig, codec: Codec) -> int:
     return sum(stored.nbytes(*shape) for _, shape, stored in _linears(config, codec))
 
 
-def bytes_per_token(config: ModelConfig, codec: Codec) -> int:
-    """Those that a token reads: of experts as many as it uses, of an embedding none."""
+def bytes_per_token(config: ModelConfig, codec: Codec, floats: bool = True) -> int:
+    """Those that a token reads: of experts as many as it uses, of an embedding none.
+
+    floats   with the layers that stay in floats whatever the codec
+    """
     used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
     found = Fraction(0)
     for name, shape, stored in _linears(config, codec):
+        if stored.kind != "int" and not floats:
+            continue
         share = used if ".experts." in name else Fraction(name != "embedding")
         found += share * stored.nbytes(*shape)
     return int(found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from edgeq.devices import Device
 from edgeq.errors import InputError
 
@@ -13,13 +15,14 @@ WITHIN = 0.15
 MOST_TOKENS = 4096
 """Tokens of the calibration text that divergences are measured on, at most, in whole rows."""
 Unit = Literal["bits", "size", "read", "kl", "seconds"]
-_OPTIONS: dict[Unit, str] = {
-    "bits": "--bits {:g}",
-    "size": "--size {:.4g}MB",
-    "read": "--read {:.4g}MB",
-    "kl": "--kl {:.3g}",
-    "seconds": "--speed {:.4g}",
+_OPTIONS: dict[Unit, tuple[str, int]] = {
+    "bits": ("--bits {}", 6),
+    "size": ("--size {}MB", 4),
+    "read": ("--read {}MB", 4),
+    "kl": ("--kl {}", 3),
+    "seconds": ("--speed {}", 4),
 }
+"""As on the command line, and how many digits of the number are shown."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class Budget:
     def __str__(self) -> str:
         """As on the command line."""
         shown = {"size": self.amount / 1e6, "read": self.amount / 1e6, "seconds": 1 / self.amount if self.amount else 0.0}
-        return _OPTIONS[self.unit].format(shown.get(self.unit, self.amount))
+        option, digits = _OPTIONS[self.unit]
+        # 12350 and not 1.235e+04, which no option takes.
+        number = np.format_float_positional(shown.get(self.unit, self.amount), digits, fractional=False, trim="-")
+        return option.format(number)
 
     @classmethod
     def of_speed(cls, device: Device | None, tokens_per_second: float) -> Budget:

@@ -24,7 +24,10 @@ BytesIn = Callable[[Codec], float]
 
 @dataclass(frozen=True)
 class DecodeTimes:
-    """Bytes and seconds of a token with the whole model in each codec of MEASURED."""
+    """Bytes and seconds of a token with the whole model in each codec of MEASURED.
+
+    The bytes are those of the parts: what stays in floats, such as routers, is in the seconds alone, which the parts share.
+    """
 
     whole: Mapping[Codec, tuple[int, float]]
 

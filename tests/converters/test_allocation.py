@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,9 @@ from edgeq.converters.quantizer import GPTQ, Preset, fake
 from edgeq.converters.readback import stored_tensors
 from edgeq.devices import DEVICES
 from edgeq.errors import InputError
+from edgeq.tools import convert as command
+from edgeq.tools import decode_speed
+from edgeq.tools.params import Amount, Bytes
 from edgeq.tools.report import bits_per_weight
 
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
@@ -347,13 +351,66 @@ def test_a_speed_here_is_seconds_of_the_parts(folder: Path) -> None:
 def test_a_speed_that_cannot_be_met_names_the_nearest_that_can(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Probe, "run", lambda *_: pytest.fail("measured"))
     plan = plan_of(folder, Budget.of_speed(None, 1e6))
-    with pytest.raises(InputError, match="--speed 1e\\+06: cannot be met; the nearest that can is --speed") as refused:
+    with pytest.raises(InputError, match="--speed 1000000: cannot be met; the nearest that can is --speed") as refused:
         allocate(plan, silent, pytest.fail, times(plan))
     replace(invented(plan), times=times(plan)).best(Budget.of_speed(None, float(str(refused.value).split()[-1])))
     with pytest.raises(InputError, match="goes with the decode times of this machine"):
         allocate(plan, silent, pytest.fail)
     with pytest.raises(InputError, match="choose a number of tokens per second above 0"):
         Budget.of_speed(None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "shown"),
+    [
+        (Budget("seconds", 1 / 12345.6), "--speed 12350"),
+        (Budget("size", 123.4567e9), "--size 123500MB"),
+        (Budget("read", 2.15e6), "--read 2.15MB"),
+        (Budget("kl", 1.2345e-5), "--kl 0.0000123"),
+        (Budget("bits", 3.4), "--bits 3.4"),
+    ],
+)
+def test_a_budget_is_shown_as_the_command_line_takes_it(budget: Budget, shown: str) -> None:
+    assert str(budget) == shown
+    option, number = shown.split()
+    taken = (Bytes() if number.endswith("MB") else Amount()).convert(number, None, None)
+    amount = 1 / budget.amount if option == "--speed" else budget.amount
+    assert taken == pytest.approx(amount, rel=5e-3)
+
+
+def test_the_command_chooses_by_the_seconds_of_this_machine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The chosen codecs are saved, go on as a plan, and every speed that is shown is one of this machine."""
+    times_asked = list[str]()
+
+    def measured(config: object, mode: str) -> DecodeTimes:
+        times_asked.append(mode)
+        return times(plan_of(folder))
+
+    monkeypatch.setattr(decode_speed, "times_here", measured)
+    monkeypatch.setattr(allocation, "measured_frontier", lambda plan, *_: invented(plan))
+    given = {"method": None, "calibration_rows": 8, "calibration_length": 128}
+    saved, plot = tmp_path / "plan.json", tmp_path / "chart.svg"
+
+    def dry_run(board: str | None = None, **options: object) -> dict[str, Any]:
+        command.convert(str(folder), None, board, True, {**given, **options})
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    facts = dry_run(speed=4000.0, save_plan=saved, plot=plot)
+    (chosen,) = [row for row in facts["frontier"] if row["chosen"]]
+    assert {name for row in facts["frontier"] for name in row["tokens_per_second"]} == {"this-machine"}
+    assert 4000 <= chosen["tokens_per_second"]["this-machine"] < 4000 / 0.97 and times_asked == ["a8"]
+    assert plot.read_text(encoding="utf-8").startswith("<svg")
+    assert not any(name.startswith("i6") for name in json.loads(saved.read_text()).values())
+    again = dry_run(plan=saved)
+    assert again["bits_per_weight"] == facts["bits_per_weight"]
+    # Of a board nothing is measured: its bytes decide.
+    board = dry_run("raspberry-pi-5", speed=DEVICES["raspberry-pi-5"].decode_bandwidth / chosen["bytes_per_token"])
+    (row,) = [row for row in board["frontier"] if row["chosen"]]
+    assert [*row["tokens_per_second"]] == ["raspberry-pi-5"] and len(times_asked) == 1
+    assert 0.97 * chosen["bytes_per_token"] < row["bytes_per_token"] <= chosen["bytes_per_token"]
 
 
 def test_a_speed_is_bytes_of_the_device() -> None:

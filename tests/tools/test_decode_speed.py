@@ -121,6 +121,20 @@ def test_every_codec_is_measured_in_turn_and_the_median_counts(tmp_path: Path, m
     assert {codec.bits for codec in asked} == {5}
 
 
+def test_parts_of_experts_add_up_to_a_token_with_its_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(decode_speed, "_seconds", lambda config, codec, mode: (float(codec.bits), True))
+    here = decode_speed.times_here(SPARSE, "a8")
+    parts = [(name, shape) for name, shape, stored in random_file._linears(SPARSE, CODEC) if stored.kind == "int"]
+
+    def seconds(codec: Codec, name: str, shape: tuple[int, int]) -> float:
+        share = SPARSE.num_experts_per_tok / SPARSE.num_experts if ".experts." in name else 1.0
+        return here.seconds(codec, lambda other: share * other.nbytes(*shape))
+
+    for codec in MEASURED:
+        assert sum(seconds(codec, *part) for part in parts) == pytest.approx(codec.bits, rel=1e-4)
+
+
 def test_tokens_are_timed_together_and_go_on_where_the_context_ends(tmp_path: Path) -> None:
     path = tmp_path / "random.edgeq"
     write_random(path, with_layers(DENSE, 3), CODEC)

@@ -76,7 +76,7 @@ def measure(files: tuple[Path, ...], threads: int, rounds: int) -> list[dict[str
         every = {**paths, **{str(path): path for path in files}}
         models = {name: Model.load(path, context=CONTEXT, mode=mode, threads=threads) for name, path in every.items()}
         found = times(models, rounds)
-    here = DecodeTimes({codec: (bytes_per_token(shape, codec), found[codec.name]) for codec in MEASURED})
+    here = DecodeTimes({codec: (bytes_per_token(shape, codec, floats=False), found[codec.name]) for codec in MEASURED})
     return [
         {
             "file": str(path),

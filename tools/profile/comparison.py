@@ -23,7 +23,7 @@ BUSY = 1.5
 """Processes that want to run, for each core, from which on a difference can be the neighbours': where the system does not tell
 how long threads waited for a core."""
 MOST_WAIT = 1 - 1 / BUSY
-"""The same, as the share of a test in which one of its threads waited for a core."""
+"""The same, as the share of a test in which its threads waited for a core, on average."""
 COMPARED = ("ttft", "pp", "tg", "image")
 """Compilation and loading happen once in a run: they have no spread."""
 IDENTITY = ("kind", "test", "mode", "kv", "threads", "threads_prefill", "target", "isa")
@@ -41,8 +41,8 @@ class Line:
                interval with at least `confidence`, from the ranks of the pairs (Moses 1965); None: too few repetitions for one
     best       ratio of the fastest repetitions, or tokens.  What else runs on a machine only adds time: where the medians
                differ and these hardly do, it is the neighbours that differ
-    busy       in one of them a thread waited for a core for more than MOST_WAIT of the time, or, where that is not told, the
-               load was above BUSY times the cores
+    busy       in one of them the threads waited for a core, on average for more than MOST_WAIT of the time, or, where that is
+               not told, the load was above BUSY times the cores
     verdict    faster or slower where the interval does not hold 1 and `best` is at least half as far from it, and neither was
                busy; else not separable
     """
