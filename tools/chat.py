@@ -278,7 +278,8 @@ class Conversation:
         """An answer as fields of JSON; no `finish_reason`: it was stopped."""
         cost = generation.measurement
         made = [record.fields() for record in records(self._model, cost, self._settings["draft"])]
-        ended = {"text": text, "finish_reason": generation.finish_reason}
+        thoughts = {"thoughts": generation.thoughts} if generation.thoughts else {}
+        ended = {"text": text, **thoughts, "finish_reason": generation.finish_reason}
         return {**ended, "generation": cost.as_dict(), "measurements": made}
 
     def answered(self, text: str) -> None:

@@ -38,7 +38,7 @@ class DecodeTimes:
         """
         middle = Codec("int", codec.bits, MIDDLE, symmetric=False)
         read, seconds = self.whole[middle]
-        return seconds * part(middle) / read + self._seconds_per_byte * (part(codec) - part(middle))
+        return max(0.0, seconds * part(middle) / read + self._seconds_per_byte * (part(codec) - part(middle)))
 
     @property
     def _seconds_per_byte(self) -> float:

@@ -18,6 +18,7 @@ from edgeq.runtime.request import Request
 from edgeq.runtime.scheduler import Scheduler
 from edgeq.runtime.thinking import Section, Thinking
 from edgeq.thinking_formats import thinking_format
+from edgeq.tools.chat import Conversation
 
 pytest.importorskip("llguidance")
 
@@ -192,3 +193,12 @@ def test_formats_are_found_among_the_tokens() -> None:
     found = thinking_format({"<|im_end|>": True, "<think>": False, "</think>": False})
     assert found is not None and found.end == "</think>"
     assert thinking_format({"[THINK]": True, "[/THINK]": True}) is not None and thinking_format({"<think>": False}) is None
+
+
+def test_json_of_a_chat_has_the_thoughts_beside_the_answer(opened: Model) -> None:
+    settings = {"draft": "off", "thinking_budget": 6, "sampling": DRAWN, "response_format": HELD}
+    talk = Conversation(opened, None, 40, settings, as_json=True)
+    generation = talk.ask("Who is it?")
+    said = "".join(generation)
+    found = talk.described(said, generation)
+    assert found["text"] == said and found["thoughts"] == generation.thoughts and found["thoughts"]
