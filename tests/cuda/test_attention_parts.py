@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edgeq.records import KvCodec
+from edgeq.targets.cuda.graphs import ROW_CLASSES
 from edgeq.targets.cuda.lowering import attention
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.program import CudaProgram
@@ -111,5 +112,5 @@ def test_sessions_in_a_block_of_threads_do_not_touch_each_other(kv: KvCodec) -> 
     assert np.isfinite(together[unseen]).all() and np.isnan(np.delete(together, unseen, 0)).any(axis=1).all()
 
 
-def test_a_part_is_whole_pages_and_blocks_of_32() -> None:
-    assert PART % PAGE == 0 and attention.SIDE_BY_SIDE >= 64
+def test_a_part_is_whole_pages_and_a_recording_takes_the_kernel_for_few_rows() -> None:
+    assert PART % PAGE == 0 and attention.SIDE_BY_SIDE >= attention.FEW_TOKENS >= ROW_CLASSES[-1]

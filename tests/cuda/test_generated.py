@@ -23,8 +23,8 @@ from tests.cuda.compiling import compiles_for_every_gpu
 pytestmark = pytest.mark.cuda
 
 HEADS = (20, 32, 64, 72, 80, 96, 128, 256)
-ATTENDED = (20, 80, 128, 256)
-"""Of these one has no whole words of 16 bytes, one an odd number of chunks; the last two take the most registers."""
+ATTENDED = (20, 80, 100, 128, 256)
+"""Of these two have no whole words of 16 bytes, one an odd number of chunks; the last three take the most registers."""
 FORMS = [Variant("form", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)]
 EMBEDS = [Variant("embed", (bits, zero)) for bits in BITS for zero in (False, True)]
 FUNCTIONS = (

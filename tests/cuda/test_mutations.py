@@ -59,6 +59,22 @@ def attend(kernel: Generated, order: int) -> np.ndarray:
     return launched(kernel, arrays, {**scalars, "parts": 2}, order)["out"]
 
 
+def attend_together(kernel: Generated, order: int) -> np.ndarray:
+    """18 token rows of two sessions in two blocks of threads: 9 rows each, 150 slots in three pages, which are two parts."""
+    rng = np.random.default_rng(1)
+    arrays = {
+        "q": rng.standard_normal((18, 64)).astype(np.float32),
+        "pool": rng.standard_normal(6 * 2 * 64 * 32).astype(np.float16),
+        "pages": np.arange(6, dtype=np.int64) * (2 * 64 * 32 // 8),
+        "tables": np.repeat(np.array([0, 3], np.int32), 9),
+        "firsts": np.zeros(18, np.int32),
+        "lasts": np.tile(np.arange(142, 151, dtype=np.int32), 2),
+        "out": np.zeros((18, 64), np.float32),
+    }
+    scalars = {"tokens": 18, "width": 64, "heads": 2, "kv_heads": 1, "layer": 0, "window": 0, "high": 0, "scale": 0.2}
+    return launched(kernel, arrays, {**scalars, "parts": 0}, order)["out"]
+
+
 def largest(kernel: Generated, order: int) -> np.ndarray:
     """The five largest of 300 numbers."""
     arrays = {
@@ -155,7 +171,7 @@ def fused(kernel: Generated, order: int) -> np.ndarray:
 
 FUSED = Variant("fused_rows", ("group", 4, False, False, 128))
 HEADS = Variant("fused_heads", ("f16", False, *FUSED.literals))
-ATTEND = Variant("attend", (32, "f16", 64, False))
+ATTEND, TOGETHER = (Variant("attend", (32, "f16", *rest)) for rest in ((64, False), (128, True)))
 LOW_RANK = Variant("low_rank", ("f16",))
 FEW, MANY = Variant("few", (4, False, False, 128)), Variant("many", (4, False, False, 128))
 MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
@@ -193,9 +209,17 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("attend: weights of other warps are read too early", ATTEND, attend, BARRIER, 2),
     ("attend: how a part is added is read too early", ATTEND, attend, BARRIER, 3),
     ("attend: how many parts have come is read too early", ATTEND, attend, BARRIER, 5),
+    ("attend: how a part of another block is added is read too early", ATTEND, attend, BARRIER, 6),
+    ("attend: how a part is added changes before it is read", ATTEND, attend, BARRIER, 7),
+    ("attend: totals of all parts are read too early", ATTEND, attend, BARRIER, 8),
     ("attend: a part is told to be there before others can see it", ATTEND, attend, FENCE, 0),
     ("attend: other parts are read before they can be seen", ATTEND, attend, FENCE, 1),
     ("attend: a part does not tell that it is there", ATTEND, attend, ARRIVAL, 0),
+    ("attend together: the query is read before it is whole", TOGETHER, attend_together, BARRIER, 0),
+    ("attend together: scores of other warps are read too early", TOGETHER, attend_together, BARRIER, 1),
+    ("attend together: weights of other warps are read too early", TOGETHER, attend_together, BARRIER, 2),
+    ("attend together: how a part is added is read too early", TOGETHER, attend_together, BARRIER, 3),
+    ("attend together: totals of other warps are read too early", TOGETHER, attend_together, BARRIER, 4),
     ("largest: those of other warps are read too early", Variant("largest", (True, 4096)), largest, BARRIER, 0),
 ]
 

@@ -178,13 +178,14 @@ def readers(kv, head_dim):
 
     @T.inline
     def value(to, rest, at, pool, page, place, pair, of, which, high):
-        to[at] = T.uint32(0)
-        if kv != "f16":
+        if kv == "f16":
+            # Beyond the last pair that one again: its sums belong to no dimension, and a branch takes registers.
+            to[at] = pool[page * T.int64(4) + T.Cast("int64", place * (head_dim // 2) + T.min(pair, head_dim // 2 - 1))]
+        else:
+            to[at] = T.uint32(0)
             rest[at] = T.uint32(0)
-        if pair * 2 < head_dim:
-            if kv == "f16":
-                to[at] = pool[page * T.int64(4) + T.Cast("int64", place * (head_dim // 2) + pair)]
-            elif kv == "int8":
+        if kv != "f16" and pair * 2 < head_dim:
+            if kv == "int8":
                 put_int8(to, rest, at,
                          pool[page * T.int64(4) + T.Cast("int64", place * (head_dim // 4) + pair // 2)] ^ T.uint32(0x80808080),
                          pair % 2 * 2, of[which, 0])  # fmt: skip
