@@ -5,6 +5,7 @@ Limits of a compute capability: CUDA C++ Programming Guide 12.6, table "Technica
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from edgeq.devices import Device
@@ -57,20 +58,26 @@ def blocks_held(image: Compiled, threads: int) -> int | None:
     )
 
 
-def bytes_in_flight(variant: Variant, blocks: int, threads: int) -> int | None:
+def bytes_in_flight(variant: Variant, blocks: float, threads: int, ahead: int = 1, columns: int | None = None) -> int | None:
     """Bytes of weights that a multiprocessor has asked for: in decode a group of 16 output channels in every warp; else None.
 
-    A fused product has asked for the next 16 output channels of a round too, where its blocks of threads have more than 16;
-    else for all of theirs.  That a prefetch brings all 128 bytes of a line of L2 is an assumption.  Of weights in two blocks
-    of input channels those of the first.
+    A fused product has asked for a round of the `ahead` next blocks of 16 output channels too, where its blocks of threads have
+    more; else for all of theirs.  That a prefetch brings all 128 bytes of a line of L2 is an assumption.  Of weights in two
+    blocks of input channels those of the first, which has so many `columns`; None: enough for a round.
     """
     at = DETAILS.get(variant.kernel)
     if at is None or not all(isinstance(value, int) for value in variant.literals[at : at + 4]):
         return None
     bits, _, _, group = (int(value) for value in variant.literals[at : at + 4])
-    warps = threads // WARP
-    steps = 0 if variant.kernel == "few" else (2 if group == 128 else 4) * warps
-    return blocks * FEW_ROWS * max(32, group) * (warps + steps) * bits // 8
+    return int(blocks * asked(bits, group, threads // WARP, 0 if variant.kernel == "few" else ahead, columns))
+
+
+def asked(bits: int, group: int, warps: int, ahead: int, columns: int | None = None) -> int:
+    """Bytes of weights that a block of threads has asked for: groups that its warps multiply, and `ahead` rounds."""
+    most = math.inf if columns is None else columns
+    multiplied = warps * max(32, group)
+    channels = int(min(multiplied, most) + ahead * min(multiplied * (2 if group == 128 else 4), most))
+    return FEW_ROWS * channels * bits // 8
 
 
 def bytes_needed(device: Device) -> int | None:

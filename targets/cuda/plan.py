@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from edgeq.container import ModelFile
 from edgeq.errors import DeviceError
 from edgeq.records import Mode
+from edgeq.targets.cuda import occupancy
 from edgeq.targets.cuda.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
 from edgeq.targets.cuda.pack import Generated, Variant
 from edgeq.targets.cuda.program import CudaProgram
 from edgeq.targets.cuda.supply import OnKernel
-from edgeq.targets.graph import Graph
+from edgeq.targets.graph import Graph, Linear
 from edgeq.targets.target import Options
 
 ALIGNMENT = 256
@@ -36,10 +37,10 @@ class _Named:
 class _Nothing:
     """A device whose memory is addresses, and whose kernels are names."""
 
-    name, sm, multiprocessors = "a GPU that is not here", 0, 1
+    name, sm = "a GPU that is not here", 0
 
-    def __init__(self, integrated: bool = False) -> None:
-        self.integrated = integrated
+    def __init__(self, integrated: bool = False, multiprocessors: int = 1) -> None:
+        self.integrated, self.multiprocessors = integrated, multiprocessors
         self._next = ALIGNMENT
 
     def memory(self) -> tuple[int, int]:
@@ -104,6 +105,54 @@ def device_bytes(graph: Graph, file: ModelFile, options: Options, integrated: bo
     """
     program = CudaProgram(_Nothing(integrated), graph, file, options, source=_named, stream_masters=stream_masters)
     return program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A fused product of a decoded token on a GPU of so many multiprocessors.
+
+    columns   input channels of the weights, of two blocks of them those of the first
+    ctas      blocks of threads
+    blocks    of 16 output channels that each has;  ahead: of these, how many it asks for before it multiplies
+    """
+
+    name: str
+    variant: Variant
+    rows: int
+    columns: int
+    ctas: int
+    blocks: int
+    ahead: int
+
+    def in_flight(self, held: int, multiprocessors: int, threads: int) -> int | None:
+        """Bytes that a multiprocessor has asked for, a mean; `held`: blocks that it has room for.  None: all of the product."""
+        if self.ahead >= self.blocks and self.ctas <= held * multiprocessors:
+            return None
+        return occupancy.bytes_in_flight(
+            self.variant, min(held, self.ctas / multiprocessors), threads, self.ahead, self.columns
+        )
+
+
+def products(graph: Graph, file: ModelFile, options: Options, multiprocessors: int) -> list[Product]:
+    """The different ones of a decoded token, as their launches have them.  UnsupportedError: as CudaTarget.compile."""
+    program = CudaProgram(_Nothing(multiprocessors=multiprocessors), graph, file, options, source=_named)
+    found: dict[tuple[object, ...], Product] = {}
+    for each in program.launches_of_a_token():
+        if not isinstance(each.operation, Linear) or "ahead" not in each.values:
+            continue
+        layer, values = each.operation.linear, {name: int(each.values[name]) for name in ("ctas", "each", "ahead")}
+        factors = 2 if each.variant.kernel == "fused_activate" and each.variant.literals[1] else 1
+        made = Product(
+            layer.name.rpartition(".")[2],
+            each.variant,
+            layer.rows,
+            layer.weights[0].columns,
+            values["ctas"],
+            values["each"] * factors,
+            values["ahead"],
+        )
+        found.setdefault((made.variant, made.rows, made.columns), made)
+    return list(found.values())
 
 
 def launches_per_token(graph: Graph, file: ModelFile, options: Options) -> int:

@@ -115,15 +115,16 @@ class CudaProgram:
     @property
     def description(self) -> str:
         started = "started as one graph" if self._recordings.reserved else "started one by one"
-        return (
-            f"cuda target: {self._device.name}, sm_{self._device.sm}, mode {self.options.mode}, "
-            f"{self.kernels_per_token} kernels per token, {started}"
-        )
+        where = f"{self._device.name}, sm_{self._device.sm}, mode {self.options.mode}"
+        return f"cuda target: {where}, {self.kernels_per_token} kernels per token, {started}"
 
     @property
     def kernels_per_token(self) -> int:
-        """Launches of a run of one row that asks for its logits."""
-        return sum(isinstance(each, Launch) for each in self._made(self.options.mode, self._own).launches((1, 1)))
+        return len(self.launches_of_a_token())
+
+    def launches_of_a_token(self) -> list[Launch]:
+        """Those of a run of one row that asks for its logits."""
+        return [each for each in self._made(self.options.mode, self._own).launches((1, 1)) if isinstance(each, Launch)]
 
     @property
     def waited_s(self) -> float | None:

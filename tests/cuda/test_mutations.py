@@ -149,24 +149,29 @@ def rotate(kernel: Generated, order: int) -> np.ndarray:
 
 
 def fused(kernel: Generated, order: int) -> np.ndarray:
-    """Twenty groups, more than two rounds, of five tokens after a norm; two blocks of output channels, which are a head."""
-    case = product_of(Codec("int", 4, 128), False, 32, 2560)
+    return of_fused(kernel, order, 2, 1)["y"]
+
+
+def of_fused(kernel: Generated, order: int, blocks: int, ahead: int) -> dict[str, np.ndarray]:
+    """Twenty groups, more than two rounds, of five tokens after a norm; blocks of output channels, of which two are a head."""
+    rows = 16 * blocks
+    case = product_of(Codec("int", 4, 128), False, rows, 2560)
     arrays = {
         **case.arrays,
         "x": np.random.default_rng(1).standard_normal((5, 2560)).astype(np.float32),
-        "gain": np.ones(2560, np.float32), "bias": np.ones(32, np.float32), "y": np.zeros((5, 32), np.float32),
+        "gain": np.ones(2560, np.float32), "bias": np.ones(rows, np.float32), "y": np.zeros((5, rows), np.float32),
         **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "cos", "sin", "q_gain", "k_gain", "inner")},
         **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots", "low_b")},
         "pages": np.zeros(1, np.int64), "pool": np.zeros(1, np.float16),
     }  # fmt: skip
     scalars: dict[str, int | float] = {
         "tokens": 5, "width_in": 2560, "norm": 1, "ordered": 0, "scaled": 0, "eps": 1e-5, "limit": 0, "columns": 2560,
-        "groups": 20, "chunks": 80, "stride": 1, "rows": 32, "width": 32, "has_bias": 1, "add": 0, "ctas": 1, "each": 2,
-        "low_kind": 0, "rank": 0,
-        "most": 2, "first": 0, "heads": 1, "kv_heads": 0, "head_dim": 32, "head_normed": 0, "head_eps": 0, "pairs": 0,
+        "groups": 20, "chunks": 80, "stride": 1, "rows": rows, "width": rows, "has_bias": 1, "add": 0, "ctas": 1,
+        "each": blocks, "ahead": ahead, "low_kind": 0, "rank": 0,
+        "most": blocks, "first": 0, "heads": 1, "kv_heads": 0, "head_dim": 32, "head_normed": 0, "head_eps": 0, "pairs": 0,
         "layer": 0,
     }  # fmt: skip
-    return launched(kernel, arrays, scalars, order)["y"]
+    return launched(kernel, arrays, scalars, order)
 
 
 FUSED = Variant("fused_rows", ("group", 4, False, False, 128))
@@ -259,6 +264,20 @@ def test_a_removed_line_is_noticed(variant: Variant, run: Run, line: str, place:
 def test_every_access_is_within_its_memory_and_aligned(variant: Variant) -> None:
     (intact,) = build.kernels([variant])
     assert np.array_equal(RUNS[variant](intact, CHECKED), right(variant))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_every_line_of_weights_is_asked_for_once(ahead: int) -> None:
+    """By a kernel whose prefetches count in the first word of a line of 128 bytes; four blocks of output channels."""
+    (intact,) = build.kernels([FUSED])
+    counting, found = re.subn(r"asm volatile\(.prefetch.*\);", "++*(unsigned *)__addr;", intact.text)
+    assert found == 1
+    before, after = (
+        of_fused(kernel, FORWARD, 4, ahead)["q"].reshape(-1).view(np.uint32).reshape(-1, 32)
+        for kernel in (intact, replace(intact, text=counting))
+    )
+    assert np.array_equal(after[:, 0] - before[:, 0], np.ones(len(before))) and np.array_equal(after[:, 1:], before[:, 1:])
 
 
 def noticed(mutated: Generated, run: Run, order: int, right: np.ndarray) -> bool:

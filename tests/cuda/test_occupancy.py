@@ -1,15 +1,18 @@
-"""What fused products have asked of the memory, computed from what the compiler states."""
+"""What fused products have asked of the memory, computed from what the compiler states, and the page that shows it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from edgeq.devices import DEVICES
 from edgeq.targets.cuda import build, nvrtc, occupancy
-from edgeq.targets.cuda.lowering.fused import RESIDENT
+from edgeq.targets.cuda.lowering.fused import IN_FLIGHT, RESIDENT
 from edgeq.targets.cuda.pack import Variant
+from edgeq.tools.lab.gpu_roofline import ENOUGH, GPUS, MODELS, Shape, page, shape
 
-pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_generator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive]
 
 CODEC = (4, False, False, 128)
 FUSED = (
@@ -17,18 +20,49 @@ FUSED = (
     Variant("fused_activate", ("silu", True, "group", *CODEC)),
     Variant("fused_heads", ("f16", False, "group", *CODEC)),
 )
-GPUS = [device for device in DEVICES.values() if device.isa.startswith("sm_")]
+PAGE = Path(__file__).parents[2] / "docs" / "cuda-speed.md"
+PRODUCTS = ["qkv", "o", "gate_up", "down", "head"]
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[str, Shape]:
+    if reason := build.refusal() or nvrtc.refusal():
+        pytest.skip(reason)
+    return {name: shape(name) for name in MODELS}
 
 
 @pytest.mark.parametrize("variant", FUSED, ids=lambda variant: variant.symbol)
-def test_a_busy_multiprocessor_has_half_as_much_again_in_flight_as_it_needs(variant: Variant) -> None:
+def test_a_busy_multiprocessor_has_half_as_much_again_in_flight_as_it_needs(needs_generator: None, variant: Variant) -> None:
     if reason := nvrtc.refusal():
         pytest.skip(reason)
     assert len(GPUS) > 5
     images = build.compiled(variant, sorted({device.isa for device in GPUS})).images
     for device in GPUS:
         held, needed = occupancy.blocks_held(images[device.isa], 128), occupancy.bytes_needed(device)
-        assert held and needed
+        assert held and needed and ENOUGH * needed <= IN_FLIGHT
         # As many blocks as are started, where there is work for them.
         asked = occupancy.bytes_in_flight(variant, min(held, RESIDENT), 128)
-        assert asked and asked >= 1.5 * needed, device.name
+        assert asked and asked >= ENOUGH * needed, device.name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_product_asks_for_half_as_much_again_as_a_device_needs_or_for_all_of_itself(
+    shapes: dict[str, Shape], model: str
+) -> None:
+    rows = shapes[model].asked
+    assert [(row.device.name, row.product.name) for row in rows] == [
+        (device.name, name) for device in GPUS for name in PRODUCTS
+    ]
+    assert {device.name for device in GPUS} == {name for name, device in DEVICES.items() if device.multiprocessors}
+    for row in rows:
+        assert row.share >= ENOUGH, (row.device.name, row.product)
+        each, started = row.product, row.held * row.device.multiprocessors
+        if row.asked is None:
+            assert each.ctas <= started and each.ahead >= each.blocks
+        else:
+            # More than what a block of threads multiplies and what it has asked for there is not.
+            assert row.asked * row.device.multiprocessors <= 2 * each.rows * each.columns // 2, (row.device.name, each)
+
+
+def test_the_page_is_what_the_command_prints(shapes: dict[str, Shape]) -> None:
+    assert PAGE.read_text(encoding="utf-8") == "\n".join(page(shapes)) + "\n"

@@ -6,10 +6,13 @@ target's lowering gives them, and what others publish of the same boards.
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,8 +27,16 @@ from edgeq.tools.entry import Command
 from edgeq.tools.lab.make_checkpoint import SHAPES, llama_config
 from edgeq.tools.random_file import bytes_per_token, with_layers, write_random
 
+if TYPE_CHECKING:
+    from edgeq.targets.cuda.plan import Product
+
 CODEC = Codec("int", 4, 128)
 MODELS = ("smollm-135m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
+OPTIONS = Options("a16", max_rows=16)
+GPUS = [device for device in DEVICES.values() if device.isa.startswith("sm_")]
+ARCHS = sorted({device.isa for device in GPUS})
+ENOUGH = 1.5
+"""Bytes in flight over those that a multiprocessor needs: half as much again, as blocks do not all wait at the same time."""
 LAUNCH_US = (1.0, 5.0)
 """Microseconds that a launch inside a graph is taken to cost beside its bytes: a range, measured nowhere here."""
 BETAS, GAMMAS = (0.6, 0.7, 0.8, 0.9), (1, 3, 5)
@@ -69,19 +80,71 @@ def config_of(name: str) -> ModelConfig:
     return recognise(llama_config(SHAPES[name]))[1]
 
 
-def launches(config: ModelConfig) -> int:
-    """Launches of a token, from files of this shape with one layer and with two."""
+@contextmanager
+def files(config: ModelConfig) -> Iterator[list[ModelFile]]:
+    """Files of this shape with one layer and with two, of random weights."""
+    with tempfile.TemporaryDirectory(prefix="edgeq-") as folder:
+        paths = [Path(folder) / f"{layers}.edgeq" for layers in (1, 2)]
+        for layers, path in enumerate(paths, 1):
+            write_random(path, with_layers(config, layers), CODEC)
+        yield [ModelFile.open(path) for path in paths]
+
+
+def launches(config: ModelConfig, made: Sequence[ModelFile]) -> int:
+    """Launches of a token; `made`: files of the shape with one layer and with two."""
     # What is planned is made of a program; where nobody asks for this page, nothing of the target is imported.
     from edgeq.targets.cuda.plan import launches_per_token
 
-    counted = []
-    with tempfile.TemporaryDirectory(prefix="edgeq-") as folder:
-        for layers in (1, 2):
-            path = Path(folder) / f"{layers}.edgeq"
-            write_random(path, with_layers(config, layers), CODEC)
-            file = ModelFile.open(path)
-            counted.append(launches_per_token(decoder(file.metadata), file, Options("a16", max_rows=16)))
-    return counted[0] + (config.num_hidden_layers - 1) * (counted[1] - counted[0])
+    one, two = (launches_per_token(decoder(file.metadata), file, OPTIONS) for file in made)
+    return one + (config.num_hidden_layers - 1) * (two - one)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a product of a decoded token has asked of the memory of a device; bytes are those of a multiprocessor.
+
+    held    blocks of threads that a multiprocessor has room for
+    asked   None: all of the product is asked for at once
+    """
+
+    device: Device
+    product: Product
+    held: int
+    asked: int | None
+    needed: int
+
+    @property
+    def share(self) -> float:
+        return math.inf if self.asked is None else self.asked / self.needed
+
+
+def in_flight(file: ModelFile) -> Iterator[InFlight]:
+    """Of every CUDA device and product.  UnsupportedError: TVM or NVRTC is missing."""
+    from edgeq.targets.cuda import build, occupancy
+    from edgeq.targets.cuda.plan import products
+
+    for device in GPUS:
+        for each in products(decoder(file.metadata), file, OPTIONS, device.multiprocessors):
+            compiled = build.compiled(each.variant, ARCHS)
+            threads = occupancy.threads_of(compiled.generated)
+            held, needed = occupancy.blocks_held(compiled.images[device.isa], threads), occupancy.bytes_needed(device)
+            assert held and needed
+            yield InFlight(device, each, held, each.in_flight(held, device.multiprocessors, threads), needed)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model: its launches for a token, and what its products have asked for."""
+
+    config: ModelConfig
+    launches: int
+    asked: Sequence[InFlight]
+
+
+def shape(name: str) -> Shape:
+    config = config_of(name)
+    with files(config) as made:
+        return Shape(config, launches(config, made), list(in_flight(made[0])))
 
 
 def speeds(device: Device, config: ModelConfig, count: int) -> tuple[float, float, list[float]]:
@@ -96,9 +159,20 @@ def speed_up(beta: float, gamma: int, draft: float, verify: float) -> float:
     return (1 - beta ** (gamma + 1)) / (1 - beta) / (gamma * draft + verify)
 
 
-def page() -> Iterator[str]:
-    configs = {name: config_of(name) for name in MODELS}
-    counts = {name: launches(config) for name, config in configs.items()}
+def line(model: str, found: InFlight) -> str:
+    each, device = found.product, found.device
+    asked, share = ("all", "all") if found.asked is None else (f"{found.asked / 1e3:.1f}", f"{found.share:.1f}")
+    return (
+        f"| {device.name} | {model} | {each.name} | {each.ctas} | {found.held * device.multiprocessors} | {16 * each.blocks} "
+        f"| {16 * each.ahead} | {asked} | {found.needed / 1e3:.1f} | {share} |"
+    )
+
+
+def page(shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """Lines of the page; `shapes`: of MODELS."""
+    from edgeq.targets.cuda.occupancy import LATENCY
+
+    configs = {name: each.config for name, each in shapes.items()}
     low, high = LAUNCH_US
     yield f"""# Speed on NVIDIA GPUs, computed
 
@@ -112,7 +186,7 @@ runtimes fit 2 to 3.7 ms beside the bytes of a token on AGX Orin, 4 to 7 on an O
 | model | MB per token | launches per token |
 |---|---|---|"""
     for name in MODELS:
-        yield f"| {name} | {bytes_per_token(configs[name], CODEC) / 1e6:,.0f} | {counts[name]} |"
+        yield f"| {name} | {bytes_per_token(configs[name], CODEC) / 1e6:,.0f} | {shapes[name].launches} |"
     yield f"""
 ## Decode, one text
 
@@ -127,11 +201,25 @@ of the first column.
         for name in MODELS:
             if device.longest_context(bytes_per_token(configs[name], CODEC), 1) == 0:
                 continue
-            least, most, each = speeds(device, configs[name], counts[name])
+            least, most, each = speeds(device, configs[name], shapes[name].launches)
             bar = next((bar for bar in BARS if (bar.device, bar.model) == (board, name)), None)
             told = f"{bar.tokens} ({bar.runtime}) | {bar.trust}" if bar else "|"
             numbers = f"{least:,.0f} to {most:,.0f} | {each[0]:,.0f} | {each[1]:,.0f}"
             yield f"| {board} | {device.bandwidth / 1e9:.1f} | {name} | {numbers} | {told} |"
+    yield f"""
+## Bytes in flight
+
+To keep its share of the memory busy a multiprocessor must have asked for bandwidth × {LATENCY * 1e6:g} µs of weights at any
+time (Little's law). The table has what it has asked for, a mean of all multiprocessors, for every product of a decoded
+token; {ENOUGH} times the need is wanted, or that all of the product is asked for at once, which is as much as there is. It is
+*computed*: from the blocks of threads that are started and those that the device holds, by the registers and the shared memory
+that the compiler states; from their output channels; and from those for which a block of threads asks before it multiplies
+them. Assumed: that latency, that a prefetch brings all 128 bytes of a line of L2, and that the prefetches are not dropped.
+The numbers are those of the middle of a round of input channels; at its end and at that of the product less is left to ask for.
+
+| device | model | product | blocks of threads | held | output channels of each | asked ahead | KB asked | KB needed | share |
+|---|---|---|---|---|---|---|---|---|---|"""
+    yield from (line(name, each) for name, found in shapes.items() for each in found.asked)
     yield f"""
 ## What drafts and 8-bit activations gain
 
@@ -162,7 +250,7 @@ verifies) and gives (1 - β^(γ+1)) / (1 - β) tokens (Leviathan et al. 2023). C
 @click.command(cls=Command)
 def main() -> None:
     """Print docs/cuda-speed.md."""
-    click.echo("\n".join(page()))
+    click.echo("\n".join(page({name: shape(name) for name in MODELS})))
 
 
 if __name__ == "__main__":

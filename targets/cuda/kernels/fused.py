@@ -14,6 +14,7 @@ the low-rank part of the layer is added, b inner, where inner is what `low_rank`
     limit                    of the integers of `group` and `static`, `levels` of `token`
     low_b, inner, low_kind, rank   of the low-rank part; kind 0: there is none
     ctas, each, most         blocks of threads; output blocks of each, and how many there are, where gated of either factor
+    ahead                    output blocks whose weights are asked for before they are multiplied
 """
 
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                columns: T.int32, columns2: T.int32, groups: T.int32, groups2: T.int32, chunks: T.int32, chunks2: T.int32,
                stride: T.int32, stride2: T.int32, rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32,
                low_kind: T.int32, rank: T.int32,
-               ctas: T.int32, each: T.int32, most: T.int32, first: T.int32, heads: T.int32, kv_heads: T.int32,
+               ctas: T.int32, each: T.int32, most: T.int32, ahead: T.int32, first: T.int32, heads: T.int32, kv_heads: T.int32,
                head_dim: T.int32, head_normed: T.int32, head_eps: T.float32, pairs: T.int32, layer: T.int32, high: T.int32,
                top: T.float32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
@@ -281,8 +282,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 make_form(code, put, r, start, columns, groups, limit)
                 T.cuda.cta_sync()
                 for j in T.serial(blocks):
-                    if j + 1 < blocks:
-                        ask(code, q, r, block_of(j + 1, cta, each, most, gated), chunks)
+                    if j + ahead < blocks:
+                        ask(code, q, r, block_of(j + ahead, cta, each, most, gated), chunks)
                     multiply_block(code, decode, operand_a, operand_b, multiply, scaled, acc, q, s, z, r,
                                    block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
                     T.cuda.cta_sync()
@@ -294,12 +295,13 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                     to[tid % 8 * SPAN + j * 16 + tid // 8] = total[0]
                     T.cuda.cta_sync()
 
-        # The first weights are asked for before the norm.
-        for i in T.serial(T.ceildiv(chunks * one.bits, 2 * THREADS)):
-            if i * 2 * THREADS + tid * 2 < chunks * one.bits:
-                T.ptx["prefetch.global.L2"](
-                    q.ptr_to([block_of(0, cta, each, most, gated) * (chunks * one.bits * 16) + (i * THREADS + tid) * 32])
-                )
+        # Weights of the first blocks, of all their rounds, are asked for before the norm.
+        for j in T.serial(T.min(ahead, blocks)):
+            for i in T.serial(T.ceildiv(chunks * one.bits, 2 * THREADS)):
+                if i * 2 * THREADS + tid * 2 < chunks * one.bits:
+                    T.ptx["prefetch.global.L2"](
+                        q.ptr_to([block_of(j, cta, each, most, gated) * (chunks * one.bits * 16) + (i * THREADS + tid) * 32])
+                    )
         if norm != 0:
             norm_rows(x, stats, sums, tile * TOKENS, count, width_in, norm, eps, warp, lane)
         if rule == "token":

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from edgeq.quantization import activation_block
-from edgeq.records import ArrayRef
+from edgeq.records import ArrayRef, LinearSpec
+from edgeq.targets.cuda import occupancy
 from edgeq.targets.cuda.lowering.attention import cache_values, rotary_values
 from edgeq.targets.cuda.lowering.context import FACTORS, Launch, Lowered, Lowering, Value
 from edgeq.targets.cuda.lowering.linear import NO_NORM, Input, form_rule, low_rank, low_rank_values, prepared, stored
@@ -30,6 +31,11 @@ from edgeq.targets.graph import (
 
 RESIDENT = 4
 """Blocks of threads that a multiprocessor runs side by side: as many are started, where there is work for them."""
+IN_FLIGHT = 44 << 10
+"""Bytes of weights that a multiprocessor is to have asked for: half as much again as one of an H200 needs to keep its share of
+the memory busy (docs/cuda-speed.md); of the devices that edgeq knows none needs more."""
+WARPS = 4
+"""Of a block of threads."""
 ROWS, LARGEST_HEAD, PER_BLOCK = 16, 256, 8
 """Output channels of a block of the file; dimensions of a head; blocks of the file that a block of threads takes at most."""
 RULES = {"form": "group", "form_token": "token", "form_static": "static"}
@@ -85,15 +91,29 @@ def taken(op: Linear) -> bool:
 def plain(lowering: Lowering, op: Linear) -> list[Launch]:
     rest: dict[str, Value] = {
         "y": lowering.buffer(op.out) + 4 * op.offset, "width": lowering.graph.buffers[op.out], "add": int(op.add),
-        **spread(lowering, -(-op.linear.rows // ROWS), PER_BLOCK),
+        **spread(lowering, op.linear, -(-op.linear.rows // ROWS), PER_BLOCK),
     }  # fmt: skip
     return launched(lowering, op, "fused_rows", (), rest)
 
 
-def spread(lowering: Lowering, blocks: int, most: int) -> dict[str, Value]:
-    """So many blocks of the file for a block of threads that all of these run at once, if that is not more than `most`."""
+def spread(lowering: Lowering, layer: LinearSpec, blocks: int, most: int, factors: int = 1) -> dict[str, Value]:
+    """So many blocks of the file for a block of threads that all of these run at once, if that is not more than `most`.
+
+    factors   2: as many blocks again for the gate's other factor
+    """
     each = max(1, min(most, -(-blocks // (lowering.storage.device.multiprocessors * RESIDENT))))
-    return {"ctas": -(-blocks // each), "each": each, "most": blocks}
+    ctas = -(-blocks // each)
+    return {"ctas": ctas, "each": each, "most": blocks, "ahead": ahead(lowering, layer, ctas, each * factors)}
+
+
+def ahead(lowering: Lowering, layer: LinearSpec, ctas: int, blocks: int) -> int:
+    """For how many of the `blocks` of a block of threads weights are asked before they are multiplied, so that a multiprocessor
+    has IN_FLIGHT; where there are too few blocks of threads for that, for all."""
+    weight = layer.weights[0]
+    codec, group = weight.codec, activation_block(weight.codec)
+    held = min(RESIDENT, ctas / lowering.storage.device.multiprocessors)
+    enough = (n for n in range(1, blocks) if held * occupancy.asked(codec.bits, group, WARPS, n, weight.columns) >= IN_FLIGHT)
+    return next(enough, blocks)
 
 
 def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
@@ -110,7 +130,7 @@ def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
         return [], 0
     rest: dict[str, Value] = {
         "y": lowering.buffer(act.out), "width": act.width, "add": 0,
-        **spread(lowering, -(-act.width // ROWS), PER_BLOCK // 2 if act.gated else PER_BLOCK),
+        **spread(lowering, op.linear, -(-act.width // ROWS), *((PER_BLOCK // 2, 2) if act.gated else (PER_BLOCK, 1))),
     }  # fmt: skip
     launches = launched(lowering, op, "fused_activate", (act.function, act.gated), rest)
     return launches, 2
@@ -182,6 +202,7 @@ def heads(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
         rest = common | {
             "y": lowering.buffer(op.out) + 4 * op.offset, "width": lowering.graph.buffers[op.out], "first": op.offset // size,
             "ctas": op.linear.rows // size, "most": op.linear.rows // ROWS,
+            "ahead": ahead(lowering, op.linear, op.linear.rows // size, size // ROWS),
         }  # fmt: skip
         launches += launched(lowering, op, "fused_heads", (kv.kind, bool(turns)), rest)
     return launches, end + 1 - at

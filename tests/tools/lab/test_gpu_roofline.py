@@ -1,16 +1,12 @@
-"""The page of computed GPU speeds is what its command prints, from the prediction that `edgeq fit` makes."""
+"""Computed GPU speeds, from the prediction that `edgeq fit` makes; tests/cuda/test_occupancy.py has the page as a whole."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from edgeq.devices import DEVICES
-from edgeq.tools.lab.gpu_roofline import BARS, CODEC, MODELS, config_of, page, speed_up, speeds
+from edgeq.tools.lab.gpu_roofline import BARS, CODEC, MODELS, config_of, speed_up, speeds
 from edgeq.tools.random_file import bytes_per_token
-
-PAGE = Path(__file__).parents[3] / "docs" / "cuda-speed.md"
 
 
 def test_speeds_are_those_of_fit_and_fall_with_launches() -> None:
@@ -30,8 +26,3 @@ def test_a_draft_that_costs_a_token_gains_nothing_and_a_free_one_at_most_its_len
 def test_bars_are_of_devices_and_shapes_of_the_page() -> None:
     assert {bar.device for bar in BARS} <= set(DEVICES) and {bar.model for bar in BARS} <= set(MODELS)
     assert {bar.trust for bar in BARS} <= {"A", "B"}
-
-
-@pytest.mark.exhaustive
-def test_the_page_is_what_the_command_prints() -> None:
-    assert PAGE.read_text(encoding="utf-8") == "\n".join(page()) + "\n"
