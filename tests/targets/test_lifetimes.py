@@ -186,9 +186,9 @@ def test_what_lies_in_a_place_between_two_lives_changes_no_bit(
 
     run = program._pool.run
 
-    def record_by_record(table, threads, pieces, cuts) -> None:
+    def record_by_record(table, threads, pieces, cuts, noted) -> None:
         nonlocal poisoned
-        assert len(table) == len(context.records)
+        assert len(table) == len(context.records) and noted is None
         for i, record in enumerate(context.records):
             free = np.ones(len(memory), bool)
             for each, place in shared.items():
