@@ -22,7 +22,7 @@ import pytest
 HERE = Path(__file__).parent
 COUNTS = {"bytes": 2000, "metadata": 500, "template": 40, "tokenizer": 60, "config": 4000, "index": 3000, "header": 4000}
 COUNTS |= {"cache": 500}
-COUNTS |= {"mutant": 12, "sound": 1}
+COUNTS |= {"mutant": 6, "sound": 1}
 
 
 @pytest.mark.parametrize("kind", COUNTS)
