@@ -16,7 +16,9 @@ from typing import Any
 import click
 import numpy as np
 
+from edgeq.container import ModelFile
 from edgeq.errors import InputError
+from edgeq.runtime.embedding import check_continues
 from edgeq.tools import corpus
 from edgeq.tools.predictions import Divergence, Predictions
 from edgeq.tools.scorers import CheckpointScorer, FileScorer, Scorer, Windows
@@ -62,6 +64,8 @@ def compare(
     InputError: a text that cannot be read or is too short, or models that do not share a vocabulary.
     ResourceError: too little memory to score the source.
     """
+    for path in (*models, *([Path(against)] if against.endswith(".edgeq") else ())):
+        check_continues(ModelFile.open(path))
     files = [FileScorer(path, window, options) for path in models]
     source: Scorer
     if against.endswith(".edgeq"):
