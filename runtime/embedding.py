@@ -91,8 +91,8 @@ class Embedder:
         self.pooling, self.pooler = check_embeds(file), pooler
         self._file, self._config, self._context, self._text = file, file.metadata.config, context, text
 
-    def read(self, text: str | Sequence[int], instruction: str, name: str = "texts") -> Prompt:
-        """The tokens of a text after an instruction, with what the tokenizer puts at its ends; tokens stay as they are.
+    def tokens(self, text: str | Sequence[int], instruction: str, name: str = "texts") -> list[int]:
+        """Those of a text after an instruction, with what the tokenizer puts at its ends; tokens stay as they are.
 
         name   of the argument, for messages
         """
@@ -105,8 +105,7 @@ class Embedder:
             tokens = token_ids(name, text, self._config.vocab_size)
         if not tokens:
             raise InputError(f"`{name}` has an empty text; give at least one character")
-        check_length(len(tokens), self._context)
-        return Prompt(tokens)
+        return tokens
 
     def embed(self, texts: Texts, dimensions: int | None, prompt: str | None, on_progress: OnPrompt | None) -> Vectors:
         callback("on_progress", on_progress)
@@ -115,7 +114,9 @@ class Embedder:
         if isinstance(given, (bytes, bytearray)) or not isinstance(given, Sequence):
             raise wrong("texts", texts, "a string, or a list of strings or lists of token ids")
         instruction = instruction_of(self._file, prompt)
-        read = [self.read(text, instruction) for text in given]
+        read = [Prompt(self.tokens(text, instruction)) for text in given]
+        for each in read:
+            check_length(len(each.tokens), self._context)
         done, total = 0, sum(len(each.tokens) for each in read)
         vectors = np.zeros((len(read), dimensions or self._config.hidden_size), np.float32)
         pooler, waiting, indices = self.pooler(None), deque(enumerate(read)), dict[Reading, int]()
