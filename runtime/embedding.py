@@ -30,7 +30,7 @@ def check_embeds(file: ModelFile) -> Pooling:
     pooling = file.metadata.config.pooling
     if pooling is None:
         raise InputError(
-            f"{file.path}: this model continues texts; vectors of a model that was not trained to give them are bad and look "
+            f"{file.path}: this model continues texts; vectors of a model that was not trained for them are bad and look "
             "good: convert an embedding model, such as Qwen/Qwen3-Embedding-0.6B"
         )
     return pooling
