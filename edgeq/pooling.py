@@ -10,8 +10,8 @@ from edgeq.errors import FormatError, UnsupportedError
 from edgeq.json_records import check_flag, known
 
 POOLINGS = ("last", "mean")
-MOST_PROMPTS, LONGEST_PROMPT = 512, 1 << 14
-"""Instructions of a file, and characters of one."""
+MOST_CHARACTERS = 1 << 17
+"""Of all instructions of a file and of their names: as JSON they are then within what metadata may have."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,13 @@ class EmbeddingPrompts:
     def of(cls, generation: Mapping[str, Any]) -> EmbeddingPrompts:
         """Those of a file.  FormatError: they are not what a converter writes."""
         texts, default = generation.get("prompts", {}), generation.get("default_prompt")
-        if not isinstance(texts, dict) or len(texts) > MOST_PROMPTS:
-            raise FormatError(f"prompts of a model that embeds are not an object of at most {MOST_PROMPTS}")
+        if not isinstance(texts, dict):
+            raise FormatError("prompts of a model that embeds are not an object")
         for name, text in texts.items():
-            if not isinstance(text, str) or max(len(name), len(text)) > LONGEST_PROMPT:
-                raise FormatError(f"prompt {name[:40]!r} is not text of at most {LONGEST_PROMPT} characters")
+            if not isinstance(text, str):
+                raise FormatError(f"prompt {name[:40]!r} of a model that embeds is not text")
+        if (found := sum(len(name) + len(text) for name, text in texts.items())) > MOST_CHARACTERS:
+            raise FormatError(f"prompts of a model that embeds have {found} characters; at most {MOST_CHARACTERS} are possible")
         if default is not None and (not isinstance(default, str) or default not in texts):
             raise FormatError(f"the default prompt is {str(default)[:40]!r}; there are {', '.join(texts)[:200] or 'none'}")
         return cls(texts, default)

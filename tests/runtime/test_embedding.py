@@ -215,9 +215,8 @@ def test_states_that_are_not_finite_are_told(last: Model, monkeypatch: pytest.Mo
     ("generation", "message"),
     [
         ({"prompts": 5}, "not an object"),
-        ({"prompts": {"a": 5}}, "prompt 'a' is not text"),
-        ({"prompts": {"a": "x" * 20_000}}, "prompt 'a' is not text of at most"),
-        ({"prompts": {str(i): "" for i in range(1000)}}, "of at most 512"),
+        ({"prompts": {"a": 5}}, "prompt 'a' of a model that embeds is not text"),
+        ({"prompts": {"a": "x" * (1 << 17)}}, "131073 characters; at most 131072"),
         ({"prompts": {"a": ""}, "default_prompt": "b"}, "default prompt is 'b'"),
         ({"default_prompt": ["a"]}, "default prompt is"),
     ],
