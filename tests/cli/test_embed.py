@@ -91,12 +91,33 @@ def test_a_model_that_continues_texts_does_not_embed(edgeq: Run, demo: Path) -> 
         ("bench",),
         ("profile",),
         ("fit", "--for", "raspberry-pi-5"),
-        ("compare", "--against", "{source}"),
     ],
 )
-def test_other_commands_say_what_the_file_is_for(arguments: tuple[str, ...], edgeq: Run, embeds: Path, source: Path) -> None:
-    name, *rest = (argument.format(source=source) for argument in arguments)
+def test_other_commands_say_what_the_file_is_for(arguments: tuple[str, ...], edgeq: Run, embeds: Path) -> None:
+    name, *rest = arguments
     refused(edgeq(name, embeds, *rest, input=""), "embeds texts (last pooling)", "edgeq embed")
+
+
+def test_compare_has_the_cosine_with_the_source(edgeq: Run, embeds: Path, source: Path, demo: Path, tmp_path: Path) -> None:
+    exact, two = tmp_path / "exact.edgeq", tmp_path / "two.edgeq"
+    assert edgeq("convert", source, "-o", exact, "--method", "none").exit_code == 0
+    assert edgeq("convert", source, "-o", two, "--bits", 2, "--group-size", 32).exit_code == 0
+    size = ("--window", 32, "--limit", 512)
+    facts = objects(edgeq("compare", exact, embeds, two, "--against", source, *size, "--json"))
+    cosines = [file["cosine"]["value"] for file in facts["files"]]
+    assert cosines[0] > 0.9999 > cosines[1] > 0.99 > cosines[2]
+    assert all(file["cosine_least"] <= file["cosine"]["low"] <= file["cosine"]["high"] < 1.000001 for file in facts["files"])
+    assert facts["files"][0]["nearest_agreement"] == 1 and (facts["windows"], facts["window"]) == (16, 32)
+    table = edgeq("compare", embeds, "--against", exact, *size)
+    assert "cosine with source" in table.stdout and "source exact.edgeq; 16 windows of 32 tokens of code" in table.stdout
+    refused(edgeq("compare", embeds, demo, "--against", source), "embeds texts and others continue them")
+    refused(edgeq("compare", demo, "--against", embeds), "embeds texts (last pooling)")
+    refused(edgeq("compare", demo, "--against", source), "embeds texts and the files continue them")
+    mean = tmp_path / "mean.edgeq"
+    plain = shutil.copytree(source, tmp_path / "plain")
+    (plain / "modules.json").unlink()
+    assert edgeq("convert", plain, "-o", mean, "--pooling", "mean").exit_code == 0
+    refused(edgeq("compare", mean, embeds, "--against", source), "pool differently (last and mean)")
 
 
 def test_how_fast_it_reads_is_measured(edgeq: Run, embeds: Path) -> None:
