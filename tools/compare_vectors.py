@@ -100,7 +100,8 @@ def nearest(vectors: Vectors) -> NDArray[np.intp]:
     """The index of the nearest other vector of each."""
     similar = vectors @ vectors.T
     np.fill_diagonal(similar, -np.inf)
-    return np.argmax(similar, axis=1)
+    found: NDArray[np.intp] = similar.argmax(1)
+    return found
 
 
 def table(result: dict[str, Any]) -> str:
