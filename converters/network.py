@@ -10,12 +10,19 @@ from edgeq.config import ModelConfig
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import HEAD, Family, recognise
 from edgeq.errors import UnsupportedError
+from edgeq.pooling import Pooling
 from edgeq.safetensors import read_json
 
+HEADLESS = ("layers.", "embed_tokens.", "norm.", "decoder.")
+"""Beginnings of the names of tensors in checkpoints of a decoder that was saved without its head."""
 
-def described(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
-    """From the JSON files alone.  UnsupportedError: what this version does not run, by key."""
-    return recognise(checkpoint.config, _preprocessor(checkpoint))
+
+def described(checkpoint: Checkpoint, pooling: Pooling | None = None) -> tuple[Family, ModelConfig]:
+    """From the JSON files alone.  `pooling`: what takes the place of the head; None: nothing.
+
+    UnsupportedError: what this version does not run, by key.
+    """
+    return recognise(checkpoint.config, _preprocessor(checkpoint), pooling)
 
 
 def open_tensors(checkpoint: Checkpoint, family: Family, adapter: Path | None = None) -> None:
@@ -29,7 +36,8 @@ def open_tensors(checkpoint: Checkpoint, family: Family, adapter: Path | None = 
         if HEAD.removesuffix(".weight") in read.factors and getattr(family.config, "tie_word_embeddings", False):
             raise UnsupportedError(f"adapter {read.name}: it changes the head, which is the embedding in this checkpoint")
         checkpoint.merge(read)
-    checkpoint.rename(family.description.renamed)
+    pools = isinstance(family.config, ModelConfig) and family.config.pooling is not None
+    checkpoint.rename({each: f"model.{each}" for each in HEADLESS} if pools else family.description.renamed)
     checkpoint.arrange(family.sources())
     _check_tensors(checkpoint, family)
 

@@ -10,12 +10,13 @@ from typing import Any, Literal
 from edgeq.codec import GROUP_SIZES
 from edgeq.converters.allocation.budget import Budget
 from edgeq.errors import InputError
+from edgeq.pooling import POOLINGS
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
 NOT_RECORDED = ("calibration", "merge_lora", "device", "restart", "force", "token", "offline")
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "merge_lora", "device", "revision", "restart", "force", "token", "offline")
+EVERY_METHOD = ("method", "pooling", "merge_lora", "device", "revision", "restart", "force", "token", "offline")
 """Options that do not depend on the method."""
 ONE_CODEC = ("bits", "group_size", "symmetric", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
@@ -43,6 +44,7 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "activations": ("--activations", ("block", "token", "static", "modality")),
     "rotate": ("--rotate/--no-rotate", (True, False)),
     "device": ("--device", COMPUTERS),
+    "pooling": ("--pooling", POOLINGS),
     "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
     "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
 }
@@ -80,7 +82,8 @@ class ConvertOptions:
                       for each layer, or one for its rows of text and one for those of pictures
     high_fraction     ResQ: channels in 8 bits
     dtype             of the weights with method `none`; None: as stored
-    head              bits of the head; 16: as stored; None: measured where there is calibration text, else 8
+    head              bits of the head, or of the embedding of a model that embeds texts; 16: as stored; None: measured for a
+                      head where there is calibration text, else 8
     vision_bits, vision_activation_bits
                       of a vision tower; 16: weights as stored, activations as they are; None: 8
     calibration       a UTF-8 text file; "built-in": the built-in text; a folder with pictures and samples.jsonl; None: the
@@ -90,6 +93,7 @@ class ConvertOptions:
                       samples with pictures, as long as they are
     budget            what the allocation may take; the codec of every part is then chosen by measurement
     allocation        part (edgeq.converters.allocation.parts) -> name of its codec, instead of one codec for all
+    pooling           "last" or "mean": the checkpoint embeds texts so, where it does not say that itself
     merge_lora        folder of a LoRA adapter whose products are added to the weights before anything else
     device            where the calibration text runs; None: auto, a GPU where torch finds one
     restart           discard an interrupted conversion instead of resuming it
@@ -124,6 +128,7 @@ class ConvertOptions:
     calibration_length: int | None = None
     budget: Budget | None = None
     allocation: Mapping[str, str] | None = None
+    pooling: Literal["last", "mean"] | None = None
     merge_lora: Path | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None
     restart: bool = False

@@ -244,6 +244,9 @@ class ConversionPlan:
         config = json.dumps(self.checkpoint.config, sort_keys=True)
         found["config.json"] = hashlib.sha256(config.encode()).hexdigest()
         found["calibration text"] = self.calibration.sha256 if self.calibration else None
+        if pooling := self.method.config.pooling:
+            # In a folder of its own, beside the files above.
+            found["pooling"] = [pooling.kind, pooling.normalize]
         options = self.method.options.recorded()
         if self.options.allocation is not None:
             text = json.dumps(self.options.allocation)

@@ -19,10 +19,11 @@ from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess, OnDownload
 from edgeq.converters.families import Family
 from edgeq.converters.method import Method
-from edgeq.converters.methods import TOWERS, chosen
+from edgeq.converters.methods import METHODS, TOWERS, chosen
 from edgeq.converters.network import described, open_tensors
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.options import ConvertOptions, spelled
 from edgeq.converters.plan import ConversionPlan
+from edgeq.converters.sentence_transformers import embedding_settings
 from edgeq.converters.steps import write_steps
 from edgeq.converters.tokenizer import TextAssets, read_text
 from edgeq.errors import InputError, ResourceError, UnsupportedError
@@ -42,14 +43,16 @@ def preflight(
     ResourceError: too little memory.  InputError: the calibration text.
     """
     checkpoint = Checkpoint.open(source, HubAccess(options.token, options.revision, options.offline, on_download))
-    family, config = described(checkpoint)
+    embeds = embedding_settings(checkpoint, options.pooling)
+    family, config = described(checkpoint, embeds.pooling if embeds else None)
     for rope in {config.layer_rope(layer) for layer in range(config.num_hidden_layers)} - {None}:
         # Refuses what could not be run.
         frequencies(cast(Rope, rope), config.head_dim)
-    text = read_text(checkpoint, config.vocab_size)
+    text = read_text(checkpoint, config.vocab_size, embeds.prompts if embeds else None)
     # Checked against the parts of the model when they are known.
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     method = chosen(options)(options, family, config)
+    _check_pooling(method)
     tower = _tower(options, family)
     _check_pictures(method, tower)
     rows = _calibration(method, text)
@@ -69,6 +72,24 @@ def preflight(
             + ("--method rtn without --calibration needs less" if rows else "close other programs or use a larger machine")
         )
     return plan
+
+
+def _check_pooling(method: Method) -> None:
+    """UnsupportedError: the method, or a budget, is for models that continue texts, and this one embeds them."""
+    options = method.options
+    if method.config.pooling is None:
+        return
+    if not method.pools:
+        able = ", ".join(name for name, each in METHODS.items() if each.pools)
+        raise UnsupportedError(
+            f"--method {method.name}: this model embeds texts, and the method changes what its last norm gives, or what comes "
+            f"after a prompt; supported: {able}"
+        )
+    if options.budget is not None or options.allocation is not None:
+        raise UnsupportedError(
+            f"{spelled('budget' if options.budget is not None else 'allocation')} goes by the divergence at the logits, and "
+            "this model, which embeds texts, has none; give --bits as an integer"
+        )
 
 
 def _check_pictures(method: Method, tower: Method | None) -> None:

@@ -16,7 +16,7 @@ from edgeq.container import ModelFile
 from edgeq.converters.allocation.divergence import Rounded
 from edgeq.converters.allocation.outcome import divergence_of_file
 from edgeq.converters.allocation.probe import probe_rows
-from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, last_norm
+from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, choose_for_embedding, last_norm
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
 from edgeq.converters.calibration.head import gptq_rounding
@@ -74,7 +74,7 @@ class Run:
         round_rows: RoundRows | None = None
         if self.method.calibrates:
             blocks = self._calibrated(tensors)
-            if self.method.rounds_head:
+            if self.method.rounds_head and self.method.config.pooling is None:
                 round_rows = gptq_rounding(blocks.states, last_norm(self.method.stored_config, tensors), self.plan.compute)
         else:
             for index in range(self.skip, last):
@@ -221,6 +221,15 @@ class Run:
         assert self.plan.calibration is not None
         few = self.plan.calibration.few(ROWS)
         self.stages.at(MEASURE)
+        if self.method.config.pooling is not None:
+            return choose_for_embedding(
+                self.method,
+                tensors,
+                lambda: self._forward(tensors, few),
+                self._stored(),
+                self.plan.codecs(),
+                lambda share: self.stages.at(MEASURE, share),
+            )
         return choose(
             self.method,
             tensors,

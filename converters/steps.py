@@ -47,24 +47,29 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         first.append(stack.array("positions", "positions", POSITIONS))
     table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
     codec = None if options.bits is None else method.allocated("head") or head_codec(options.head or 8, config.hidden_size)
-    activation = method.head_activation if codec else None
-    recipe = Recipe(codec or Codec(options.dtype or stack.kind(EMBEDDING if tied else HEAD)), activation=activation)
-    head = LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe)
-    norms = [stack.array("norm", "norm", NORM)]
+    ends: list[Item] = [stack.array("norm", "norm", NORM)]
     if config.layer_norm:
-        norms.append(stack.array("norm_bias", "norm_bias", NORM_BIAS))
+        ends.append(stack.array("norm_bias", "norm_bias", NORM_BIAS))
+    if config.pooling is None:
+        activation = method.head_activation if codec else None
+        recipe = Recipe(codec or Codec(options.dtype or stack.kind(EMBEDDING if tied else HEAD)), activation=activation)
+        ends.append(LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe))
     layers = config.num_hidden_layers
     return (
         WriteStep("text and embedding", tuple(first), method),
         *(tower_steps(checkpoint, tower) if tower else ()),
         *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i, i) for i in range(layers)),
-        WriteStep("norm and head", (*norms, head), method),
+        WriteStep("norm and head" if config.pooling is None else "norm", tuple(ends), method),
     )
 
 
 def _embedding(stack: StackItems, method: Method) -> Item:
-    """An embedding that is not the head: a part of its own where parts get their codecs one by one, else as it is."""
+    """An embedding that is not the head: a part of its own where parts get their codecs one by one, in the bits of a head where
+    there is none, else as it is."""
     options, config = method.options, method.config
+    pools = config.pooling is not None and options.bits is not None
+    if pools and (rounded := head_codec(options.head or 8, config.hidden_size)):
+        return LinearItem(TABLE, ((EMBEDDING, config.vocab_size),), config.hidden_size, Recipe(rounded))
     if options.budget is None and options.allocation is None:
         return stack.array(TABLE, TABLE, EMBEDDING)
     codec = method.allocated(TABLE) or Codec(cast(Kind, method.dtype(TABLE, stack.kind(EMBEDDING))))

@@ -32,21 +32,25 @@ class TextAssets:
     generation: dict[str, object]
 
 
-def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
+def read_text(checkpoint: Checkpoint, vocab_size: int, prompts: dict[str, object] | None = None) -> TextAssets:
     """The tokenizer, the chat template and the defaults of generation in the checkpoint.
+
+    prompts   entries of `generation` of a model that embeds texts, which transformers may also end with a token; None: of one
+              that continues them
 
     UnsupportedError: a tokenizer that `tokenizers` cannot load or that transformers runs differently; its class is named.
     CheckpointError: more tokens than the embedding has rows; token ids, defaults of sampling or a template that cannot be used.
     """
     folder = checkpoint.folder
     settings = _optional_json(folder / "tokenizer_config.json")
-    own, data = _load(folder, str(settings.get("tokenizer_class", "unknown")))
+    kind = str(settings.get("tokenizer_class", "unknown"))
+    own, data = _load(folder, kind)
     if own.tokenizer.get_vocab_size() > vocab_size:
         raise CheckpointError(
             f"{folder}: the tokenizer has {own.tokenizer.get_vocab_size()} tokens, the model {vocab_size}: "
             "they do not belong together; take both from the same checkpoint"
         )
-    transformers_tokenizer, add_bos = _compare(folder, own, str(settings.get("tokenizer_class", "unknown")))
+    transformers_tokenizer, add_bos, end = _compare(folder, own, kind, prompts is not None)
     defaults = _optional_json(folder / "generation_config.json")
     generation: dict[str, object] = {
         "bos_token_id": _single_id(_first("bos_token_id", defaults, checkpoint.config)),
@@ -54,6 +58,7 @@ def read_text(checkpoint: Checkpoint, vocab_size: int) -> TextAssets:
         "add_bos": add_bos,
         "special_tokens": {name: getattr(transformers_tokenizer, name, None) for name in SPECIAL},
     }
+    generation |= (prompts or {}) | ({} if end is None else {"end_token_id": end})
     generation.update({key: defaults[key] for key in SAMPLING if type(defaults.get(key)) in (int, float)})
     try:
         check_generation(generation)
@@ -82,8 +87,9 @@ def _load(folder: Path, kind: str) -> tuple[SafeTokenizer, bytes]:
         raise UnsupportedError(f"{path}: the tokenizers library cannot load it (tokenizer class {kind}): {error}") from None
 
 
-def _compare(folder: Path, own: SafeTokenizer, kind: str) -> tuple[Any, bool]:
-    """transformers' tokenizer of the folder, and whether it adds a beginning-of-sequence token that tokenizer.json does not."""
+def _compare(folder: Path, own: SafeTokenizer, kind: str, embeds: bool) -> tuple[Any, bool, int | None]:
+    """transformers' tokenizer of the folder, and what it adds that tokenizer.json does not: whether a beginning-of-sequence
+    token, and, where a text is embedded and not continued, which token at its end."""
     from transformers import AutoTokenizer
 
     try:
@@ -94,10 +100,12 @@ def _compare(folder: Path, own: SafeTokenizer, kind: str) -> tuple[Any, bool]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(f"{folder}: transformers cannot load tokenizer class {kind}: {reason}") from None
     ours = own.encode(SAMPLE, add_special_tokens=True)
-    if wanted == ours:
-        return theirs, False
-    if theirs.bos_token_id is not None and wanted == [theirs.bos_token_id, *ours]:
-        return theirs, True
+    for add_bos in (False, True):
+        begun = [theirs.bos_token_id, *ours] if add_bos else ours
+        if wanted == begun and None not in begun:
+            return theirs, add_bos, None
+        if embeds and theirs.eos_token_id is not None and wanted == [*begun, theirs.eos_token_id]:
+            return theirs, add_bos, int(theirs.eos_token_id)
     raise UnsupportedError(
         f"{folder}: tokenizer class {type(theirs).__name__} gives {wanted[:8]}..., tokenizer.json alone gives {ours[:8]}...; "
         "supported: tokenizers whose tokenizer.json is complete, a beginning-of-sequence token apart"

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.image_config import ImageConfig
 from edgeq.json_records import check_flag, check_integer, check_positive
+from edgeq.pooling import Pooling
 from edgeq.stack import LIMITS, PLAIN, Stack, check_layers, read_stack
 
 LIMITS_VISION = {
@@ -189,6 +190,7 @@ class ModelConfig(Stack):
 
     embedding_multiplier    factor of token embeddings, not of the tied head (Gemma 3)
     vision                  the tower and projector that give it pictures; None: it reads text alone
+    pooling                 it has no head and embeds texts; None: it continues them
     """
 
     model_type: str
@@ -197,6 +199,7 @@ class ModelConfig(Stack):
     tie_word_embeddings: bool
     embedding_multiplier: float = 1.0
     vision: VisionConfig | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,6 +222,10 @@ class ModelConfig(Stack):
             raise FormatError(f"config vision has {len(self.vision.tap_layers)} tap_layers for {self.num_hidden_layers} layers")
         if self.vision is not None and self.vision.class_feature and self.rope.axes > 1:
             raise UnsupportedError("a class_feature for a decoder with several rotary axes is not supported")
+        if self.pooling is not None and self.tie_word_embeddings:
+            raise FormatError("config has pooling and tie_word_embeddings; what embeds has no head to tie")
+        if self.pooling is not None and self.vision is not None:
+            raise UnsupportedError("pooling beside a vision tower is not supported")
 
     def record(self) -> dict[str, Any]:
         return super().record() | ({"vision": self.vision.record()} if self.vision else {})
@@ -235,5 +242,11 @@ class ModelConfig(Stack):
             raise FormatError(f"config is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise FormatError("config is not a JSON object")
-        vision = data.pop("vision", None)
-        return read_stack(cls, data, "config", vision=None if vision is None else VisionConfig.read(vision, "config vision"))
+        vision, pooling = data.pop("vision", None), data.pop("pooling", None)
+        return read_stack(
+            cls,
+            data,
+            "config",
+            vision=None if vision is None else VisionConfig.read(vision, "config vision"),
+            pooling=None if pooling is None else Pooling.read(pooling, "config pooling"),
+        )

@@ -140,22 +140,26 @@ def check(metadata: Metadata) -> None:
                 expected[fused] = (rows, next(iter(parts.values()))[1])
             else:
                 expected.update(parts)
-    expected["head"] = (config.vocab_size, config.hidden_size)
+    if config.pooling is None:
+        expected["head"] = (config.vocab_size, config.hidden_size)
     quantized_table = not config.tie_word_embeddings and "embedding" in metadata.linears
     if quantized_table:
-        expected["embedding"] = expected["head"]
+        expected["embedding"] = (config.vocab_size, config.hidden_size)
     _same_names("linear layers", set(expected), set(metadata.linears))
     for name, shape in expected.items():
         linear = metadata.linears[name]
         if (linear.rows, linear.columns) != shape:
             raise FormatError(f"{name} is {linear.rows} x {linear.columns}; its configuration implies {shape[0]} x {shape[1]}")
         _check_parts(linear)
-    table = metadata.linears["embedding" if quantized_table else "head"]
-    changing = (table.input_order, table.transform, table.input_scale, table.low_rank, table.split_row, *table.weights[1:])
-    if config.tie_word_embeddings and any(part is not None for part in changing):
-        raise FormatError("a head that is also the embedding can have one weight block and no part that changes its input")
-    if quantized_table and any(part is not None for part in (*changing, table.bias, table.activation, table.master)):
-        raise FormatError("a quantized embedding can have one weight block and nothing else")
+    if quantized_table or config.tie_word_embeddings:
+        table = metadata.linears["embedding" if quantized_table else "head"]
+        changing = (table.input_order, table.transform, table.input_scale, table.low_rank, table.split_row, *table.weights[1:])
+        if config.tie_word_embeddings and any(part is not None for part in changing):
+            raise FormatError("a head that is also the embedding can have one weight block and no part that changes its input")
+        if quantized_table and any(part is not None for part in (*changing, table.bias, table.activation, table.master)):
+            raise FormatError("a quantized embedding can have one weight block and nothing else")
+    if config.pooling is not None and any(linear.master for linear in metadata.linears.values()):
+        raise FormatError("a model that embeds has masters; weights are requantized for a prompt that is then continued")
     arrays = array_shapes(config)
     if quantized_table:
         del arrays["embedding"]

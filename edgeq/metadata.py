@@ -34,6 +34,7 @@ class Metadata:
     differ they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
     `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
     `layers.3.shared.gate_up`, `layers.3.shared.down`; an embedding that is not the head and has a codec is `embedding`.
+    A model that embeds texts has no `head`.
     Arrays: `embedding` (absent when it is that, or tied to the head), `positions` where they are learned,
     `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a LayerNorm also
     `layers.3.mlp_norm_bias` ..., where attention and MLP end in a norm `layers.3.post_attention_norm` and
@@ -66,8 +67,10 @@ class Metadata:
         return experts - experts * self.config.num_experts_per_tok // max(self.config.num_experts, 1)
 
     def bytes_per_token(self) -> dict[str, int]:
-        """Bytes read to decode one token: `weights`, `head`, and `kv_per_position` of the cache that the file was made for."""
-        head = self.linears["head"].nbytes
+        """Bytes read to decode one token: `weights`, `head`, 0 where there is none, and `kv_per_position` of the cache that the
+        file was made for.
+        """
+        head = self.linears["head"].nbytes if "head" in self.linears else 0
         norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
         kv = self.kv.head_bytes(self.config.head_dim)
         # One row of an embedding is read, which is not worth counting.

@@ -26,7 +26,7 @@ GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
 """Activations with a gate and without one, where `gated_mlp` does not say."""
 ACTIVATIONS = (*GATED, *PLAIN)
 NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
-                "pre_norm", "tap_layers")  # fmt: skip
+                "pre_norm", "tap_layers", "pooling")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
 LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers")

@@ -18,6 +18,7 @@ class Text:
     """The tokenizer of a file.
 
     add_bos          put bos before a prompt (where tokenizer.json does not do so itself)
+    end              the token to put after a text that is embedded (where tokenizer.json does not do so itself); None: none
     eos              tokens that end a text
     special_tokens   `bos_token`, `eos_token` ... as text, for the chat template
     added            literals of control tokens and whether each is special;  special_ids: the tokens of those that are
@@ -36,6 +37,7 @@ class Text:
         self.special_tokens = _special_tokens(generation.get("special_tokens"))
         self.bos = _token_id("bos_token_id", generation.get("bos_token_id"))
         self.add_bos = generation.get("add_bos") is True and self.bos is not None
+        self.end = _token_id("end_token_id", generation.get("end_token_id"))
         stops = generation.get("eos_token_ids", [])
         if not isinstance(stops, list):
             raise FormatError(f"generation eos_token_ids is {str(stops)[:80]}; expected a list of token ids")
@@ -57,7 +59,8 @@ class Text:
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, beginning as the model was trained to see it; control tokens spelled in it are control tokens."""
         ids = self._tokenizer.encode(text, add_special_tokens=True)
-        return [self.bos, *ids] if self.add_bos and self.bos is not None else ids
+        begun = [self.bos, *ids] if self.add_bos and self.bos is not None else ids
+        return begun if self.end is None else [*begun, self.end]
 
     def encode_part(self, text: str) -> list[int]:
         """Tokens of a part of a rendered chat: nothing is put before it, control tokens spelled in it are control tokens."""

@@ -9,6 +9,7 @@ from edgeq.errors import InputError
 from edgeq.prompt import Prompt
 from edgeq.runtime.arguments import callback, instance, integer, wrong
 from edgeq.runtime.context_size import check_length
+from edgeq.runtime.embedding import check_continues
 from edgeq.runtime.job import Job
 from edgeq.runtime.model import Model
 from edgeq.runtime.request import Request, check_sampling
@@ -85,6 +86,7 @@ class Batch:
         that cannot be used.  UnsupportedError: llguidance is not installed.
         """
         instance("model", model, Model, "a Model")
+        check_continues(model.file)
         most = min(model.program.options.max_logits, model.program.options.max_rows)
         if integer("size", size, 1, 1 << 31, f"an integer from 1 to {most}") > most:
             raise InputError(f"a batch of {size}; this model was loaded for 1 to {most}: load it with `max_logits={size}`")

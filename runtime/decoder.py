@@ -38,7 +38,10 @@ from edgeq.targets.graph import (
 
 
 def decoder(metadata: Metadata, context: int = 0) -> Graph:
-    """The graph of a decoder: embedding, layers, final norm and head; its sessions hold up to `context` positions."""
+    """The graph of a decoder: embedding, layers, final norm and head; its sessions hold up to `context` positions.
+
+    Where the model embeds texts there is no head: the result are the states of the wanted rows after the norm.
+    """
     config, linears = metadata.config, metadata.linears
     operations: list[Operation] = [*embedding(metadata)]
     # The inputs of masters are summed over all rows.
@@ -51,11 +54,15 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
             operations.append(InjectVectors(layer, "x", (1 + layer) * config.hidden_size, add=True))
     if not early:
         operations.append(Select(-1, ("x",)))
-    operations += [norm(metadata, config, -1, "x", "norm", "normed"), Linear(-1, "normed", linears["head"], "logits")]
+    result, width = ("logits", config.vocab_size) if config.pooling is None else ("states", config.hidden_size)
+    if config.pooling is None:
+        operations += [norm(metadata, config, -1, "x", "norm", "normed"), Linear(-1, "normed", linears["head"], "logits")]
+    else:
+        operations.append(norm(metadata, config, -1, "x", "norm", "states"))
     return Graph(
-        buffers=buffer_widths(config) | {"logits": config.vocab_size},
+        buffers=buffer_widths(config) | {result: width},
         operations=tuple(operations),
-        result="logits",
+        result=result,
         layers=config.num_hidden_layers,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,

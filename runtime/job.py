@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeq.errors import EdgeqError
 from edgeq.prompt import Prompt
 from edgeq.runtime.call_reader import CallReader
@@ -139,6 +142,7 @@ class Update:
     """What a step gave for one text.
 
     pieces     its new tokens with the text that they made complete;  logprobs: theirs, where they were asked for
+    vector     of a text that is embedded, float32 [hidden], pooled and not normalized
     reason     why it has ended;  error: what ended it instead
     """
 
@@ -146,5 +150,6 @@ class Update:
     sample: int
     pieces: list[Piece] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    vector: NDArray[np.float32] | None = None
     reason: FinishReason | None = None
     error: EdgeqError | None = None

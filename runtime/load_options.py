@@ -11,6 +11,7 @@ from edgeq.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
 from edgeq.runtime.arguments import flag, instance, integer, wrong
 from edgeq.runtime.requantize import Requantization, chosen
 from edgeq.runtime.session import RowOrder
+from edgeq.targets.host import CHUNK_ROWS
 from edgeq.targets.target import Options
 
 
@@ -53,12 +54,15 @@ class Asked:
 
     def options(self, file: ModelFile) -> Options:
         """What is told to the target."""
+        pooling = file.metadata.config.pooling
+        # The mean of a text takes the states of all rows, which are as narrow as the stream.
+        results = self.max_rows or CHUNK_ROWS if pooling and pooling.kind == "mean" else self.max_logits
         return Options(
             mode=self.mode or file.metadata.default_mode,
             threads=self.threads,
             isa=self.isa,
             max_rows=self.max_rows,
-            max_logits=self.max_logits,
+            max_logits=results,
             threads_prefill=self.threads_prefill,
             kv=file.metadata.kv if self.kv is None or self.kv == "file" else KvCodec(self.kv),
             requantize=chosen(self.requantization, file) is not None,

@@ -22,12 +22,13 @@ from edgeq.records import KvKind, Mode
 from edgeq.runtime.adapted import adapted, opened
 from edgeq.runtime.arguments import callback, instance
 from edgeq.runtime.constraint import Constraints
-from edgeq.runtime.context_size import check_length, choose_context
-from edgeq.runtime.decode import Stream, decode_step
+from edgeq.runtime.context_size import choose_context
 from edgeq.runtime.decoder import decoder
+from edgeq.runtime.embedding import Embedder, Texts, Vectors, check_continues
 from edgeq.runtime.generation import Generation
 from edgeq.runtime.load_options import Asked
 from edgeq.runtime.pictures import ImageSource, Pictures, check_image_tokens
+from edgeq.runtime.pooler import Pooler
 from edgeq.runtime.prefill_rate import PrefillRate
 from edgeq.runtime.prompt_reader import PromptReader
 from edgeq.runtime.prompt_store import PromptStore
@@ -38,7 +39,7 @@ from edgeq.runtime.sampling import Processor, Sampling
 from edgeq.runtime.session import OnPrompt, RowOrder, Session
 from edgeq.runtime.session_file import Origin
 from edgeq.runtime.speculative.speculator import DraftSource, Speculator, checked_draft
-from edgeq.runtime.stats import Measurement, Speculation
+from edgeq.runtime.start import start
 from edgeq.runtime.vision import Tower
 from edgeq.targets import Choice, pick
 from edgeq.targets.requantization import shared_inputs
@@ -199,17 +200,9 @@ class Model:
         callback("on_progress", on_progress)
         file = opened(path, adapter)
         choice = pick(target, file)
-        model = cls(
-            file,
-            choice,
-            asked.options(file),
-            context=context,
-            chat_template=chat_template,
-            requantization=requantization,
-            image_tokens=image_tokens,
-            row_order=row_order,
-            on_progress=on_progress,
-        )
+        given: dict[str, Any] = {"context": context, "chat_template": chat_template, "row_order": row_order}
+        given |= {"requantization": requantization, "image_tokens": image_tokens}
+        model = cls(file, choice, asked.options(file), on_progress=on_progress, **given)
         model.load_s = perf_counter() - started
         _log.info("%s: %s; context %d; loaded in %.2f s", file.path.name, model.description, model.context, model.load_s)
         return model
@@ -250,6 +243,12 @@ class Model:
     def prompts(self) -> PromptReader:
         return PromptReader(self.file, self.pictures, lambda: self.text, lambda: self.template)
 
+    @property
+    def embedder(self) -> Embedder:
+        """What reads texts for `embed`.  InputError: the model continues texts."""
+        parts = self.session, self.config, self.program.options, self.prefill_rate
+        return Embedder(self.file, self.context, lambda: self.text, lambda pages: Pooler(*parts, pages))
+
     def prepare_images(self, on_progress: OnProgress = no_progress) -> None:
         """Compile the vision tower now and not when the first picture comes.
 
@@ -277,7 +276,7 @@ class Model:
         return self.prompts.chat(messages, images, variables)
 
     def session(self) -> Session:
-        """An empty session; its cache grows as it is filled."""
+        """An empty session; its cache grows as it is filled.  Where the model embeds texts it gives states, not logits."""
         requantizer = None
         if self.requantization:
             requantizer = Requantizer(cast(Requantizable, self.program), self.requantization, self._lock)
@@ -289,6 +288,20 @@ class Model:
     def prompt_store(self, folder: str | os.PathLike[str], most_bytes: int) -> PromptStore:
         """Prompts in a folder, for a Scheduler.  InputError: the folder cannot be used, or is not this user's alone."""
         return PromptStore(Path(folder), most_bytes, self._origin, self.program, self._lock)
+
+    def embed(
+        self, texts: Texts, *, dimensions: int | None = None, prompt: str | None = None, on_progress: OnPrompt | None = None
+    ) -> Vectors:
+        """The vectors of texts, each a string or token ids, float32 [texts, dimensions]; several are read in each run.
+
+        dimensions  keep so many, the first, of each vector (Matryoshka); None: all, which are hidden_size
+        prompt      the name of the file's instruction that comes before each string; None: its default, mostly none
+        on_progress  called after each run with (tokens done, total tokens)
+
+        They have a length of 1 where the model normalizes them, cut ones too.  Tokens get no instruction and no end token.
+        InputError: the model continues texts, a text is empty or longer than the context, or an argument of the wrong type.
+        """
+        return self.embedder.embed(texts, dimensions, prompt, on_progress)
 
     def generate(
         self,
@@ -336,7 +349,8 @@ class Model:
         """
         started = perf_counter()
         given = sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma
-        return self._start(self.prompt(prompt, images), Request(*given, response_format), session, on_progress, started)
+        check_continues(self.file)
+        return start(self, self.prompt(prompt, images), Request(*given, response_format), session, on_progress, started)
 
     def chat(
         self,
@@ -376,25 +390,8 @@ class Model:
         """
         started = perf_counter()
         given = sampling, max_tokens, stop, stop_tokens, min_tokens, ignore_eos, logprobs, processors, draft, gamma
+        check_continues(self.file)
         use = self.prompts.tool_use(tools, tool_choice, parallel_tool_calls)
         prompt = self.prompts.chat(messages, images, variables, use)
         thinking = self.prompts.thinking(prompt, thinking_budget)
-        return self._start(prompt, Request(*given, response_format, use, None, thinking), session, on_progress, started)
-
-    def _start(
-        self, prompt: Prompt, request: Request, session: Session | None, on_progress: OnPrompt | None, started: float
-    ) -> Generation:
-        """Check what can be checked before anything runs."""
-        request = request.compiled(self.constraints, self.text)
-        request.check(self.config.vocab_size)
-        check_length(len(prompt.tokens), self.context, visual=prompt.visual_tokens)
-        instance("session", session, (Session, type(None)), "a Session, or None")
-        callback("on_progress", on_progress)
-        speculator = self.speculator(request.draft, request.gamma)
-        drafted = speculator.statistics if speculator else Speculation()
-        measurement = Measurement.of(prompt, self.load_s, self.weight_bytes, self.position_bytes, drafted)
-        sampler = request.sampler(request.sampling or Sampling.recommended(self), self.text, len(prompt.tokens))
-        stream = Stream(session or self.session(), sampler, list(prompt.tokens), top=request.logprobs)
-        step, ending = speculator.step if speculator else decode_step, request.ending(self.text)
-        calls, read = request.reader(self.text, prompt.tokens, sampler.sampling), self.config.positions_read
-        return Generation(stream, prompt, ending, step, measurement, read, started, on_progress, session is None, calls)
+        return start(self, prompt, Request(*given, response_format, use, None, thinking), session, on_progress, started)

@@ -23,6 +23,7 @@ from edgeq.container import ModelFile
 from edgeq.errors import InputError
 from edgeq.runtime import Model
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
+from edgeq.runtime.embedding import check_continues
 from edgeq.runtime.session import BatchItem, run_together
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import LONGEST_DRAFT
@@ -98,7 +99,10 @@ def bench(
     generated = max(tokens) if draft != "off" else 0
     if generated:
         context = max(context, drafting.PROMPT + generated)
-    metadata = ModelFile.open(model).metadata
+    file = ModelFile.open(model)
+    metadata = file.metadata
+    if images or any(test.kind == "tg" for test in tests):
+        check_continues(file, "; how fast it reads is measured with -n 0")
     limit = metadata.config.max_position_embeddings
     if images:
         # Refused here and not after the other tests.

@@ -11,6 +11,7 @@ from edgeq import __version__
 from edgeq.tools.batch_options import BATCH_OPTIONS
 from edgeq.tools.cache_options import cache
 from edgeq.tools.convert_options import CONVERT_OPTIONS
+from edgeq.tools.embed_options import EMBED_OPTIONS
 from edgeq.tools.entry import Commands
 from edgeq.tools.help_sections import section
 from edgeq.tools.options import (
@@ -30,12 +31,7 @@ from edgeq.tools.options import (
     execution,
     prompt,
 )
-from edgeq.tools.params import (
-    EdgeqFile,
-    OneOf,
-    Several,
-    Threads,
-)
+from edgeq.tools.params import EdgeqFile, OneOf, Several, Threads
 from edgeq.tools.profile.options import FIT_OPTIONS, PROFILE_OPTIONS
 from edgeq.tools.serve_options import SERVE_OPTIONS
 
@@ -141,6 +137,27 @@ def run(**options: Any) -> None:
 def chat(**options: Any) -> None:
     """Talk with a model.  The conversation stays in the cache; /help lists the commands."""
     from edgeq.tools.chat import chat as command
+
+    command(**options)
+
+
+@main.command(
+    short_help="Make vectors of texts.",
+    epilog="""
+    edgeq embed qwen3-embedding.edgeq -p "The capital of France is Paris." -p "Bananas are yellow."
+    edgeq embed qwen3-embedding.edgeq --prompt query --dimensions 256 < questions.txt
+    edgeq embed qwen3-embedding.edgeq --file documents.jsonl > vectors.jsonl
+    """,
+)
+@MODEL
+@EMBED_OPTIONS
+@JSON
+def embed(**options: Any) -> None:
+    """Make a vector of every text: of -p, of each line of --file or of standard input.  For models that were trained for it.
+
+    Every line that is printed is a JSON array with the numbers of a text; the speed follows on standard error.
+    """
+    from edgeq.tools.embed import embed as command
 
     command(**options)
 
@@ -327,7 +344,8 @@ comparison = section("Comparison")
 @TARGET_OPTIONS
 @JSON
 def compare(**options: Any) -> None:
-    """Measure what a file lost: perplexity, KL divergence and top-1 agreement against SRC, with 95 % intervals.
+    """Measure what a file lost: perplexity, KL divergence and top-1 agreement against SRC, with 95 % intervals; of a model that
+    embeds texts the cosine similarity of vectors.
 
     A checkpoint is run block by block, once for a text: what the comparison needs of it is kept in the cache folder.
     """

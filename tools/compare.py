@@ -7,7 +7,7 @@ Each window starts with an empty cache; its first token is only context.  The so
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -16,12 +16,16 @@ from typing import Any
 import click
 import numpy as np
 
+from edgeq.container import ModelFile
 from edgeq.errors import InputError
+from edgeq.runtime.embedding import check_continues
 from edgeq.tools import corpus
+from edgeq.tools.compare_vectors import compare_vectors
 from edgeq.tools.predictions import Divergence, Predictions
 from edgeq.tools.scorers import CheckpointScorer, FileScorer, Scorer, Windows
 from edgeq.tools.statistics import Array, paired_difference, percentile
 from edgeq.tools.terminal import Report, progress
+from edgeq.tools.windows import cut, read_documents
 
 WINDOW = 512
 
@@ -55,13 +59,21 @@ def compare(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Perplexity, KL divergence and top-1 agreement of every file against the source, to standard output.
+    """Perplexity, KL divergence and top-1 agreement of every file against the source, to standard output; of files that embed
+    texts the cosine similarity of vectors.
 
     `options` go to Model.load.
 
     InputError: a text that cannot be read or is too short, or models that do not share a vocabulary.
     ResourceError: too little memory to score the source.
     """
+    if embed := [path for path in models if ModelFile.open(path).metadata.config.pooling]:
+        if len(embed) < len(models):
+            raise InputError(f"{embed[0]} embeds texts and others continue them; compare files of the same model")
+        compare_vectors(models, against, text, window or WINDOW, limit, as_json, options)
+        return
+    if against.endswith(".edgeq"):
+        check_continues(ModelFile.open(Path(against)))
     files = [FileScorer(path, window, options) for path in models]
     source: Scorer
     if against.endswith(".edgeq"):
@@ -88,37 +100,6 @@ def compare(
     result = summarize(source.name, reference, scores, windows)
     result |= {"text": text, "text_sha256": corpus.digest(documents), "window": size}
     click.echo(json.dumps(result, indent=1) if as_json else table(result))
-
-
-def read_documents(text: str) -> list[str]:
-    """The text of a file, or held-out text of Python itself by the names code and docs.
-
-    InputError: it cannot be read.
-    """
-    if text == "code":
-        return corpus.evaluation_code()
-    if text == "docs":
-        return corpus.evaluation_docs()
-    try:
-        return [Path(text).read_text(encoding="utf-8")]
-    except UnicodeDecodeError:
-        raise InputError(f"{text}: not UTF-8 text; convert it to UTF-8") from None
-    except OSError as error:
-        raise InputError(f"{text}: cannot read it: {error.strerror}; pass a text file, code or docs") from None
-
-
-def cut(documents: Sequence[str], encode: Callable[[str], list[int]], size: int, limit: int) -> Windows:
-    """The first `limit` tokens of the documents one after another in windows [windows, size]; the rest is left out.
-
-    InputError: they are not enough for two.
-    """
-    tokens = [token for document in documents for token in encode(document)][:limit]
-    count = len(tokens) // size
-    if count < 2:
-        raise InputError(
-            f"the text has {len(tokens)} tokens, too few for two windows of {size}: pass more text or a smaller --window"
-        )
-    return np.array(tokens[: count * size], np.int64).reshape(count, size)
 
 
 def score(

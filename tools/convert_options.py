@@ -17,6 +17,7 @@ METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant
 TYPES = ("f32", "f16", "bf16")
 MASTERS = ("i8", "bf16")
 ACTIVATIONS = ("block", "token", "static", "modality")
+POOLINGS = ("last", "mean")
 COMPUTERS = ("auto", "cpu", "cuda", "mps")
 
 output = section("Output")
@@ -45,6 +46,12 @@ CONVERT_OPTIONS = decorated(
         metavar="DIR",
         type=click.Path(path_type=Path),
         help="Add a LoRA adapter, as PEFT saves it, to the weights before they are quantized.",
+    ),
+    quantization(
+        "--pooling",
+        type=OneOf(*POOLINGS),
+        help="SRC is an embedding model: the vector of a text is the state of its last token, or the mean of all.  [default: "
+        "what modules.json of sentence-transformers says]",
     ),
     quantization(
         "--method",

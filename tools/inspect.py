@@ -83,7 +83,7 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
             "all": overall_bits(metadata),
             "decoder": bits_per_weight(metadata, in_decoder),
             **({"vision": bits_per_weight(metadata, in_tower)} if metadata.config.vision else {}),
-            "head": bits_per_weight(metadata, lambda name: name == "head"),
+            **({"head": bits_per_weight(metadata, lambda name: name == "head")} if "head" in metadata.linears else {}),
         },
         "bytes_per_token": sizes,
         "kv": metadata.kv.name,
@@ -176,11 +176,15 @@ def show(facts: dict[str, Any]) -> None:
     size = f"{facts['bytes'] / 1e6:,.1f} MB, format {facts['version']}, {facts['segments']} segments"
     console.print(f"{escape(facts['file'])}  {size}")
     console.print(f"identity {facts['identity']}" + ("  every byte verified" if facts["verified"] else ""))
+    head = f"{'tied' if config['tie_word_embeddings'] else 'own'} head"
+    if config["pooling"]:
+        head = f"no head: embeds texts, {config['pooling']['kind']} pooling"
+        head += ", normalized" if config["pooling"]["normalize"] else ", not normalized"
     heads = f"{config['num_attention_heads']} heads of {config['head_dim']} ({config['num_key_value_heads']} key/value)"
     console.print(
         f"{escape(json.dumps(config['model_type']))}: {config['num_hidden_layers']} layers, hidden {config['hidden_size']}, "
         f"inner {config['intermediate_size']}, {heads}, vocabulary {config['vocab_size']}, "
-        f"{config['max_position_embeddings']} positions, {'tied' if config['tie_word_embeddings'] else 'own'} head"
+        f"{config['max_position_embeddings']} positions, {head}"
     )
     if config["vision"]:
         console.print(tower_line(config["vision"]))
@@ -204,8 +208,9 @@ def show(facts: dict[str, Any]) -> None:
     table.add_row("metadata, padding", "", "", "", f"{facts['other_bytes'] / 1e6:,.2f}", "")
     table.add_row("total", "", "", "", f"{facts['bytes'] / 1e6:,.2f}", "")
     console.print(table)
+    of_head = f", head {bits['head']:.3f}" if "head" in bits else ""
     tower = f", vision tower {bits['vision']:.3f}" if "vision" in bits else ""
-    console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}, head {bits['head']:.3f}{tower}")
+    console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}{of_head}{tower}")
     sizes = facts["bytes_per_token"]
     console.print(
         f"read per token: {sizes['weights'] / 1e6:,.2f} MB of layers, {sizes['head'] / 1e6:,.2f} MB of head, "

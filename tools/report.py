@@ -40,12 +40,14 @@ def in_tower(name: str) -> bool:
 
 
 def head_codec(metadata: Metadata) -> str:
-    return metadata.linears["head"].weights[0].codec.name
+    """The codec of the head; where the model embeds texts and has none, that of its embedding."""
+    table = metadata.linears.get("head") or metadata.linears.get("embedding")
+    return table.weights[0].codec.name if table else metadata.arrays["embedding"].dtype
 
 
 def codec_label(metadata: Metadata) -> str:
-    """The codec of most decoder weights and that of the head: "i4 g128 zero, head i8 g128"."""
-    return f"{decoder_codec(metadata)}, head {head_codec(metadata)}"
+    """The codec of most decoder weights and that of the head, or of the embedding: "i4 g128 zero, head i8 g128"."""
+    return f"{decoder_codec(metadata)}, {'head' if 'head' in metadata.linears else 'embedding'} {head_codec(metadata)}"
 
 
 def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:

@@ -21,6 +21,7 @@ from edgeq.errors import DeviceError, InputError
 from edgeq.image import Picture
 from edgeq.runtime import Generation, Model, Piece, Sampling
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
+from edgeq.runtime.embedding import check_continues
 from edgeq.runtime.pictures import MOST_TOKENS
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.runtime.stats import Measurement, Speculation
@@ -255,13 +256,17 @@ def read_template(chat_template: Path | None) -> str | None:
     return None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
 
 
-def load(model: Path, chat_template: str | None, options: dict[str, Any], sees: bool = False) -> Model:
-    """The model, loaded with those of `options` that Model.load takes; `sees`: with its vision tower compiled.
+def load(model: Path, chat_template: str | None, options: dict[str, Any], sees: bool = False, embeds: bool = False) -> Model:
+    """The model, loaded with those of `options` that Model.load takes; `sees`: with its vision tower compiled; `embeds`: it may
+    be one that embeds texts.
 
-    InputError: it has none.
+    InputError: it has no tower, or embeds texts.
     """
+    file = ModelFile.open(model)
+    if not embeds:
+        check_continues(file)
     if sees:
-        vision_of(ModelFile.open(model).metadata)
+        vision_of(file.metadata)
     cores = machine.cpu().cores
     most = max(options["threads"], options["threads_prefill"])
     if most > cores:

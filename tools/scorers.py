@@ -104,8 +104,11 @@ class CheckpointScorer:
     Errors: as `edgeq.converters.calibration.logits.Network.open`.  ModuleNotFoundError: torch is not installed.
     """
 
-    def __init__(self, source: str, threads: int = 0) -> None:
-        """`threads` of torch; 0: it chooses."""
+    def __init__(self, source: str, threads: int = 0, pooling: str | None = None) -> None:
+        """`threads` of torch; 0: it chooses.  `pooling`: the files that are compared with it embed texts so; None: they do not.
+
+        InputError: it does what they do not.
+        """
         quiet_libraries()
         # Before torch: edgeq.converters says how its threads wait.
         from edgeq.converters.calibration.logits import Network
@@ -115,7 +118,9 @@ class CheckpointScorer:
 
             torch.set_num_threads(threads)
         self._source = source
-        self.network = Network.open(source)
+        self.network = Network.open(source, pooling)
+        if self.network.config.pooling and pooling is None:
+            raise InputError(f"{source} embeds texts and the files continue them; compare each with its own source")
         self.name = Path(self.network.checkpoint.name).name
         self.vocab_size = self.network.config.vocab_size
         self.longest = self.network.config.max_position_embeddings
@@ -137,6 +142,13 @@ class CheckpointScorer:
             lambda: collected(self, windows, report),
             lambda: note(wait),
         )
+
+    def vectors(self, windows: Windows, report: Report) -> NDArray[np.float32]:
+        """Those of the windows, where it embeds texts, float32 [windows, hidden].  ResourceError: too little memory."""
+        from edgeq.converters.calibration.logits import pooled_vectors
+
+        self._check_memory(windows)
+        return pooled_vectors(self.network, windows, report)
 
     def _key(self, windows: Windows) -> dict[str, Any]:
         """Everything that the predictions depend on."""

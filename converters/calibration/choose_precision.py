@@ -6,6 +6,9 @@ On a little of the calibration text the quantized layers, as they lie in the unf
     head    the smallest of 4, 6 and 8 bits whose mean KL divergence from the unrounded head stays under MAX_HEAD_KL
     mode    a8 if it raises the perplexity by no more than MAX_A8_RISE; not measured where the method or the options fix it
 
+For a model that embeds texts, which has no head, the mode is a8 if the vectors of all beginnings of the rows then have a mean
+cosine distance of at most MAX_A8_DISTANCE from those of a16.
+
 Neither can be measured without text that the model was trained for; then the head has 8 bits and the mode is a16.
 """
 
@@ -35,6 +38,7 @@ from edgeq.records import Mode
 
 MAX_HEAD_KL = 0.005
 MAX_A8_RISE = 0.003
+MAX_A8_DISTANCE = 0.001
 ROWS = 4
 """Calibration rows, or samples, that are run, evenly spaced."""
 LOGIT_BYTES = 64 << 20
@@ -134,6 +138,40 @@ def choose(
     return PrecisionChoice(
         head, "a8" if rise[head] <= math.log1p(MAX_A8_RISE) else "a16", measured | {"a8_nll_rise": rise[head]}
     )
+
+
+@torch.no_grad()
+def choose_for_embedding(
+    method: Method,
+    tensors: Tensors,
+    forward: Callable[[], TokenForward],
+    stored: WholeReader,
+    codecs: Mapping[str, Codec],
+    on_share: Callable[[float], None] = lambda share: None,
+) -> PrecisionChoice:
+    """`choose` for a model that embeds texts; its embedding keeps the bits of the options."""
+    config, began = method.stored_config, forward()
+    head, tokens = method.options.head or 8, sum(each.numel() for each in began.tokens)
+    if method.mode:
+        return PrecisionChoice(head, method.mode, {"tokens": tokens})
+    assert config.pooling is not None
+    norm = last_norm(config, tensors)
+    exact, rounded = (
+        [beginnings(norm(states), config.pooling.kind) for states in _outputs(each, method, stored, given, share)]
+        for each, given, share in (
+            (began, None, lambda share: on_share(share / 2)),
+            (forward(), codecs, lambda share: on_share((1 + share) / 2)),
+        )
+    )
+    near = torch.cat([nn.functional.cosine_similarity(a, b, dim=-1).flatten() for a, b in zip(exact, rounded, strict=True)])
+    distance = float((1 - near.double()).mean())
+    mode: Mode = "a8" if distance <= MAX_A8_DISTANCE else "a16"
+    return PrecisionChoice(head, mode, {"tokens": tokens, "a8_cosine_distance": distance})
+
+
+def beginnings(states: Tensor, pooling: str) -> Tensor:
+    """The vector of every beginning of a row, from its states float32 [rows, tokens, hidden]; of the same shape."""
+    return states if pooling == "last" else states.cumsum(1) / torch.arange(1, states.shape[1] + 1)[:, None]
 
 
 def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:

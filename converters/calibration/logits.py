@@ -14,14 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from edgeq.config import ModelConfig
+from edgeq.converters.calibration.choose_precision import beginnings, last_norm
 from edgeq.converters.calibration.compute import BATCH_ROWS
 from edgeq.converters.calibration.forward import BlockForward, token_activations
-from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.download import HubAccess
-from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, Family
+from edgeq.converters.families import EMBEDDING, HEAD, Family
 from edgeq.converters.network import described, open_tensors
 from edgeq.converters.plan import BASELINE
+from edgeq.converters.sentence_transformers import embedding_settings
 from edgeq.converters.slabs import SLAB_BYTES, Tensors, slabs
 from edgeq.machine import available_bytes
 
@@ -43,10 +44,14 @@ class Network:
     config: ModelConfig
 
     @classmethod
-    def open(cls, source: str) -> Network:
-        """A folder or a hub id.  Errors: as `edgeq.converters.preflight.preflight` for what it says of the checkpoint."""
+    def open(cls, source: str, pooling: str | None = None) -> Network:
+        """A folder or a hub id; `pooling`: it embeds texts so, where it does not say that itself.
+
+        Errors: as `edgeq.converters.preflight.preflight` for what it says of the checkpoint.
+        """
         checkpoint = Checkpoint.open(source, HubAccess())
-        family, config = described(checkpoint)
+        embeds = embedding_settings(checkpoint, pooling)
+        family, config = described(checkpoint, embeds.pooling if embeds else None)
         open_tensors(checkpoint, family)
         return cls(checkpoint, family, config)
 
@@ -88,28 +93,52 @@ def stream_logits(
     CheckpointError: a weight is NaN or infinite, or a file changed while it was read.
     """
     config, name = network.config, network.checkpoint.name
-    tensors = tensors or network.checkpoint
-    layers = config.num_hidden_layers
-    weights = sum(math.prod(shape) for _, shape in network.family.layer_parts(0).values())
+    tensors, layers, weights = tensors or network.checkpoint, config.num_hidden_layers, _layer_weights(network)
     total = layers * weights + config.vocab_size * config.hidden_size
-    forward = BlockForward(network.checkpoint, network.family, config, torch.from_numpy(tokens), tensors)
-    for index in range(layers):
-        on_progress(index * weights, total, f"{name}: layer {index + 1} of {layers}")
-        layer = forward.load(index)
-        forward.advance(index, layer)
-        forward.unload(layer)
-    norm = Norm(config, config.hidden_size, config.layer_norm)
-    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
-    norm.load_state_dict({part: torch.from_numpy(tensors.whole(tensor)) for part, tensor in names.items()})
+    states = _states(network, tokens, tensors, lambda done, label: on_progress(done, total, label))
     windows, predicted = tokens.shape[0], tokens.shape[1] - 1
-    for window in forward.hidden:
-        window.copy_(norm(window))
     entry = 0
     for rows in slabs(((network.head, config.vocab_size),), config.hidden_size, tensors.rows):
         on_progress(layers * weights + entry * config.hidden_size, total, f"{name}: head")
         weight = torch.from_numpy(rows)
         for window in range(windows):
             for start in range(0, predicted, POSITIONS):
-                inputs = forward.hidden[window, start : min(start + POSITIONS, predicted)]
+                inputs = states[window, start : min(start + POSITIONS, predicted)]
                 collect(window * predicted + start, entry, (inputs @ weight.T).numpy())
         entry += len(rows)
+
+
+@torch.no_grad()
+def pooled_vectors(
+    network: Network, tokens: NDArray[np.int64], on_progress: Callable[[float, float, str], None]
+) -> NDArray[np.float32]:
+    """Vectors of windows of tokens [windows, length] by a model that embeds texts, float32 [windows, hidden], not normalized.
+
+    Arguments and errors are those of `stream_logits`.
+    """
+    assert network.config.pooling is not None
+    total = network.config.num_hidden_layers * _layer_weights(network)
+    states = _states(network, tokens, network.checkpoint, lambda done, label: on_progress(done, total, label))
+    found: NDArray[np.float32] = beginnings(states, network.config.pooling.kind)[:, -1].numpy()
+    return found
+
+
+def _layer_weights(network: Network) -> int:
+    return sum(math.prod(shape) for _, shape in network.family.layer_parts(0).values())
+
+
+def _states(
+    network: Network, tokens: NDArray[np.int64], tensors: Tensors, on_layer: Callable[[float, str], None]
+) -> torch.Tensor:
+    """What comes out of the last norm, float32 [windows, length, hidden]; `on_layer` takes weights done, and a label."""
+    config, name, layers = network.config, network.checkpoint.name, network.config.num_hidden_layers
+    forward = BlockForward(network.checkpoint, network.family, config, torch.from_numpy(tokens), tensors)
+    for index in range(layers):
+        on_layer(index * _layer_weights(network), f"{name}: layer {index + 1} of {layers}")
+        layer = forward.load(index)
+        forward.advance(index, layer)
+        forward.unload(layer)
+    norm = last_norm(config, tensors)
+    for window in forward.hidden:
+        window.copy_(norm(window))
+    return forward.hidden

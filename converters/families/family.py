@@ -209,7 +209,7 @@ class Family:
             shapes[NORM_BIAS] = (hidden,)
         if config.rope.kind == "learned":
             shapes[POSITIONS] = (config.max_position_embeddings, hidden)
-        if not config.tie_word_embeddings:
+        if not config.tie_word_embeddings and config.pooling is None:
             shapes[HEAD] = (config.vocab_size, hidden)
         for layer in layers:
             shapes.update(layer)

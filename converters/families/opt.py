@@ -67,7 +67,7 @@ def opt_sources(config: ModelConfig) -> dict[str, TensorSource]:
             f"{decoder}embed_positions.weight", positions, (config.max_position_embeddings, hidden), FIRST_POSITION
         ),
     }
-    if not config.tie_word_embeddings:
+    if not config.tie_word_embeddings and config.pooling is None:
         sources[HEAD] = TensorSource(HEAD, table, table)
     norm = NORM.removesuffix("weight")
     sizes = {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}

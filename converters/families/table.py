@@ -18,6 +18,7 @@ from edgeq.converters.families.qwen_vl import QWEN_VL_FAMILIES
 from edgeq.converters.families.smollm import SMOLLM_FAMILIES
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
 from edgeq.image_config import ImageConfig
+from edgeq.pooling import Pooling
 from edgeq.stack import LIMITS
 
 TEXT_FAMILIES = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)
@@ -35,12 +36,22 @@ RELATED = {
     "LlavaMistralForCausalLM": "does not carry its vision tower; convert the llava-hf checkpoint of the same model",
 }
 """Architectures close to one that is supported: why not, and what to do."""
+CONTINUES, STATES = "ForCausalLM", "Model"
+"""Ends of the names of an architecture with its head, and without."""
+ONE_DIRECTION: dict[str, tuple[Any, ...]] = {
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "bidirectional": (None, False),
+    "is_bidirectional": (None, False),
+}
+"""Keys of checkpoints whose tokens see those after them -> values with which they do not."""
 
 
-def recognise(hf: Values, preprocessor: Values | None = None) -> tuple[Family, ModelConfig]:
+def recognise(hf: Values, preprocessor: Values | None = None, pooling: Pooling | None = None) -> tuple[Family, ModelConfig]:
     """The family of a config.json and the network it describes.
 
     preprocessor   the checkpoint's preprocessor_config.json, which a model with a vision tower needs
+    pooling        it embeds texts so, and its head, if it has one, is not used
 
     UnsupportedError: names the key, what was found and what is supported.  CheckpointError: a key missing or out of range, or a
     checkpoint that is already quantized.
@@ -55,12 +66,22 @@ def recognise(hf: Values, preprocessor: Values | None = None) -> tuple[Family, M
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if isinstance(name, str) and name in RELATED:
         raise UnsupportedError(f"config.json: architectures is {architectures!r:.200}: {name} {RELATED[name]}")
+    if isinstance(name, str) and name not in FAMILIES and (headed := name.removesuffix(STATES) + CONTINUES) in FAMILIES:
+        if pooling is None:
+            raise UnsupportedError(
+                f"config.json: architectures is {architectures!r:.200}: {name} has no head, and the folder no modules.json, "
+                "which says how an embedding model makes one vector of a text; give --pooling last or --pooling mean, as "
+                "its authors say"
+            )
+        name = headed
     if not isinstance(name, str) or name not in FAMILIES:
         raise UnsupportedError(
             f"config.json: architectures is {architectures!r} (model_type {hf.get('model_type')!r}); "
             f"supported: {', '.join(FAMILIES)}"
         )
     description, vision = FAMILIES[name], None
+    if pooling is not None:
+        _check_embedding(hf)
     if description.variants is not None:
         with _named("config.json"):
             description = description.variants(hf)
@@ -74,7 +95,7 @@ def recognise(hf: Values, preprocessor: Values | None = None) -> tuple[Family, M
             vision = VisionConfig(**settings, image=image, image_token_id=token)
     with _named("config.json"):
         _check_neutral(description, values)
-        config = _model_config(description, values, vision)
+        config = _model_config(description, values, vision, pooling)
     return Family(description, config), config
 
 
@@ -133,7 +154,25 @@ def _object(values: Values, key: str) -> Values:
     return found
 
 
-def _model_config(description: FamilyDescription, values: Values, vision: VisionConfig | None = None) -> ModelConfig:
+def _check_embedding(values: Values) -> None:
+    """UnsupportedError: states of texts are computed by code of the checkpoint's own, or tokens see those after them."""
+    own = values.get("auto_map")
+    if isinstance(own, dict) and "AutoModel" in own:
+        raise UnsupportedError(
+            f"config.json: auto_map: AutoModel is {str(own['AutoModel'])[:80]!r}, code of the checkpoint's own, which edgeq "
+            "does not run; supported: embedding models that transformers runs itself"
+        )
+    for key, neutral in ONE_DIRECTION.items():
+        if values.get(key) not in neutral:
+            raise UnsupportedError(
+                f"config.json: {key} is {values[key]!r:.40}: tokens see those after them; supported: decoders, whose tokens "
+                "see those before them"
+            )
+
+
+def _model_config(
+    description: FamilyDescription, values: Values, vision: VisionConfig | None, pooling: Pooling | None
+) -> ModelConfig:
     def value(key: str) -> Any:
         return values[description.keys.get(key, key)]
 
@@ -146,9 +185,10 @@ def _model_config(description: FamilyDescription, values: Values, vision: Vision
     return ModelConfig(
         model_type=str(values.get("model_type")),
         max_position_embeddings=values["max_position_embeddings"],
-        tie_word_embeddings=values["tie_word_embeddings"],
+        tie_word_embeddings=values["tie_word_embeddings"] if pooling is None else False,
         sliding_windows=description.windows(values, values["num_hidden_layers"]),
         **{key: value(key) for key in (*sizes, "hidden_act")},
         vision=vision,
+        pooling=pooling,
         **description.settings(values),
     )

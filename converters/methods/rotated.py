@@ -43,6 +43,7 @@ def generator(seed: int) -> torch.Generator:
 class Rotated(Method):
     """Base of the rotated methods: weights symmetric, a scale per row and block, ranges by QuaRot's search."""
 
+    pools = False
     passes = 10
     effort = 80
 

@@ -35,6 +35,7 @@ ITERATIONS = 4
 
 class Ttq(Method):
     name = "ttq"
+    pools = False
     keeps_channels = True
     effort = 4
 

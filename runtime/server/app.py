@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,10 +21,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from edgeq.runtime.embedding_scheduler import EmbeddingScheduler
 from edgeq.runtime.job import Job, Update
 from edgeq.runtime.model import Model
+from edgeq.runtime.prompt_store import PromptStore
 from edgeq.runtime.scheduler import Scheduler
 from edgeq.runtime.server.answers import Answer, Shape
+from edgeq.runtime.server.embeddings import Embedding, Embeddings, refuse_texts, refuse_vectors, scheduler_of
 from edgeq.runtime.server.errors import ApiError, of_exception
 from edgeq.runtime.server.fields import Chat, Completion, Drawing, decoded, fields, named
 from edgeq.runtime.server.gauges import gauges_of, tokens_of
@@ -38,6 +41,7 @@ from edgeq.runtime.server.responses import Responses, responses_job
 from edgeq.runtime.server.settings import Settings, speculator_of
 from edgeq.runtime.server.told import Told
 from edgeq.runtime.server.watch import watch
+from edgeq.runtime.stats import Speculation
 from edgeq.version import __version__
 
 BODY_SECONDS = 30
@@ -58,7 +62,7 @@ PAGE_HEADERS = {
 }
 _log = logging.getLogger("edgeq.server")
 T = TypeVar("T")
-F = TypeVar("F", bound=Counted | Drawing | Responses)
+F = TypeVar("F", bound=Counted | Drawing | Responses | Embeddings)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -75,20 +79,18 @@ class Server:
 
     def __init__(self, model: Model, settings: Settings, cache_pages: int | None, on_failure: Callable[[], None]) -> None:
         self.model, self.settings, self.metrics = model, settings, Metrics()
-        folder, most = settings.prompt_cache, settings.prompt_cache_bytes
-        self.store = model.prompt_store(folder, most) if folder and settings.share_prefixes else None
-        speculator = speculator_of(model, settings)
-        self._drafts = speculator.statistics
-        self.scheduler = Scheduler(
-            model,
-            settings.seats,
-            queue=settings.queue,
-            step_seconds=settings.step_seconds,
-            pages=cache_pages,
-            shares_prefixes=settings.share_prefixes,
-            speculator=speculator,
-            store=self.store,
-        )
+        self.store, self._drafts = cast("PromptStore | None", None), Speculation()
+        if model.config.pooling:
+            self.scheduler: Scheduler | EmbeddingScheduler = scheduler_of(model, settings, cache_pages)
+        else:
+            folder, most = settings.prompt_cache, settings.prompt_cache_bytes
+            self.store = model.prompt_store(folder, most) if folder and settings.share_prefixes else None
+            speculator = speculator_of(model, settings)
+            self._drafts = speculator.statistics
+            self.scheduler = Scheduler(
+                model, settings.seats, queue=settings.queue, step_seconds=settings.step_seconds, pages=cache_pages,
+                shares_prefixes=settings.share_prefixes, speculator=speculator, store=self.store,
+            )  # fmt: skip
         self._on_failure, self._created = on_failure, int(time.time())
         self._pool = ThreadPoolExecutor(2, "edgeq-reader")
         self._body_bytes = 0  # of all bodies that are not read yet
@@ -111,22 +113,31 @@ class Server:
 
     def app(self) -> ASGIApp:
         api: dict[str, tuple[Handler, list[str]]] = {
-            "/chat/completions": (self._chat, ["POST"]),
-            "/completions": (self._completions, ["POST"]),
-            "/responses": (self._responses, ["POST"]),
+            "/chat/completions": (self._continuing(self._chat), ["POST"]),
+            "/completions": (self._continuing(self._completions), ["POST"]),
+            "/responses": (self._continuing(self._responses), ["POST"]),
             "/embeddings": (self._embeddings, ["POST"]),
-            "/messages": (self._messages, ["POST"]),
-            "/messages/count_tokens": (self._count_tokens, ["POST"]),
+            "/messages": (self._continuing(self._messages), ["POST"]),
+            "/messages/count_tokens": (self._continuing(self._count_tokens), ["POST"]),
             "/models": (self._models, ["GET"]),
             "/models/{name:path}": (self._one_model, ["GET"]),
         }
         routes = {prefix + path: route for path, route in api.items() for prefix in ("/v1", "")}
         routes |= {"/health": (self._health, ["GET"]), "/metrics": (self._metrics, ["GET"])}
         routes |= {"/api/{rest:path}": (self._ollama, ["GET", "POST", "PUT", "DELETE"])}
-        if self.settings.page:
+        if self.settings.page and not self.model.config.pooling:
             routes["/"] = (self._page, ["GET"])
         named = [Route(path, self._route(path, handler), methods=methods) for path, (handler, methods) in routes.items()]
         return Guard(Starlette(routes=named, exception_handlers={HTTPException: _no_route}), self.settings, self.metrics)
+
+    def _continuing(self, handler: Handler) -> Handler:
+        """A handler that models have which continue texts."""
+
+        async def run(request: Request) -> Response:
+            refuse_vectors(self.model)
+            return await handler(request)
+
+        return run
 
     def _route(self, path: str, handler: Handler) -> Handler:
         async def run(request: Request) -> Response:
@@ -346,12 +357,12 @@ class Server:
         return Response(PAGE.read_bytes(), headers=PAGE_HEADERS, media_type="text/html; charset=utf-8")
 
     async def _embeddings(self, request: Request) -> Response:
-        # States of a model that was trained to continue texts are bad vectors that look good.
-        raise ApiError(
-            404,
-            "unsupported_endpoint",
-            "this model continues texts; embeddings need one that was trained for them, and edgeq does not convert those yet",
-        )
+        refuse_texts(self.model)
+        asked = await self.read(request, Embeddings, lambda fields, who: Embedding(self.model, fields, who))
+        updates, title = self.merged(self.submit(asked.jobs)), self.settings.title(None)
+        await self.collected(request, updates, lambda first, update: asked.take(first, update.vector))
+        body = await asyncio.get_running_loop().run_in_executor(self._pool, asked.body, title)
+        return Response(body, 200, _ignored(request), "application/json")
 
     async def _ollama(self, request: Request) -> Response:
         raise ApiError(

@@ -53,8 +53,12 @@ def warm(model: Model) -> None:
     # It goes through the vocabulary.
     model.text.longest_token  # noqa: B018
     model.template  # noqa: B018
-    tokens = [1 + i % (model.config.vocab_size - 1) for i in range(min(WARM_TOKENS, model.context - 2))]
+    context = model.context if model.config.pooling else model.context - 2
+    tokens = [1 + i % (model.config.vocab_size - 1) for i in range(min(WARM_TOKENS, context))]
     for _ in range(2):
+        if model.config.pooling:
+            model.embed([tokens])
+            continue
         model.generate(tokens, max_tokens=2, sampling=Sampling(), ignore_eos=True).text()
     machine.release_freed_memory()
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from edgeq.container import ModelFile
+from edgeq.converters.convert import convert
+from edgeq.converters.options import ConvertOptions
 from edgeq.records import KvCodec, Mode
 from edgeq.runtime.decoder import decoder
 from edgeq.targets import load
@@ -17,6 +19,7 @@ from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.target import Options
 from tests.cuda.comparing import read
 from tests.cuda.emulated import EmulatedDevice
+from tests.embedding_checkpoints import embedding_checkpoint
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -45,6 +48,15 @@ def test_a_model_of_every_family(family: str, model_path: Callable[..., Path]) -
     assert error <= LARGEST_ERROR
     for cuts in ((1, 17, 52),):
         assert np.array_equal(logits(CudaTarget(EmulatedDevice()), file, LENGTH, "a16", f16, cuts), found)
+
+
+def test_the_states_of_a_model_that_embeds_texts(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = embedding_checkpoint(checkpoint("qwen3", initializer_range=0.05), tmp_path / "source", "mean")
+    options = ConvertOptions(method="rtn", bits=4, group_size=32)
+    file = convert(str(source), tmp_path / "embeds.edgeq", options, lambda *_: None)
+    wanted, found = (logits(t, file, 20, "a16", KvCodec()) for t in (load("reference"), CudaTarget(EmulatedDevice())))
+    assert found.shape == (20, file.metadata.config.hidden_size)
+    assert np.abs(found - wanted).max() <= 1e-3 * np.abs(wanted).max()
 
 
 def test_an_untied_embedding_and_a_head_of_floats(model_path: Callable[..., Path]) -> None:

@@ -12,6 +12,7 @@ from edgeq.config import ModelConfig, VisionConfig
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.image_config import ImageConfig
 from edgeq.manifest import array_shapes, fused_shapes, layer_contents
+from edgeq.pooling import Pooling
 from edgeq.rope import Rope, frequencies, picture_positions, rotation
 
 PLAIN = ModelConfig(
@@ -71,6 +72,7 @@ LLAVA = replace(PLAIN, vision=CLIP_TOWER)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
+EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
 
 
@@ -80,6 +82,7 @@ WRITTEN = [
     SMOLLM,
     OPT,
     EXPERTS,
+    EMBEDS,
     replace(PLAIN, rope=LONG),
     replace(PLAIN, gated_mlp=False),
     QWEN_VL,
@@ -106,6 +109,8 @@ def test_a_file_from_before_these_keys_is_still_read() -> None:
 def test_a_key_for_few_files_is_not_in_the_others() -> None:
     assert "layers_without_rope" not in json.loads(PLAIN.to_json())
     assert json.loads(SMOLLM.to_json())["layers_without_rope"] == [1]
+    assert "pooling" not in json.loads(PLAIN.to_json())
+    assert json.loads(EMBEDS.to_json())["pooling"] == {"kind": "mean", "normalize": True}
 
 
 def test_layers_rotate_by_kind_and_by_list() -> None:
@@ -114,6 +119,18 @@ def test_layers_rotate_by_kind_and_by_list() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "pooling and a tied head": ({"pooling": {"kind": "last", "normalize": True}}, FormatError, "no head to tie"),
+    "pooling as text": ({"pooling": "last"}, FormatError, "config pooling is not a JSON object"),
+    "half a pooling": ({"pooling": {"kind": "last"}}, FormatError, "config pooling lacks normalize"),
+    "a pooling of no kind": ({"pooling": {"kind": "cls", "normalize": True}}, UnsupportedError, "pooling 'cls'.*last, mean"),
+    "a pooling that is a list": ({"pooling": {"kind": ["last"], "normalize": True}}, UnsupportedError, "is not supported"),
+    "a pooling that is huge": ({"pooling": {"kind": "x" * 9999, "normalize": True}}, UnsupportedError, "pooling 'x{40}'"),
+    "a number to normalize": ({"pooling": {"kind": "last", "normalize": 1}}, FormatError, "pooling normalize is 1"),
+    "a pooling of a newer version": (
+        {"pooling": {"kind": "last", "normalize": True, "heads": 2}},
+        UnsupportedError,
+        "config pooling has unknown keys heads",
+    ),
     "a number for a switch": ({"layer_norm": 1}, FormatError, "layer_norm is 1"),
     "no factor": ({"embedding_multiplier": 0}, FormatError, "embedding_multiplier"),
     "not a number": ({"query_pre_attn_scalar": "64"}, FormatError, "query_pre_attn_scalar"),
@@ -229,6 +246,11 @@ def test_a_tower_of_an_older_file_keeps_its_bytes() -> None:
     newer = {"position_rows", "interpolated", "class_row", "class_feature", "pre_norm", "tap_layers"}
     assert not newer & set(json.loads(QWEN_VL.to_json())["vision"])
     assert newer - {"class_feature"} <= {*json.loads(LLAVA.to_json())["vision"], *json.loads(TAPPED.to_json())["vision"]}
+
+
+def test_pooling_beside_a_tower_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="pooling beside a vision tower"):
+        replace(LLAVA, tie_word_embeddings=False, pooling=Pooling("last", True))
 
 
 def test_sections_of_a_text_model_are_refused() -> None:

@@ -250,6 +250,16 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "a name that is a list": (config(model_type=["llama"]), FormatError, "model_type"),
     "other sizes than the layers'": (config(intermediate_size=64), FormatError, "gate_up is 96 x 32; .* implies 128 x 32"),
     "heads that do not divide": (config(num_attention_heads=3, num_key_value_heads=2), FormatError, "multiple of"),
+    "a head of what embeds": (
+        config(tie_word_embeddings=False, pooling={"kind": "last", "normalize": True}),
+        FormatError,
+        r"linear layers do not match its configuration: missing \[\], unexpected \['head'\]",
+    ),
+    "pooling by an unknown name": (
+        config(tie_word_embeddings=False, pooling={"kind": "max", "normalize": True}),
+        UnsupportedError,
+        "pooling 'max' is not supported; supported: last, mean",
+    ),
     "an unknown key": (config(experts=8), UnsupportedError, "unknown keys experts"),
     "an unknown rope key": (config(rope={"beta": 1}), UnsupportedError, "unknown keys beta"),
     "an unknown rope kind": (config(rope={"kind": "yarn"}), UnsupportedError, "rope kind 'yarn'"),

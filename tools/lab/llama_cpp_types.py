@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from edgeq.errors import InputError
 from edgeq.tools import corpus
-from edgeq.tools.compare import cut, read_documents, score, summarize
+from edgeq.tools.compare import score, summarize
 from edgeq.tools.entry import Command
 from edgeq.tools.lab.peers.for_llama_cpp import PARTS, finish, interleaved, new_file
 from edgeq.tools.predictions import Collect, Predictions
 from edgeq.tools.scorers import CheckpointScorer, Windows, collected
 from edgeq.tools.terminal import Report, progress
+from edgeq.tools.windows import cut, read_documents
 
 if TYPE_CHECKING:
     from edgeq.converters.calibration.logits import Network

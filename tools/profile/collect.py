@@ -15,6 +15,7 @@ from edgeq.container import ModelFile
 from edgeq.errors import InputError
 from edgeq.runtime import Model
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
+from edgeq.runtime.embedding import check_continues
 from edgeq.runtime.stats import LONGEST_DRAFT
 from edgeq.tools import conditions
 from edgeq.tools.bench import WARM_UP_TOKENS, Test, with_bandwidth
@@ -133,6 +134,7 @@ def collect(plan: Plan, report: Report, on_round: Callable[[Profile], None] = la
     InputError: a test that the model does not take.  ResourceError: it does not fit in memory.
     """
     file = ModelFile.open(plan.path)
+    check_continues(file)
     found = Profile(plan, context_of(plan.tests, file.metadata.config.max_position_embeddings))
     images = any(isinstance(test, Picture) for test in plan.tests)
     try:

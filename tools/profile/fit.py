@@ -15,6 +15,7 @@ from edgeq.devices import Device, device, needed
 from edgeq.errors import InputError
 from edgeq.records import KvCodec, KvKind
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
+from edgeq.runtime.embedding import check_continues
 from edgeq.targets.rows import PAGE
 from edgeq.tools.decode_speed import this_machine_with
 from edgeq.tools.profile.options import THIS_MACHINE
@@ -69,6 +70,7 @@ def fit(model: Path, board: str, context: int | None, speed: float | None, kv: s
     InputError: a context that the model does not take.
     """
     file = ModelFile.open(model)
+    check_continues(file)
     target = this_machine_with(file) if board == THIS_MACHINE else device(board)
     found = fitted(file, target, context, speed, kv)
     click.echo(json.dumps(asdict(found), indent=1) if as_json else text(found, file, target))

@@ -16,9 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from edgeq.converters.convert import convert
+from edgeq.converters.options import ConvertOptions
 from edgeq.runtime import Model
+from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
@@ -67,6 +71,25 @@ def test_langchain(served: Served) -> None:
     assert found["json_schema"] and found["function_calling"] and found["responses"] == [True, True]
     assert found["refused"] == REFUSED
     assert served.idle(), "a client that left still has its text"
+
+
+def test_embeddings_of_langchain(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("embeds")
+    source = embedding_checkpoint(checkpoint("qwen3"), folder / "source", "last", ends=True, prompts=PROMPTS)
+    convert(str(source), folder / "tiny.edgeq", ConvertOptions(bits=8), lambda *_: None)
+    model = Model.load(folder / "tiny.edgeq", threads=1, threads_prefill=1)
+    with serving(model, names=("tiny",)) as served:
+        found = script("embeddings_of_langchain.py", served)
+        assert served.idle()
+    wanted = model.embed(["How tall is it?", "b"])
+    for given, expected in (
+        (found["documents"], wanted),
+        ([found["query"]], wanted[:1]),
+        ([found["short"]], model.embed("How tall is it?", dimensions=16)),
+        ([found["tokens"]], model.embed([[5, 6, 7]])),
+    ):
+        assert np.array_equal(np.array(given, np.float32), expected)
+    assert found["refused"] == [400, "invalid_value"]
 
 
 def test_litellm(served: Served) -> None:
