@@ -370,7 +370,7 @@ class Model:
         tool_choice  "auto", "required", "none", or {"type": "function", "function": {"name": ...}} for one that is called
         parallel_tool_calls  an answer may have several calls, where the model's format has them
         thinking_budget  tokens that may be thought before the answer, which alone is held to formats and tools; None: any
-                 number, but half of `max_tokens` where it is held to one.  Generation.thoughts has them as text
+                 number, but half of the tokens that may come where it is held to one.  Generation.thoughts has them
 
         UnsupportedError: the file has no chat template, or it has no format for calls that is known here.
         """
@@ -393,7 +393,7 @@ class Model:
         speculator = self.speculator(request.draft, request.gamma)
         drafted = speculator.statistics if speculator else Speculation()
         measurement = Measurement.of(prompt, self.load_s, self.weight_bytes, self.position_bytes, drafted)
-        sampler = request.sampler(request.sampling or Sampling.recommended(self), self.text, len(prompt.tokens))
+        sampler = request.sampler(request.sampling or Sampling.recommended(self), self.text, len(prompt.tokens), self.context)
         stream = Stream(session or self.session(), sampler, list(prompt.tokens), top=request.logprobs)
         step, ending = speculator.step if speculator else decode_step, request.ending(self.text)
         calls, read = request.reader(self.text, prompt.tokens, sampler.sampling), self.config.positions_read
