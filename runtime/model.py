@@ -384,7 +384,7 @@ class Model:
         tool_choice  "auto", "required", "none", or {"type": "function", "function": {"name": ...}} for one that is called
         parallel_tool_calls  an answer may have several calls, where the model's format has them
         thinking_budget  tokens that may be thought before the answer, which alone is held to formats and tools; None: any
-                 number, but half of `max_tokens` where it is held to one.  Generation.thoughts has them as text
+                 number, but half of the tokens that may come where it is held to one.  Generation.thoughts has them
 
         UnsupportedError: the file has no chat template, or it has no format for calls that is known here.
         """

@@ -7,13 +7,15 @@
     384   pictures among them, 36 bytes each: first token in the page u32 | tokens in earlier pages u32
             | frames, rows, columns of tokens u32 | digest 16
     ...   the page, as the target holds it
-    ...   SHA-256 of everything before
+    ...   XXH3-128 of everything before, big endian
 
 Earlier pages are there by their digest (prefix_tree.py), so that a file at the end of a long text is as long as one at its
 beginning.  A reader knows all but the page before it opens a file, and compares it byte for byte: nothing is taken for a size.
 
-Versions 1 and 2 had all earlier tokens in each file, version 3 had BLAKE2b-128 at the end, for which no processor has
-instructions.  Files of other versions have other names, so that nothing looks for them; they go as the longest unused.
+The hash at the end finds damage.  Who can write to the folder can write the right one, of any kind that has no key.
+
+Versions 1 and 2 had all earlier tokens in each file, 3 and 4 a cryptographic hash at the end, which took as long as
+all the rest.  Files of other versions have other names, so that nothing looks for them; they go as the longest unused.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ import stat
 import struct
 from pathlib import Path
 
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
 from edgeq.errors import FormatError
 from edgeq.runtime.prefix_tree import Key, digest_of
 from edgeq.runtime.session_file import Origin
 from edgeq.whole_file import no_follow
 
 MAGIC = b"edgeqp\r\n"
-VERSION = 4
-DIGEST_BYTES = 32
+VERSION = 5
+DIGEST_BYTES = 16
 _HEADER = struct.Struct("<8sII16s16s32sI44s")
 _PICTURE = struct.Struct("<5I16s")
 
@@ -59,13 +65,13 @@ def contents(head: bytes, page: bytes) -> list[bytes]:
     return [head, page, digest(head, page)]
 
 
-def digest(head: bytes, page: bytes | bytearray) -> bytes:
-    total = hashlib.sha256(head)
+def digest(head: bytes, page: bytes | memoryview) -> bytes:
+    total = xxhash.xxh3_128(head)
     total.update(page)
     return total.digest()
 
 
-def read_into(page: bytearray, path: Path, head: bytes) -> bool:
+def read_into(page: NDArray[np.uint8], path: Path, head: bytes) -> bool:
     """Read the page of a file that begins with `head`; False: there is no such file.
 
     FormatError: others may write to it, or it is not what was written.  OSError: it cannot be read.
@@ -77,10 +83,10 @@ def read_into(page: bytearray, path: Path, head: bytes) -> bool:
                 raise FormatError("it is not this user's alone")
             if found.st_size != size_of(head, len(page)):
                 raise FormatError("it has another size")
-            parts = file.read(len(head)), file.readinto(page), file.read(DIGEST_BYTES + 1)
+            parts = file.read(len(head)), file.readinto(page.data), file.read(DIGEST_BYTES + 1)
     except FileNotFoundError:
         return False
-    if parts != (head, len(page), digest(head, page)):
+    if parts != (head, len(page), digest(head, page.data)):
         raise FormatError("it is damaged")
     return True
 

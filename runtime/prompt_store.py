@@ -26,6 +26,9 @@ from pathlib import Path
 from threading import Condition, Lock, Thread
 from time import monotonic
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeq.errors import EdgeqError, FormatError, InputError
 from edgeq.least_recently_used import remove_least_recently_used
 from edgeq.runtime.cache import in_turn
@@ -98,13 +101,13 @@ class PromptStore:
         # Instruction sets add up in other orders, and another version may compute other bits.
         self._origin = Origin(origin.identity, (*origin.details, getattr(program, "isa", ""), f"edgeq {__version__}"))
         self._save_page, self._load_page = in_turn(lock, program.save_page), in_turn(lock, program.load_page)
-        self._most, self._page_bytes = most_bytes, len(self._save_page(in_turn(lock, program.new_page)()))
+        self._most, self._page_memory, self._page_bytes = most_bytes, program.page_memory, len(program.page_memory())
         prepare_folder(folder)
         self._remove_unfinished()
         self.bytes = sum(each.size for each in stored(folder))
         self._waiting, self._writing, self._wake = deque[deque[Kept]](), deque[Kept](), Condition()
         self._closing, self._busy, self._saving, self._paused = False, False, False, 0.0
-        self._readers = Readers[bytearray | None](READERS, "edgeq-prompt-reader")
+        self._readers = Readers[NDArray[np.uint8] | None](READERS, "edgeq-prompt-reader")
         self._thread = Thread(target=self._run, name="edgeq-prompt-store", daemon=True)
         self._thread.start()
 
@@ -114,11 +117,11 @@ class PromptStore:
 
         The next ones are read and checked by other threads meanwhile.
         """
-        left, coming, buffers = iter(keys), deque[tuple[Key, Path, Future[bytearray | None]]](), deque[bytearray]()
+        left, coming = iter(keys), deque[tuple[Key, Path, Future[NDArray[np.uint8] | None]]]()
         while True:
             while len(coming) < AHEAD and (key := next(left, None)):
                 path, head = self._path(before, key), head_of(self._origin, before, key, self._page_bytes)
-                coming.append((key, path, self._readers.submit(partial(self._read, path, head, buffers))))
+                coming.append((key, path, self._readers.submit(partial(self._read, path, head))))
                 before = digest_of(before, key)
             if not coming:
                 return
@@ -134,17 +137,13 @@ class PromptStore:
                 return
             except (OSError, FormatError) as error:
                 return self._discard(path, error)
-            buffers.append(data)
             index += 1
             yield key, page
 
-    def _read(self, path: Path, head: bytes, buffers: deque[bytearray]) -> bytearray | None:
-        """What `read_into` reads, in one of `buffers`: memory that was just read to is faster than new one."""
-        try:
-            buffer = buffers.popleft()
-        except IndexError:
-            buffer = bytearray(self._page_bytes)
-        return buffer if read_into(buffer, path, head) else None
+    def _read(self, path: Path, head: bytes) -> NDArray[np.uint8] | None:
+        """What `read_into` reads, in memory that the page keeps: a copy takes longer than to read it."""
+        memory = self._page_memory()
+        return memory if read_into(memory, path, head) else None
 
     def put(self, root: bytes, path: Sequence[Node]) -> None:
         """Write the pages of a text, the first of which comes after `root`, soon; but not if it is short, or too many wait."""

@@ -85,22 +85,23 @@ class Request:
         """All tokens that end the text."""
         return frozenset(self.stop_tokens) | (frozenset() if self.ignore_eos else text.eos)
 
-    @property
-    def thinking_budget(self) -> int | None:
-        """Tokens of its thinking; None: any number.  Where an answer has to follow, half of all are kept for it."""
+    def thinking_budget(self, room: int) -> int | None:
+        """Tokens of its thinking; None: any number.  Where an answer has to follow, half of all that may come, and have
+        `room` in the context, are kept for it.
+        """
         given = self.thinking.budget if self.thinking else None
-        return self.max_tokens // 2 if given is None and self.constraint else given
+        return min(self.max_tokens, room) // 2 if given is None and self.constraint else given
 
     def ending(self, text: Text) -> Ending:
         stops = self.stops(text)
         return Ending(text, self.max_tokens, self.stop, stop_tokens=stops, min_tokens=self.min_tokens, thinking=self.thinking)
 
-    def sampler(self, sampling: Sampling, text: Text, prompt: int, sample: int = 0) -> Sampler:
-        """A sampler for a text after `prompt` tokens; `sample`: which of several texts of that prompt."""
+    def sampler(self, sampling: Sampling, text: Text, prompt: int, context: int, sample: int = 0) -> Sampler:
+        """A sampler for a text after `prompt` tokens of `context`; `sample`: which of several texts of that prompt."""
         stops = self.stops(text)
         matcher: Matcher | AfterThinking | None = None
         if self.thinking:
-            matcher = self.thinking.within(self.thinking_budget).matcher(prompt, stops, self.constraint)
+            matcher = self.thinking.within(self.thinking_budget(context - prompt)).matcher(prompt, stops, self.constraint)
         elif self.constraint:
             matcher = self.constraint.begin(prompt, stops)
         return Sampler(sampling, Rules(prompt, self.min_tokens, stops, tuple(self.processors), matcher), sample)

@@ -194,7 +194,8 @@ class Scheduler:
         if text.stream:
             text.stream.session = session
         else:
-            sampler = job.request.sampler(job.sampling, self._model.text, len(job.prompt.tokens), text.sample)
+            length, context = len(job.prompt.tokens), self._model.context
+            sampler = job.request.sampler(job.sampling, self._model.text, length, context, text.sample)
             text.stream = Stream(session, sampler, list(job.prompt.tokens), top=job.request.logprobs)
             text.ending = job.request.ending(self._model.text)
         if parked:

@@ -130,8 +130,9 @@ class Session:
 
         ResourceError: it cannot be written.  UnsupportedError: the session sums what it reads for requantization.
         """
-        save_page, page_bytes = self._saving()
-        contents = map(save_page, self._cache.held(len(self.tokens)))
+        self._check_saving()
+        contents = map(in_turn(self._lock, self._program.save_page), self._cache.held(len(self.tokens)))
+        page_bytes = len(self._program.page_memory())
         session_file.write(Path(path), self._origin, self.tokens, self.places, page_bytes, contents)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -141,21 +142,19 @@ class Session:
 
         InputError: another model's or other settings', longer than the context, or no such file.  FormatError: damaged.
         """
-        (_, page_bytes), load_page = self._saving(), in_turn(self._lock, self._program.load_page)
-        found = session_file.read(Path(path), self._origin, self._vocab_size, self.context, page_bytes, load_page)
+        self._check_saving()
+        page_memory, load_page = self._program.page_memory, in_turn(self._lock, self._program.load_page)
+        found = session_file.read(Path(path), self._origin, self._vocab_size, self.context, page_memory, load_page)
         self.owner = None
         self._cache = KVCache()
         (self.tokens, self.places, self._cache.pages), self.logits = found, None
 
-    def _saving(self) -> tuple[Callable[[Page], bytes], int]:
-        """What saves a page between the runs of other threads, and how many bytes it gives.  UnsupportedError: as `save`."""
-        program = self._program
+    def _check_saving(self) -> None:
+        """UnsupportedError: as `save`."""
         if self._requantizer:
             raise UnsupportedError(
                 "a session with requantized weights cannot be saved or loaded; load the model with `requantization=never`"
             )
-        save_page = in_turn(self._lock, program.save_page)
-        return save_page, len(save_page(in_turn(self._lock, program.new_page)()))
 
     @property
     def left(self) -> int:

@@ -6,9 +6,9 @@
     80    tokens, u32 each
     ...   pictures, 36 bytes each: first token u32 | frames, rows, columns of tokens u32 | tokens kept u32 | digest 16
     ...   pages of 64 positions, as the target holds them
-    ...   BLAKE2b-128 of everything before
+    ...   XXH3-128 of everything before, big endian
 
-Version 2 has pictures, which version 1 reads as zeros that must be there; a session of text alone is written as version 1.
+The hash at the end finds damage.  Versions 1 and 2 had BLAKE2b-128 in its place, and are not read.
 
 The origin is what keys and values depend on beside the model: target, mode, cache codec, rotary frequencies.  A file is read
 only by the model and the origin that wrote it, only at exactly the size that its header implies, and only up to the context of
@@ -26,6 +26,8 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError, ResourceError, UnsupportedError
@@ -36,7 +38,7 @@ from edgeq.targets.target import Options
 from edgeq.whole_file import write_whole
 
 MAGIC = b"edgeqs\r\n"
-VERSION = 2
+VERSION = 3
 DIGEST_BYTES = 16
 MOST_PICTURE_TOKENS = 1 << 20
 _HEADER = struct.Struct("<8sIIQ16s16sI20s")
@@ -78,14 +80,14 @@ def write(
 
 def head_of(origin: Origin, tokens: Sequence[int], places: Sequence[Place], page_bytes: int) -> bytes:
     """What comes before the pages."""
-    identity, version = bytes.fromhex(origin.identity), VERSION if places else 1
-    header = _HEADER.pack(MAGIC, version, page_bytes, len(tokens), identity, origin.digest, len(places), bytes(20))
+    identity = bytes.fromhex(origin.identity)
+    header = _HEADER.pack(MAGIC, VERSION, page_bytes, len(tokens), identity, origin.digest, len(places), bytes(20))
     pictures = b"".join(_PICTURE.pack(place.start, *place.grid, place.kept, place.digest) for place in places)
     return header + np.asarray(tokens, "<u4").tobytes() + pictures
 
 
 def with_digest(parts: Iterable[bytes]) -> Iterator[bytes]:
-    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    total = xxhash.xxh3_128()
     for part in parts:
         total.update(part)
         yield part
@@ -93,29 +95,36 @@ def with_digest(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read(
-    path: Path, origin: Origin, vocab_size: int, context: int, page_bytes: int, load_page: Callable[[bytes], Page]
+    path: Path,
+    origin: Origin,
+    vocab_size: int,
+    context: int,
+    page_memory: Callable[[], NDArray[np.uint8]],
+    load_page: Callable[[NDArray[np.uint8]], Page],
 ) -> tuple[list[int], tuple[Place, ...], list[Page]]:
-    """Tokens, where pictures are among them, and what `load_page` makes of the bytes of each page.
+    """Tokens, where pictures are among them, and what `load_page` makes of each page in memory that `page_memory` gives.
 
     InputError: no such file, more tokens than the context, or another model's or target's.  FormatError: damaged.
-    UnsupportedError: a newer version.
+    UnsupportedError: another version.
     """
+    page_bytes = len(page_memory())
     try:
         with open(path, "rb") as file:
             head = file.read(_HEADER.size)
             count, pictures = _check_header(path, head, os.fstat(file.fileno()).st_size, origin, context, page_bytes)
             ids, records = file.read(4 * count), file.read(_PICTURE.size * pictures)
-            total = hashlib.blake2b(head + ids + records, digest_size=DIGEST_BYTES)
+            total = xxhash.xxh3_128(head + ids + records)
             tokens = np.frombuffer(ids[: len(ids) // 4 * 4], "<u4")
             if len(tokens) != count or (count and int(tokens.max()) >= vocab_size):
                 raise FormatError(f"{path}: a token outside the vocabulary of {vocab_size}: damaged or hostile")
             places = _places(path, records, count)
             pages = []
             for _ in range(-(-count // PAGE)):
-                data = file.read(page_bytes)
-                total.update(data)
-                if len(data) == page_bytes:
-                    pages.append(load_page(data))
+                data = page_memory()
+                if file.readinto(data.data) < page_bytes:
+                    raise FormatError(f"{path}: it was cut while it was read; save the session again")
+                total.update(data.data)
+                pages.append(load_page(data))
             if file.read(DIGEST_BYTES + 1) != total.digest():
                 raise FormatError(f"{path}: does not match its digest: damaged; save the session again")
     except FileNotFoundError:
@@ -143,8 +152,9 @@ def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: 
     if len(head) < _HEADER.size or head[:8] != MAGIC:
         raise FormatError(f"{path}: not a saved session")
     _, version, stored_page, count, identity, digest, pictures, zeros = _HEADER.unpack(head)
-    if version > VERSION:
-        raise UnsupportedError(f"{path}: a session of version {version}; this edgeq reads {VERSION}: upgrade edgeq")
+    if version != VERSION:
+        advice = "upgrade edgeq" if version > VERSION else "save the session again"
+        raise UnsupportedError(f"{path}: a session of version {version}; this edgeq reads {VERSION}: {advice}")
     if identity.hex() != origin.identity:
         raise InputError(f"{path}: a session of another model: {identity.hex()}, this is {origin.identity}")
     if digest != origin.digest:
@@ -152,6 +162,6 @@ def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: 
     if count > context:
         raise InputError(f"{path}: the session has {count} tokens, the context {context} positions; pass a larger `context`")
     size = _HEADER.size + 4 * count + _PICTURE.size * pictures + -(-count // PAGE) * page_bytes + DIGEST_BYTES
-    if (version, stored_page, found) != (VERSION if pictures else 1, page_bytes, size) or any(zeros):
+    if (stored_page, found) != (page_bytes, size) or any(zeros):
         raise FormatError(f"{path}: {found} bytes where its header implies {size}, or a damaged header; save the session again")
     return int(count), int(pictures)

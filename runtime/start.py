@@ -55,7 +55,8 @@ def start(
     speculator = model.speculator(request.draft, request.gamma)
     drafted = speculator.statistics if speculator else Speculation()
     measurement = Measurement.of(prompt, model.load_s, model.weight_bytes, model.position_bytes, drafted)
-    sampler = request.sampler(request.sampling or Sampling.recommended(model), model.text, len(prompt.tokens))
+    sampling = request.sampling or Sampling.recommended(model)
+    sampler = request.sampler(sampling, model.text, len(prompt.tokens), model.context)
     stream = Stream(session or model.session(), sampler, list(prompt.tokens), top=request.logprobs)
     step, ending = speculator.step if speculator else decode_step, request.ending(model.text)
     calls, read = request.reader(model.text, prompt.tokens, sampler.sampling), model.config.positions_read

@@ -138,8 +138,15 @@ class Program(Protocol):
         """The contents of a page, always as many bytes, for `load_page` of the same target, model and cache codec."""
         ...
 
-    def load_page(self, data: bytes | bytearray) -> Page:
-        """A page with contents that `save_page` gave, copied.  ValueError: another number of bytes."""
+    def page_memory(self) -> NDArray[np.uint8]:
+        """Memory for the contents of a page, for `load_page`; may be called beside other methods."""
+        ...
+
+    def load_page(self, data: NDArray[np.uint8]) -> Page:
+        """A page with contents that `save_page` gave, in memory that `page_memory` gave: it may be the page's from then on.
+
+        ValueError: another number of bytes.
+        """
         ...
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:

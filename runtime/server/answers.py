@@ -213,9 +213,13 @@ class Answer:
                     continue
                 index, deltas, entries = self.take(*found)
                 shown = self.shown(index, entries)
-                for delta in deltas or ([{"content": ""}] if entries else []):
-                    yield self.chunk(index, delta, None, shown, usage=usage)
-                    shown = self.shown(index, [])
+                if entries and all("reasoning_content" in delta for delta in deltas):
+                    # Of tokens of the answer that have no text yet.
+                    deltas = [*deltas, {"content": ""}]
+                for delta in deltas:
+                    thought = "reasoning_content" in delta
+                    yield self.chunk(index, delta, None, self.shown(index, []) if thought else shown, usage=usage)
+                    shown = shown if thought else self.shown(index, [])
                 if self.choices[index].reason:
                     yield self.chunk(index, {}, self.choices[index].reason, None, usage=usage)
         except Exception as error:

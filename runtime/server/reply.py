@@ -101,6 +101,10 @@ class Reply:
         except Exception as error:
             yield _event(told(error).body)
             return
+        if not blocks.begun and not self._reader:
+            # It might have begun with thinking, and said nothing.
+            for each in blocks.begin("text", {"text": ""}):
+                yield each
         for each in blocks.end():
             yield each
         yield _event({"type": "message_delta", "delta": self._stop, "usage": self._usage(cached())})
@@ -112,6 +116,11 @@ class _Blocks:
 
     def __init__(self) -> None:
         self._kind, self._index = "", -1
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is one."""
+        return self._index >= 0
 
     def events(self, event: Event) -> list[bytes]:
         if isinstance(event, CallBegin):

@@ -25,6 +25,7 @@ class Told:
         self._item = {"id": identifier("msg_"), "type": "message", "role": "assistant"}
         self._calls = list[str]()  # identifiers of their items
         self._open: tuple[str, int] = ("", -1)  # the item that goes on: its type and its index
+        self._unsaid = list[dict[str, Any]]()  # log-probabilities that have not been told
         effort = fields.reasoning.effort if fields.reasoning else None
         self._head: dict[str, Any] = {
             "id": identifier("resp_"),
@@ -122,13 +123,18 @@ class Told:
             plain = {"code": shown.code, "message": shown.message, "param": shown.param}
             yield self._event("error", **plain, error={**plain, "type": shown.kind})
             return
+        if self._open == ("", -1) and not self._answer.choices[0].reader:
+            # It might have begun with thinking, and said nothing.
+            for each in self._begin_message():
+                yield each
         for each in self._end():
             yield each
         yield self._event(f"response.{self._status}", response=self.whole())
 
     def _added(self, deltas: list[dict[str, Any]], entries: list[dict[str, Any]]) -> Iterator[bytes]:
-        """The events of what is new; log-probabilities go with the first text."""
-        for delta in deltas or ([{"content": ""}] if entries and self._open[0] == "message" else []):
+        """The events of what is new; log-probabilities go with the next text, which may come after those of an empty line."""
+        self._unsaid += entries
+        for delta in deltas or ([{"content": ""}] if self._unsaid and self._open[0] == "message" else []):
             if "reasoning_content" in delta:
                 if self._open[0] != "reasoning":
                     yield from self._begin_reasoning()
@@ -138,8 +144,8 @@ class Told:
                 if self._open[0] != "message":
                     yield from self._end()
                     yield from self._begin_message()
-                yield self._event("response.output_text.delta", **self._at, delta=delta["content"], logprobs=entries)
-                entries = []
+                yield self._event("response.output_text.delta", **self._at, delta=delta["content"], logprobs=self._unsaid)
+                self._unsaid = []
                 continue
             (call,) = delta["tool_calls"]
             if "id" in call:

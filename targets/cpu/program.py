@@ -15,7 +15,7 @@ from edgeq.records import Mode
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
-from edgeq.targets.cpu.jit.buffers import Buffers, CpuPage
+from edgeq.targets.cpu.jit.buffers import Buffers, CpuPage, zeros
 from edgeq.targets.cpu.jit.notes import Noted
 from edgeq.targets.cpu.jit.optable import Tables
 from edgeq.targets.cpu.jit.threadpool import Pool
@@ -146,11 +146,11 @@ class CpuProgram:
         self._made(mode, "requantized" if self.options.requantize else "file", on_progress)
 
     def new_page(self) -> Page:
-        return CpuPage(self._page_bytes)
+        return CpuPage(zeros(self._page_bytes))
 
     def copy_page(self, page: Page) -> Page:
         assert isinstance(page, CpuPage)
-        copied = CpuPage(self._page_bytes)
+        copied = CpuPage(zeros(self._page_bytes))
         copied.data[:] = page.data
         return copied
 
@@ -158,10 +158,13 @@ class CpuProgram:
         assert isinstance(page, CpuPage)
         return page.data.tobytes()
 
-    def load_page(self, data: bytes | bytearray) -> Page:
-        page = CpuPage(self._page_bytes)
-        page.data[:] = np.frombuffer(data, np.uint8, count=self._page_bytes)
-        return page
+    def page_memory(self) -> NDArray[np.uint8]:
+        return zeros(self._page_bytes)
+
+    def load_page(self, data: NDArray[np.uint8]) -> Page:
+        if len(data) != self._page_bytes:
+            raise ValueError(f"{len(data)} bytes for a page of {self._page_bytes}")
+        return CpuPage(data)
 
     def new_sums(self) -> InputSums:
         return InputSums(self._inputs)

@@ -72,14 +72,14 @@ class CudaProgram:
         layers = (layer for each in self._inputs for layer in each.layers) if stream_masters else ()
         self._storage = Storage(device, file, [master_arrays(layer) for layer in layers])
         self._pool = Pool(device, graph.page_bytes(self.options.kv))
+        self.page_memory = self._pool.host_memory
         self._feed = Feed(graph, file, self._storage, self._pool)
         self._lowered: dict[tuple[Mode, Origin], Lowering] = {}
         self._kernels: dict[Variant, Kernel] = {}
         self.most_largest, self.largest_rows = 0, ROW_CLASSES[-1]
         self._logits = np.zeros((self.options.max_logits, graph.buffers[graph.result]), np.float32)
         self._padding: Page | None = None
-        self._timer, self.device_name = Timer(device), device.name
-        self._failed = ""
+        self._timer, self.device_name, self._failed = Timer(device), device.name, ""
         self.prepare(self.options.mode, on_progress)
         if self.options.requantize:
             self._made(self.options.mode, "masters", on_progress)
@@ -184,9 +184,9 @@ class CudaProgram:
         with self._guarded():
             return self._pool.contents(page).tobytes()
 
-    def load_page(self, data: bytes | bytearray) -> Page:
+    def load_page(self, data: NDArray[np.uint8]) -> Page:
         with self._guarded():
-            return self._pool.filled(np.frombuffer(data, np.uint8))
+            return self._pool.filled(data)
 
     def new_sums(self) -> InputSums:
         return InputSums(self._inputs)

@@ -185,9 +185,13 @@ class Pool:
 
     def contents(self, page: Page) -> NDArray[np.uint8]:
         assert isinstance(page, CudaPage)
-        data = np.empty(self.page_bytes, np.uint8)
+        data = self.host_memory()
         self._device.read(page.address, data)
         return data
+
+    def host_memory(self) -> NDArray[np.uint8]:
+        """Memory of the host for the contents of a page."""
+        return np.empty(self.page_bytes, np.uint8)
 
     def filled(self, data: NDArray[np.uint8]) -> CudaPage:
         """A page with these contents.  ValueError: another number of bytes."""

@@ -86,9 +86,12 @@ class ReferenceProgram:
         assert isinstance(page, ReferencePage)
         return page.data.astype("<f4").tobytes()
 
-    def load_page(self, data: bytes | bytearray) -> Page:
+    def page_memory(self) -> NDArray[np.uint8]:
+        return np.empty(ReferencePage(self._graph).data.nbytes, np.uint8)
+
+    def load_page(self, data: NDArray[np.uint8]) -> Page:
         page = ReferencePage(self._graph)
-        page.data[:] = np.frombuffer(data, "<f4").reshape(page.data.shape)
+        page.data[:] = data.view("<f4").reshape(page.data.shape)
         return page
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:

@@ -94,7 +94,7 @@ def test_pages_are_saved_and_what_lay_after_a_trimmed_cache_leaves_no_trace(kv: 
     pages = [program.new_page() for _ in range(80 // PAGE + 1)]
     fresh = program.run(rows_of(program, 80, 0, pages)).copy()
     assert np.array_equal(program.run(rows_of(program, 50, 30, pages)), fresh[30:])
-    pages = [program.load_page(program.save_page(page)) for page in pages]
+    pages = [program.load_page(np.frombuffer(program.save_page(page), np.uint8)) for page in pages]
     assert np.array_equal(program.run(rows_of(program, 10, 70, pages)), fresh[70:])
 
 

@@ -183,12 +183,12 @@ def test_pages_are_copied_saved_and_taken_again(
     reader.read(tokens[:70])
     copies, stored = [program.copy_page(p) for p in reader.pages], [program.save_page(p) for p in reader.pages]
     wanted = reader.read(tokens[70:80])
-    for pages in (copies, [program.load_page(data) for data in stored]):
+    for pages in (copies, [program.load_page(np.frombuffer(data, np.uint8)) for data in stored]):
         other = Reader(program)
         other.pages, other.length = pages, 70
         assert np.array_equal(other.read(tokens[70:80]), wanted)
     with pytest.raises(ValueError, match="bytes for a page"):
-        program.load_page(b"1234")
+        program.load_page(np.zeros(4, np.uint8))
     # Dropped pages are used again, and as zeros: forty sessions of three pages in a pool that has a few dozen.
     held = program.device_bytes
     del reader, other, copies, pages

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
 
+import numpy as np
+import xxhash
 from mutation import changed_bytes, refused
+from numpy.typing import NDArray
 
 from edgeq.errors import EdgeqError
 from edgeq.prompt import Place
@@ -46,18 +48,21 @@ class Pages:
         assert isinstance(page, Numbers)
         return page.data
 
-    def load_page(self, data: bytes | bytearray) -> Page:
-        return Numbers(bytes(data))
+    def page_memory(self) -> NDArray[np.uint8]:
+        return np.zeros(PAGE_BYTES, np.uint8)
+
+    def load_page(self, data: NDArray[np.uint8]) -> Page:
+        return Numbers(data.tobytes())
 
 
 class Caches:
     """Changed files of either kind, half of those of sessions with a right digest."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "session"
+        self._path, self._of = folder / "session", Pages()
         session_file.write(self._path, ORIGIN, TOKENS, PLACES, PAGE_BYTES, (page.data for page in PAGES))
         self._session = self._path.read_bytes()
-        self._store = PromptStore(folder / "kept", 1 << 20, ORIGIN, cast(Program, Pages()), Lock())
+        self._store = PromptStore(folder / "kept", 1 << 20, ORIGIN, cast(Program, self._of), Lock())
         tree, nodes = PrefixTree(), list[Node]()
         tree.extend("", nodes, TOKENS, PLACES, PAGES)
         root = tree.digest("", ())
@@ -82,10 +87,12 @@ class Caches:
         data = self._changed(rng, self._session)
         if rng.random() < 0.5:
             body = data[:-DIGEST_BYTES]
-            data = body + hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+            data = body + xxhash.xxh3_128_digest(body)
         self._path.write_bytes(data)
         try:
-            tokens, places, pages = session_file.read(self._path, ORIGIN, VOCABULARY, CONTEXT, PAGE_BYTES, Numbers)
+            tokens, places, pages = session_file.read(
+                self._path, ORIGIN, VOCABULARY, CONTEXT, self._of.page_memory, self._of.load_page
+            )
         except EdgeqError as error:
             return refused(error)
         assert len(tokens) <= CONTEXT and len(pages) == -(-len(tokens) // PAGE) and all(0 <= t < VOCABULARY for t in tokens)
@@ -99,7 +106,7 @@ class Caches:
         signed = rng.random() < 0.5
         if signed:
             body = data[: -page_file.DIGEST_BYTES]
-            data = body + hashlib.sha256(body).digest()
+            data = body + xxhash.xxh3_128_digest(body)
         path.write_bytes(data)
         path.chmod(0o600)
         before, key = self._led[index]

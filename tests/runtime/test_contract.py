@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from numpy.typing import NDArray
 
 from edgeq import targets
 from edgeq.container import ModelFile
@@ -53,7 +54,10 @@ class IdleProgram:
     def save_page(self, page: Page) -> bytes:
         return b""
 
-    def load_page(self, data: bytes | bytearray) -> Page:
+    def page_memory(self) -> NDArray[np.uint8]:
+        return np.zeros(0, np.uint8)
+
+    def load_page(self, data: NDArray[np.uint8]) -> Page:
         return Page()
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import threading
@@ -13,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 from click.testing import CliRunner
+from numpy.typing import NDArray
 
 from edgeq.errors import InputError, ResourceError
 from edgeq.runtime import Model, Sampling, page_file, prompt_store
@@ -112,7 +114,7 @@ def test_files_of_an_older_version_are_not_used(
     model: Model, store: PromptStore, alone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:
-        older.setattr(page_file, "VERSION", 3)
+        older.setattr(page_file, "VERSION", 4)
         asked(model, store)
     shown = CliRunner().invoke(main, ["cache", "ls", str(store.folder)]).stdout
     # They have other names, so that those of this version find room beside them.
@@ -124,8 +126,8 @@ def test_a_file_with_the_header_of_an_older_version_is_not_used(model: Model, st
     asked(model, store)
     for path in files(store):
         data = bytearray(path.read_bytes()[:-DIGEST_BYTES])
-        data[8:12] = (3).to_bytes(4, "little")
-        path.write_bytes(data + hashlib.sha256(data).digest())
+        data[8:12] = (4).to_bytes(4, "little")
+        path.write_bytes(data + xxhash.xxh3_128_digest(data))
     assert asked(model, store) == (alone, 0) and store.errors == 1
 
 
@@ -187,7 +189,7 @@ def test_a_page_that_is_removed_after_it_was_read_is_no_error(
     asked(model, store)
     third, read = files(store)[2], page_file.read_into
 
-    def removed(page: bytearray, path: Path, head: bytes) -> bool:
+    def removed(page: NDArray[np.uint8], path: Path, head: bytes) -> bool:
         found = read(page, path, head)
         if path == third:
             path.unlink(missing_ok=True)

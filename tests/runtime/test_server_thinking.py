@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from edgeq.prompt import Prompt
 from edgeq.runtime import Model, Piece, Sampling
 from edgeq.runtime.job import Job, Ticket, Update
 from edgeq.runtime.request import Request
+from edgeq.runtime.sampling import Logprobs
+from edgeq.runtime.server.answers import Answer
+from edgeq.runtime.server.errors import ApiError
 from edgeq.runtime.server.reply import Reply
+from edgeq.runtime.server.responses import Responses
+from edgeq.runtime.server.told import Told
+from edgeq.runtime.thinking import Thinking
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -154,3 +161,67 @@ def test_a_stop_string_of_the_thinking_did_not_end_the_answer(model_path: Callab
     ended = reply.whole(0)
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "return")
     assert ended["usage"]["output_tokens"] == len(pieces)
+
+
+BEGIN, END, GAP, WORD, STOP = 5, 6, 7, 8, 1
+THINKS = Thinking(BEGIN, END, GAP, opened=False, vocab_size=2048)
+
+
+def told(error: Exception) -> ApiError:
+    raise error
+
+
+def streamed(events: Callable[[AsyncIterator[tuple[int, Update]]], AsyncIterator[bytes]], updates: list[Update]) -> list[Any]:
+    """The data of the events of a stream."""
+
+    async def come() -> AsyncIterator[tuple[int, Update]]:
+        for update in updates:
+            yield 0, update
+
+    async def read() -> list[bytes]:
+        return [event async for event in events(come())]
+
+    lines = [line for event in asyncio.run(read()) for line in event.splitlines()]
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+def answered(served: Served, ticket: Ticket) -> Answer:
+    return Answer("chat", "tiny", "x", served.server.model.text, [ticket], frozenset({STOP}), keeps=True)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_log_probabilities_of_the_empty_line_are_streamed(served: Served, together: bool) -> None:
+    """It has no text, and comes with what is thought where steps are short."""
+    ticket = Ticket(Job(Prompt([3]), Request(thinking=THINKS, logprobs=0), Sampling()))
+    pieces = [Piece("", BEGIN, True), Piece("hm", 9, True), Piece("", END, True), Piece("", GAP), Piece("yes", WORD)]
+    known = [Logprobs(piece.token, -1.0) for piece in pieces]
+    cuts = [0, 4, 5] if together else [0, 1, 2, 3, 4, 5]
+    spans = list(zip(cuts, cuts[1:], strict=False))
+
+    def updates() -> list[Update]:
+        return [Update(ticket, 0, pieces[a:b], known[a:b], "stop" if b == 5 else None) for a, b in spans]
+
+    answer = answered(served, ticket)
+    chunks = [each["choices"][0] for each in streamed(lambda come: answer.events(come, False, told), updates())]
+    whole = [json.loads(bytes(each)) for each in answer.choices[0].logprobs]
+    assert len(whole) == 2 and [each for chunk in chunks for each in (chunk["logprobs"] or {}).get("content", [])] == whole
+    assert not any(chunk["logprobs"]["content"] for chunk in chunks if "reasoning_content" in chunk["delta"])
+    shown = Told(Responses(model="tiny", input="?"), answered(served, ticket))
+    events = streamed(lambda come: shown.events(come, told), updates())
+    assert [each for event in events if event["type"].endswith("text.delta") for each in event.get("logprobs", [])] == whole
+
+
+@pytest.mark.parametrize("thoughts", ["", "hm"])
+def test_an_empty_message_is_streamed_as_it_is_whole(served: Served, thoughts: str) -> None:
+    job = Job(Prompt([3]), Request(thinking=THINKS, stop_tokens=[STOP]), Sampling())
+    ticket = Ticket(job)
+    pieces = [Piece("", BEGIN, True), Piece(thoughts, 9, True), Piece("", END, True)] if thoughts else []
+    updates = [Update(ticket, 0, [*pieces, Piece("", STOP)], reason="stop")]
+    reply = Reply("tiny", job, served.server.model.text)
+    events = streamed(lambda come: reply.events(come, lambda: 0, told), updates)
+    begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert begun == [block["type"] for block in reply.whole(0)["content"]] == (["thinking"] if thoughts else ["text"])
+    shown = Told(Responses(model="tiny", input="?"), answered(served, ticket))
+    events = streamed(lambda come: shown.events(come, told), updates)
+    items = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
+    assert items == [item["type"] for item in events[-1]["response"]["output"]] == (["reasoning"] if thoughts else ["message"])

@@ -84,6 +84,23 @@ def test_a_text_that_a_schema_holds_keeps_half_of_its_tokens(opened: Model) -> N
         opened.chat(ASKED, thinking_budget=-1)
 
 
+def test_the_half_that_is_kept_has_room_in_the_context(opened: Model) -> None:
+    """More tokens may be asked for than the context holds: in Python, and by a scheduler."""
+    question = [{"role": "user", "content": "Who is it? " * 60}]
+    prompt = opened.chat_prompt(question)
+    room = opened.context - len(prompt.tokens)
+    assert 100 < room < 400
+    answer = opened.chat(question, max_tokens=100_000, sampling=DRAWN, response_format=HELD)
+    assert sum(piece.thought for piece in answer.pieces()) <= room // 2 + 1 and answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.text()), PERSON)
+    request = Request(max_tokens=100_000, response_format=HELD, thinking=opened.prompts.thinking(prompt, None))
+    scheduler, tokens = Scheduler(opened, 1), list[int]()
+    scheduler.submit(Job(prompt, request.compiled(opened.constraints, opened.text), DRAWN))
+    while scheduler.busy:
+        tokens += [piece.token for update in scheduler.step() for piece in update.pieces]
+    assert tokens == answer.tokens
+
+
 def test_a_model_that_may_think_begins_by_itself(model: Model) -> None:
     """Its answer may be the object at once; a bias toward the mark makes it think."""
     begin, end = marks(model)

@@ -46,9 +46,10 @@ class CpuPage(Page):
 
     __slots__ = ("address", "data")
 
-    def __init__(self, nbytes: int) -> None:
-        self.data = zeros(nbytes)
-        self.address = self.data.ctypes.data
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        """`data`: of `zeros`, with finite numbers."""
+        self.data = data
+        self.address = data.ctypes.data
 
 
 class Buffers:
