@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_config import CLIP_TOWER, EXPERTS, GEMMA, OPT, PLAIN, TAPPED_TOWER, TOWER
 
-from edgeq import codec, config, container, manifest, metadata, metadata_codec, quantization, rope, stack
+from edgeq import codec, config, container, manifest, metadata, metadata_codec, pooling, quantization, rope, stack
 from edgeq.container import ModelFile
 from edgeq.records import MODES, LinearSpec
 
@@ -93,6 +93,7 @@ def test_what_is_reserved_is_refused_by_the_reader() -> None:
     [
         (config.ModelConfig, "key", None),
         (rope.Rope, "key of a rope", None),
+        (pooling.Pooling, "key of `pooling`", None),
         (config.VisionConfig, "key of a tower", stack.Stack),
     ],
 )

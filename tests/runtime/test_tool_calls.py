@@ -16,6 +16,7 @@ from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.call_reader import CallReader, call_id, message_of
 from edgeq.runtime.request import Request
+from edgeq.runtime.start import start
 from edgeq.runtime.tools import ToolUse, conversation, tool_use
 from edgeq.tool_formats import FORMATS, ToolFormat, tool_format
 
@@ -81,7 +82,7 @@ def answers(model: Model, use: ToolUse, seeds: range, **given: Any) -> Any:
     request = Request(Sampling(temperature=1.0), 160, tools=use, **given).compiled(model.constraints, model.text)
     for seed in seeds:
         drawn = replace(request, sampling=Sampling(temperature=1.0, seed=seed))
-        generation = model._start(model.prompt("tool_call: "), drawn, None, None, 0.0)
+        generation = start(model, model.prompt("tool_call: "), drawn, None, None, 0.0)
         yield generation.message(), generation.finish_reason, generation.text()
 
 
@@ -138,7 +139,7 @@ def test_a_control_token_begins_a_call(model: Model) -> None:
     # A bias makes one begin in free text.
     sampling = Sampling(temperature=1.0, seed=1, logit_bias={model.text.bos: 100.0})
     request = Request(sampling, 100, tools=special).compiled(model.constraints, model.text)
-    generation = model._start(model.prompt("x = "), request, None, None, 0.0)
+    generation = start(model, model.prompt("x = "), request, None, None, 0.0)
     message = generation.message()
     assert model.text.bos in generation.tokens and generation.finish_reason == "stop"
     valid(message)
