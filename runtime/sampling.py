@@ -170,16 +170,15 @@ def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequenc
     FormatError: logits that are not finite, which sound weights do not give.  InputError: a processor's result cannot be used,
     or no token may come.
     """
-    # Not a number passes through both.
-    if not (math.isfinite(logits.max()) and math.isfinite(logits.min())):
+    best = int(logits.argmax())
+    # Not a number is the largest and the smallest.
+    if not (math.isfinite(logits[best]) and math.isfinite(logits.min())):
         raise FormatError(NOT_FINITE)
     early = len(history) - rules.start < rules.min_tokens
     bans, unchanged = early or rules.processors or rules.matcher, not (early or rules.processors or sampling.changes_logits)
     allowed = rules.matcher.allowed(history) if rules.matcher else None
-    if sampling.temperature == 0 and unchanged:
-        best = int(np.argmax(logits))
-        if allowed is None or allowed[best]:
-            return certain(best)
+    if sampling.temperature == 0 and unchanged and (allowed is None or allowed[best]):
+        return certain(best)
     tokens = np.arange(len(logits)) if allowed is None or not unchanged else np.flatnonzero(allowed)
     # Often a grammar has few tokens: what it has not is left out before anything is computed.
     scores = logits.astype(np.float64) if len(tokens) == len(logits) else logits[tokens].astype(np.float64)

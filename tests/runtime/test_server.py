@@ -210,6 +210,8 @@ def test_the_page_needs_nothing_from_elsewhere(served: Served) -> None:
     status, headers, page = served.ask("/")
     assert status == 200 and headers["content-type"].startswith("text/html") and b"<textarea" in page
     assert "default-src 'none'" in headers["content-security-policy"] and b"http" not in page
+    # Of a field for a key outside of a form Chromium says so on its console.
+    assert b'<input id="key" type="password" form="form"' in page and b'<form id="form">' in page
 
 
 def test_a_client_that_leaves_stops_the_work(served: Served) -> None:
