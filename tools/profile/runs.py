@@ -93,7 +93,7 @@ class Sample:
         found, started, begun = list[Sample](), self.started, 0
         for seconds, draw in zip(self.steps, self.draws, strict=True):
             ended, first = started + seconds, begun
-            while begun < len(self.calls) and self.calls[begun].started < ended:
+            while begun < len(self.calls) and self.calls[begun].run.began < ended:
                 begun += 1
             own = self.calls[first:begun]
             found.append(Sample(started, seconds, 1, [seconds], None, [draw], own))
