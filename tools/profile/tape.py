@@ -179,7 +179,9 @@ class Tapes:
 
     def calls(self) -> list[Call]:
         """Those of all, in order, since the last time."""
-        return sorted((call for tape in self._all for call in tape.calls()), key=lambda call: call.run.began)
+        found = [call for tape in self._all for call in tape.calls()]
+        # Those of one tape are in order; when they ran is not worked out before somebody asks, and takes memory.
+        return found if len(self._all) == 1 else sorted(found, key=lambda call: call.run.began)
 
     @contextmanager
     def recording(self, phase: str, on: bool) -> Iterator[None]:
