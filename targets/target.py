@@ -65,33 +65,41 @@ class Step(NamedTuple):
     reads_weights: bool = False
 
 
+class RunTimes(NamedTuple):
+    """When a run and its steps ran; `began`, `ended` and `inside` in seconds of perf_counter.
+
+    threads   float64 [threads, steps, 3]: when each thread came to a step, by perf_counter; the seconds that it worked on it,
+              and the seconds that it then waited for work items that others had taken.  NaN: the thread was not there
+    began     right before what the target runs was started, threads or kernels;  ended: right after
+    inside    seconds of that in which the steps ran: what a target that times them by another clock is checked against
+    """
+
+    threads: NDArray[np.float64]
+    began: float
+    ended: float
+    inside: float
+
+
 class StepTimes(NamedTuple):
     """The steps of a run, in order, and when they ran.
 
-    work_out   gives of `noted` what `threads` and `inside` are; called when they are asked for, since it can take longer than
-               a small run.  Who asks more than once keeps them
+    work_out   gives of `noted` the times; called when they are asked for, since it can take longer than a small run.  Who asks
+               more than once keeps them
     """
 
     steps: Sequence[Step]
-    work_out: Callable[[Any], tuple[NDArray[np.float64], float]]
+    work_out: Callable[[Any], RunTimes]
     noted: Any
 
     @property
-    def inside(self) -> float:
-        """Seconds by perf_counter in which the steps ran: what a target that times them by another clock is checked against."""
-        return self.work_out(self.noted)[1]
-
-    @property
-    def threads(self) -> NDArray[np.float64]:
-        """float64 [threads, steps, 3]: when each thread came to a step, by perf_counter; the seconds that it worked on it, and
-        the seconds that it then waited for work items that others had taken.  NaN: the thread was not there.
-        """
-        return self.work_out(self.noted)[0]
+    def run(self) -> RunTimes:
+        """The times, worked out."""
+        return self.work_out(self.noted)
 
     @property
     def seconds(self) -> NDArray[np.float64]:
         """float64 [steps, 2]: the seconds that the calling thread worked on each step, and that it waited."""
-        return self.threads[0, :, 1:]
+        return self.run.threads[0, :, 1:]
 
 
 def in_turn(steps: Sequence[Step], clock: Sequence[float]) -> StepTimes:
@@ -99,9 +107,10 @@ def in_turn(steps: Sequence[Step], clock: Sequence[float]) -> StepTimes:
     return StepTimes(steps, _in_turn, clock)
 
 
-def _in_turn(clock: Sequence[float]) -> tuple[NDArray[np.float64], float]:
+def _in_turn(clock: Sequence[float]) -> RunTimes:
     began = np.array(clock[:-1])
-    return np.stack([began, np.diff(clock), np.zeros_like(began)], 1)[None], clock[-1] - clock[0]
+    threads = np.stack([began, np.diff(clock), np.zeros_like(began)], 1)[None]
+    return RunTimes(threads, clock[0], clock[-1], clock[-1] - clock[0])
 
 
 class Program(Protocol):

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeq.targets.cuda.device import Call, Device, Mark, Recording
 from edgeq.targets.cuda.lowering.context import Launch
-from edgeq.targets.target import Step, StepTimes
+from edgeq.targets.target import RunTimes, Step, StepTimes
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Timer:
         return StepTimes(steps, _of_device, (seconds, began, perf_counter() - began))
 
 
-def _of_device(noted: tuple[Sequence[float], float, float]) -> tuple[NDArray[np.float64], float]:
+def _of_device(noted: tuple[Sequence[float], float, float]) -> RunTimes:
     seconds, began, inside = noted
     taken = np.array(seconds)
     first = began + np.concatenate([[0.0], np.cumsum(taken)[:-1]])
-    return np.stack([first, taken, np.zeros_like(taken)], 1)[None], inside
+    return RunTimes(np.stack([first, taken, np.zeros_like(taken)], 1)[None], began, began + inside, inside)

@@ -106,8 +106,8 @@ def test_operations_of_a_token_are_timed_one_by_one(
     assert len(seen[0]) > program.kernels_per_token
     for each in times:
         assert each.seconds.shape == (len(each.steps), 2) and (each.seconds[:, 0] > 0).all() and not each.seconds[:, 1].any()
-        assert each.seconds.sum() <= each.inside
-        assert (np.diff(each.threads[0, :, 0]) > 0).all()
+        assert each.seconds.sum() <= each.run.inside
+        assert (np.diff(each.run.threads[0, :, 0]) > 0).all()
     # One recording with times for three tokens, and one without.
     assert len(recorded) == (2 if graphs else 0)
 

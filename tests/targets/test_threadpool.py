@@ -154,7 +154,7 @@ def test_a_table_walked_in_pieces_gives_the_same():
             pool.run(table, threads, pieces)
             assert np.array_equal(data[-1].reshape(4, 16), data[0].reshape(4, 16)[::-1])
             started = time.perf_counter()
-            times = pool.times(timed(pool, table, threads, pieces))[0]
+            times = pool.times(timed(pool, table, threads, pieces)).threads
             assert times.shape == (threads, 7, 3) and kept
             began, seconds = times[0, :, 0], times[0, :, 1:]
             assert (seconds >= 0).all() and (np.diff(began) >= seconds[:-1].sum(1) - 1e-9).all()
@@ -179,11 +179,11 @@ def test_what_a_run_noted_stays_when_the_place_is_needed_again():
         assert runs[0][0] is not runs[-1][0]  # other pages
         ended = time.perf_counter()
         times = [pool.times(calls) for calls in runs]
-        began = np.array([each[0][0, :, 0] for each in times]).ravel()
+        began = np.array([each.threads[0, :, 0] for each in times]).ravel()
         assert started < began[0] and (np.diff(began) > 0).all() and began[-1] < ended and kept
         # The clock of Python was read right before the first operation and after the last.
-        for found, inside in times[1:]:
-            assert found[0, :, 1:].sum() <= inside
+        for each in times[1:]:
+            assert each.threads[0, :, 1:].sum() <= each.inside <= each.ended - each.began
         pool.close()
 
 
@@ -205,5 +205,5 @@ def test_times_are_those_of_the_run_while_another_thread_turns_the_page():
 
     calls[0].__class__ = Turned
     found = pool.times(calls)
-    assert turned and np.allclose(found[0], expected[0]) and found[1] == pytest.approx(expected[1]) and kept
+    assert turned and np.allclose(found.threads, expected.threads) and found[1:] == pytest.approx(expected[1:]) and kept
     pool.close()

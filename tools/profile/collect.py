@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -223,13 +224,7 @@ def _once(series: Series, operations: bool, meter: Meter, recorded_first: bool) 
             if operations:
                 series.recorded.append(series.combination.run(series.test, count, True))
             continue
-        before = conditions.core_wait_s()
-        with _energy(meter, series):
-            sample = series.combination.run(series.test, count, False)
-        after = conditions.core_wait_s()
-        if before is not None and after is not None:
-            # Less than before: a thread has ended.
-            series.core_waits.append(max(0.0, after - before))
+        sample = series.combination.run(series.test, count, False, partial(_watched, meter, series))
         memory = machine.process_memory()
         device = getattr(series.combination.model.program, "device_name", None)
         series.facts = {**conditions.facts(device), "rss": memory.get("VmRSS"), "peak_rss": memory.get("VmHWM")}
@@ -238,9 +233,15 @@ def _once(series: Series, operations: bool, meter: Meter, recorded_first: bool) 
 
 
 @contextmanager
-def _energy(meter: Meter, series: Series) -> Iterator[None]:
+def _watched(meter: Meter, series: Series) -> Iterator[None]:
+    """Keep what a plain run waited for a core, and its energy."""
+    before = conditions.core_wait_s()
     with meter.measuring() as spent:
         yield
+    after = conditions.core_wait_s()
+    if before is not None and after is not None:
+        # Less than before: a thread has ended.
+        series.core_waits.append(max(0.0, after - before))
     series.watts = spent.watts
     if spent.joules is not None:
         series.joules.append(spent.joules)

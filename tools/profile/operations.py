@@ -63,8 +63,8 @@ class Breakdown:
 
     wall        around the whole test, by one pair of clock readings
     lines       by name and layer, in the order of execution
-    between     bubble between calls of the target: Python, rows, caches
-    within      bubble inside calls: filling buffers, waking threads
+    between     bubble between calls of the target: Python, rows, caches, filling buffers
+    within      bubble inside calls: waking threads, Python between the pieces of a run
     samples     whose operations these are: the faster half of the recorded tokens, or prompts
     """
 
@@ -120,9 +120,10 @@ def breakdown(test: str, samples: Sequence[Sample], found: dict[str, Limits]) ->
             lines.append(Line("decode", DRAW, -1, (), drawn / tokens, 0.0, 0.0, 0.0))
         last = sample.started
         for call in sample.calls:
-            between += call.started - last
-            within += call.ended - call.started - call.inside
-            last = call.ended
+            run = call.run
+            between += run.began - last
+            within += run.ended - run.began - run.inside
+            last = run.ended
             for timed in call.operations():
                 time, waited = (timed.worked + timed.waited) / tokens, timed.waited / tokens
                 todo = timed.work.bytes / tokens, timed.work.macs / tokens, timed.work.float_macs / tokens

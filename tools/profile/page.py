@@ -14,6 +14,7 @@ from edgeq.tools.profile.page_style import STYLE
 from edgeq.tools.profile.tables import (
     COLUMNS,
     MAY_BE_EMPTY,
+    by_bytes,
     closing,
     heading,
     operation_cells,
@@ -61,7 +62,8 @@ def _sections(document: Document, compared: Compared | None) -> Iterator[str]:
     if compared is not None:
         yield section("Compared with a saved run", _comparison(compared))
     if document["what_if"]:
-        caption = "predicted from the operations; error: against what was measured with that setting"
+        known = "predicted from the operations; error: against what was measured with that setting"
+        caption = "; ".join([known, *by_bytes(document["what_if"])])
         yield section("What if", table(what_if(document["what_if"]), caption))
     yield section("Time to the first token", _distribution(document, ("ttft",), "ms to the first token"))
     yield section("Time per token", _distribution(document, ("tg",), "ms per token"))
@@ -126,6 +128,7 @@ def _depths(document: Document) -> str:
 
 def _operations(operations: Document, document: Document) -> str:
     parts = [f"<p>{escape(closing(operations))}</p>"]
+    parts.append("<h3>time by layer, µs per token</h3>")
     parts.append(drawing.stacked("time by layer", _layers(operations), "µs per token"))
     for phase in dict.fromkeys(line["phase"] for line in operations["lines"]):
         limits = _limits(document, operations, phase)

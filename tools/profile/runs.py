@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from edgeq.tools.profile.findings import CODE
 from edgeq.tools.profile.tape import WITH_DRAFTS, Call, Tapes
 
 Size = tuple[int, int]
+Around = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Sample:
         found, started, begun = list[Sample](), self.started, 0
         for seconds, draw in zip(self.steps, self.draws, strict=True):
             ended, first = started + seconds, begun
-            while begun < len(self.calls) and self.calls[begun].started < ended:
+            while begun < len(self.calls) and self.calls[begun].run.began < ended:
                 begun += 1
             own = self.calls[first:begun]
             found.append(Sample(started, seconds, 1, [seconds], None, [draw], own))
@@ -115,8 +117,10 @@ class Combination:
         self._pictures: dict[Size, Prompt] = {}
         self._code: tuple[Session, list[int]] | None = None
 
-    def run(self, test: AnyTest, count: int, record: bool) -> Sample:
+    def run(self, test: AnyTest, count: int, record: bool, around: Around = nullcontext) -> Sample:
         """`count` tokens of a test; `record`: with the time of every operation.
+
+        around   entered right before what is timed and left right after: the tokens of `depth` are not in it
 
         InputError: a picture that the model does not take.
         """
@@ -124,38 +128,42 @@ class Combination:
         if isinstance(test, Picture):
             prompt = self._picture(test.size)
             with self.model.session() as session, self.tapes.recording(phase, record):
-                return self._prefill(session, prompt, len(prompt.tokens))
+                return self._prefill(session, prompt, len(prompt.tokens), around)
         if isinstance(test, Continuation):
-            return self._continue(test, record)
+            return self._continue(test, record, around)
         tokens = random_tokens(self.model, test.depth + count)[test.depth :]
         sessions = self._sessions(test)
         with self.tapes.recording(phase, record):
-            return self._decode(sessions, tokens) if test.kind == "tg" else self._prefill(sessions[0], tokens, count)
+            if test.kind == "tg":
+                return self._decode(sessions, tokens, around)
+            return self._prefill(sessions[0], tokens, count, around)
 
-    def _prefill(self, session: Session, prompt: Prompt | Sequence[int], count: int) -> Sample:
-        started = perf_counter()
-        logits = session.prefill(prompt)
-        ended = perf_counter()
-        self._sampler.draw(logits, session.tokens)
-        drawn = perf_counter()
+    def _prefill(self, session: Session, prompt: Prompt | Sequence[int], count: int, around: Around) -> Sample:
+        with around():
+            started = perf_counter()
+            logits = session.prefill(prompt)
+            ended = perf_counter()
+            self._sampler.draw(logits, session.tokens)
+            drawn = perf_counter()
         calls = self.tapes.calls()
         return Sample(started, ended - started, count, [], drawn - started, [(ended, drawn - ended)], calls)
 
-    def _decode(self, sessions: list[Session], tokens: Sequence[int]) -> Sample:
+    def _decode(self, sessions: list[Session], tokens: Sequence[int], around: Around) -> Sample:
         steps, draws = list[float](), list[tuple[float, float]]()
-        started = last = perf_counter()
-        for token in tokens:
-            logits = run_together([BatchItem(session, [token], [0]) for session in sessions])
-            ran = perf_counter()
-            for session, scores in zip(sessions, logits, strict=True):
-                self._sampler.draw(scores[0], session.tokens)
-            now = perf_counter()
-            draws.append((ran, now - ran))
-            steps.append(now - last)
-            last = now
+        with around():
+            started = last = perf_counter()
+            for token in tokens:
+                logits = run_together([BatchItem(session, [token], [0]) for session in sessions])
+                ran = perf_counter()
+                for session, scores in zip(sessions, logits, strict=True):
+                    self._sampler.draw(scores[0], session.tokens)
+                now = perf_counter()
+                draws.append((ran, now - ran))
+                steps.append(now - last)
+                last = now
         return Sample(started, last - started, len(tokens), steps, None, draws, self.tapes.calls())
 
-    def _continue(self, test: Continuation, record: bool) -> Sample:
+    def _continue(self, test: Continuation, record: bool, around: Around) -> Sample:
         """InputError: the code has too few tokens in this model's tokenizer."""
         if self._code is None:
             self._code = self.model.session(), self.model.text.encode("".join(corpus.evaluation_code()))[: test.depth]
@@ -168,10 +176,12 @@ class Combination:
         pieces = generation.pieces()
         next(pieces)
         with self.tapes.recording("decode" if test.draft == "off" else WITH_DRAFTS, record):
-            started = perf_counter()
-            for _ in pieces:
-                pass
-            seconds, calls = perf_counter() - started, self.tapes.calls()
+            with around():
+                started = perf_counter()
+                for _ in pieces:
+                    pass
+                seconds = perf_counter() - started
+            calls = self.tapes.calls()
         cost = generation.measurement
         each = None if test.draft == "off" else cost.speculation.tokens_per_cycle
         steps = cost.token_s[: cost.generated_tokens - 1]

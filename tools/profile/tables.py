@@ -55,7 +55,7 @@ def markdown(document: dict[str, Any]) -> str:
     if document["sustained"] and document["sustained"]["passes"]:
         parts.append(sustained(document["sustained"]))
     if document["what_if"]:
-        parts.append(aligned(what_if(document["what_if"])))
+        parts += [aligned(what_if(document["what_if"])), *by_bytes(document["what_if"])]
     parts.append("\n".join(f"- {finding['text']}" for finding in document["findings"]) or "Nothing stands out.")
     parts.append(sensors(document))
     return "\n\n".join(parts)
@@ -104,6 +104,12 @@ def what_if(lines: list[dict[str, Any]]) -> list[list[str]]:
         rates = (f"{line['now']:,.1f}", f"{line['expected']:,.1f}", f"{line['low']:,.1f} – {line['high']:,.1f}")
         rows.append([line["change"], *settings, *rates, measured, error])
     return rows
+
+
+def by_bytes(lines: list[dict[str, Any]]) -> list[str]:
+    """What a prediction of other bits leaves out, a sentence, where there is one."""
+    counted = "bits: by the bytes alone; what it takes to unpack that width is not counted"
+    return [counted] if any("bits=" in line["change"] for line in lines) else []
 
 
 def clock(mhz: float | None) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +16,7 @@ from edgeq.runtime import Model
 from edgeq.targets.graph import Select
 from edgeq.targets.requantization import InputSums, Weights
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import FindsLargest, Largest, Program, Requantizable, StepTimes
+from edgeq.targets.target import FindsLargest, Largest, Program, Requantizable, RunTimes, StepTimes
 from edgeq.tools.profile.work import Shape, Work, name_of, work
 
 WITH_DRAFTS = "with drafts"
@@ -40,39 +39,28 @@ class Timed:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a program, from `started` to `ended` by the clock of Python, in seconds."""
+    """One run of a program."""
 
     phase: str
-    started: float
-    ended: float
     times: StepTimes
     shape: Shape
     wanted: NDArray[np.int32]
     kv: KvCodec
 
     @cached_property
-    def _worked_out(self) -> tuple[NDArray[np.float64], float]:
-        return self.times.work_out(self.times.noted)
-
-    @property
-    def threads(self) -> NDArray[np.float64]:
-        """As `StepTimes.threads`."""
-        return self._worked_out[0]
-
-    @property
-    def inside(self) -> float:
-        """As `StepTimes.inside`."""
-        return self._worked_out[1]
+    def run(self) -> RunTimes:
+        """When it ran."""
+        return self.times.run
 
     @property
     def seconds(self) -> NDArray[np.float64]:
         """float64 [steps, 2]: the seconds that the calling thread worked on each step, and that it waited."""
-        return self.threads[0, :, 1:]
+        return self.run.threads[0, :, 1:]
 
     def operations(self) -> Iterator[Timed]:
         """In the order of execution."""
         shape, seen = self.shape, set[tuple[int, str]]()
-        for step, (began, worked, waited) in zip(self.times.steps, self.threads[0].tolist(), strict=True):
+        for step, (began, worked, waited) in zip(self.times.steps, self.run.threads[0].tolist(), strict=True):
             name = name_of(step)
             # An operation of several steps is done once.
             key = id(step.operation), name
@@ -108,7 +96,7 @@ class Tape:
     """Passes on what a program is asked, and while it is `on` notes the runs, all of `phase`.
 
     It stays in place while nothing is recorded, so that a session serves plain and recorded runs: its price then is one
-    function call per run.  Of a run four entries are kept, of which `calls` makes a `Call` afterwards: within what is timed
+    function call per run.  Of a run two entries are kept, of which `calls` makes a `Call` afterwards: within what is timed
     every object counts, see edgeq.targets.cpu.jit.notes.
     """
 
@@ -123,13 +111,12 @@ class Tape:
     def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
         if not self.on:
             return self._program.run(rows, mode)
-        started = perf_counter()
         result = self._program.run(rows, mode, times=self._times)
-        ended, slots, wanted = perf_counter(), rows.slots, rows.wanted
-        if slots.size == wanted.size == 1 and rows.spans is None:
-            self._noted += (started, ended, mode, slots.item())
+        slots, wanted = rows.slots, rows.wanted
+        if len(slots) == len(wanted) == 1 and rows.spans is None:
+            self._noted += (mode, slots.item())
         else:
-            self._noted += (started, ended, mode, (slots, rows.sessions, rows.spans, wanted))
+            self._noted += (mode, (slots, rows.sessions, rows.spans, wanted))
         return result
 
     @property
@@ -144,18 +131,16 @@ class Tape:
         run = cast(Requantizable, self._program).run_requantized
         if not self.on:
             return run(rows, weights, mode)
-        started = perf_counter()
         result = run(rows, weights, mode, times=self._times)
-        self._noted += (started, perf_counter(), mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
+        self._noted += (mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
     def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
         run = cast(Requantizable, self._program).run_summing
         if not self.on:
             return run(rows, sums, mode)
-        started = perf_counter()
         result = run(rows, sums, mode, times=self._times)
-        self._noted += (started, perf_counter(), mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
+        self._noted += (mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
     def calls(self) -> list[Call]:
@@ -165,8 +150,8 @@ class Tape:
         kv = self._program.options.kv
         # Not strict: an interrupt may come between the two entries of a run.
         return [
-            Call(self._phase_of(mode, len(shape)), started, ended, taken, shape, wanted, kv)
-            for started, ended, mode, kept, taken in zip(*(noted[i::4] for i in range(4)), times, strict=False)
+            Call(self._phase_of(mode, len(shape)), taken, shape, wanted, kv)
+            for mode, kept, taken in zip(noted[::2], noted[1::2], times, strict=False)
             for shape, wanted in [_shape_of(kept)]
         ]
 
@@ -194,7 +179,9 @@ class Tapes:
 
     def calls(self) -> list[Call]:
         """Those of all, in order, since the last time."""
-        return sorted((call for tape in self._all for call in tape.calls()), key=lambda call: call.started)
+        found = [call for tape in self._all for call in tape.calls()]
+        # Those of one tape are in order; when they ran is not worked out before somebody asks, and takes memory.
+        return found if len(self._all) == 1 else sorted(found, key=lambda call: call.run.began)
 
     @contextmanager
     def recording(self, phase: str, on: bool) -> Iterator[None]:

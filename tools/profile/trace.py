@@ -29,7 +29,7 @@ def trace(found: Profile) -> str:
     breakdowns = found.breakdowns()
     samples = [sample for _, each in breakdowns for sample in each.samples]
     start = min((sample.started for sample in samples), default=found.began)
-    threads = max((len(call.threads) for sample in samples for call in sample.calls), default=1)
+    threads = max((len(call.run.threads) for sample in samples for call in sample.calls), default=1)
     events = [_name("process_name", 0, "edgeq"), _name("thread_name", CALLER, "calling thread: Python, work, waiting")]
     events += [_name("thread_name", CALLER + i, f"thread {i}: work, waiting") for i in range(1, threads)]
     for series, each in breakdowns:
@@ -57,7 +57,7 @@ def _test(series: Series, each: Breakdown, start: float) -> Iterator[Event]:
 def _python(sample: Sample, start: float) -> Iterator[Event]:
     """What is between the calls of the target: Python, and in it the draw of a token."""
     draws = sample.draws if sample.steps else []
-    taken = [(call.started, call.ended) for call in sample.calls] + [(began, began + seconds) for began, seconds in draws]
+    taken = [(call.run.began, call.run.ended) for call in sample.calls] + [(began, began + seconds) for began, seconds in draws]
     at = sample.started
     for began, ended in [*sorted(taken), (sample.started + sample.seconds,) * 2]:
         if began > at:
@@ -69,8 +69,8 @@ def _python(sample: Sample, start: float) -> Iterator[Event]:
 
 def _call(call: Call, start: float) -> Iterator[Event]:
     """A call of the target and its operations, on the tracks of all threads that took part."""
-    yield _span(CALLER, call.phase, "call", call.started - start, call.ended - call.started, {"rows": len(call.shape)})
-    others = call.threads[1:].tolist()
+    yield _span(CALLER, call.phase, "call", call.run.began - start, call.run.ended - call.run.began, {"rows": len(call.shape)})
+    others = call.run.threads[1:].tolist()
     for i, timed in enumerate(call.operations()):
         facts = {"layer": timed.layer, "kernel": timed.kernel, "bytes": timed.work.bytes, "macs": timed.work.macs}
         times = [(timed.began, timed.worked, timed.waited), *(each[i] for each in others)]
@@ -85,10 +85,10 @@ def _call(call: Call, start: float) -> Iterator[Event]:
 
 def _counters(call: Call, start: float, position: int) -> Iterator[Event]:
     read = sum(timed.work.bytes for timed in call.operations())
-    yield _counter("GB/s", call.started - start, read / (call.ended - call.started) / 1e9)
-    yield _counter("GB/s", call.ended - start, 0.0)
+    yield _counter("GB/s", call.run.began - start, read / (call.run.ended - call.run.began) / 1e9)
+    yield _counter("GB/s", call.run.ended - start, 0.0)
     if call.phase != "tower":
-        yield _counter("cache MB", call.started - start, int(call.shape.ends.max()) * position / 1e6)
+        yield _counter("cache MB", call.run.began - start, int(call.shape.ends.max()) * position / 1e6)
 
 
 def _moment(moment: Moment, offset: float) -> Iterator[Event]:

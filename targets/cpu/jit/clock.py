@@ -14,6 +14,7 @@ from edgeq.targets.cpu.jit.deferred import cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.pieces import Piece
 from edgeq.targets.cpu.jit.processor import current
 from edgeq.targets.cpu.jit.simd import I32, I64, call, store
+from edgeq.targets.target import RunTimes
 
 
 @intrinsic
@@ -58,9 +59,9 @@ class Reading(NamedTuple):
 
     before, after   the machine code of the call, in seconds of Python's clock
     started         the count when it began, before other threads were woken
-    counts          int64 [threads, 2 * operations + 1]: of each operation when the thread came to it and when no part of it
-                    was left to take; then of the end.  0: it was not there.  Of a thread alone [1, operations + 1]: when
-                    each began, and the end
+    counts          int64 [threads, 2 * operations + 1]: of each operation when the thread came to it, and when no part of it
+                    was left to take and others were not done with theirs, 0 if they were; then of the end.  0: it was not
+                    there.  Of a thread alone [1, operations + 1]: when each began, and the end
     """
 
     piece: Piece
@@ -97,12 +98,11 @@ class Clock:
                 return
         self._first = reading.before, start
 
-    def times(self, operations: int, readings: Sequence[Reading]) -> tuple[NDArray[np.float64], float]:
-        """float64 [threads, operations, 3]: when each thread came to an operation, in seconds of Python's clock; how long it
-        worked on its parts, and how long it then waited for others.  NaN: it was not there.
+    def times(self, operations: int, readings: Sequence[Reading]) -> RunTimes:
+        """The times of a run of so many operations, from those of its calls.
 
-        An operation of several pieces begins with the first of them and has the time of all.  Then the seconds that the calls
-        took by Python's clock, without those in which threads were woken.
+        An operation of several pieces begins with the first of them and has the time of all.  Threads are woken before the
+        operations run.
         """
         for reading in readings:
             self._learn(reading)
@@ -110,15 +110,18 @@ class Clock:
         inside = 0.0
         for (start, table, *_), before, after, started, noted in readings:
             inside += after - before - (int(noted[0, 0]) - started) * self._rate
-            counts = noted if len(noted) > 1 else np.repeat(noted, 2, 1)[:, 1:]
+            counts = noted.copy() if len(noted) > 1 else np.repeat(noted, 2, 1)[:, 1:]
             end = counts[0, -1]
+            began, left, after_it = counts[:, :-1:2], counts[:, 1::2], counts[:, 2::2]
+            # Who waited for nobody went on at once.
+            np.copyto(left, after_it, where=(began > 0) & (left == 0))
             # A thread may note its end a moment after the caller has returned.
             late = (counts == 0) & (np.arange(counts.shape[1]) == counts.shape[1] - 1)
             noted = np.where(late, end, np.minimum(counts, end))
-            there = (counts[:, :-1:2] > 0) & (counts[:, 1::2] >= counts[:, :-1:2])
-            began = after - (end - noted[:, :-1:2]) * self._rate
+            there = (began > 0) & (left >= began)
+            started_at = after - (end - noted[:, :-1:2]) * self._rate
             spent = np.diff(noted, axis=1).reshape(len(counts), -1, 2) * self._rate
-            new = np.where(there[..., None], np.concatenate([began[..., None], np.maximum(spent, 0)], 2), np.nan)
+            new = np.where(there[..., None], np.concatenate([started_at[..., None], np.maximum(spent, 0)], 2), np.nan)
             here = found[:, start : start + len(table)]
             here[:] = np.where(np.isnan(here), new, here + np.nan_to_num(new) * (0, 1, 1))
-        return found, inside
+        return RunTimes(found, readings[0].before, readings[-1].after, inside)

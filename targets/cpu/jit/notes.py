@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from edgeq.targets.cpu.jit.clock import Clock, Reading
 from edgeq.targets.cpu.jit.pieces import Piece
+from edgeq.targets.target import RunTimes
 
 Words = NDArray[np.int64]
 
@@ -91,7 +92,7 @@ class Notes:
         self.page, self.free = Page(self._block), self._places()
         return self.free.pop()
 
-    def times(self, calls: Noted) -> tuple[NDArray[np.float64], float]:
+    def times(self, calls: Noted) -> RunTimes:
         """`Clock.times` of a run that these are the calls of."""
         readings = [_reading(*calls[i : i + 4]) for i in range(0, len(calls), 4)]
         last = max((each.piece for each in readings), key=lambda piece: piece.start)

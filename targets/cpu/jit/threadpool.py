@@ -157,7 +157,7 @@ def _walk(shared, tag, table, length, row_bytes, thread, counts, last):
     """Take part in run `tag`.  The last slot of an op record is its number of parts; `last`, not 0: the run ends there.
 
     A thread that comes too late finds another run's number on the operation, and leaves.  `counts`: 0, or where the thread's
-    clock goes: of each operation when it comes to it and when no part of it is left to take; then of the end.
+    clock goes: of each operation when it comes to it and when it begins to wait for others; then of the end.
     """
     for i in range(length):
         if counts:
@@ -175,10 +175,11 @@ def _walk(shared, tag, table, length, row_bytes, thread, counts, last):
             if exchange(step, ticket, ticket + 1):
                 invoke(row, part, parts, thread)
                 add(step + 8, 1)
-        if counts:
-            note_time(counts + 16 * i + 8)
         spins = 0
         while read(step + 8) < end:
+            if counts and spins == 0:
+                # Here, and not before the loop: who is waited for, the slowest, does not read the clock.
+                note_time(counts + 16 * i + 8)
             if read(step) >> TAG_BITS != tag:
                 return
             spins += 1

@@ -214,8 +214,8 @@ def test_the_trace_nests_and_sums_to_the_table(traced: tuple[Profile, list[dict[
 def test_operations_begin_and_end_within_their_call(traced: tuple[Profile, list[dict[str, Any]]]) -> None:
     for series, _ in traced[0].breakdowns():
         for call in (call for sample in series.recorded for call in sample.calls):
-            began, spent = call.threads[0, :, 0], call.seconds.sum(1)
-            assert call.started <= began[0] and began[-1] + spent[-1] <= call.ended
+            began, spent = call.run.threads[0, :, 0], call.seconds.sum(1)
+            assert call.run.began <= began[0] and began[-1] + spent[-1] <= call.run.ended
             assert (began[1:] >= (began + spent)[:-1] - 1e-9).all()
 
 

@@ -74,7 +74,14 @@ def test_the_page_is_whole_and_asks_for_nothing(full: Document) -> None:
     assert reader.tags.count("svg") == 6 and not re.search(
         r"\b(nan|inf|None)\b", re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
     )
-    for words in ("Findings", "Time per token after other tokens", "roofline of decode, 1 thread", "no permission", "0.5"):
+    for words in (
+        "Findings",
+        "Time per token after other tokens",
+        "roofline of decode, 1 thread",
+        "time by layer, µs per token",
+        "no permission",
+        "0.5",
+    ):
         assert words in text
 
 

@@ -14,16 +14,22 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from edgeq.converters.convert import convert
+from edgeq.converters.options import ConvertOptions
 from edgeq.errors import FormatError, InputError
-from edgeq.tools import conditions
+from edgeq.runtime.requantize import Requantization
+from edgeq.targets.cpu.program import CpuProgram
+from edgeq.targets.rows import Rows
+from edgeq.tools import bench, conditions
 from edgeq.tools.cli import main
 from edgeq.tools.lab import clock_cost
 from edgeq.tools.measurement import Measurement, measurement
 from edgeq.tools.profile import command, findings
 from edgeq.tools.profile import record as saved
-from edgeq.tools.profile.collect import Profile
+from edgeq.tools.profile.collect import Plan, Profile, collect
 from edgeq.tools.profile.record import SCHEMA, read, write
-from edgeq.tools.profile.runs import Combination, Sample
+from edgeq.tools.profile.runs import Combination, Sample, Setting
+from tests.tools.profile.conftest import TINY_LLAMA
 
 SHORT = ("-p", "16", "-n", "4", "-r", "2", "-t", "1", "--target", "cpu")
 
@@ -314,3 +320,22 @@ def test_every_rule_is_on_the_page() -> None:
     table = PAGE.partition("| name |")[2].partition("\n\n")[0]
     named = {name for line in table.splitlines()[2:] for name in re.findall(r"`([\w ]+)`", line.split("|")[1])}
     assert len(rules) == 13 and named == rules
+
+
+def test_what_a_prompt_before_a_test_waited_is_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With requantized weights the tokens before a test are read again for every run."""
+    path = tmp_path / "o.edgeq"
+    convert(str(TINY_LLAMA), path, ConvertOptions(method="ttq"), lambda *_: None)
+    ran, run = [0], CpuProgram._run
+
+    def counted(program: CpuProgram, rows: Rows, *arguments: Any, **others: Any) -> Any:
+        ran[0] += len(rows)
+        return run(program, rows, *arguments, **others)
+
+    monkeypatch.setattr(CpuProgram, "_run", counted)
+    monkeypatch.setattr(conditions, "core_wait_s", lambda: float(ran[0]))
+    tests = (bench.Test("tg", 3, 20), bench.Test("pp", 9, 20), bench.Test("pp", 5, 0))
+    options = {"target": "cpu", "requantization": Requantization()}
+    for waits, test in zip([[3.0] * 2, [9.0] * 2, [5.0] * 2], tests, strict=True):
+        found = collect(Plan(path, (Setting(1, None, "f16"),), (test,), 2, True, options), lambda *_: None)
+        assert [series.core_waits for series in found.series] == [waits]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from edgeq.errors import InputError
 from edgeq.tools.cli import main
 from edgeq.tools.profile.limits import Limits
 from edgeq.tools.profile.options import Change
-from edgeq.tools.profile.tables import what_if
+from edgeq.tools.profile.page import page
+from edgeq.tools.profile.tables import markdown, what_if
 from edgeq.tools.profile.what_if import Prediction, predictions
 from tests.tools.profile.conftest import invented
 
@@ -62,6 +63,16 @@ def test_fewer_bits_are_fewer_bytes(calm: Document, file: ModelFile) -> None:
     assert found.low == pytest.approx(0.21 / 0.25 / (0.1 + least + 0.01)) and share < 0.8
     assert found.high == pytest.approx(0.21 / 0.25 / (0.2 * share + 0.01))
     assert predicted(calm, file, Change(bits=4))[0].expected == pytest.approx(found.now)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(Change(bits=3), True), (Change(bits=3, threads=2), True), (Change(threads=2), False)]
+)
+def test_of_other_bits_it_says_that_bytes_alone_are_counted(
+    calm: Document, file: ModelFile, change: Change, said: bool
+) -> None:
+    calm["what_if"] = [asdict(each) for each in predicted(calm, file, change)]
+    assert ("by the bytes alone" in page(calm)) == ("\n\nbits: by the bytes alone" in markdown(calm)) == said
 
 
 def test_a_board_is_what_fit_says(calm: Document, file: ModelFile) -> None:
