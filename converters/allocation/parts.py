@@ -61,12 +61,13 @@ class Part:
         """Bytes in `codec`, as `unit` counts them: read for a token, in the file with its padding, or of the numbers alone,
         those of an embedding left out.
         """
-        segments = [n for item in self.items for n in replace(item, recipe=replace(item.recipe, codec=codec)).nbytes]
+        first, count = self.items[0], len(self.items)
+        segments = replace(first, recipe=replace(first.recipe, codec=codec)).nbytes
         if unit == "size":
-            return sum(map(aligned, segments))
+            return count * sum(map(aligned, segments))
         if unit == "bits" and self.share:
-            return sum(segments)
-        return -int(-sum(segments) * self.share // 1)
+            return count * sum(segments)
+        return -int(-count * sum(segments) * self.share // 1)
 
 
 def parts_of(items: Iterable[Item], config: ModelConfig) -> tuple[Part, ...]:
