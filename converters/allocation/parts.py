@@ -7,7 +7,6 @@ room in the file and, for a token, next to nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,19 +15,12 @@ from edgeq.codec import BITS, GROUP_SIZES, Codec
 from edgeq.config import ModelConfig
 from edgeq.container import aligned
 from edgeq.converters.allocation.budget import Unit
+from edgeq.converters.allocation.part_names import HEAD, TABLE, part_of
 from edgeq.converters.items import Item
 from edgeq.converters.linears import LinearItem
 from edgeq.converters.quantizer import fitting_group_size
 from edgeq.errors import EdgeqError, InputError
 from edgeq.manifest import FLOAT_PARTS
-
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-HEAD, TABLE = "head", "embedding"
-
-
-def part_of(name: str) -> str:
-    """The part that linear layer `name` belongs to."""
-    return _EXPERT.sub(".experts.", name)
 
 
 @dataclass(frozen=True)
