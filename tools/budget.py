@@ -54,8 +54,11 @@ def decode_here(plan: ConversionPlan, output: Path | None) -> AllocationsHere:
     """
     from edgeq.tools.decode_speed import AllocationsHere
 
-    begun = output is not None and (output.exists() or partial_path(output).exists())
-    here = AllocationsHere(plan.method.stored_config, plan.method.mode or "a8", begun and not plan.options.restart)
+    # A file that is there already is what would be made, or is refused, unless it is to be replaced.
+    begun = output is not None and (
+        (output.exists() and not plan.options.force) or (partial_path(output).exists() and not plan.options.restart)
+    )
+    here = AllocationsHere(plan.method.stored_config, plan.method.mode or "a8", begun)
     shown = ", ".join(f"{codec.bits}: {1 / here.times.whole[codec][1]:,.1f}" for codec in WIDTHS)
     note(f"tokens per second of models of this shape on this machine, by bits: {shown}")
     return here

@@ -51,6 +51,8 @@ ROUNDS = 3
 same host, must not decide."""
 TURNS, TURN_SECONDS = 5, 0.5
 """How often an allocation and the first one are decoded in turn, and how long each time: what else the host does slows both."""
+MOST_TURNS = 4 * TURNS
+"""How often at most, where something else ran during some: seconds of the processor, which count then, can be a quarter off."""
 MEMORY_SHARE = 4
 """One part in so many of the available memory may be taken by a file: a larger model is measured with fewer layers."""
 LARGEST = 4 << 30
@@ -179,16 +181,25 @@ class AllocationsHere:
         write_random(path, self._config, WIDTHS[-1], codecs)
         if self._first is None:
             self._first = self._stack.enter_context(_loaded(path, self._mode))
-            found = in_turn({"first": self._first}, TURNS, TURN_SECONDS)
+            turns = self._turns(self._first)
         else:
             with _loaded(path, self._mode) as model:
-                found = in_turn({"first": self._first, "this": model}, TURNS, TURN_SECONDS)
+                turns = self._turns(model)
             path.unlink()
-        self.alone &= all(alone for taken in found.values() for _, alone in taken)
-        first = [seconds for seconds, _ in found["first"]]
-        self._of_first += first
-        ratios = [seconds / other for (seconds, _), other in zip(found.get("this", found["first"]), first, strict=True)]
-        return statistics.median(ratios) * statistics.median(self._of_first)
+        self._of_first += [first for first, _ in turns]
+        return statistics.median(this / first for first, this in turns) * statistics.median(self._of_first)
+
+    def _turns(self, model: Model) -> list[tuple[float, float]]:
+        """Seconds of a token of the first allocation and of `model` in each turn: of those that nothing disturbed, if any."""
+        models = {"first": self._first or model, "this": model}
+        every, calm = list[tuple[float, float]](), list[tuple[float, float]]()
+        while len(every) < MOST_TURNS and len(calm) < TURNS:
+            ((first, alone),), ((this, both),) = in_turn(models, 1, TURN_SECONDS).values()
+            every.append((first, this))
+            if alone and both:
+                calm.append((first, this))
+        self.alone &= len(calm) == TURNS
+        return calm or every
 
 
 def _bytes_read(shape: Shape, share: Fraction, codec: Codec) -> float:

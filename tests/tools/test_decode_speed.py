@@ -189,14 +189,16 @@ def test_a_token_is_timed_as_bench_times_it(tmp_path: Path, monkeypatch: pytest.
         assert decode_speed.decoded(model, 0.05) == (pytest.approx(0.6e-3), False)
 
 
-def test_a_machine_that_slows_down_does_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allocations are timed beside the first one, and short models stand for deep ones."""
-    slower = [1.0]
+def test_what_else_runs_does_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocations are timed beside the first one, in turns that nothing disturbed, and short models stand for deep ones."""
+    slower, calm, turns = [1.0], [True], [0]
 
     def found(models: dict[str, object], *_: object) -> dict[str, list[tuple[float, bool]]]:
-        slower[0] *= 1.5
-        seconds = {"first": 0.1 * slower[0], "this": 0.08 * slower[0]}
-        return {name: 5 * [(seconds[name], slower[0] < 3)] for name in models}
+        turns[0] += 1
+        # Every other turn is disturbed, and far off.
+        alone = calm[0] and turns[0] % 2 == 0
+        this = 0.1 if models["first"] is models["this"] else 0.08
+        return {"first": [(0.1 * slower[0], alone)], "this": [(this * slower[0] if alone else 9.0, alone)]}
 
     monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
     monkeypatch.setattr(decode_speed, "times_here", lambda config, mode: TIMES)
@@ -205,20 +207,24 @@ def test_a_machine_that_slows_down_does_not_decide(tmp_path: Path, monkeypatch: 
     mixtures = [dict.fromkeys(parts, codec) for codec in (MEASURED[2], MEASURED[4])]
     with decode_speed.AllocationsHere(DENSE, "a8", False) as here:
         # With the whole model in 4 bits TIMES has 5 seconds for it, with 6 bits 7.
-        first, second = (here.ratio(each) for each in mixtures)
-        assert first == pytest.approx(0.15 / 5, rel=1e-3) and here.alone
+        assert here.ratio(mixtures[0]) == pytest.approx(0.1 / 5, rel=1e-3) and here.alone
+        assert turns[0] == 2 * decode_speed.TURNS
         # 0.8 of the first one, both as fast as in the median moment.
-        assert second == pytest.approx(0.8 * (0.15 + 0.225) / 2 / 7, rel=1e-3)
-        assert here.ratio(mixtures[1]) == second
+        slower[0] = 1.5
+        assert here.ratio(mixtures[1]) == pytest.approx(0.8 * (0.1 + 0.15) / 2 / 7, rel=1e-3)
+        asked = turns[0]
+        here.ratio(mixtures[1])
+        assert turns[0] == asked
+        calm[0] = False
         here.ratio(dict.fromkeys(parts, MEASURED[0]))
-        assert not here.alone
+        assert not here.alone and turns[0] == asked + decode_speed.MOST_TURNS
     # Of a model of 40 layers of which 8 are decoded, the predicted seconds of those 8 count.
     deep = with_layers(replace(DENSE, sliding_windows=(), layers_without_rope=()), 40)
     room = random_file.file_bytes(with_layers(deep, 8), WIDTHS[-1])
     monkeypatch.setattr("edgeq.machine.available_bytes", lambda: decode_speed.MEMORY_SHARE * room)
     whole = {codec: (bytes_per_token(deep, codec, floats=False), 10.0) for codec in MEASURED}
     monkeypatch.setattr(decode_speed, "times_here", lambda config, mode: DecodeTimes(whole))
-    slower[0] = 1 / 1.5
+    calm[0], slower[0] = True, 1.0
     with decode_speed.AllocationsHere(deep, "a8", False) as here:
         codecs = {part_of(name): CODEC for name, _, _ in random_file._linears(deep, CODEC)}
         share = bytes_per_token(with_layers(deep, 8), CODEC) / bytes_per_token(deep, CODEC)
