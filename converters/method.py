@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from edgeq.codec import Codec, Kind
 from edgeq.config import ModelConfig, VisionConfig
-from edgeq.converters.allocation.parts import part_of
+from edgeq.converters.allocation.part_names import part_of
 from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
 from edgeq.converters.calibration.samples import PictureFile
 from edgeq.converters.calibration.tower_forward import TowerForward

@@ -8,7 +8,7 @@ from typing import cast
 
 from edgeq.codec import Codec, Kind
 from edgeq.config import VisionConfig
-from edgeq.converters.allocation.parts import TABLE
+from edgeq.converters.allocation.part_names import TABLE
 from edgeq.converters.checkpoint import Checkpoint
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS
 from edgeq.converters.items import ArrayItem, BlobItem, Item

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeq.converters.allocation.budget import Budget
-from edgeq.converters.allocation.decode_times import WIDTHS, DecodeTimes
+from edgeq.converters.allocation.decode_times import WIDTHS
 from edgeq.converters.allocation.plan_file import read_plan
 from edgeq.devices import Device
 from edgeq.errors import InputError
+from edgeq.partial import partial_path
 from edgeq.tools.terminal import note
 
 if TYPE_CHECKING:
     from edgeq.converters.plan import ConversionPlan
+    from edgeq.tools.decode_speed import AllocationsHere
 
 WAYS = ("average_bits", "size", "read", "kl", "speed", "plan")
 _NAMES = {"average_bits": "--bits with a decimal point"}
@@ -44,15 +46,19 @@ def _budget(name: str, value: float, device: Device | None) -> Budget:
     return Budget("bits", value) if name == "average_bits" else Budget(name, value)  # type: ignore[arg-type]
 
 
-def measured_here(plan: ConversionPlan) -> DecodeTimes:
-    """How long this machine takes for a token of models of the plan's shape.
+def decode_here(plan: ConversionPlan, output: Path | None) -> AllocationsHere:
+    """Decode of allocations of the plan's model on this machine; measures that of models in one codec.
 
     Where the mode follows from measurements at the end of the conversion, a8 is taken, which most models get.
     ResourceError: there is no room to measure.
     """
-    from edgeq.tools.decode_speed import times_here
+    from edgeq.tools.decode_speed import AllocationsHere
 
-    times = times_here(plan.method.stored_config, plan.method.mode or "a8")
-    shown = ", ".join(f"{codec.bits}: {1 / times.whole[codec][1]:,.1f}" for codec in WIDTHS)
+    # A file that is there already is what would be made, or is refused, unless it is to be replaced.
+    begun = output is not None and (
+        (output.exists() and not plan.options.force) or (partial_path(output).exists() and not plan.options.restart)
+    )
+    here = AllocationsHere(plan.method.stored_config, plan.method.mode or "a8", begun)
+    shown = ", ".join(f"{codec.bits}: {1 / here.times.whole[codec][1]:,.1f}" for codec in WIDTHS)
     note(f"tokens per second of models of this shape on this machine, by bits: {shown}")
-    return times
+    return here

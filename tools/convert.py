@@ -6,13 +6,13 @@ import json
 import logging
 import sys
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeq.container import ModelFile
 from edgeq.converters.allocation.budget import WITHIN
-from edgeq.converters.allocation.decode_times import DecodeTimes
 from edgeq.converters.allocation.plan_file import check_place, write_plan, write_text
 from edgeq.converters.method_options import check_method_options
 from edgeq.converters.options import ConvertOptions
@@ -20,7 +20,7 @@ from edgeq.converters.output import check_output
 from edgeq.devices import Device, device, needed
 from edgeq.errors import InputError, ResourceError
 from edgeq.runtime.context_size import DEFAULT_CONTEXT
-from edgeq.tools.budget import measured_here, resolved
+from edgeq.tools.budget import decode_here, resolved
 from edgeq.tools.chart import chart
 from edgeq.tools.frontier import HERE, devices_shown, marks, rows, show
 from edgeq.tools.params import refuse_gguf
@@ -28,6 +28,7 @@ from edgeq.tools.report import overall_bits
 from edgeq.tools.terminal import note, progress, write
 
 if TYPE_CHECKING:
+    from edgeq.converters.allocation.decode_choice import DecodeHere
     from edgeq.converters.convert import Converted
     from edgeq.converters.plan import ConversionPlan
 
@@ -71,8 +72,8 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
             plan = preflight(source, settings, bar.in_bytes)
         frontier: list[dict[str, Any]] = []
         if settings.budget is not None:
-            times = None if here is None else measured_here(plan)
-            plan, frontier = allocated(plan, profile if times is None else HERE, plot, save, times)
+            with nullcontext() if here is None else decode_here(plan, output) as decode:
+                plan, frontier = allocated(plan, HERE if decode else profile, plot, save, decode)
             if output is not None or not as_json:
                 show(frontier, sys.stdout if output is None else sys.stderr)
         facts = prospect(plan, profile) | ({"frontier": frontier} if frontier else {})
@@ -109,13 +110,13 @@ def carried_out(plan: ConversionPlan, output: Path, facts: dict[str, Any]) -> Co
 
 
 def allocated(
-    plan: ConversionPlan, profile: Device | None, plot: Path | None, save: Path | None, times: DecodeTimes | None
+    plan: ConversionPlan, profile: Device | None, plot: Path | None, save: Path | None, here: DecodeHere | None
 ) -> tuple[ConversionPlan, list[dict[str, Any]]]:
     """The plan with the codecs that its budget allows, and the frontier; a chart and the codecs go to the files named."""
     from edgeq.converters.allocation.allocate import allocate
 
     with progress() as bar:
-        found = allocate(plan, bar, note, times)
+        found = allocate(plan, bar, note, here)
     frontier = rows(found.frontier.points(), found.point, devices_shown(profile))
     if save:
         write_plan(save, found.point.names)

@@ -1,8 +1,9 @@
-"""How fast this machine decodes: models of a shape in several codecs, measured, from which the speed of an allocation follows.
+"""How fast this machine decodes: models of a shape, all in one codec or with a codec for each part, measured as `bench` does.
 
 The time of a token is not its bytes over a bandwidth alone: a product of few bits has more to compute for each byte, and every
-operation takes time of its own.  So files of the shape with random weights, all in one codec, are written, loaded and decoded
-for a moment (`DecodeTimes` has what follows for a mixture).
+operation takes time of its own.  So files of the shape with random weights are written, loaded and decoded for a moment: their
+speed follows from shape and codecs.  What those in one codec say about a mixture is in `DecodeTimes`; a mixture that is chosen
+by it is decoded too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import json
 import statistics
 import tempfile
 import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 from edgeq import machine
@@ -22,28 +28,31 @@ from edgeq.container import ModelFile
 from edgeq.converters.allocation.decode_times import MEASURED, WIDTHS, DecodeTimes
 from edgeq.devices import Device, needed
 from edgeq.errors import ResourceError
-from edgeq.measurements import keep, known
+from edgeq.manifest import Shape
+from edgeq.measurements import measured
 from edgeq.records import Mode
 from edgeq.runtime import Model
-from edgeq.runtime.session import Session
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.jit.compile import cache_folder as kernels
 from edgeq.targets.cpu.probes import ALONE, read_bandwidth
-from edgeq.tools.random_file import bytes_per_token, file_bytes, with_layers, write_random
+from edgeq.tools.bench import WARM_UP_TOKENS, Test, run
+from edgeq.tools.random_file import bytes_per_token, file_bytes, linears_read, with_layers, write_random
 from edgeq.tools.terminal import progress
 
-PROBE = 2
+PROBE = 3
 """Version of what is measured here: numbers of other versions are not used."""
-CONTEXT = 256
+TEXT = Test("tg", 128, 0)
+"""What is timed: the default of `edgeq bench`."""
 SECONDS, FILE_SECONDS = 1.0, 3.0
 """How long a model of one width is decoded, and how long the one file that is asked about: on a machine that others share
 the tokens of one second and the next differ by a tenth."""
-SPAN = 0.05
-"""Seconds of tokens that are timed together.  Linux adds what other threads took to a process's time at their next tick, some
-milliseconds later: the half of a token of a millisecond in two threads would be missing."""
 ROUNDS = 3
 """How often every codec is measured, in turn, before the median counts: what else runs for a moment, here or on the
 same host, must not decide."""
+TURNS, TURN_SECONDS = 5, 0.5
+"""How often an allocation and the first one are decoded in turn, and how long each time: what else the host does slows both."""
+MOST_TURNS = 4 * TURNS
+"""How often at most, where something else ran during some: seconds of the processor, which count then, can be a quarter off."""
 MEMORY_SHARE = 4
 """One part in so many of the available memory may be taken by a file: a larger model is measured with fewer layers."""
 LARGEST = 4 << 30
@@ -60,25 +69,21 @@ def this_machine() -> Device:
 
 
 def times_here(config: ModelConfig, mode: Mode) -> DecodeTimes:
-    """The measured decode of models of this shape; where nothing disturbed, kept per machine, shape, mode and kernels.
+    """The measured decode of models of this shape, kept per machine, shape, mode and kernels where nothing disturbed.
 
     ResourceError: there is no room for two layers of it.
     """
     layers, cores = _layers(config), machine.cpu().cores
-    names = {codec: _name(config, codec, mode, layers) for codec in MEASURED}
-    times = {codec: seconds for codec, name in names.items() if (seconds := known(name, cores)) is not None}
-    missing = [codec for codec in MEASURED if codec not in times]
-    found = {codec: list[tuple[float, bool]]() for codec in missing}
+    found = {codec: list[float]() for codec in MEASURED}
     with progress() as bar:
-        for done in range(ROUNDS * len(missing)):
-            codec = missing[done % len(missing)]
-            bar(done, ROUNDS * len(missing), f"measuring how fast {codec.name} is decoded")
-            found[codec].append(_token_seconds(config, codec, mode, layers))
-    for codec, taken in found.items():
-        times[codec] = statistics.median(seconds for seconds, _ in taken)
-        if all(alone for _, alone in taken):
-            keep(names[codec], cores, times[codec])
-    return DecodeTimes({codec: (bytes_per_token(config, codec, floats=False), times[codec]) for codec in MEASURED})
+        for done in range(ROUNDS * len(MEASURED)):
+            turn, codec = done // len(MEASURED), MEASURED[done % len(MEASURED)]
+            bar(done, ROUNDS * len(MEASURED), f"measuring how fast {codec.name} is decoded")
+            name, measure = _name(config, codec.name, turn, mode, layers), partial(_token_seconds, config, codec, mode, layers)
+            found[codec].append(measured(name, cores, measure))
+    return DecodeTimes(
+        {codec: (bytes_per_token(config, codec, floats=False), statistics.median(taken)) for codec, taken in found.items()}
+    )
 
 
 def this_machine_with(file: ModelFile) -> Device:
@@ -89,7 +94,7 @@ def this_machine_with(file: ModelFile) -> Device:
 
 def seconds_here(file: ModelFile) -> float | None:
     """The measured time of a token of a file; None: it does not fit in memory, so that the disk would be measured."""
-    if needed(file.size, file.metadata.bytes_per_token()["kv_per_position"], CONTEXT) > machine.available_bytes():
+    if needed(file.size, file.metadata.bytes_per_token()["kv_per_position"], TEXT.count) > machine.available_bytes():
         return None
     with progress() as bar:
         bar(0, 0, "measuring how fast the file is decoded")
@@ -97,37 +102,113 @@ def seconds_here(file: ModelFile) -> float | None:
 
 
 def seconds_per_token(path: Path, mode: Mode | None = None, seconds: float = SECONDS) -> tuple[float, bool]:
-    """The median time of a token of a file at the beginning of a text, decoded for `seconds`, and whether what else runs left
-    it alone.
+    """`decoded` of a file, loaded for it."""
+    with _loaded(path, mode) as model:
+        return decoded(model, seconds)
 
-    In seconds of the processor over the number of threads: on a machine with nothing else to do the seconds of a clock.  On a
-    busy one they still hold for one thread, as far as the others leave it caches and memory; several wait for each other.
+
+def decoded(model: Model, seconds: float) -> tuple[float, bool]:
+    """The time of a token of TEXT, as `edgeq bench` finds it, and whether what else runs left it alone.
+
+    The median over texts that take `seconds`, or the beginning of one.  On a busy machine, in seconds of the processor over the
+    number of threads: they still hold for one thread, as far as the others leave it caches and memory; several wait for each
+    other.
     """
-    context = min(CONTEXT, ModelFile.open(path).metadata.config.max_position_embeddings)
-    with Model.load(path, context=context, mode=mode) as model:
-        session = model.session()
-        # The first touches every page of the weights.
-        session.prefill([0])
-        threads, times = model.program.threads, list[float]()
-        began, used = time.perf_counter(), time.process_time()
-        while not times or time.perf_counter() - began < seconds:
-            times.append(span(model, session, SPAN) / threads)
-        share = (time.process_time() - used) / (time.perf_counter() - began) / threads
-    return statistics.median(times), share >= ALONE
+    test, threads, texts, tokens = replace(TEXT, count=min(TEXT.count, model.context)), model.program.threads, list[float](), 0
+    # The first tokens touch every page of the weights.
+    deque(run(model, test, WARM_UP_TOKENS["tg"]), 0)
+    began, used = time.perf_counter(), time.process_time()
+    while not texts or time.perf_counter() - began < seconds:
+        times, end = list[float](), time.perf_counter() + seconds
+        for taken in run(model, test, test.count):
+            times.append(taken)
+            if time.perf_counter() > end:
+                break
+        texts.append(statistics.mean(times))
+        tokens += len(times)
+    used = (time.process_time() - used) / threads
+    alone = used >= ALONE * (time.perf_counter() - began)
+    return (statistics.median(texts) if alone else used / tokens), alone
 
 
-def span(model: Model, session: Session, seconds: float) -> float:
-    """Seconds of the processor, of all threads together, for a token: the mean of those that are decoded in `seconds`.
+def in_turn(models: Mapping[str, Model], rounds: int, seconds: float) -> dict[str, list[tuple[float, bool]]]:
+    """`decoded` of each, so many times in turn."""
+    found: dict[str, list[tuple[float, bool]]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, model in models.items():
+            found[name].append(decoded(model, seconds))
+    return found
 
-    They follow the session's first token, again and again where its context ends.
+
+class AllocationsHere:
+    """Decode of allocations on this machine (`DecodeHere`): of files with random weights, each in turn with the first one.
+
+    Of a model too large for that the first layers and the head count for all.  Seconds are those of the median moment of all
+    measurements, so that they can be compared.  `close` removes the files.
     """
-    tokens, began, used = 0, time.perf_counter(), time.process_time()
-    while not tokens or time.perf_counter() - began < seconds:
-        if len(session.tokens) == session.context:
-            session.trim(1)
-        session.prefill([tokens % model.config.vocab_size])
-        tokens += 1
-    return (time.process_time() - used) / tokens
+
+    def __init__(self, config: ModelConfig, mode: Mode, resumes: bool) -> None:
+        """ResourceError: as `times_here`."""
+        self.times, self.resumes, self.alone = times_here(config, mode), resumes, True
+        layers, cpu = _layers(config)[-1], machine.cpu()
+        self.setting = _name(config, cpu.name, cpu.cores, mode, layers)
+        self._config, self._mode = with_layers(config, layers), mode
+        self._stack = ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="edgeq-")))
+        self._first: Model | None = None
+        self._of_first = list[float]()
+        self._found: dict[tuple[Codec, ...], float] = {}
+
+    def __enter__(self) -> AllocationsHere:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def ratio(self, codecs: Mapping[str, Codec]) -> float:
+        key = (*codecs.values(),)
+        if key not in self._found:
+            predicted = sum(
+                self.times.seconds(codec, partial(_bytes_read, shape, share))
+                for shape, codec, share in linears_read(self._config, WIDTHS[-1], codecs)
+                if share and codec.kind == "int"
+            )
+            self._found[key] = self._seconds(codecs) / predicted
+        return self._found[key]
+
+    def _seconds(self, codecs: Mapping[str, Codec]) -> float:
+        path = self._folder / f"{len(self._found)}.edgeq"
+        write_random(path, self._config, WIDTHS[-1], codecs)
+        if self._first is None:
+            self._first = self._stack.enter_context(_loaded(path, self._mode))
+            turns = self._turns(self._first)
+        else:
+            with _loaded(path, self._mode) as model:
+                turns = self._turns(model)
+            path.unlink()
+        self._of_first += [first for first, _ in turns]
+        return statistics.median(this / first for first, this in turns) * statistics.median(self._of_first)
+
+    def _turns(self, model: Model) -> list[tuple[float, float]]:
+        """Seconds of a token of the first allocation and of `model` in each turn: of those that nothing disturbed, if any."""
+        models = {"first": self._first or model, "this": model}
+        every, calm = list[tuple[float, float]](), list[tuple[float, float]]()
+        while len(every) < MOST_TURNS and len(calm) < TURNS:
+            ((first, alone),), ((this, both),) = in_turn(models, 1, TURN_SECONDS).values()
+            every.append((first, this))
+            if alone and both:
+                calm.append((first, this))
+        self.alone &= len(calm) == TURNS
+        return calm or every
+
+
+def _bytes_read(shape: Shape, share: Fraction, codec: Codec) -> float:
+    return float(share * codec.nbytes(*shape))
+
+
+def _loaded(path: Path, mode: Mode | None) -> Model:
+    limit = ModelFile.open(path).metadata.config.max_position_embeddings
+    return Model.load(path, context=min(TEXT.count, limit), mode=mode)
 
 
 def _layers(config: ModelConfig) -> tuple[int, ...]:
@@ -162,7 +243,12 @@ def _seconds(config: ModelConfig, codec: Codec, mode: Mode) -> tuple[float, bool
         return seconds_per_token(path, mode)
 
 
-def _name(config: ModelConfig, codec: Codec, mode: Mode, layers: tuple[int, ...]) -> str:
-    """That under which the number is kept."""
-    about = [asdict(config), codec.name, mode, layers, PROBE, choose()[0].name, kernels().name]
-    return f"decode_seconds {hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:16]}"
+def _name(*about: object) -> str:
+    """The name of what depends on all this, and on the kernels."""
+    every = [
+        *(asdict(each) if isinstance(each, ModelConfig) else each for each in about),
+        PROBE,
+        choose()[0].name,
+        kernels().name,
+    ]
+    return f"decode_seconds {hashlib.sha256(json.dumps(every, default=str).encode()).hexdigest()[:16]}"

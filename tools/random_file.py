@@ -1,17 +1,19 @@
-"""Files of a shape with random weights, in one codec, the head perhaps in another: as fast and as large as a conversion's."""
+"""Files of a shape with random weights, in one codec or a part in another: as fast and as large as a conversion's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.codec import Codec
 from edgeq.config import ModelConfig
+from edgeq.converters.allocation.part_names import HEAD, TABLE, part_of
 from edgeq.manifest import FLOAT_PARTS, Shape, array_shapes, fused_shapes
 from edgeq.metadata import Metadata
 from edgeq.records import ArrayRef, LinearSpec, Weight
@@ -19,6 +21,10 @@ from edgeq.writer import Writer
 
 NOISE = 1 << 22
 """Random bytes that a file repeats."""
+Codecs = Mapping[str, Codec]
+"""Codecs by part, of those that have one of their own."""
+EVERY: Codecs = MappingProxyType({})
+"""No part has."""
 TABLE_BITS = 2
 """Bits of an embedding that is not the head: a token reads next to nothing of it."""
 
@@ -39,26 +45,27 @@ def file_bytes(config: ModelConfig, codec: Codec) -> int:
     return sum(stored.nbytes(*shape) for _, shape, stored in _linears(config, codec))
 
 
+def linears_read(config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> Iterator[tuple[Shape, Codec, Fraction]]:
+    """Shape, codec and the share that a token reads of every linear layer: of experts those that it uses, of a table none."""
+    used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
+    for name, shape, stored in _linears(config, codec, parts):
+        yield shape, stored, used if ".experts." in name else Fraction(name != TABLE)
+
+
 def bytes_per_token(config: ModelConfig, codec: Codec, floats: bool = True) -> int:
-    """Those that a token reads: of experts as many as it uses, of an embedding none.
+    """Those that a token reads.
 
     floats   with the layers that stay in floats whatever the codec
     """
-    used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
-    found = Fraction(0)
-    for name, shape, stored in _linears(config, codec):
-        if stored.kind != "int" and not floats:
-            continue
-        share = used if ".experts." in name else Fraction(name != "embedding")
-        found += share * stored.nbytes(*shape)
-    return int(found)
+    every = [each for each in linears_read(config, codec) if floats or each[1].kind == "int"]
+    return int(sum((share * stored.nbytes(*shape) for shape, stored, share in every), Fraction(0)))
 
 
-def write_random(path: Path, config: ModelConfig, codec: Codec, head: Codec | None = None) -> None:
-    """Write a file with random weights; `head`: its codec, if another.  ResourceError: there is no room for it."""
+def write_random(path: Path, config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> None:
+    """Write a file with random weights, parts in codecs of their own.  ResourceError: there is no room for it."""
     writer, linears, arrays = Writer(path), dict[str, LinearSpec](), dict[str, ArrayRef]()
     noise = np.random.default_rng(0).integers(0, 256, NOISE, np.uint8)
-    for name, (rows, columns), stored in _linears(config, codec, head):
+    for name, (rows, columns), stored in _linears(config, codec, parts):
         refs: dict[str, ArrayRef] = {}
         for part, array in stored.parts(rows, columns).items():
             if part == "q" and stored.kind == "int":
@@ -74,21 +81,22 @@ def write_random(path: Path, config: ModelConfig, codec: Codec, head: Codec | No
                 refs[part] = writer.array(np.full(array.shape, size, np.float16), "f16")
         linears[name] = LinearSpec(name, (Weight(stored, rows, columns, refs["q"], refs.get("scale"), refs.get("zero")),))
     for name, dims in array_shapes(config).items():
-        if name != "embedding":
+        if name != TABLE:
             value = 0.0 if name.endswith("_bias") or name == "positions" else 1.0
             arrays[name] = writer.array(np.full(dims, value, np.float32), "f32")
     writer.finish(Metadata(config, {"eos_token_ids": []}, {"method": "random"}, "a8", linears, arrays))
 
 
-def _linears(config: ModelConfig, codec: Codec, head: Codec | None = None) -> Iterator[tuple[str, Shape, Codec]]:
-    """Name, shape and codec of every linear layer: `codec`, but of those that stay in floats, and of the head if it has one."""
+def _linears(config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> Iterator[tuple[str, Shape, Codec]]:
+    """Name, shape and codec of every linear layer: that of its part, else `codec`; of those that stay in floats bf16."""
     for layer in range(config.num_hidden_layers):
-        for name, parts in fused_shapes(config, layer):
-            rows, columns = sum(rows for rows, _ in parts.values()), next(iter(parts.values()))[1]
-            yield name, (rows, columns), Codec("bf16") if name.split(".")[-1] in FLOAT_PARTS else codec
+        for name, fused in fused_shapes(config, layer):
+            rows, columns = sum(rows for rows, _ in fused.values()), next(iter(fused.values()))[1]
+            floats = name.split(".")[-1] in FLOAT_PARTS
+            yield name, (rows, columns), Codec("bf16") if floats else parts.get(part_of(name), codec)
     if not config.tie_word_embeddings:
-        yield "embedding", (config.vocab_size, config.hidden_size), replace(codec, bits=TABLE_BITS)
-    yield "head", (config.vocab_size, config.hidden_size), head or codec
+        yield TABLE, (config.vocab_size, config.hidden_size), replace(codec, bits=TABLE_BITS)
+    yield HEAD, (config.vocab_size, config.hidden_size), parts.get(HEAD, codec)
 
 
 def _repeated(noise: NDArray[np.uint8], count: int) -> Iterator[NDArray[np.uint8]]:

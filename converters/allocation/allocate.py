@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edgeq.codec import Codec
 from edgeq.config import VisionConfig
-from edgeq.converters.allocation.budget import Unit
-from edgeq.converters.allocation.decode_times import DecodeTimes
+from edgeq.converters.allocation.budget import Budget, Unit
+from edgeq.converters.allocation.decode_choice import MOST, DecodeHere, closest, refuse_too_fast
 from edgeq.converters.allocation.estimate import grid
 from edgeq.converters.allocation.frontier import SECONDS, Costs, Frontier, Point, refuse_unmeetable
-from edgeq.converters.allocation.parts import TABLE, Part
+from edgeq.converters.allocation.part_names import TABLE
+from edgeq.converters.allocation.parts import Part
 from edgeq.converters.allocation.probe import OnProgress, Probe, probe_bytes, probe_rows, refuse_short_text
-from edgeq.converters.allocation.record import Prediction, Record
+from edgeq.converters.allocation.record import Choice, Prediction, Record
 from edgeq.converters.calibration.compute import Compute, within_memory
 from edgeq.converters.plan import ConversionPlan
 from edgeq.converters.steps import write_steps
@@ -34,30 +35,69 @@ class Allocated:
 
 
 def allocate(
-    plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None], times: DecodeTimes | None = None
+    plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None], here: DecodeHere | None = None
 ) -> Allocated:
-    """Choose the codec of every part under the budget of `plan`, which `preflight` made; `times`: for a budget of seconds.
+    """Choose the codec of every part under the budget of `plan`, which `preflight` made; `here`: for a budget of seconds.
 
     Measures what no run before has measured of the same source, text and options.  Killed and called again, it goes on after
     the last decoder layer measured, to the same allocation.
     InputError: the text is too short, or nothing meets the budget.  ResourceError: too little memory.
     """
-    assert plan.options.budget is not None
-    if plan.options.budget.unit == SECONDS and times is None:
-        raise InputError("a budget of seconds goes with the decode times of this machine: use the command line, or give bytes")
+    budget = plan.options.budget
+    assert budget is not None
+    if budget.unit == SECONDS:
+        if here is None:
+            raise InputError(
+                "a budget of seconds goes with the decode times of this machine: use the command line, or give bytes"
+            )
+        return _within_seconds(plan, budget, here, on_progress, warn)
     parts = plan.parts()
     # Before hours of measurements, not after them.
-    refuse_unmeetable(plan.options.budget, parts, fixed_costs(plan, parts), times)
-    frontier = replace(measured_frontier(plan, on_progress, warn), times=times)
-    point = frontier.best(plan.options.budget)
+    refuse_unmeetable(budget, parts, fixed_costs(plan, parts))
+    frontier = measured_frontier(plan, on_progress, warn)
+    point = frontier.best(budget)
     return Allocated(with_allocation(plan, point, frontier), frontier, point)
+
+
+def _within_seconds(
+    plan: ConversionPlan, budget: Budget, here: DecodeHere, on_progress: OnProgress, warn: Callable[[str], None]
+) -> Allocated:
+    """The allocation that was chosen when the same was asked before, or one that is chosen by decoding it now."""
+    refuse_short_text(plan)
+    key, parts = f"{budget.amount} {here.setting}", plan.parts()
+
+    def label(done: int) -> None:
+        on_progress(done, MOST, "decoding an allocation")
+
+    choice = _record(plan).choices.get(key)
+    if choice is not None and (choice.alone or here.resumes) and _codecs(choice, parts):
+        warn("the codecs are those that were chosen when this speed was asked for before")
+        frontier = measured_frontier(plan, on_progress, warn)
+    else:
+        label(0)
+        refuse_too_fast(budget, parts, here)
+        frontier = measured_frontier(plan, on_progress, warn)
+        choice = closest(frontier, budget, here, label, warn)
+        record = _record(plan)
+        record.choices[key] = choice
+        record.keep()
+        if not choice.alone:
+            warn("something else ran meanwhile: the same command may choose other codecs next time; --save-plan keeps these")
+    frontier = replace(frontier, times=here.times.scaled(choice.ratio))
+    point = frontier.point(_codecs(choice, parts))
+    return Allocated(with_allocation(plan, point, frontier), frontier, point)
+
+
+def _codecs(choice: Choice, parts: Sequence[Part]) -> dict[str, Codec]:
+    """The codecs of a choice by part; none of one that is not a choice of these parts."""
+    found = {part.name: codec for part in parts for codec in part.candidates() if codec.name == choice.names.get(part.name)}
+    return found if len(found) == len(parts) else {}
 
 
 def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None]) -> Frontier:
     """The parts with their measured divergences, from the cache or from a probe now.  Errors: as `allocate` and `Probe.run`."""
     refuse_short_text(plan)
-    parts, rows = plan.parts(), probe_rows(plan)
-    record = Record.of(_settings(plan, rows.shape))
+    parts, rows, record = plan.parts(), probe_rows(plan), _record(plan)
 
     def measure(codecs: Mapping[str, tuple[Codec, ...]]) -> None:
         def missing() -> list[Part]:
@@ -95,11 +135,11 @@ def with_allocation(plan: ConversionPlan, point: Point, frontier: Frontier) -> C
     return replace(plan, options=options, method=method, steps=steps, prediction=Prediction(point.kl, frontier.measured))
 
 
-def _settings(plan: ConversionPlan, shape: tuple[int, ...]) -> dict[str, object]:
-    """Everything that the measurements depend on."""
+def _record(plan: ConversionPlan) -> Record:
+    """What is kept of the model."""
     apart = ("option budget", "option allocation")
-    found = {key: value for key, value in plan.fingerprint().items() if key not in apart}
-    return found | {"probe rows": list(shape)}
+    settings = {key: value for key, value in plan.fingerprint().items() if key not in apart}
+    return Record.of(settings | {"probe rows": list(probe_rows(plan).shape)})
 
 
 def fixed_costs(plan: ConversionPlan, parts: tuple[Part, ...]) -> Costs:

@@ -40,6 +40,10 @@ class DecodeTimes:
         read, seconds = self.whole[middle]
         return max(0.0, seconds * part(middle) / read + self._seconds_per_byte * (part(codec) - part(middle)))
 
+    def scaled(self, by: float) -> DecodeTimes:
+        """These with all seconds multiplied by a number."""
+        return DecodeTimes({codec: (read, by * seconds) for codec, (read, seconds) in self.whole.items()})
+
     @property
     def _seconds_per_byte(self) -> float:
         """Of scales and zero points."""

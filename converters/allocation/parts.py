@@ -7,7 +7,6 @@ room in the file and, for a token, next to nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,19 +15,12 @@ from edgeq.codec import BITS, GROUP_SIZES, Codec
 from edgeq.config import ModelConfig
 from edgeq.container import aligned
 from edgeq.converters.allocation.budget import Unit
+from edgeq.converters.allocation.part_names import HEAD, TABLE, part_of
 from edgeq.converters.items import Item
 from edgeq.converters.linears import LinearItem
 from edgeq.converters.quantizer import fitting_group_size
 from edgeq.errors import EdgeqError, InputError
 from edgeq.manifest import FLOAT_PARTS
-
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-HEAD, TABLE = "head", "embedding"
-
-
-def part_of(name: str) -> str:
-    """The part that linear layer `name` belongs to."""
-    return _EXPERT.sub(".experts.", name)
 
 
 @dataclass(frozen=True)
@@ -61,12 +53,13 @@ class Part:
         """Bytes in `codec`, as `unit` counts them: read for a token, in the file with its padding, or of the numbers alone,
         those of an embedding left out.
         """
-        segments = [n for item in self.items for n in replace(item, recipe=replace(item.recipe, codec=codec)).nbytes]
+        first, count = self.items[0], len(self.items)
+        segments = replace(first, recipe=replace(first.recipe, codec=codec)).nbytes
         if unit == "size":
-            return sum(map(aligned, segments))
+            return count * sum(map(aligned, segments))
         if unit == "bits" and self.share:
-            return sum(segments)
-        return -int(-sum(segments) * self.share // 1)
+            return count * sum(segments)
+        return -int(-count * sum(segments) * self.share // 1)
 
 
 def parts_of(items: Iterable[Item], config: ModelConfig) -> tuple[Part, ...]:

@@ -26,7 +26,8 @@ from edgeq.converters.allocation.budget import MOST_TOKENS
 from edgeq.converters.allocation.divergence import Rounded, unchanged
 from edgeq.converters.allocation.estimate import GRID_BITS
 from edgeq.converters.allocation.outcome import ChangedTable, divergences_through
-from edgeq.converters.allocation.parts import HEAD, TABLE, Part
+from edgeq.converters.allocation.part_names import HEAD, TABLE
+from edgeq.converters.allocation.parts import Part
 from edgeq.converters.allocation.record import Record
 from edgeq.converters.calibration.choose_precision import last_norm, measurement_bytes
 from edgeq.converters.calibration.compute import BATCH_ROWS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from edgeq.converters.quantizer import GPTQ, Preset, fake
 from edgeq.converters.readback import stored_tensors
 from edgeq.devices import DEVICES
 from edgeq.errors import InputError
+from edgeq.machine import cache_folder
 from edgeq.tools import convert as command
 from edgeq.tools import decode_speed
 from edgeq.tools.params import Amount, Bytes
@@ -334,6 +335,18 @@ def times(plan: ConversionPlan) -> DecodeTimes:
     return DecodeTimes({codec: (read, 1e-9 * read * (1.5 if codec.bits == 6 else 1.0)) for codec, read in whole.items()})
 
 
+class Here:
+    """A machine that decodes every mixture `slower` times as slowly as is predicted."""
+
+    def __init__(self, plan: ConversionPlan, slower: float = 1.0, alone: bool = True, resumes: bool = False) -> None:
+        self.setting, self.times, self.alone, self.resumes = "here", times(plan), alone, resumes
+        self.slower, self.decoded = slower, 0
+
+    def ratio(self, codecs: Mapping[str, Codec]) -> float:
+        self.decoded += 1
+        return self.slower
+
+
 def test_a_speed_here_is_seconds_of_the_parts(folder: Path) -> None:
     plan = plan_of(folder, Budget.of_speed(None, 4000))
     assert plan.options.budget == Budget("seconds", 1 / 4000)
@@ -351,13 +364,40 @@ def test_a_speed_here_is_seconds_of_the_parts(folder: Path) -> None:
 def test_a_speed_that_cannot_be_met_names_the_nearest_that_can(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Probe, "run", lambda *_: pytest.fail("measured"))
     plan = plan_of(folder, Budget.of_speed(None, 1e6))
-    with pytest.raises(InputError, match="--speed 1000000: cannot be met; the nearest that can is --speed") as refused:
-        allocate(plan, silent, pytest.fail, times(plan))
+    with pytest.raises(InputError, match="--speed 1000000: cannot be met; the fastest that can is --speed") as refused:
+        allocate(plan, silent, pytest.fail, Here(plan))
     replace(invented(plan), times=times(plan)).best(Budget.of_speed(None, float(str(refused.value).split()[-1])))
     with pytest.raises(InputError, match="goes with the decode times of this machine"):
         allocate(plan, silent, pytest.fail)
     with pytest.raises(InputError, match="choose a number of tokens per second above 0"):
         Budget.of_speed(None, 0.0)
+
+
+def test_codecs_chosen_by_decoding_are_kept_with_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, lines = plan_of(folder, Budget.of_speed(None, 4000)), list[str]()
+    monkeypatch.setattr(allocation, "measured_frontier", lambda plan, *_: invented(plan))
+
+    def chosen(here: Here, plan: ConversionPlan = plan) -> dict[str, str]:
+        lines.clear()
+        point = allocate(plan, silent, lines.append, here).point
+        assert point.seconds is not None and 0.97 / 4000 < point.seconds <= 1 / 4000
+        return point.names
+
+    # Disturbed: chosen again by the next run, but not by one that goes on with a conversion.
+    first = chosen(busy := Here(plan, 1.2, alone=False))
+    assert busy.decoded and "--save-plan keeps these" in lines[-1]
+    assert chosen(begun := Here(plan, 0.9, resumes=True)) == first and not begun.decoded
+    quiet = chosen(Here(plan, 0.9))
+    assert quiet != first and chosen(again := Here(plan, 1.2)) == quiet and not again.decoded
+    assert lines == ["the codecs are those that were chosen when this speed was asked for before"]
+    # What is kept of other parts, or damaged, counts as nothing.
+    (path,) = (cache_folder() / "probes").glob("*.json")
+    path.write_text(path.read_text().replace("layers.0.qkv", "layers.9.qkv"))
+    chosen(other := Here(plan, 0.9))
+    assert other.decoded
+    path.write_text(path.read_text().replace('"ratio": ', '"ratio": -'))
+    chosen(other := Here(plan, 0.9))
+    assert other.decoded
 
 
 @pytest.mark.parametrize(
@@ -389,6 +429,7 @@ def test_the_command_chooses_by_the_seconds_of_this_machine(
         return times(plan_of(folder))
 
     monkeypatch.setattr(decode_speed, "times_here", measured)
+    monkeypatch.setattr(decode_speed.AllocationsHere, "ratio", lambda here, codecs: 1.0)
     monkeypatch.setattr(allocation, "measured_frontier", lambda plan, *_: invented(plan))
     given = {"method": None, "calibration_rows": 8, "calibration_length": 128}
     saved, plot = tmp_path / "plan.json", tmp_path / "chart.svg"

@@ -19,9 +19,12 @@ from edgeq.converters.allocation.decode_times import MEASURED, DecodeTimes
 from edgeq.errors import InputError
 from edgeq.records import Weight
 from edgeq.runtime import Model
-from edgeq.tools.decode_speed import CONTEXT, SPAN, span
+from edgeq.tools.decode_speed import TEXT, in_turn
 from edgeq.tools.entry import Command
 from edgeq.tools.random_file import bytes_per_token, with_layers, write_random
+
+SPAN = 0.05
+"""Seconds that a model is decoded in its turn."""
 
 
 def read_bytes(path: Path) -> int:
@@ -47,16 +50,8 @@ def seconds_of(path: Path, here: DecodeTimes) -> float:
 
 
 def times(models: dict[str, Model], rounds: int) -> dict[str, float]:
-    """The median time of a token of each, in seconds of the processor over the number of threads."""
-    sessions = {name: model.session() for name, model in models.items()}
-    found: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
-        for name, session in sessions.items():
-            session.trim(0)
-            # The first touches what the other models have displaced.
-            session.prefill([0])
-            found[name].append(span(models[name], session, SPAN) / models[name].program.threads)
-    return {name: statistics.median(taken) for name, taken in found.items()}
+    """The median time of a token of each, in turn."""
+    return {name: statistics.median(taken for taken, _ in found) for name, found in in_turn(models, rounds, SPAN).items()}
 
 
 def measure(files: tuple[Path, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
@@ -74,7 +69,7 @@ def measure(files: tuple[Path, ...], threads: int, rounds: int) -> list[dict[str
         for codec in MEASURED:
             write_random(paths[codec.name], shape, codec)
         every = {**paths, **{str(path): path for path in files}}
-        models = {name: Model.load(path, context=CONTEXT, mode=mode, threads=threads) for name, path in every.items()}
+        models = {name: Model.load(path, context=TEXT.count, mode=mode, threads=threads) for name, path in every.items()}
         found = times(models, rounds)
     here = DecodeTimes({codec: (bytes_per_token(shape, codec, floats=False), found[codec.name]) for codec in MEASURED})
     return [

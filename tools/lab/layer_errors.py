@@ -17,7 +17,7 @@ from edgeq.converters.allocation.allocate import fixed_costs
 from edgeq.converters.allocation.budget import Budget
 from edgeq.converters.allocation.estimate import grid
 from edgeq.converters.allocation.frontier import Frontier
-from edgeq.converters.allocation.parts import HEAD
+from edgeq.converters.allocation.part_names import HEAD
 from edgeq.converters.allocation.probe import Matrix, moments_over
 from edgeq.converters.allocation.record import Divergences
 from edgeq.converters.calibration.choose_precision import last_norm

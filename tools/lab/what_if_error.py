@@ -2,7 +2,7 @@
 
 FILE is profiled and its prediction taken.  Then files of its shape with random weights, one with its own bits and one for each
 number of bits that was asked for, are decoded in turn.  Compared are the gains, so what else the machine does counts on both
-sides; decode is timed in seconds of the processor, which neighbours disturb less.
+sides; on a busy machine decode is timed in seconds of the processor, which neighbours disturb less.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 import click
 
 from edgeq.container import ModelFile
+from edgeq.converters.allocation.part_names import HEAD
 from edgeq.errors import InputError
 from edgeq.runtime import Model
 from edgeq.tools.bench import Test
-from edgeq.tools.decode_speed import CONTEXT
+from edgeq.tools.decode_speed import TEXT
 from edgeq.tools.entry import Command
 from edgeq.tools.lab.decode_prediction import times
 from edgeq.tools.params import Count, Several
@@ -63,8 +64,8 @@ def measure(path: Path, bits: tuple[int, ...], threads: int, rounds: int) -> lis
     with tempfile.TemporaryDirectory(prefix="edgeq-") as folder:
         files = {n: Path(folder) / f"{n}.edgeq" for n in {codec.bits, *bits}}
         for n, file in files.items():
-            write_random(file, metadata.config, replace(codec, bits=n), head.codec)
-        models = {str(n): Model.load(file, context=CONTEXT, mode=mode, threads=threads) for n, file in files.items()}
+            write_random(file, metadata.config, replace(codec, bits=n), {HEAD: head.codec})
+        models = {str(n): Model.load(file, context=TEXT.count, mode=mode, threads=threads) for n, file in files.items()}
         seconds = times(models, rounds)
     gains = {n: seconds[str(codec.bits)] / seconds[str(n)] for n in bits}
     return [
