@@ -50,6 +50,7 @@ def convert(
     calibration_length: int | None = None,
     budget: Budget | None = None,
     allocation: Mapping[str, str] | None = None,
+    pooling: Literal["last", "mean"] | None = None,
     merge_lora: str | os.PathLike[str] | None = None,
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None,
     restart: bool = False,
@@ -75,6 +76,7 @@ def convert(
     budget        what the file may take at most, such as Budget("read", 2.4e6): the codec of each part follows from it
     allocation    part -> codec, by hand or as another run found it
     calibration   a UTF-8 text file, "built-in", or a folder with pictures and samples.jsonl
+    pooling       how a text becomes a vector, where the checkpoint of an embedding model does not say that itself
     merge_lora    the folder of a LoRA adapter, which is added to the weights first
     device        where the calibration text runs; None: a GPU where torch finds one
     on_progress   takes (work done, all work, label); the label changes when a stage ends
@@ -111,6 +113,7 @@ def convert(
         calibration_length=calibration_length,
         budget=budget,
         allocation=allocation,
+        pooling=pooling,
         merge_lora=None if merge_lora is None else Path(merge_lora),
         device=device,
         restart=restart,

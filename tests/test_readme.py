@@ -41,4 +41,8 @@ def test_every_command_line_is_understood() -> None:
 
 def test_the_links_lead_somewhere() -> None:
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
-        assert (ROOT / link).exists(), link
+        path, _, heading = link.partition("#")
+        assert (ROOT / path).exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.+)", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], link
