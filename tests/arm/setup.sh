@@ -46,7 +46,7 @@ mv "$apt/qemu/usr/bin/qemu-aarch64-static" "$here/"
 "$python" -m pip download --quiet --dest "$apt/wheels" --only-binary=:all: --implementation cp --python-version 3.11 \
     --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux_2_17_aarch64 \
     --platform manylinux2014_aarch64 --platform linux_aarch64 \
-    -c constraints.txt numpy numba llvmlite flatbuffers click rich tokenizers jinja2 pytest
+    -c constraints.txt numpy numba llvmlite flatbuffers click rich tokenizers xxhash jinja2 pytest
 packages=$root/usr/lib/python3/dist-packages
 mkdir -p "$packages"
 for wheel in "$apt"/wheels/*.whl; do
