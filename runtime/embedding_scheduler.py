@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-from threading import Lock
 from time import perf_counter
 
-from edgeq.errors import DeviceError, EdgeqError, InputError
+from edgeq.errors import DeviceError, EdgeqError
 from edgeq.runtime.context_size import check_length
+from edgeq.runtime.entrance import Entrance
 from edgeq.runtime.job import Busy, Job, Text, Ticket, Update
 from edgeq.runtime.model import Model
 from edgeq.runtime.pooler import Reading
-from edgeq.runtime.stats import StepRecord, Totals
-from edgeq.runtime.waiting import Waiting
-from edgeq.targets.rows import PAGE
+from edgeq.runtime.stats import StepRecord
 
 
-class EmbeddingScheduler:
-    """What a Scheduler is for texts that go on: `submit` and `cancel` may be called from any thread, all else by one owner.
-
-    last     what the last step did;  totals: what all did
-    """
+class EmbeddingScheduler(Entrance):
+    """Of texts that are embedded."""
 
     def __init__(self, model: Model, *, queue: int | None = None, pages: int | None = None) -> None:
         """queue   tokens of all texts that wait or are read; None: any number
@@ -28,14 +22,10 @@ class EmbeddingScheduler:
 
         InputError: the model continues texts, or fewer pages than its context has.
         """
-        if pages is not None and pages * PAGE < model.context:
-            raise InputError(f"a cache of {pages * PAGE} positions; the context has {model.context}: load a shorter one")
+        super().__init__(model.context, pages)
         self._pooler, self._context = model.embedder.pooler(pages), model.context
-        self._lock, self._most_tokens = Lock(), queue
-        self._arrived, self._cancelled = deque[Ticket](), deque[Ticket]()
-        self._admitted = self._tokens = 0  # texts that wait or are read, and theirs
-        self._waiting, self._seated = Waiting(), dict[Reading, Text]()
-        self.last, self.totals = StepRecord(), Totals()
+        self._most_tokens, self._tokens = queue, 0  # of texts that wait or are read
+        self._seated = dict[Reading, Text]()
 
     def submit(self, job: Job) -> Ticket:
         """Enter a text; of the job only its prompt, and whose turn it is, are used.
@@ -53,22 +43,9 @@ class EmbeddingScheduler:
             self._arrived.append(ticket)
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Drop the text of `ticket` before the next step; no update comes of it."""
-        self._cancelled.append(ticket)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step has something to do."""
-        return bool(self._admitted or self._cancelled)
-
     @property
     def running(self) -> int:
         return len(self._seated)
-
-    @property
-    def waiting(self) -> int:
-        return max(0, self._admitted - len(self._seated))
 
     @property
     def pages(self) -> tuple[int, int, int]:
@@ -98,8 +75,7 @@ class EmbeddingScheduler:
     def _apply_cancels(self) -> None:
         # Those that came before the cancels are in `_arrived` by now.
         cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
-        while self._arrived:
-            self._waiting.append(self._arrived.popleft())
+        self._welcome()
         for ticket in cancelled:
             seated = [reading for reading, text in self._seated.items() if text.ticket is ticket]
             for reading in seated:

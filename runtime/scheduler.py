@@ -9,16 +9,15 @@ tokens alone, beside others, after it had to make room, and with pages that anot
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from threading import Lock
 from time import perf_counter
 
-from edgeq.errors import DeviceError, EdgeqError, InputError, ResourceError
+from edgeq.errors import DeviceError, EdgeqError, ResourceError
 from edgeq.prompt import cut
 from edgeq.runtime.arguments import integer
 from edgeq.runtime.context_size import check_length
 from edgeq.runtime.decode import Stream, run_alone, run_streams
+from edgeq.runtime.entrance import Entrance
 from edgeq.runtime.job import Busy, Job, Parked, Text, Ticket, Update
 from edgeq.runtime.model import Model
 from edgeq.runtime.prefix_tree import PrefixTree
@@ -26,8 +25,7 @@ from edgeq.runtime.prompt_store import PromptStore
 from edgeq.runtime.session import CHUNK_SECONDS, BatchItem, Chunks, Logits, run_together
 from edgeq.runtime.shared_pages import SharedPages
 from edgeq.runtime.speculative.speculator import Speculator
-from edgeq.runtime.stats import LONGEST_DRAFT, StepRecord, Totals
-from edgeq.runtime.waiting import Waiting
+from edgeq.runtime.stats import LONGEST_DRAFT, StepRecord
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import Largest
 
@@ -43,11 +41,8 @@ FORGETTING = 0.2
 """Weight of the last run in the time that one without prompts takes."""
 
 
-class Scheduler:
-    """`submit` and `cancel` may be called from any thread, all else by one owner.
-
-    last     what the last step did;  totals: what all did
-    """
+class Scheduler(Entrance):
+    """Of texts that go on."""
 
     def __init__(
         self,
@@ -70,21 +65,16 @@ class Scheduler:
 
         InputError: more seats than the model was loaded for, or fewer pages than its context has.
         """
-        if pages is not None and pages * PAGE < model.context:
-            raise InputError(f"a cache of {pages * PAGE} positions; the context has {model.context}: load a shorter one")
+        super().__init__(model.context, pages)
         options = model.program.options
         self._model, self._seats = model, integer("seats", seats, 1, min(options.max_logits, options.max_rows))
         self._step_seconds, self._speculator = step_seconds, speculator
         # Sums of what a session reads belong to it, and cannot be taken over with pages.
         self._shared = SharedPages(pages, PrefixTree() if shares_prefixes and not model.requantization else None, store)
-        self._lock, self._most_waiting = Lock(), queue
-        self._arrived, self._cancelled = deque[Ticket](), deque[Ticket]()
-        self._admitted = 0  # texts that wait or have a seat
-        self._waiting = Waiting()
+        self._most_waiting = queue
         self._texts: list[Text] = []  # those that have a seat, in the order in which they came
         self._turn, self._budget, self._decode_seconds = 0, 0, 0.0
         self._updates: list[Update] = []
-        self.last, self.totals = StepRecord(), Totals()
 
     def submit(self, job: Job) -> Ticket:
         """Enter a job, which begins when there is a seat.
@@ -100,22 +90,9 @@ class Scheduler:
             self._arrived.append(ticket)
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End the texts of `ticket` before the next step; no more updates come of them."""
-        self._cancelled.append(ticket)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step has something to do."""
-        return bool(self._admitted or self._cancelled)
-
     @property
     def running(self) -> int:
         return len(self._texts)
-
-    @property
-    def waiting(self) -> int:
-        return max(0, self._admitted - len(self._texts))
 
     @property
     def pages(self) -> tuple[int, int, int]:
@@ -145,10 +122,6 @@ class Scheduler:
         for text in [text for text in self._texts if text.ended]:
             self._release(text)
         return self._updates
-
-    def _welcome(self) -> None:
-        while self._arrived:
-            self._waiting.append(self._arrived.popleft())
 
     def _apply_cancels(self) -> None:
         self._welcome()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from edgeq.runtime.embedding_scheduler import EmbeddingScheduler
+from edgeq.runtime.entrance import Entrance
 from edgeq.runtime.job import Job, Update
 from edgeq.runtime.model import Model
 from edgeq.runtime.prompt_store import PromptStore
@@ -79,9 +79,10 @@ class Server:
 
     def __init__(self, model: Model, settings: Settings, cache_pages: int | None, on_failure: Callable[[], None]) -> None:
         self.model, self.settings, self.metrics = model, settings, Metrics()
-        self.store, self._drafts = cast("PromptStore | None", None), Speculation()
+        self.store: PromptStore | None = None
+        self._drafts = Speculation()
         if model.config.pooling:
-            self.scheduler: Scheduler | EmbeddingScheduler = scheduler_of(model, settings, cache_pages)
+            self.scheduler: Entrance = scheduler_of(model, settings, cache_pages)
         else:
             folder, most = settings.prompt_cache, settings.prompt_cache_bytes
             self.store = model.prompt_store(folder, most) if folder and settings.share_prefixes else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from edgeq.runtime.embedding_scheduler import EmbeddingScheduler
+from edgeq.runtime.entrance import Entrance
 from edgeq.runtime.prompt_store import PromptStore
-from edgeq.runtime.scheduler import Scheduler
 from edgeq.runtime.server.owner import Owner
 from edgeq.runtime.stats import Speculation
 
 
-def tokens_of(scheduler: Scheduler | EmbeddingScheduler, drafts: Speculation) -> dict[str, float]:
+def tokens_of(scheduler: Entrance, drafts: Speculation) -> dict[str, float]:
     totals = scheduler.totals
     return {
         "prompt": totals.prompt_tokens,
@@ -21,7 +20,7 @@ def tokens_of(scheduler: Scheduler | EmbeddingScheduler, drafts: Speculation) ->
     }
 
 
-def gauges_of(scheduler: Scheduler | EmbeddingScheduler, owner: Owner, store: PromptStore | None) -> dict[str, float]:
+def gauges_of(scheduler: Entrance, owner: Owner, store: PromptStore | None) -> dict[str, float]:
     free, held, idle = scheduler.pages
     return {
         "running": scheduler.running,

@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 from threading import Condition, Thread
 from time import perf_counter
 
-from edgeq.runtime.embedding_scheduler import EmbeddingScheduler
+from edgeq.runtime.entrance import Entrance
 from edgeq.runtime.job import Busy, Job, Ticket, Update
-from edgeq.runtime.scheduler import Scheduler
 from edgeq.runtime.server.errors import ApiError
 from edgeq.runtime.server.metrics import Metrics
 from edgeq.runtime.server.settings import Settings
@@ -70,13 +69,7 @@ class Owner:
     failed   what the program raised: nothing runs any more
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler | EmbeddingScheduler,
-        settings: Settings,
-        metrics: Metrics,
-        on_failure: Callable[[], None],
-    ) -> None:
+    def __init__(self, scheduler: Entrance, settings: Settings, metrics: Metrics, on_failure: Callable[[], None]) -> None:
         self.scheduler, self.failed = scheduler, False
         self.draining = False
         self._settings, self._metrics, self._on_failure = settings, metrics, on_failure

@@ -58,8 +58,8 @@ def warm(model: Model) -> None:
     for _ in range(2):
         if model.config.pooling:
             model.embed([tokens])
-            continue
-        model.generate(tokens, max_tokens=2, sampling=Sampling(), ignore_eos=True).text()
+        else:
+            model.generate(tokens, max_tokens=2, sampling=Sampling(), ignore_eos=True).text()
     machine.release_freed_memory()
 
 
