@@ -200,9 +200,10 @@ class Model:
         callback("on_progress", on_progress)
         file = opened(path, adapter)
         choice = pick(target, file)
-        given: dict[str, Any] = {"context": context, "chat_template": chat_template, "row_order": row_order}
-        given |= {"requantization": requantization, "image_tokens": image_tokens}
-        model = cls(file, choice, asked.options(file), on_progress=on_progress, **given)
+        model = cls(
+            file, choice, asked.options(file), context=context, chat_template=chat_template, requantization=requantization,
+            image_tokens=image_tokens, row_order=row_order, on_progress=on_progress,
+        )  # fmt: skip
         model.load_s = perf_counter() - started
         _log.info("%s: %s; context %d; loaded in %.2f s", file.path.name, model.description, model.context, model.load_s)
         return model
