@@ -22,6 +22,7 @@ from edgeq.runtime.embedding import check_continues
 from edgeq.tools import corpus
 from edgeq.tools.compare_vectors import compare_vectors
 from edgeq.tools.predictions import Divergence, Predictions
+from edgeq.tools.report import in_columns
 from edgeq.tools.scorers import CheckpointScorer, FileScorer, Scorer, Windows
 from edgeq.tools.statistics import Array, paired_difference, percentile
 from edgeq.tools.terminal import Report, progress
@@ -170,8 +171,7 @@ def table(result: dict[str, Any]) -> str:
         size = f"{f['bits_per_weight']:.2f}", f"{f['bytes'] / 1e6:,.1f}", f["mode"]
         found = f"{f['perplexity']:.3f}", ratio, f"{f['kl_mean']:.4f}", f"{f['kl_p99']:.3f}", agreement
         rows.append((f["file"], *size, *found))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = in_columns(rows)
     names = [f["file"] for f in result["files"]]
     neighbours = set(zip(names[1:], names, strict=False))
     for pair in (pair for pair in result["pairs"] if (pair["file"], pair["against"]) in neighbours):

@@ -17,6 +17,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.embedding import check_embeds
 from edgeq.text import Text
 from edgeq.tools import corpus
+from edgeq.tools.report import in_columns
 from edgeq.tools.scorers import CheckpointScorer, Windows, facts_of
 from edgeq.tools.statistics import paired_difference
 from edgeq.tools.terminal import Report, progress
@@ -35,11 +36,12 @@ def compare_vectors(
     """
     files = [ModelFile.open(path) for path in models]
     source = ModelFile.open(Path(against)) if against.endswith(".edgeq") else None
-    kinds = {check_embeds(file).kind for file in (*files, *([source] if source else []))}
+    every = [*files, source] if source else files
+    kinds = {check_embeds(file).kind for file in every}
     if len(kinds) > 1:
         raise InputError(f"the files pool differently ({' and '.join(sorted(kinds))}); compare files of the same model")
     scorer = None if source else CheckpointScorer(against, options.get("threads", 0), kinds.pop())
-    longest = min(file.metadata.config.max_position_embeddings for file in (*files, *([source] if source else [])))
+    longest = min(file.metadata.config.max_position_embeddings for file in every)
     documents = read_documents(text)
     windows = whole_texts(Text.from_file(files[0]), documents, min(window, longest), limit)
     if int(windows.max()) >= min(file.metadata.config.vocab_size for file in files):
@@ -111,8 +113,7 @@ def table(result: dict[str, Any]) -> str:
         mean = "{value:.5f} ({low:.5f} to {high:.5f})".format(**f["cosine"])
         size = f"{f['bits_per_weight']:.2f}", f"{f['bytes'] / 1e6:,.1f}", f["mode"]
         rows.append((f["file"], *size, mean, f"{f['cosine_least']:.5f}", f"{100 * f['nearest_agreement']:.1f} %"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = in_columns(rows)
     lines.append(
         f"source {result['source']['name']}; {result['windows']} windows of {result['window']} tokens of {result['text']}"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from edgeq.devices import DEVICES
+from edgeq.pooling import POOLINGS
 from edgeq.tools.help_sections import decorated, section
 from edgeq.tools.params import Amount, Bits, Bytes, CalibrationText, GroupSize, OneOf, VisionBits
 
@@ -17,7 +18,6 @@ METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant
 TYPES = ("f32", "f16", "bf16")
 MASTERS = ("i8", "bf16")
 ACTIVATIONS = ("block", "token", "static", "modality")
-POOLINGS = ("last", "mean")
 COMPUTERS = ("auto", "cpu", "cuda", "mps")
 
 output = section("Output")

@@ -144,7 +144,7 @@ class AllocationsHere:
     """Decode of allocations on this machine (`DecodeHere`): of files with random weights, each in turn with the first one.
 
     Of a model too large for that the first layers and the head count for all.  Seconds are those of the median moment of all
-    measurements, so that they can be compared.  `close` removes the files.
+    measurements, so that they can be compared.  The files go when the `with` ends.
     """
 
     def __init__(self, config: ModelConfig, mode: Mode, resumes: bool) -> None:

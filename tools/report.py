@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -17,6 +17,12 @@ def model_name(metadata: Metadata) -> str:
     """The name of the source as the converter recorded it.  A stranger's file may hold anything: quoted unless printable."""
     name = metadata.provenance.get("source")
     return name if isinstance(name, str) and name.isprintable() and len(name) <= 200 else repr(name)[:200]
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table of plain text, its cells two spaces apart."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def decoder_codec(metadata: Metadata) -> str:

@@ -15,8 +15,8 @@ body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 sy
 main { max-width: 60rem; margin: 0 auto; padding: 1rem }
 h1 { font-size: 1.5rem; line-height: 1.2 } h2 { font-size: 1.15rem; margin-top: 2rem } h3 { font-size: 1rem }
 p { margin: .4rem 0 }
-caption { text-align: left; color: var(--soft); padding-bottom: .3rem }
-caption { max-width: calc(100vw - 2rem); position: sticky; left: 0 }
+caption { text-align: left; color: var(--soft); padding-bottom: .3rem;
+  max-width: calc(100vw - 2rem); position: sticky; left: 0 }
 .table { overflow-x: auto; max-width: 100% } .table:focus-visible, summary:focus-visible { outline: 2px solid var(--c0) }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; white-space: nowrap }
