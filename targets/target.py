@@ -113,6 +113,20 @@ def _in_turn(clock: Sequence[float]) -> RunTimes:
     return RunTimes(threads, clock[0], clock[-1], clock[-1] - clock[0])
 
 
+class TellsTimes:
+    """`record` and `recorded` of a program whose runs tell their times when they end."""
+
+    def __init__(self) -> None:
+        self._recording, self._recorded = False, list[StepTimes]()
+
+    def record(self, on: bool) -> None:
+        self._recording = on
+
+    def recorded(self) -> list[StepTimes]:
+        found, self._recorded = self._recorded, []
+        return found
+
+
 class Program(Protocol):
     """A compiled graph with its buffers.  One caller at a time, from any thread.
 
@@ -162,15 +176,22 @@ class Program(Protocol):
         """Bytes per second that this program's threads read from memory, measured unless known; None: not measured here."""
         ...
 
-    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> NDArray[np.float32]:
+    def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
         """The rows of the graph's result, float32 [wanted, width], valid until the next run.
 
         mode     None: the mode of the options; another one runs over the same weights and cache, as a cheap draft of an exact
                  run, and is compiled when it first runs
-        times    the time of every step is appended to it
 
         The arithmetic of a row does not depend on which rows run with it.
         """
+        ...
+
+    def record(self, on: bool) -> None:
+        """From the next run on: whether the times of the steps of runs are noted for `recorded`."""
+        ...
+
+    def recorded(self) -> list[StepTimes]:
+        """The times of the runs that were recorded since the last call, in order, without those that were interrupted."""
         ...
 
 
@@ -195,15 +216,11 @@ class Requantizable(Program, Protocol):
         """
         ...
 
-    def run_requantized(
-        self, rows: Rows, weights: Weights, mode: Mode | None = None, *, times: list[StepTimes] | None = None
-    ) -> NDArray[np.float32]:
+    def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> NDArray[np.float32]:
         """`Program.run` with requantized weights instead of the file's."""
         ...
 
-    def run_summing(
-        self, rows: Rows, sums: InputSums, mode: Mode | None = None, *, times: list[StepTimes] | None = None
-    ) -> NDArray[np.float32]:
+    def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
         """`Program.run` in which layers with a master use it, and the squares of their inputs are added to `sums`.
 
         They are added in the order of the rows.

@@ -6,19 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from edgeq.records import Mode
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.sampling import Sampler
 from edgeq.runtime.tokenizer import TextStream
 from edgeq.targets.graph import Linear, Select
-from edgeq.targets.requantization import InputSums, Weights
-from edgeq.targets.rows import Rows
-from edgeq.targets.target import Program, Requantizable, Step, StepTimes
+from edgeq.targets.target import Program, Step, StepTimes
 
 WAITING = "waiting for other threads"
 OUTSIDE = "outside: Python, rows, sampling"
@@ -57,72 +50,46 @@ class Run:
     parts: list[StepTimes]
 
 
-class Recorder:
-    """A program that records the time of every step it runs."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self.times: list[StepTimes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._program, name)
-
-    def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
-        return self._program.run(rows, mode, times=self.times)
-
-    def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> NDArray[np.float32]:
-        return cast(Requantizable, self._program).run_requantized(rows, weights, mode, times=self.times)
-
-    def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
-        return cast(Requantizable, self._program).run_summing(rows, sums, mode, times=self.times)
-
-    def taken(self) -> list[StepTimes]:
-        """The times recorded since the last call."""
-        times, self.times = self.times, []
-        return times
-
-
 @contextmanager
-def _recorded(model: Model) -> Iterator[Recorder]:
-    """Record the sessions that `model` makes inside this block."""
-    program, recorder = model.program, Recorder(model.program)
-    model.program = cast(Program, recorder)
+def _recording(program: Program) -> Iterator[None]:
+    """Record the runs inside this block."""
+    program.record(True)
     try:
-        yield recorder
+        yield
     finally:
-        model.program = program
+        program.record(False)
 
 
 def decode(model: Model, tokens: Sequence[int], count: int) -> list[Line]:
     """Time of `count` tokens after `tokens`, drawn greedily and made text as `generate` does; stop tokens do not end it."""
     runs: list[Run] = []
-    with _recorded(model) as recorder:
+    with _recording(model.program):
         session, sampler, stream = model.session(), Sampler(Sampling()), TextStream(model.text)
         history = [*tokens, 0]
         if tokens:
             session.prefill(tokens)
         for _ in range(count):
-            recorder.taken()
+            model.program.recorded()
             started = perf_counter()
             token = sampler.draw(session.decode(history[-1]), history)
             history.append(token)
             stream.push(token)
-            runs.append(Run(perf_counter() - started, 1, recorder.taken()))
+            runs.append(Run(perf_counter() - started, 1, model.program.recorded()))
     return lines(runs, decoded=True)
 
 
 def prefill(model: Model, tokens: Sequence[int], depth: int, repetitions: int) -> list[Line]:
     """Time of the prompt tokens[depth:] after the tokens before it."""
     runs: list[Run] = []
-    with _recorded(model) as recorder:
+    with _recording(model.program):
         for _ in range(repetitions):
             session = model.session()
             if depth:
                 session.prefill(tokens[:depth])
-            recorder.taken()
+            model.program.recorded()
             started = perf_counter()
             session.prefill(tokens[depth:])
-            runs.append(Run(perf_counter() - started, len(tokens) - depth, recorder.taken()))
+            runs.append(Run(perf_counter() - started, len(tokens) - depth, model.program.recorded()))
     return lines(runs, decoded=False)
 
 

@@ -16,7 +16,6 @@ from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.buffers import Buffers, CpuPage, zeros
-from edgeq.targets.cpu.jit.notes import Noted
 from edgeq.targets.cpu.jit.optable import Tables
 from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels.kv_layout import layer_bytes
@@ -105,6 +104,7 @@ class CpuProgram:
         whole = self._memory.view(address).view(np.float32)
         self._logits = whole[: logits * stride].reshape(logits, stride)[:, :width]
         self._pool = Pool(max(self.threads, self.threads_prefill), len(context.records), RECORD_SLOTS)
+        self._recording, self._recorded = False, list[StepTimes]()
         if options.requantize:
             self._made(options.mode, "masters", on_progress)
             self._made(options.mode, "requantized", on_progress)
@@ -134,7 +134,9 @@ class CpuProgram:
             made = tables(context, on_progress)
             # Room first: an interrupt must not leave tables that are too long for the pool.
             if len(context.records) > self._pool.operations:
+                self._recorded = self.recorded()
                 self._pool = Pool(self._pool.threads, len(context.records), RECORD_SLOTS)
+                self._pool.record(self._recording)
             self._tables[mode, source] = made
         return self._tables[mode, source]
 
@@ -180,26 +182,30 @@ class CpuProgram:
     def read_bandwidth(self, refresh: bool = False) -> float | None:
         return read_bandwidth(self.threads, refresh)
 
-    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> NDArray[np.float32]:
-        return self._run(rows, self._made(mode or self.options.mode, "file"), times)
+    def record(self, on: bool) -> None:
+        self._recording = on
+        self._pool.record(on)
 
-    def run_requantized(
-        self, rows: Rows, weights: Weights, mode: Mode | None = None, *, times: list[StepTimes] | None = None
-    ) -> NDArray[np.float32]:
-        return self._run(rows, self._requantized(mode or self.options.mode, weights), times)
+    def recorded(self) -> list[StepTimes]:
+        found, self._recorded = self._recorded, []
+        return found + [StepTimes(steps, self._pool.times, calls) for steps, calls in self._pool.recorded()]
 
-    def run_summing(
-        self, rows: Rows, sums: InputSums, mode: Mode | None = None, *, times: list[StepTimes] | None = None
-    ) -> NDArray[np.float32]:
+    def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
+        return self._run(rows, self._made(mode or self.options.mode, "file"))
+
+    def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> NDArray[np.float32]:
+        return self._run(rows, self._requantized(mode or self.options.mode, weights))
+
+    def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
         made = self._made(mode or self.options.mode, "masters")
         check_rows(rows, self.options, self.graph.together)
         self._sums[0] = sums.values.ctypes.data
         self._counted[: len(rows)] = 1 if rows.counted is None else rows.counted
         sums.tokens += int(self._counted[: len(rows)].sum())
         # Sums must not be left half taken: no interrupt between two pieces.
-        return self._run(rows, made, times, pieces=1)
+        return self._run(rows, made, pieces=1)
 
-    def _run(self, rows: Rows, made: Tables, times: list[StepTimes] | None, pieces: int = 0) -> NDArray[np.float32]:
+    def _run(self, rows: Rows, made: Tables, pieces: int = 0) -> NDArray[np.float32]:
         """`pieces` into which a run is cut, between which an interrupt is taken; 0: as many as its rows are worth."""
         check_rows(rows, self.options, self.graph.together)
         count, first = len(rows), rows.wanted[:: self.graph.together]
@@ -228,12 +234,7 @@ class CpuProgram:
         if rows.spans is not None:
             widest = int((rows.spans[:, 1] - rows.spans[:, 0]).max())
             cuts = np.ceil(made.work @ (count / MOST_PRODUCTS, count * widest / MOST_SCORES)).astype(np.int64)
-        noted: Noted | None = None if times is None else []
-        # The same code for both: what Python has not run just before comes from further away, and this is within what is timed.
-        self._pool.run(table, threads, pieces, cuts, noted)
-        if times is not None:
-            # Not by its own constructor, a function of Python's.
-            times.append(tuple.__new__(StepTimes, (made.steps, self._pool.times, noted)))
+        self._pool.run(table, threads, pieces, cuts, made.steps)
         del vectors
         return self._logits[:selected]
 

@@ -31,7 +31,7 @@ from edgeq.targets.graph import Embed, Graph, Operation, Select
 from edgeq.targets.host import check_rows
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, master_arrays, shared_inputs
 from edgeq.targets.rows import PAGE, Page, Rows
-from edgeq.targets.target import Largest, OnProgress, Options, Step, StepTimes, no_progress
+from edgeq.targets.target import Largest, OnProgress, Options, Step, StepTimes, TellsTimes, no_progress
 
 CHUNK_ROWS = 1024
 """Default maximum rows per run."""
@@ -44,8 +44,8 @@ def resolved(options: Options) -> Options:
     return replace(options, max_rows=options.max_rows or max(CHUNK_ROWS, options.max_logits))
 
 
-class CudaProgram:
-    """The host's threads only launch; with times operations run one by one (`timed_apart`), of which other runs fuse some."""
+class CudaProgram(TellsTimes):
+    """The host's threads only launch; runs that are recorded go operation by operation (`timed_apart`), of which other runs fuse some."""
 
     threads = 1
     tile = MANY_TOKENS
@@ -65,6 +65,7 @@ class CudaProgram:
 
         UnsupportedError: the graph has what this target does not, more rows than a launch takes, or kernels are missing.
         """
+        super().__init__()
         self.options = resolved(options)
         if max(self.options.max_rows, self.options.max_logits) > MOST_ROWS:
             raise UnsupportedError(f"the cuda target runs at most {MOST_ROWS} rows; pass a smaller `max_rows` or `max_logits`")
@@ -211,9 +212,9 @@ class CudaProgram:
         """Bytes per second that a copy on the device reads and writes, both counted; None: it was not measured yet."""
         return bandwidth.copied(self._device.name)
 
-    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> NDArray[np.float32]:
+    def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
         """The rows of the result, float32 [wanted, width].  ValueError: more rows than the options allow."""
-        return self._checked(rows, mode, "file", times)
+        return self._checked(rows, mode, "file")
 
     def seconds_of(self, kind: type[Operation], rows: Rows, rounds: int, repetitions: int) -> list[float]:
         """By the device's clock, what the launches of one kind of operation in a run without times take `rounds` times."""
@@ -224,16 +225,12 @@ class CudaProgram:
             calls = [self._call(each, n, None, parts) for each, n, parts in of_kind if isinstance(each, Launch)]
             return self._timer.together(calls * rounds, repetitions)
 
-    def run_requantized(
-        self, rows: Rows, weights: Weights, mode: Mode | None = None, *, times: list[StepTimes] | None = None
-    ) -> NDArray[np.float32]:
+    def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> NDArray[np.float32]:
         assert isinstance(weights, CudaWeights)
-        return self._checked(rows, mode, "requantized", times, weights)
+        return self._checked(rows, mode, "requantized", weights)
 
-    def run_summing(
-        self, rows: Rows, sums: InputSums, mode: Mode | None = None, *, times: list[StepTimes] | None = None
-    ) -> NDArray[np.float32]:
-        return self._checked(rows, mode, "masters", times, sums=sums)
+    def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
+        return self._checked(rows, mode, "masters", sums=sums)
 
     def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
         if not 0 < count <= self.most_largest or len(rows.wanted) > self.largest_rows:
@@ -246,7 +243,7 @@ class CudaProgram:
         chosen = self._chosen(1 if count == 1 else min(self.most_largest, 1 << max(3, (count - 1).bit_length())))
         with self._guarded():
             lowering = self._made(mode or self.options.mode, "requantized" if weights else "file")
-            found = self._run(rows, lowering, None, weights, chosen)
+            found = self._run(rows, lowering, False, weights, chosen)
         values = found[0].view(np.float32).reshape(-1, chosen.count)[:, :count]
         ids = found[1].view(np.int32).reshape(-1, chosen.count)[:, :count]
         return Largest(ids, values, found[2].view(np.int32) != 0)
@@ -256,7 +253,6 @@ class CudaProgram:
         rows: Rows,
         mode: Mode | None,
         origin: Origin,
-        times: list[StepTimes] | None,
         weights: CudaWeights | None = None,
         sums: InputSums | None = None,
     ) -> NDArray[np.float32]:
@@ -265,7 +261,7 @@ class CudaProgram:
             lowering = self._made(mode or self.options.mode, origin)
             if sums is not None:
                 self._storage.send("sums", sums.values)
-            result = self._run(rows, lowering, times, weights)[0].view(np.float32).reshape(-1, self._logits.shape[1])
+            result = self._run(rows, lowering, self._recording, weights)[0].view(np.float32).reshape(-1, self._logits.shape[1])
             if sums is not None:
                 # Last: a run that failed leaves the sums as they were.
                 self._device.read(self._storage.address("sums"), sums.values)
@@ -276,22 +272,22 @@ class CudaProgram:
         self,
         rows: Rows,
         lowering: Lowering,
-        times: list[StepTimes] | None,
+        timed: bool,
         weights: CudaWeights | None,
         chosen: Chosen | None = None,
     ) -> list[NDArray[np.uint8]]:
         """The rows of the result as bytes, or of its largest numbers what `Chosen` has."""
-        if times is None and lowering.origin != "masters" and repeats(rows, self._recordings.rows):
+        if not timed and lowering.origin != "masters" and repeats(rows, self._recordings.rows):
             results = self._replayed(rows, lowering, weights, chosen)
             if results is not None:
                 return results
         self._send(rows, lowering)
-        if times is None:
+        if not timed:
             for each, tokens, parts in self._of_run(rows, lowering, fused=True):
                 list(self._start(each, tokens, weights, parts))
             self._device.synchronize()
         else:
-            times.append(self._timed(rows, lowering, weights))
+            self._recorded.append(self._timed(rows, lowering, weights))
         count = len(rows.wanted) // self._graph.together if self._result_name[1] else len(rows)
         if chosen is None:
             if count:

@@ -46,18 +46,19 @@ from edgeq.targets.reference.linear import linear
 from edgeq.targets.reference.requantize import ReferenceWeights
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, Step, StepTimes, in_turn, no_progress
+from edgeq.targets.target import OnProgress, Options, Recording, Step, in_turn, no_progress
 
 ArrayF32 = NDArray[np.float32]
 
 
-class ReferenceProgram:
+class ReferenceProgram(TellsTimes):
     """numpy's BLAS chooses its own threads; `threads` is what this file uses."""
 
     threads = 1
     tile = 12
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options) -> None:
+        super().__init__()
         self.options = resolved(options)
         self.context = Context(graph, file, options.mode, options.kv)
         self._graph = graph
@@ -108,29 +109,18 @@ class ReferenceProgram:
         assert isinstance(weights, ReferenceWeights)
         requantize.requantize(self.context.file, self._inputs, weights, scales)
 
-    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> ArrayF32:
+    def run(self, rows: Rows, mode: Mode | None = None) -> ArrayF32:
         """The rows of the result, float32 [wanted, width].  ValueError: more rows than the options allow."""
-        return self._run(rows, mode, times, None, None)
+        return self._run(rows, mode, None, None)
 
-    def run_requantized(
-        self, rows: Rows, weights: Weights, mode: Mode | None = None, *, times: list[StepTimes] | None = None
-    ) -> ArrayF32:
+    def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> ArrayF32:
         assert isinstance(weights, ReferenceWeights)
-        return self._run(rows, mode, times, weights, None)
+        return self._run(rows, mode, weights, None)
 
-    def run_summing(
-        self, rows: Rows, sums: InputSums, mode: Mode | None = None, *, times: list[StepTimes] | None = None
-    ) -> ArrayF32:
-        return self._run(rows, mode, times, None, sums)
+    def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> ArrayF32:
+        return self._run(rows, mode, None, sums)
 
-    def _run(
-        self,
-        rows: Rows,
-        mode: Mode | None,
-        times: list[StepTimes] | None,
-        weights: ReferenceWeights | None,
-        sums: InputSums | None,
-    ) -> ArrayF32:
+    def _run(self, rows: Rows, mode: Mode | None, weights: ReferenceWeights | None, sums: InputSums | None) -> ArrayF32:
         check_rows(rows, self.options, self._graph.together)
         context = self.context
         context.mode, context.weights, context.sums = mode or self.options.mode, weights, sums
@@ -147,8 +137,8 @@ class ReferenceProgram:
             clock.append(perf_counter())
             if len(here) == 0:
                 break
-        if times is not None:
-            times.append(in_turn(steps, clock))
+        if self._recording:
+            self._recorded.append(in_turn(steps, clock))
         if sums is not None:
             sums.tokens += len(rows) if rows.counted is None else int(rows.counted.sum())
         return context.out(state, self._graph.result, len(here))

@@ -16,7 +16,7 @@ from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, Linear, Sel
 from edgeq.targets.rows import PAGE, Rows
 from tests.cuda.comparing import program_of
 from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED
-from tests.targets.cases import Arrays
+from tests.targets.cases import Arrays, recording
 from tests.targets.test_cache import identity
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -55,7 +55,8 @@ def run(program: CudaProgram, pages: Sequence[list[object]], which: Sequence[int
     slots = np.array([LENGTHS[i] for i in which], np.int32)
     every = np.arange(len(which), dtype=np.int32)
     rows = Rows(slots % 128, slots[None], slots, every, [pages[i] for i in which], every)  # type: ignore[misc]
-    return program.run(rows, times=[]).copy()
+    with recording(program):
+        return program.run(rows).copy()
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def launches(program: CudaProgram, device: EmulatedDevice, fused: bool) -> tuple
     for count in RUNS:
         device.launches.clear()
         # Times are those of operations.
-        logits.append(program.run(rows_of(program, count, first, pages), times=None if fused else []).copy())
+        program.record(not fused)
+        logits.append(program.run(rows_of(program, count, first, pages)).copy())
         counts.append(sum(device.launches.values()))
         first += count
     return logits, [program.save_page(page) for page in pages], counts
@@ -120,11 +121,12 @@ def test_a_token_with_requantized_weights(model_path: Callable[..., Path]) -> No
     weights, rng = program.new_weights(), np.random.default_rng(0)
     program.requantize(weights, [rng.uniform(0.5, 2, s.columns).astype(np.float32) for s in program.new_sums().inputs])
     results = []
-    for times in ([], None):
+    for on in (True, False):
+        program.record(on)
         pages = [program.new_page()]
         for first, count in ((0, 5), (5, 1)):
             device.launches.clear()
-            logits = program.run_requantized(rows_of(program, count, first, pages), weights, times=times).copy()
+            logits = program.run_requantized(rows_of(program, count, first, pages), weights).copy()
         results.append(logits)
     assert np.array_equal(*results)
     assert sum(device.launches.values()) <= 5 * file.metadata.config.num_hidden_layers + BESIDE

@@ -19,7 +19,7 @@ from edgeq.targets.graph import Graph
 from edgeq.targets.requantization import requantized_arrays, shared_inputs
 from edgeq.targets.target import Options, Requantizable
 from tests.cuda.emulated import FORWARD, SHUFFLED, EmulatedDevice
-from tests.targets.cases import matrix, rows_of
+from tests.targets.cases import matrix, recording, rows_of
 from tests.targets.test_requantization import CODECS, MASTERS, Case, File, graph_of, hard, layer, stored
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -178,8 +178,8 @@ def test_masters_are_brought_layer_by_layer_where_they_do_not_fit(case: Case, mo
         made.append(arrays_of(program, own, case.graph))
         assert program.device_bytes + own.nbytes == (needed[1] if program is brought else kept.device_bytes + own.nbytes)
     assert all(np.array_equal(array, made[1][ref]) for ref, array in made[0].items())
-    steps = list[Any]()
-    brought.run_summing(rows_of(brought, 3), brought.new_sums(), times=steps)
+    with recording(brought) as steps:
+        brought.run_summing(rows_of(brought, 3), brought.new_sums())
     layers = [each for shared in shared_inputs(case.graph) for each in shared.layers]
     assert sum(step.kernel == "bring" for step in steps[0].steps) == len(layers)
     del brought, kept
@@ -188,6 +188,7 @@ def test_masters_are_brought_layer_by_layer_where_they_do_not_fit(case: Case, mo
         whole = plan.device_bytes(case.graph, case.file, options, False)  # type: ignore[arg-type]
         free = whole + case.graph.page_bytes(options.kv) + spare
         monkeypatch.setattr(EmulatedDevice, "memory", lambda self, free=free: (1 << 32, free))
-        program, steps = CudaTarget(EmulatedDevice()).compile(case.graph, case.file, options), []  # type: ignore[arg-type]
-        program.run_summing(rows_of(program, 3), program.new_sums(), times=steps)
+        program = CudaTarget(EmulatedDevice()).compile(case.graph, case.file, options)  # type: ignore[arg-type]
+        with recording(program) as steps:
+            program.run_summing(rows_of(program, 3), program.new_sums())
         assert any(step.kernel == "bring" for step in steps[0].steps) == brings

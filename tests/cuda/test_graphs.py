@@ -11,6 +11,7 @@ import pytest
 
 from edgeq.container import ModelFile
 from edgeq.errors import ResourceError
+from edgeq.records import Mode
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.decoder import decoder
 from edgeq.targets import Choice
@@ -20,6 +21,7 @@ from edgeq.targets.cuda.program import CudaProgram
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options
 from tests.cuda.emulated import EmulatedDevice, EmulatedRecording
+from tests.targets.cases import recording
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -70,10 +72,16 @@ def rows_of(texts: Sequence[Text], tokens: Sequence[Sequence[int]]) -> Rows:
     return Rows(flat, places[None], places, sessions, [text.pages for text in texts], wanted)
 
 
+def one_by_one(program: CudaProgram, rows: Rows, mode: Mode | None = None) -> np.ndarray:
+    """The logits of launches that are timed, each by itself."""
+    with recording(program):
+        return program.run(rows, mode).copy()
+
+
 def read(texts: Sequence[Text], tokens: Sequence[Sequence[int]], check: bool = True) -> np.ndarray:
     """Their logits; `check`: launches that are started one by one give the same bits."""
     program, rows = texts[0].program, rows_of(texts, tokens)
-    alone = program.run(rows, times=[]).copy() if check else None
+    alone = one_by_one(program, rows) if check else None
     logits = program.run(rows).copy()
     assert alone is None or np.array_equal(logits, alone)
     for text, each in zip(texts, tokens, strict=True):
@@ -140,7 +148,7 @@ def test_the_mode_of_drafts_has_recordings_of_its_own(compiled: Compiled) -> Non
     rows = rows_of([text], [[3]])
     exact, draft = program.run(rows).copy(), program.run(rows, "a8").copy()
     assert recorded(program) == 2 and not np.array_equal(exact, draft)
-    assert np.array_equal(program.run(rows, "a8", times=[]), draft) and np.array_equal(program.run(rows), exact)
+    assert np.array_equal(one_by_one(program, rows, "a8"), draft) and np.array_equal(program.run(rows), exact)
     assert recorded(program) == 2
 
 
@@ -153,7 +161,7 @@ def test_a_mode_that_reads_more_of_the_rows_leaves_earlier_recordings_valid(
     program = CudaTarget(device).compile(decoder(file.metadata, 128), file, Options("a16", max_rows=4, max_logits=4))
     rows = rows_of([Text(program, 20)], [[3]])
     for mode in ("a16", "a8", "a16", "a8"):
-        assert np.array_equal(program.run(rows, mode), program.run(rows, mode, times=[]))  # type: ignore[arg-type]
+        assert np.array_equal(program.run(rows, mode), one_by_one(program, rows, mode))  # type: ignore[arg-type]
     assert recorded(program) == 2
 
 

@@ -14,7 +14,7 @@ from edgeq.targets.graph import Activate, Embed, Graph, Linear, Scale
 from edgeq.targets.reference.linear import transformed
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import BACKWARD, SHUFFLED
-from tests.targets.cases import Arrays, matrix, rows_of, weight
+from tests.targets.cases import Arrays, matrix, recording, rows_of, weight
 from tests.targets.test_constant_scales import COUNT, MODALITY, SCALES, network
 from tests.targets.test_cpu_linear import (
     I4,
@@ -200,8 +200,9 @@ def test_layers_of_the_same_parts_share_what_is_made_of_their_input() -> None:
     same = [layer(arrays, rng, 16, [(ROW4, 64)], **parts) for _ in range(3)]
     other = layer(arrays, rng, 16, [(ROW4, 64)], **parts, scale=True)
     graph = graph_of(arrays, x, *same, other)
-    program, times = program_of(graph, arrays, 5, "a8"), list[Any]()
-    program.run(rows_of(program, 5), times=times)
+    program = program_of(graph, arrays, 5, "a8")
+    with recording(program) as times:
+        program.run(rows_of(program, 5))
     made = [step.kernel.partition("_")[0] for step in times[0].steps]
     assert made == ["butterflies", "form", *["few"] * 3, "butterflies", "arrange", "form", "few"]
     agree(arrays, x, *same, other, mode="a8", tolerance=INTEGER)

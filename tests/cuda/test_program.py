@@ -21,10 +21,10 @@ from edgeq.targets.cuda import CudaTarget, plan, storage
 from edgeq.targets.cuda.program import CudaProgram
 from edgeq.targets.graph import Attention, Embed, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Page, Rows
-from edgeq.targets.target import Options, Program, StepTimes
+from edgeq.targets.target import Options, Program
 from tests.cuda.comparing import kl
 from tests.cuda.emulated import BACKWARD, SHUFFLED, EmulatedDevice
-from tests.targets.cases import Arrays, product, weight
+from tests.targets.cases import Arrays, product, recording, weight
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -211,8 +211,9 @@ def test_a_run_without_wanted_rows_fills_the_cache(
 
 
 def test_the_time_of_every_step(device: EmulatedDevice, graph: Graph, file: ModelFile, tokens: np.ndarray) -> None:
-    program, times = compiled(device, graph, file), list[StepTimes]()
-    program.run(Reader(program).rows(tokens[:4]), times=times)
+    program = compiled(device, graph, file)
+    with recording(program) as times:
+        program.run(Reader(program).rows(tokens[:4]))
     (measured,) = times
     reading = [step.operation for step in measured.steps if step.reads_weights]
     assert reading == [op for op in graph.operations if isinstance(op, Linear)]

@@ -22,7 +22,7 @@ from edgeq.tools.lab import fixed_time
 from edgeq.tools.profile import gpu
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.launching import launched
-from tests.targets.cases import rows_of
+from tests.targets.cases import recording, rows_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -99,7 +99,9 @@ def test_operations_of_a_token_are_timed_one_by_one(
 
     monkeypatch.setattr(device, "record", counted)
     for at in (20, 21, 22):
-        logits = program.run(rows_of(program, 1, at, pages), times=times).copy()
+        with recording(program) as timed:
+            logits = program.run(rows_of(program, 1, at, pages)).copy()
+        times += timed
         assert np.array_equal(logits, program.run(rows_of(program, 1, at, pages)))
         seen.append([step.kernel for step in times[-1].steps])
     assert seen[0] == seen[1] == seen[2] and not any("fused" in name for name in seen[0])
@@ -121,14 +123,15 @@ def test_without_memory_for_a_recording_operations_are_timed_all_the_same(
         raise ResourceError("no room")
 
     monkeypatch.setattr(device, "record", full)
-    times = list[StepTimes]()
-    program.run(rows_of(program, 1, 0, [program.new_page()]), times=times)
+    with recording(program) as times:
+        program.run(rows_of(program, 1, 0, [program.new_page()]))
     assert (times[0].seconds[:, 0] > 0).all()
 
 
 def test_experts_are_timed_each(device: EmulatedDevice, model_path: Callable[..., Path]) -> None:
-    program, times = compiled(device, model_path, "qwen2_moe"), list[StepTimes]()
-    program.run(rows_of(program, 1, 0, [program.new_page()]), times=times)
+    program = compiled(device, model_path, "qwen2_moe")
+    with recording(program) as times:
+        program.run(rows_of(program, 1, 0, [program.new_page()]))
     assert (times[0].seconds[:, 0] > 0).all() and any(step.kernel == "gather_add" for step in times[0].steps)
 
 

@@ -63,7 +63,13 @@ class IdleProgram:
     def read_bandwidth(self, refresh: bool = False) -> float | None:
         return None
 
-    def run(self, rows: Rows, mode: Mode | None = None, *, times: list[StepTimes] | None = None) -> Any:
+    def record(self, on: bool) -> None:
+        """Nothing takes time."""
+
+    def recorded(self) -> list[StepTimes]:
+        return []
+
+    def run(self, rows: Rows, mode: Mode | None = None) -> Any:
         self._check_device()
         assert len(rows) <= self.options.max_rows
         self.runs.append(len(rows))

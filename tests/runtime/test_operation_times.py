@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from edgeq.runtime import Model
 from edgeq.targets.graph import Linear, Select
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import StepTimes
 from edgeq.tools import breakdown
 from edgeq.tools.cli import main
+from tests.targets.cases import recording
 
 
 def rows(model: Model, count: int) -> Rows:
@@ -29,11 +29,11 @@ def rows(model: Model, count: int) -> Rows:
 def test_every_operation_is_timed_and_the_times_fit_into_the_run(tiny_path: Path, target: str, threads: int) -> None:
     model = Model.load(tiny_path, target=target, threads=threads)
     for count in (1, 70):
-        times: list[StepTimes] = []
-        for _ in range(3):
-            started = perf_counter()
-            logits = model.program.run(rows(model, count), times=times).copy()
-            wall = perf_counter() - started
+        with recording(model.program) as times:
+            for _ in range(3):
+                started = perf_counter()
+                logits = model.program.run(rows(model, count)).copy()
+                wall = perf_counter() - started
         assert np.array_equal(logits, model.program.run(rows(model, count)))
         steps, seconds = times[-1].steps, times[-1].seconds
         assert len(times) == 3 and seconds.shape == (len(steps), 2) and (seconds >= 0).all()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from edgeq.targets import load
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.graph import Embed, Graph, Linear, Operation, Select
 from edgeq.targets.rows import PAGE, Rows
-from edgeq.targets.target import Options
+from edgeq.targets.target import Options, Program, StepTimes
 
 HERE = [
     isa.name
@@ -118,3 +119,15 @@ def product_case(isa: str, codec: Codec):
 
 
 FLOAT_CODECS = [Codec("f32"), Codec("f16"), Codec("bf16")]
+
+
+@contextmanager
+def recording(program: Program) -> Iterator[list[StepTimes]]:
+    """After the block the list has the times of its runs."""
+    times = list[StepTimes]()
+    program.record(True)
+    try:
+        yield times
+    finally:
+        program.record(False)
+        times += program.recorded()

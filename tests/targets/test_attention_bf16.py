@@ -18,7 +18,7 @@ from edgeq.targets.cpu.kernels.bf16_vectors import FEATURE
 from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays
+from tests.targets.cases import HERE, Arrays, recording
 
 ISAS = [
     pytest.param(
@@ -59,8 +59,8 @@ def attention_case(dim: int, count: int, sessions: int, damaged: dict[tuple[int,
             order, slots[None][:, order], slots[order], order % sessions, pages, np.arange(total, dtype=np.int32),
             spans=spans[:, :, order],
         )  # fmt: skip
-        times: list | None = None if kernels is None else []
-        found = program.run(rows, times=times).copy()
+        with recording(program) as times:
+            found = program.run(rows).copy()
         if kernels is not None:
             kernels += [step.kernel for step in times[0].steps]
         return found

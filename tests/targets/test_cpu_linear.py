@@ -18,7 +18,7 @@ from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.graph import Activate, Embed, Graph, Linear, RmsNorm
 from edgeq.targets.reference.linear import transformed
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, matrix, rows_of, run, weight
+from tests.targets.cases import HERE, Arrays, matrix, recording, rows_of, run, weight
 
 I4, I8, ROW4, ROW8 = Codec("int", 4, 32), Codec("int", 8, 16, False), Codec("int", 4, 0), Codec("int", 8, 0)
 NARROW, WIDE = Activation(4, 0, False), Activation(4, 8, False)
@@ -290,8 +290,9 @@ def test_one_operation_activates_transforms_by_signs_and_rounds(size, order, str
         operations.insert(1, Activate(0, "inner", columns, "x", function, gated))
     graph = Graph({"inner": x.shape[1], "x": columns, "y": 37}, tuple(operations), "y", layers=1, kv_heads=1, head_dim=2)
     oracle = run("reference", graph, arrays, 19, Options("a8"))
-    program, times = load("cpu").compile(graph, arrays, Options("a8", 2, isa, 19, 19)), []
-    many = np.array(program.run(rows_of(program, 19), times=times))
+    program = load("cpu").compile(graph, arrays, Options("a8", 2, isa, 19, 19))
+    with recording(program) as times:
+        many = np.array(program.run(rows_of(program, 19)))
     made = [step.kernel for step in times[0].steps if step.kernel.startswith(("hadamard", "mix", "quantize", "transform"))]
     assert made == ["transform" if scales else "transform_tokens"]
     # A number halfway between two integers may become either.
@@ -321,8 +322,8 @@ def test_layers_of_the_same_parts_share_what_is_made_of_their_input():
     same = [layer(arrays, rng, 16, [(ROW4, 64)], **parts) for _ in range(3)]
     other = layer(arrays, rng, 16, [(ROW4, 64)], **parts, scale=True)
     program = load("cpu").compile(graph_of(arrays, x, *same, other), arrays, Options("a8", 2, None, 5, 5))
-    times = []
-    program.run(rows_of(program, 5), times=times)
+    with recording(program) as times:
+        program.run(rows_of(program, 5))
     made = ["product" if kernel.endswith("_matmul") else kernel for kernel in (step.kernel for step in times[0].steps)]
     assert made == ["embed_plain", "transform_tokens", *["product"] * 3, "transform_tokens", "product"]
     ordered = [layer(arrays, rng, 16, [(ROW4, 64)], **parts, order=True) for _ in range(2)]
@@ -337,8 +338,8 @@ def test_scaled_input_is_written_by_its_maker():
     operations = (Embed(-1, arrays.add(x, "f32"), "x"), RmsNorm(0, "x", gain, 1e-5, "n"), Linear(0, "n", each, "y"))
     graph = Graph({"x": 96, "n": 96, "y": 40}, operations, "y", 1, 1, 2)
     program = load("cpu").compile(graph, arrays, Options("a16", 2, None, 5, 5))
-    times = []
-    y = program.run(rows_of(program, 5), times=times)
+    with recording(program) as times:
+        y = program.run(rows_of(program, 5))
     assert [step.kernel for step in times[0].steps] == ["embed_plain", "norm", "integer_matmul"]
     oracle = run("reference", graph, arrays, 5, Options("a16"))
     assert np.max(np.abs(y - oracle) / size_of(arrays, x, each)) < 3e-5

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import Arrays, rows_of, weight
+from cases import Arrays, recording, rows_of, weight
 
 from edgeq.codec import Codec
 from edgeq.records import LinearSpec, LowRank
 from edgeq.targets import load
 from edgeq.targets.graph import Embed, Graph, Linear
-from edgeq.targets.target import Options, StepTimes
+from edgeq.targets.target import Options
 from edgeq.tools.breakdown import Run, lines
 
 
@@ -25,8 +25,8 @@ def test_work_of_a_layer_of_two_blocks_is_counted_once(target: str) -> None:
     graph = Graph({"x": 112, "y": 48, "z": 16}, (Embed(-1, wide, "x"), Embed(-1, narrow, "z"), *reads), "y", 1, 1, 2)
     program = load(target).compile(graph, arrays, Options("a8", threads=1, max_rows=4, max_logits=4))
     for rows, decoded in ((1, True), (4, False)):
-        times: list[StepTimes] = []
-        program.run(rows_of(program, rows), times=times)
+        with recording(program) as times:
+            program.run(rows_of(program, rows))
         reading = [step.operation for step in times[0].steps if step.reads_weights]
         assert list(dict.fromkeys(map(id, reading))) == list(map(id, reads))
         found = {line.name: line for line in lines([Run(1.0, rows, times)], decoded)}

@@ -10,8 +10,8 @@ from edgeq.records import LinearSpec
 from edgeq.targets import load
 from edgeq.targets.cpu import program as cpu_program
 from edgeq.targets.graph import Activate, Embed, Graph, Linear, Operation, RmsNorm, Select
-from edgeq.targets.target import Options, StepTimes
-from tests.targets.cases import HERE, Arrays, rows_of, run, weight
+from edgeq.targets.target import Options
+from tests.targets.cases import HERE, Arrays, recording, rows_of, run, weight
 
 I4, I4_ZERO, I3, I8 = Codec("int", 4, 128), Codec("int", 4, 32, False), Codec("int", 3, 64), Codec("int", 8, 16)
 
@@ -42,8 +42,9 @@ def mlp(
 
 
 def kernels(graph: Graph, arrays: Arrays, count: int, options: Options) -> list[str]:
-    program, times = load("cpu").compile(graph, arrays, options), list[StepTimes]()
-    program.run(rows_of(program, count), times=times)
+    program = load("cpu").compile(graph, arrays, options)
+    with recording(program) as times:
+        program.run(rows_of(program, count))
     return [step.kernel for step in times[0].steps]
 
 

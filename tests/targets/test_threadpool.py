@@ -10,7 +10,6 @@ import pytest
 from edgeq.targets.cpu.jit import threadpool as pool_module
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import address
-from edgeq.targets.cpu.jit.notes import Page
 from edgeq.targets.cpu.jit.threadpool import RUN, SLEEPERS, Pool
 from edgeq.targets.cpu.kernels.elementwise import SelectArgs, select
 
@@ -112,10 +111,10 @@ def test_a_run_right_behind_the_dismissal_does_not_keep_threads():
 def test_a_table_longer_than_the_pool_is_refused():
     table = chain(7)[1]
     pool = Pool(2, 6, RECORD_SLOTS)
-    noted = []
+    pool.record(True)
     with pytest.raises(ValueError, match="7 operations; this pool has room for 6"):
-        pool.run(table, 2, noted=noted)
-    assert not noted
+        pool.run(table, 2, what="run")
+    assert not pool.recorded()
     pool.close()
 
 
@@ -165,20 +164,28 @@ def test_a_table_walked_in_pieces_gives_the_same():
 
 def timed(pool, table, threads, pieces):
     """A run; its calls."""
-    noted = []
-    pool.run(table, threads, pieces, noted=noted)
-    return noted
+    pool.record(True)
+    pool.run(table, threads, pieces, what=table)
+    pool.record(False)
+    ((what, calls),) = pool.recorded()
+    assert what is table and len(calls) == min(pieces, len(table))
+    return calls
 
 
-def test_what_a_run_noted_stays_when_the_place_is_needed_again():
+def test_runs_keep_their_times_whatever_room_they_had():
     data, table, kept = chain(7)
     for threads in (1, 2):
         pool = Pool(threads, 7, RECORD_SLOTS)
-        started = time.perf_counter()
-        runs = [timed(pool, table, threads, 2) for _ in range(len(pool._notes.free))]
-        assert runs[0][0] is not runs[-1][0]  # other pages
+        words, started = len(pool._notes._block), time.perf_counter()
+        pool.record(True)
+        for i in range(count := words // 20):  # several blocks full
+            pool.run(table, threads, 1 + i % 2, what=i)
+        pool.record(False)
         ended = time.perf_counter()
-        times = [pool.times(calls) for calls in runs]
+        pool.run(table, threads, what="not recorded")
+        runs = pool.recorded()
+        assert [what for what, _ in runs] == list(range(count)) and not pool.recorded()
+        times = [pool.times(calls) for _, calls in runs[:: 1 if threads == 1 else 7]]
         began = np.array([each.threads[0, :, 0] for each in times]).ravel()
         assert started < began[0] and (np.diff(began) > 0).all() and began[-1] < ended and kept
         # The clock of Python was read right before the first operation and after the last.
@@ -187,23 +194,48 @@ def test_what_a_run_noted_stays_when_the_place_is_needed_again():
         pool.close()
 
 
-def test_times_are_those_of_the_run_while_another_thread_turns_the_page():
+def test_what_was_noted_stays_when_the_room_is_needed_again():
     _, table, kept = chain(7)
     pool = Pool(1, 7, RECORD_SLOTS)
     calls = timed(pool, table, 1, 2)
-    expected, turned = pool.times(calls), list[object]()
-
-    class Turned(Page):
-        """A page that is turned right after it was found to be the block."""
-
-        def __getattribute__(self, name):
-            found = super().__getattribute__(name)
-            if name == "words" and not turned:
-                turned.append(self)
-                pool._notes.turn()
-            return found
-
-    calls[0].__class__ = Turned
+    expected = pool.times(calls)
+    for _ in range(3):
+        timed(pool, table, 1, 1)
     found = pool.times(calls)
-    assert turned and np.allclose(found.threads, expected.threads) and found[1:] == pytest.approx(expected[1:]) and kept
+    assert np.allclose(found.threads, expected.threads) and found[1:] == pytest.approx(expected[1:]) and kept
+    pool.close()
+
+
+def test_a_run_that_was_interrupted_between_pieces_is_not_recorded(monkeypatch):
+    _, table, kept = chain(7)
+    pool, walk = Pool(1, 7, RECORD_SLOTS), Pool._walk
+    pool.record(True)
+
+    def interrupted(self, piece, threads):
+        walk(self, piece, threads)
+        if piece.start:
+            raise KeyboardInterrupt
+
+    pool.run(table, 1, 3, what="before")
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "_walk", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(table, 1, 3, what="interrupted")
+    pool.run(table, 1, 1, what="after")
+    assert [(what, len(calls)) for what, calls in pool.recorded()] == [("before", 3), ("after", 1)] and kept
+    pool.close()
+
+
+def test_an_operation_that_is_cut_belongs_to_its_run():
+    _, table, kept = chain(3, parts=4)
+    pool = Pool(1, 3, RECORD_SLOTS)
+    pool.record(True)
+    for cut in ([4, 1, 1], [1, 1, 4], [2, 3, 4]):
+        pool.run(table, 1, 1, np.array(cut), what=cut)
+    pool.run(table, 1)  # as of nothing that is recorded
+    found = pool.recorded()
+    assert [what for what, _ in found] == [[4, 1, 1], [1, 1, 4], [2, 3, 4]] and [len(calls) for _, calls in found] == [5, 5, 9]
+    for _, calls in found:
+        times = pool.times(calls).threads
+        assert times.shape == (1, 3, 3) and (np.diff(times[0, :, 0]) > 0).all() and kept
     pool.close()

@@ -103,7 +103,12 @@ class Tape:
     def __init__(self, program: Program, phase: str) -> None:
         self._program = program
         self.phase, self.on = phase, False
-        self._times, self._noted = list[StepTimes](), list[Any]()
+        self._noted = list[Any]()
+
+    def switch(self, on: bool) -> None:
+        """Whether the next runs are noted."""
+        self.on = on
+        self._program.record(on)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -111,7 +116,7 @@ class Tape:
     def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
         if not self.on:
             return self._program.run(rows, mode)
-        result = self._program.run(rows, mode, times=self._times)
+        result = self._program.run(rows, mode)
         slots, wanted = rows.slots, rows.wanted
         if len(slots) == len(wanted) == 1 and rows.spans is None:
             self._noted += (mode, slots.item())
@@ -131,7 +136,7 @@ class Tape:
         run = cast(Requantizable, self._program).run_requantized
         if not self.on:
             return run(rows, weights, mode)
-        result = run(rows, weights, mode, times=self._times)
+        result = run(rows, weights, mode)
         self._noted += (mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
@@ -139,14 +144,14 @@ class Tape:
         run = cast(Requantizable, self._program).run_summing
         if not self.on:
             return run(rows, sums, mode)
-        result = run(rows, sums, mode, times=self._times)
+        result = run(rows, sums, mode)
         self._noted += (mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
         return result
 
     def calls(self) -> list[Call]:
         """The runs since the last time."""
-        noted, times = self._noted, self._times
-        self._noted, self._times = [], []
+        noted, self._noted = self._noted, []
+        times = self._program.recorded()
         kv = self._program.options.kv
         # Not strict: an interrupt may come between the two entries of a run.
         return [
@@ -197,4 +202,4 @@ class Tapes:
     def switch(self, on: bool) -> None:
         """Within `recording`: whether the next runs are recorded."""
         for tape in self._all:
-            tape.on = on
+            tape.switch(on)

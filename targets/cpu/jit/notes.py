@@ -1,99 +1,178 @@
 """Where the machine code of runs notes its clocks, and how that is read: later, for many runs at once.
 
 Where a run reads more than the caches hold, every object that Python touches after it comes from memory again, some 0.1 µs
-each: what can wait is not done with the run.  What a call notes are int64 words: a line of ENTERED and LEFT, each two words of
-Python's clock, and STARTED; then for each thread whole lines with its counts, as `Reading` has them.
+each: of a run that is recorded Python keeps none.  The machine code itself takes the next place of a block, and notes there
+what it runs and its clocks; Python only counts the places that are left.
+
+What a call notes are int64 words: a line of ENTERED and LEFT, each two words of Python's clock, of STARTED and of what was
+run; then for each thread whole lines with its counts, as `Reading` has them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.targets.cpu.jit.clock import Clock, Reading
+from edgeq.targets.cpu.jit.clock import Clock, Reading, note_python_time, note_time
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.pieces import Piece
+from edgeq.targets.cpu.jit.simd import get_i64, put_i64
 from edgeq.targets.target import RunTimes
 
 Words = NDArray[np.int64]
 
-ENTERED, LEFT, STARTED, COUNTS = 0, 2, 4, 8
-"""Words of a call: when its machine code began and ended; the count when it began; where the counts of the threads begin."""
+ENTERED, LEFT, STARTED, TABLE, SIZE, PARTS, COUNTS = 0, 2, 4, 5, 6, 7, 8
+"""Words of a call: when its machine code began and ended; the count when it began; the address of its operations; how many
+there are and the threads; of which parts of one, as in `Piece`; where the counts of the threads begin.  Of SIZE and PARTS the
+second number is in the upper half."""
+HALF = 32
+"""Bits of a half."""
 LINE = 8
 """Words of a cache line: threads write to lines of their own."""
 ROOM = 1 << 16
 """Words of the block, at least: a hundred calls of a large model."""
 
 
-def call_words(threads: int, operations: int) -> int:
-    """Words of a call, whole lines."""
-    return COUNTS + threads * ((2 * operations + LINE) // LINE * LINE)
+@inline
+def count_words(operations, threads):
+    """Words for the counts of one of so many threads: whole lines.  Who is alone waits for nobody."""
+    counts = operations if threads == 1 else 2 * operations
+    return (counts + LINE) // LINE * LINE
 
 
-class Page:
-    """What the block held at a time: the block itself, and later a copy; `address` is always that of the block."""
-
-    def __init__(self, words: Words) -> None:
-        self.words, self.address = words, words.ctypes.data
-
-
-Noted = list[Any]
-"""Calls, of each four entries: the page and the address where it was noted, what was run, and with how many threads.  Not a
-tuple of each: what is kept of a run has to be made in new memory, and every line of that comes from far away."""
+@inline
+def call_words(operations, threads):
+    """Words of a call."""
+    return COUNTS + threads * count_words(operations, threads)
 
 
-def _kept(page: Page, offset: int, count: int) -> Words:
-    """A copy of words of a page from a byte on, while another thread's run may turn it."""
-    while True:
-        held = page.words
-        words = held[offset // held.itemsize :][:count].copy()
-        # The block is cleared after the page has its copy.
-        if page.words is held:
-            return words
+@inline
+def begin_note(cursor, table, operations, threads, first, last):
+    """Take the place that is next, whose address is at `cursor`, and begin to note there a call; 0: none is to be noted."""
+    place: int = get_i64(cursor)
+    if place != 0:
+        put_i64(cursor, place + 8 * call_words(operations, threads))
+        put_i64(place + 8 * TABLE, table)
+        put_i64(place + 8 * SIZE, threads << HALF | operations)
+        put_i64(place + 8 * PARTS, last << HALF | first)
+        note_python_time(place + 8 * ENTERED)
+        note_time(place + 8 * STARTED)
+    return place
 
 
-def _reading(page: Page, address: int, piece: Piece, threads: int) -> Reading:
-    operations = len(piece.table)
-    words = _kept(page, address - page.address, call_words(threads, operations))
-    counts = operations + 1 if threads == 1 else 2 * operations + 1
-    spaced = (call_words(threads, operations) - COUNTS) // threads
-    each = words[COUNTS : COUNTS + threads * spaced].reshape(threads, spaced)[:, :counts]
-    before, after = (words.item(at) + words.item(at + 1) / 1e9 for at in (ENTERED, LEFT))
-    return Reading(piece, before, after, words.item(STARTED), each)
+@inline
+def end_note(place):
+    """The machine code of the call is done."""
+    if place != 0:
+        note_python_time(place + 8 * LEFT)
+
+
+class Expected(NamedTuple):
+    """What a call of a piece belongs to: a table of so many operations, and what its caller says that it is."""
+
+    piece: Piece
+    operations: int
+    what: Any
+
+
+class Call(NamedTuple):
+    """A call that was noted, in words that nobody overwrites."""
+
+    words: Words
+    piece: Piece
+    first: int
+    last: int
+
+    def reading(self) -> Reading:
+        operations, threads = len(self.piece.table), int(self.words[SIZE]) >> HALF
+        spaced = count_words(operations, threads)
+        counts = operations + 1 if threads == 1 else 2 * operations + 1
+        each = self.words[COUNTS:].reshape(threads, spaced)[:, :counts]
+        before, after = (self.words.item(at) + self.words.item(at + 1) / 1e9 for at in (ENTERED, LEFT))
+        return Reading(self.piece, before, after, self.words.item(STARTED), each)
 
 
 class Notes:
-    """The notes of all calls of a pool, in `block`, whose first word begins a cache line.
+    """The notes of the calls of a pool, in `block`, whose first word begins a cache line.
 
-    free   the addresses of places that no call of this page has
-    page   that the calls are on
+    on   whether calls are noted
     """
 
-    def __init__(self, block: Words, place: int) -> None:
-        """place   words of one"""
-        self._block, self._place = block, place
-        self.page = Page(block)
-        self.free = self._places()
+    def __init__(self, cursor: Words, block: Words, place: int) -> None:
+        """cursor   int64 [1]: the address of the next place, or 0;  place: words of the longest call"""
+        self._cursor, self._block, self._place = cursor, block, place
+        self._begin = self._next = block.ctypes.data
+        self._left = len(block) // place
+        self._taken = list[tuple[Words, dict[tuple[int, int], Expected]]]()
+        self._expected = dict[tuple[int, int], Expected]()
+        self._last: Sequence[Piece] = ()
+        self.on = False
         self._clock = Clock()
 
-    def _places(self) -> list[int]:
-        """The first of them last."""
-        address = self.page.address
-        return [address + 8 * first for first in range(0, len(self._block), self._place)][::-1]
+    def switch(self, on: bool) -> None:
+        """Whether the next calls are noted."""
+        if on != self.on:
+            if not on:
+                self._next = int(self._cursor[0])
+            self._cursor[0] = self._next if on else 0
+            self.on = on
 
-    def turn(self) -> int:
-        """Begin another page; returns a place.
+    def expect(self, pieces: Sequence[Piece], operations: int, what: Any) -> None:
+        """Before the calls of a run that is noted, which `taken` tells by `what`."""
+        self._left -= len(pieces)
+        if self._left < 0:
+            self._turn()
+            self._left -= len(pieces)
+        if pieces is not self._last:
+            self._last = pieces
+            for piece in pieces:
+                self._expected[piece.address, len(piece.table)] = Expected(piece, operations, what)
+
+    def _turn(self) -> None:
+        """Copy what is noted, and begin the block again.
 
         It must be 0: of an operation that a thread never comes to nothing is written.
         """
-        self.page.words = self._block.copy()
-        self._block[:] = 0
-        self.page, self.free = Page(self._block), self._places()
-        return self.free.pop()
+        used = ((int(self._cursor[0]) if self.on else self._next) - self._begin) // self._block.itemsize
+        self._taken.append((self._block[:used].copy(), self._expected))
+        self._block[:used] = 0
+        self._expected, self._last, self._left = {}, (), len(self._block) // self._place
+        self._next = self._begin
+        if self.on:
+            self._cursor[0] = self._begin
 
-    def times(self, calls: Noted) -> RunTimes:
+    def taken(self) -> list[tuple[Any, list[Call]]]:
+        """What each run was that was noted since the last time, and its calls, in order.
+
+        Left out are those that were interrupted between two calls, and those that are nothing.
+        """
+        self._turn()
+        pages, self._taken = self._taken, []
+        found, run = list[tuple[Any, list[Call]]](), list[Call]()
+        for call, expected in (each for page in pages for each in _calls(*page)):
+            start, table = call.piece.start, call.piece.table
+            if start == 0 and call.first == 0:
+                run = []
+            run.append(call)
+            if start + len(table) == expected.operations and call.last in (0, int(table[-1, -1])) and expected.what is not None:
+                found.append((expected.what, run))
+        return found
+
+    def times(self, calls: Sequence[Call]) -> RunTimes:
         """`Clock.times` of a run that these are the calls of."""
-        readings = [_reading(*calls[i : i + 4]) for i in range(0, len(calls), 4)]
-        last = max((each.piece for each in readings), key=lambda piece: piece.start)
-        return self._clock.times(last.start + len(last.table), readings)
+        last = calls[-1].piece
+        return self._clock.times(last.start + len(last.table), [call.reading() for call in calls])
+
+
+def _calls(words: Words, expected: dict[tuple[int, int], Expected]) -> Iterator[tuple[Call, Expected]]:
+    """The calls of a page, in order."""
+    at, low = 0, (1 << HALF) - 1
+    while at < len(words):
+        address, size, parts = (words.item(at + field) for field in (TABLE, SIZE, PARTS))
+        after = at + call_words(size & low, size >> HALF)
+        known = expected[address, size & low]
+        yield Call(words[at:after], known.piece, parts & low, parts >> HALF), known
+        at = after

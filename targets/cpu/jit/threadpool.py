@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from edgeq import machine
 from edgeq.errors import ResourceError
-from edgeq.targets.cpu.jit.clock import note_python_time, note_time
+from edgeq.targets.cpu.jit.clock import note_time
 from edgeq.targets.cpu.jit.compile import Entry
 from edgeq.targets.cpu.jit.deferred import cgutils, inline, intrinsic, types
-from edgeq.targets.cpu.jit.notes import COUNTS, ENTERED, LEFT, ROOM, STARTED, Noted, Notes, call_words
+from edgeq.targets.cpu.jit.notes import COUNTS, ROOM, Call, Notes, begin_note, call_words, count_words, end_note
 from edgeq.targets.cpu.jit.pieces import Piece, split
 from edgeq.targets.cpu.jit.processor import current
 from edgeq.targets.cpu.jit.simd import I32, I64, call, load
@@ -43,7 +43,7 @@ WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
 NAP_MICROSECONDS = 100
 
 # int64 words of the shared block: RUN and SLEEPERS on cache lines of their own, then what describes a run.
-RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END, LAST, TIMES = 0, 8, 16, 17, 18, 19, 20, 21
+RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END, LAST, PLACE, NEXT = 0, 8, 16, 17, 18, 19, 20, 21, 22
 # From here a line for each operation: the run's number with the next part to be taken, and how many parts are done.  Then
 # what notes.py describes.
 STEPS, LINE_BYTES = 24, 64
@@ -191,30 +191,22 @@ def _walk(shared, tag, table, length, row_bytes, thread, counts, last):
 walk = inline(_walk)
 
 
-@inline
-def count_words(length):
-    """Words for the counts of one thread of several: whole cache lines."""
-    return (2 * length + 8) // 8 * 8
-
-
-def _walk_alone(table, length, row_bytes, times, first, last):
-    """`times`: 0, or where the call is noted.  Who is alone waits for nothing."""
-    counts = times + 8 * COUNTS
-    if times:
-        note_python_time(times + 8 * ENTERED)
-        note_time(times + 8 * STARTED)
+def _walk_alone(shared, table, length, row_bytes, first, last):
+    """A whole run of one thread, which waits for nothing."""
+    place = begin_note(shared + 8 * NEXT, table, length, 1, first, last)
+    counts = place + 8 * COUNTS
     for i in range(length):
         row = table + i * row_bytes
-        if times:
+        if place:
             note_time(counts + 8 * i)
         if last > 0:
             for part in range(first, last):
                 invoke(row, part, read(row + row_bytes - 8), 0)
         else:
             invoke(row, 0, 1, 0)
-    if times:
+    if place:
         note_time(counts + 8 * length)
-        note_python_time(times + 8 * LEFT)
+    end_note(place)
 
 
 walk_alone = Entry(_walk_alone, 6)
@@ -239,12 +231,12 @@ def _work(shared, row_bytes, thread):
                 add(shared + 8 * SLEEPERS, -1)
             continue
         length, threads, table = read(shared + 8 * LENGTH), read(shared + 8 * ACTIVE), read(shared + 8 * TABLE)
-        last, times = read(shared + 8 * LAST), read(shared + 8 * TIMES)
+        last, place = read(shared + 8 * LAST), read(shared + 8 * PLACE)
         if read(shared + 8 * RUN) != current:
             continue
         seen, spins = current, 0
         if thread < threads:
-            counts = times + 8 * (COUNTS + thread * count_words(length)) if times else 0
+            counts = place + 8 * (COUNTS + thread * count_words(length, threads)) if place else 0
             walk(shared, current & 0x7FFFFFFF, table, length, row_bytes, thread, counts, last)
 
 
@@ -252,9 +244,9 @@ work = Entry(_work, 3)
 
 
 @inline
-def announce(shared, table, length, threads, times, first, last):
+def announce(shared, table, length, threads, place, first, last):
     """Tell the other threads that there is a run, for the first `threads` of them, of the parts [first, last) if `last` is not
-    0; returns its number.  `times`: 0, or where the call is noted."""
+    0; returns its number.  `place`: 0, or where the call is noted."""
     tag = (add(shared + 8 * RUN, 1) + 2) & 0x7FFFFFFF
     for i in range(length):
         step = shared + 8 * STEPS + LINE_BYTES * i
@@ -265,26 +257,22 @@ def announce(shared, table, length, threads, times, first, last):
     publish(shared + 8 * TABLE, table)
     publish(shared + 8 * LENGTH, length)
     publish(shared + 8 * LAST, last)
-    publish(shared + 8 * TIMES, times)
+    publish(shared + 8 * PLACE, place)
     add(shared + 8 * RUN, 1)
     if read(shared + 8 * SLEEPERS) > 0:
         futex(shared + 8 * RUN, WAKE_PRIVATE, 1 << 20)
     return tag
 
 
-def _run_together(shared, table, length, row_bytes, threads, times, first, last):
+def _run_together(shared, table, length, row_bytes, threads, first, last):
     """A whole run in one call: an interrupt taken in the middle would leave the others at work on what Python then frees."""
-    counts = 0
-    if times:
-        counts = times + 8 * COUNTS
-        note_python_time(times + 8 * ENTERED)
-        note_time(times + 8 * STARTED)
-    walk(shared, announce(shared, table, length, threads, times, first, last), table, length, row_bytes, 0, counts, last)
-    if times:
-        note_python_time(times + 8 * LEFT)
+    place = begin_note(shared + 8 * NEXT, table, length, threads, first, last)
+    counts = place + 8 * COUNTS if place else 0
+    walk(shared, announce(shared, table, length, threads, place, first, last), table, length, row_bytes, 0, counts, last)
+    end_note(place)
 
 
-run_together = Entry(_run_together, 8)
+run_together = Entry(_run_together, 7)
 
 
 def _dismiss(shared):
@@ -332,13 +320,13 @@ class Pool:
         self._tables: tuple[Table | None, Table | None] = (None, None)
         self._pieces: tuple[Table | None, int, list[Piece]] = (None, 0, [])
         lines, line = LINE_BYTES // 8 * (operations + 1), LINE_BYTES // 8
-        place = call_words(threads, operations)
+        place = max(call_words(operations, 1), call_words(operations, threads))
         noted = max(1, ROOM // place) * place
         self._memory = np.zeros(STEPS + lines + noted + line, np.int64)
         self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
         # A thread that comes late still writes there: part of the block, which lives as long as the threads.
-        self._notes = Notes(self._shared[STEPS + lines :][:noted], place)
-        self.times = self._notes.times
+        self._notes = Notes(self._shared[NEXT : NEXT + 1], self._shared[STEPS + lines :][:noted], place)
+        self.record, self.times = self._notes.switch, self._notes.times
         self._address = self._shared.ctypes.data
         workers: list[threading.Thread] = []
         # Before the first thread: whatever interrupts this, those that have begun end with the pool.
@@ -359,20 +347,22 @@ class Pool:
         threads: int,
         pieces: int = 1,
         cuts: NDArray[np.int64] | None = None,
-        noted: Noted | None = None,
+        what: Any = None,
     ) -> None:
         """Walk the rows of `table` with the first `threads` threads; returns when every operation is done.
 
         With several pieces Python can take an interrupt between two of them.  `cuts`, for each row: an operation of several is
-        cut as well, into so many.  `noted`: its calls are added, of which `times` works out how long they took.
+        cut as well, into so many.  `what`: by which `recorded` tells it; None: it is not recorded.
         """
-        place, notes = 0, self._notes
-        for piece in self._split(table, pieces, cuts):
-            if noted is not None:
-                place = notes.free.pop() if notes.free else notes.turn()
-            self._walk(piece, threads, place)
-            if noted is not None:
-                noted += (notes.page, place, piece, threads)
+        calls = self._split(table, pieces, cuts)
+        if self._notes.on:
+            self._notes.expect(calls, len(table), what)
+        for piece in calls:
+            self._walk(piece, threads)
+
+    def recorded(self) -> list[tuple[Any, list[Call]]]:
+        """What the runs were that ended since the last time while `record` was on; `times` works out how long each took."""
+        return self._notes.taken()
 
     def _split(self, table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[Piece]:
         """The pieces of a table; those of the last run again where it was the same.  ValueError: it has no room here."""
@@ -384,12 +374,11 @@ class Pool:
             self._pieces = table, pieces, split(table, pieces, None)
         return self._pieces[2]
 
-    def _walk(self, piece: Piece, threads: int, times: int) -> None:
-        """`times`: 0, or where the call is noted."""
+    def _walk(self, piece: Piece, threads: int) -> None:
         _, table, address, first, last = piece
         # A thread that comes late still reads the table.
         self._tables = (self._tables[1], table)
         if threads > 1:
-            run_together(self._address, address, len(table), self._row_bytes, threads, times, first, last)
+            run_together(self._address, address, len(table), self._row_bytes, threads, first, last)
         else:
-            walk_alone(address, len(table), self._row_bytes, times, first, last)
+            walk_alone(self._address, address, len(table), self._row_bytes, first, last)
