@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgeq.codec import CHUNK, Codec, pack_groups, pack_integers
+from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.kernels.args import ProductArgs
 
 ROWS = 48
@@ -34,7 +35,17 @@ def write_objects(folder: Path, board: str, isa: str) -> None:
         (folder / f"{name}.o").write_bytes(target.emit_object(module))
 
 
-def product(function: Any, case: tuple[int, ...], extreme: bool) -> tuple[np.ndarray, np.ndarray]:
+def in_store(quads: np.ndarray, isa: str, case: tuple[int, ...]) -> np.ndarray:
+    """Integers [quad, token, 4] as a tile of that case reads them."""
+    bits, mode16, *_ = case
+    if not mode16:
+        return quads.astype(np.int8)
+    if next(each for each in all_isas() if each.name == isa).takes_pairs(bits):
+        return quads[:, :, [0, 2, 1, 3]].astype(np.int16)
+    return np.stack([quads, quads + 128 >> 8], axis=2).astype(np.int8)
+
+
+def product(function: Any, isa: str, case: tuple[int, ...], extreme: bool) -> tuple[np.ndarray, np.ndarray]:
     """What the tile gives for the last of three blocks and what it should, f32 and f64 [tokens, 16].
 
     extreme: all integers at their limits, activations of one sign, so that sums in 16 and 32 bits are as large as they can be.
@@ -44,7 +55,7 @@ def product(function: Any, case: tuple[int, ...], extreme: bool) -> tuple[np.nda
     # One scale a row over two activation blocks, the second short; or groups of 16, with half a chunk at the end.
     columns, block = (80, 16) if half else (160, 128)
     codec = Codec("int", bits, 16 if half else 0, not zero)
-    limit = 32767 if mode16 else 127
+    limit = 256 * 127 + 127 if mode16 else 127
     q = rng.integers(0, 1 << bits, (ROWS, columns), dtype=np.uint8)
     x = rng.integers(-limit, limit + 1, (tokens, columns))
     if extreme:
@@ -56,11 +67,11 @@ def product(function: Any, case: tuple[int, ...], extreme: bool) -> tuple[np.nda
     xscale = rng.uniform(0.5, 2, (blocks, tokens)).astype(np.float32)
     xsum = np.stack([x[:, i * block : (i + 1) * block].sum(1) for i in range(blocks)]).astype(np.int32)
     chunks = -(-columns // CHUNK)
-    whole = np.zeros((tokens, chunks * CHUNK), np.int16 if mode16 else np.int8)
+    whole = np.zeros((tokens, chunks * CHUNK), np.int64)
     whole[:, :columns] = x
     quads = whole.reshape(tokens, chunks * 8, 4).transpose(1, 0, 2)
     arrays = {
-        "x": quads[:, :, [0, 2, 1, 3]] if mode16 else quads, "x_scales": xscale, "x_sums": xsum,
+        "x": in_store(quads, isa, case), "x_scales": xscale, "x_sums": xsum,
         "weights": pack_integers(q, bits), "scales": pack_groups(scale), "zeros": pack_groups(zeros),
     }  # fmt: skip
     places, kept = dict[str, int](), []

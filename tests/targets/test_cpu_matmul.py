@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
+from edgeq.codec import Codec, pack_groups, pack_integers
 from edgeq.quantization import activation_limit
+from edgeq.records import Weight
 from edgeq.targets.target import Options
 from tests.targets.cases import FLOAT_CODECS, HERE, INTEGER_CODECS, Arrays, integers, matrix, product, product_case, run, weight
 
@@ -70,9 +71,28 @@ def test_a16_is_as_exact_as_its_rounding_allows(isa):
     x = (rng.standard_normal((7, 512)) * np.exp(2 * rng.standard_normal((1, 512)))).astype(np.float32)
     y = run("cpu", product(arrays, x, w), arrays, 7, Options("a16", 2, isa))
     dense = matrix(arrays, w)
-    step = np.abs(x.reshape(7, 8, 64)).max(2) / 32767
+    step = np.abs(x.reshape(7, 8, 64)).max(2) / 32639
     bound = 0.51 * step @ np.abs(dense).reshape(64, 8, 64).sum(2).T + 1e-6 * (np.abs(x) @ np.abs(dense).T)
     assert (np.abs(y - x.astype(np.float64) @ dense.T.astype(np.float64)) <= bound).all()
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("isa", HERE)
+def test_sums_of_a16_are_those_of_its_integers(isa, bits):
+    """Scales are powers of two, so results are the integer sums to the bit, in tiles of every size."""
+    rng, arrays, limit, codec = np.random.default_rng(bits), Arrays(), 256 * 127 + 127, Codec("int", bits, 128)
+    q = rng.integers(0, 1 << bits, (40, 128), dtype=np.uint8)
+    q[::3], q[1::3] = 0, (1 << bits) - 1
+    one = arrays.add(pack_groups(np.ones((40, 1), np.float16)), "f16")
+    w = Weight(codec, 40, 128, arrays.add(pack_integers(q, bits), "u8"), one)
+    x = rng.integers(-limit, limit + 1, (25, 128))
+    x[0], x[3], x[4], x[5] = limit, -limit, -128, 256 * rng.integers(-127, 127, 128) + 128
+    x[:, 0] = limit
+    graph = product(arrays, (x / 2.0**15).astype(np.float32), w)
+    expected = (x @ (q.astype(np.int64) - codec.center).T).astype(np.float32) / np.float32(2**15)
+    for count in (1, 2, 3, 4, 5, 12, 13, 16, 25):
+        y = run("cpu", graph, arrays, count, Options("a16", 2, isa))
+        assert np.array_equal(y, expected[:count]), count
 
 
 @pytest.mark.parametrize("isa", HERE)

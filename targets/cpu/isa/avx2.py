@@ -26,7 +26,7 @@ class Avx2(Isa):
         if bits > 7:
             return self._wide(b, accumulator, quads, tokens)
         # pmaddubsw adds two products in 16 bits, saturating: as many pairs are summed as can never reach 2^15.
-        run = max(1, (1 << 15) // (2 * 127 * ((1 << bits) - 1)))
+        run = max(1, (1 << 15) // (2 * 128 * ((1 << bits) - 1)))
         for start in range(0, len(quads), run):
             total = None
             for quad, token in zip(quads[start : start + run], tokens[start : start + run], strict=True):
@@ -44,6 +44,10 @@ class Avx2(Isa):
             for weight, channel in ((b.and_(words, low), even), (b.lshr(words, eight), b.ashr(channels, eight))):
                 accumulator = b.add(accumulator, call(b, "llvm.x86.avx2.pmadd.wd", D8, weight, channel))
         return accumulator
+
+    def takes_pairs(self, bits: int) -> bool:
+        # `_wide` takes as many products for a byte of an activation as `dot16` for both.
+        return bits > 7
 
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
         return b.add(accumulator, call(b, "llvm.x86.avx2.pmadd.wd", D8, pairs, b.bitcast(token, W16)))

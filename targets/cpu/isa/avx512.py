@@ -24,9 +24,6 @@ class Avx512Vnni(Isa):
             accumulator = call(b, "llvm.x86.avx512.vpdpbusd.512", VI32, accumulator, b.bitcast(quad, VI32), token)
         return accumulator
 
-    def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
-        return call(b, "llvm.x86.avx512.vpdpwssd.512", VI32, accumulator, b.bitcast(pairs, VI32), token)
-
 
 class Avx512Winograd(Avx512Vnni):
     """The same by pairs of channels: Zen 4 and later add bytes in four units and multiply them in two."""

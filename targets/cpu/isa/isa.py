@@ -25,7 +25,7 @@ class Isa(Protocol):
     needs       processor features without which the code would not run
     matrix_unit whether products of 8-bit activations with many rows go to a unit that multiplies whole tiles (matrix_unit.py)
     winograd    whether products of 4-bit weights and 8-bit activations go by Winograd's method (winograd.py)
-    partials16  sums a row that `dot16` keeps side by side: its accumulator is <partials16 * lanes x i32>
+    shifts_bytes  whether one instruction shifts every byte of a vector
     """
 
     name: str
@@ -34,36 +34,24 @@ class Isa(Protocol):
     tiles: tuple[int, ...]
     machines: frozenset[str]
     needs: frozenset[str]
-    partials16: int = 1
     blocks_per_tile: int = 1
     prefetch_distances: tuple[int, ...] = ()
     matrix_unit: bool = False
     winograd: bool = False
+    shifts_bytes: bool = False
 
     def offset(self, bits: int) -> int:
         """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""
         return 0
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
-        """accumulator + sum over quads of 4 products; tokens are <lanes x i32> splats of 4 int8 channels, -127 ... 127."""
+        """accumulator + sum over quads of 4 products; tokens are <lanes x i32> splats of 4 int8 channels, -128 ... 127."""
         ...
+
+    def takes_pairs(self, bits: int) -> bool:
+        """Whether 16-bit activations go to `dot16`, for weights of so many bits, instead of in two bytes to `dot8`."""
+        return False
 
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
         """accumulator + two products per lane: `pairs` holds two unsigned bytes in 16 bits each, `token` two int16 channels."""
-        ...
-
-    def takes_bytes(self, bits: int) -> bool:
-        """Whether 16-bit activations go to `dot_bytes`, for weights of so many bits, instead of `dot16`."""
-        return False
-
-    def dot_bytes(self, b: Any, accumulator: Any, quad: Any, low: Any, high: Any) -> Any:
-        """accumulator + 4 products; `low`, `high`: <lanes x i32> splats of the low and the high bytes of 4 int16 channels."""
-        raise AssertionError(f"{self.name} takes pairs of 16-bit activations")
-
-    def start16(self, b: Any, first: Any, bits: int) -> Any:
-        """The accumulator of 16-bit activations whose sums are `first`, <lanes x i32>."""
-        return first
-
-    def joined16(self, b: Any, accumulator: Any, bits: int) -> Any:
-        """The sums, <lanes x i32>, of an accumulator of 16-bit activations."""
-        return accumulator
+        raise AssertionError(f"{self.name} takes the bytes of 16-bit activations")

@@ -13,9 +13,8 @@ saddw of the 8-bit entries + 8 unpack + 2 loads = 34, without counting the table
 which round the activations a second time.  It would win at 2 bits (34 against 69), where memory is already the bound of four
 cores, and it needs bits of four channels side by side, another stored order.  So multiplication it is at every width.
 
-16-bit activations: without the dot product `smlal` and `smlal2` add products of even, then of odd channels into two sums a
-row, 32 for 64 bytes of 4-bit weights.  With it x = 256 * high + low, so two sums, one of `sdot` with the high bytes and one of
-`udot` with the low ones, are exact with 16; weights of 8 bits would not fit `sdot` unsigned and take the former way.
+16-bit activations are multiplied as two bytes each, by the same instructions twice; without the dot product and with weights
+of 8 bits, whose products of bytes leave no room in 16 bits, whole: `smull` and `addp`.
 """
 
 from __future__ import annotations
@@ -38,11 +37,6 @@ def _half(b: Any, value: Any, high: bool) -> Any:
     return b.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), ir.Constant(ir.VectorType(I32, count), lanes))
 
 
-def _joined(b: Any, low: Any, high: Any) -> Any:
-    count = 2 * low.type.count
-    return b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, count), list(range(count))))
-
-
 class Neon(Isa):
     name = "neon"
     label = "NEON"
@@ -50,15 +44,16 @@ class Neon(Isa):
     tiles = (4, 1)
     machines = frozenset({"aarch64", "arm64"})
     needs = frozenset({"asimd"})
-    partials16 = 2
+    shifts_bytes = True
 
     def offset(self, bits: int) -> int:
         """All widths below 8 are int8 as they are; a byte q becomes the int8 q - 128 by flipping its highest bit."""
         return 128 if bits == 8 else 0
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
-        # A lane of addp's result adds two bytes' products of every quad: as many quads as can never reach 2^15.
-        run = max(1, (1 << 15) // (2 * 127 * (128 if bits == 8 else (1 << bits) - 1)))
+        # A lane of addp's result adds two bytes' products of every quad: as many quads as can never reach 2^15.  Weights of
+        # 8 bits only meet 8-bit activations, of at least -127.
+        run = max(1, (1 << 15) // (2 * 128 * (128 if bits == 8 else (1 << bits) - 1)))
         for start in range(0, len(quads), run):
             sums: list[Any] = [None, None]
             for quad, token in zip(quads[start : start + run], tokens[start : start + run], strict=True):
@@ -74,20 +69,14 @@ class Neon(Isa):
     def _signed(self, b: Any, quad: Any, bits: int) -> Any:
         return b.xor(quad, constant(B16, 128)) if bits == 8 else quad
 
+    def takes_pairs(self, bits: int) -> bool:
+        return bits > 7
+
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
-        channels, halves = b.bitcast(token, H8), []
-        for high in (False, True):
-            pair = (_half(b, pairs, high), _half(b, channels, high))
-            product = call(b, "llvm.aarch64.neon.smull.v4i32", S4, *pair)
-            halves.append(b.add(_half(b, accumulator, high), product))
-        return _joined(b, *halves)
-
-    def start16(self, b: Any, first: Any, bits: int) -> Any:
-        order = [i // 2 if i % 2 == 0 else 4 for i in range(8)]
-        return b.shuffle_vector(first, constant(S4, 0), ir.Constant(ir.VectorType(I32, 8), order))
-
-    def joined16(self, b: Any, accumulator: Any, bits: int) -> Any:
-        return call(b, "llvm.aarch64.neon.addp.v4i32", S4, _half(b, accumulator, False), _half(b, accumulator, True))
+        channels = b.bitcast(token, H8)
+        halves = ((_half(b, pairs, high), _half(b, channels, high)) for high in (False, True))
+        products = [call(b, "llvm.aarch64.neon.smull.v4i32", S4, *half) for half in halves]
+        return b.add(accumulator, call(b, "llvm.aarch64.neon.addp.v4i32", S4, *products))
 
 
 class NeonDot(Neon):
@@ -101,19 +90,5 @@ class NeonDot(Neon):
             accumulator = call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", S4, accumulator, *pair)
         return accumulator
 
-    def takes_bytes(self, bits: int) -> bool:
-        return bits < 8
-
-    def dot_bytes(self, b: Any, accumulator: Any, quad: Any, low: Any, high: Any) -> Any:
-        sums = [_half(b, accumulator, False), _half(b, accumulator, True)]
-        for i, (sign, token) in enumerate((("u", low), ("s", high))):
-            sums[i] = call(b, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", S4, sums[i], quad, b.bitcast(token, B16))
-        return _joined(b, *sums)
-
-    def start16(self, b: Any, first: Any, bits: int) -> Any:
-        return _joined(b, first, constant(S4, 0)) if self.takes_bytes(bits) else super().start16(b, first, bits)
-
-    def joined16(self, b: Any, accumulator: Any, bits: int) -> Any:
-        if not self.takes_bytes(bits):
-            return super().joined16(b, accumulator, bits)
-        return b.add(_half(b, accumulator, False), b.shl(_half(b, accumulator, True), constant(S4, 8)))
+    def takes_pairs(self, bits: int) -> bool:
+        return False

@@ -26,6 +26,9 @@ class Portable(Isa):
                 accumulator = b.add(accumulator, b.mul(weight, value))
         return accumulator
 
+    def takes_pairs(self, bits: int) -> bool:
+        return True
+
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
         words, sixteen = b.bitcast(pairs, VI32), constant(VI32, 16)
         low = b.mul(b.and_(words, constant(VI32, 65535)), b.ashr(b.shl(token, sixteen), sixteen))

@@ -304,7 +304,18 @@ def put_quads_i8(b: Any, x: Any, address: Any, stride: Any) -> None:
 
 
 @primitive(VOID, f32x16, ADDRESS, types.intp)
-def put_quads_i16(b: Any, x: Any, address: Any, stride: Any) -> None:
+def put_bytes_i16(b: Any, x: Any, address: Any, stride: Any) -> None:
+    """Sixteen whole numbers 256 * high + low, both int8: four times four of low and four of high, `stride` bytes apart."""
+    whole, octets = b.fptosi(x, VI32), ir.VectorType(I8, LANES)
+    high = b.ashr(b.add(whole, constant(VI32, 128)), constant(VI32, 8))
+    order = [LANES * byte + 4 * quad + channel for quad in range(4) for byte in range(2) for channel in range(4)]
+    pair = b.trunc(whole, octets), b.trunc(high, octets)
+    quads = b.shuffle_vector(*pair, ir.Constant(ir.VectorType(I32, 2 * LANES), order))
+    scatter(b, b.bitcast(quads, ir.VectorType(I64, 4)), address, stride, 8)
+
+
+@primitive(VOID, f32x16, ADDRESS, types.intp)
+def put_pairs_i16(b: Any, x: Any, address: Any, stride: Any) -> None:
     """Sixteen whole numbers as int16: four quads of channels in the order 0 2 1 3, `stride` bytes apart.
 
     That order pairs with the even and odd bytes of a quad of weights.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
 
-NONE, FLOAT, A8, A16 = 0, 1, 2, 3
-"""Kinds of quantized activations: none, float32 as it is, int8, int16."""
+NONE, FLOAT, A8, A16, A16_PAIRS = range(5)
+"""Kinds of quantized activations: none, float32 as it is, int8, 16 bits as two bytes apart, int16 for pairs of channels."""
 BLOCK, TOKEN, TOKEN_ZERO, STATIC = 0, 1, 2, 3
 """What a scale is for: a block of channels, symmetric; a token row, symmetric or with a zero point; all rows of a modality."""
 
@@ -24,7 +24,7 @@ FLOAT_KINDS = {"f32": F32_KIND, "f16": F16_KIND, "bf16": BF16_KIND}
 class QuantizedArgs(Args, part=True):
     """Where the maker of a buffer writes its quantized activations, and how they are rounded (quantize.py).
 
-    kind            NONE, FLOAT, A8 or A16
+    kind            NONE, FLOAT, A8, A16 or A16_PAIRS
     columns, block  channels of a row, and how many of them share a scale in store
     stride          bytes of a row of the tiles at `data`
     scales, sums    f32 and int32 per row and block

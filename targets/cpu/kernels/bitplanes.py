@@ -7,12 +7,17 @@ from typing import Any
 from llvmlite import ir
 
 from edgeq.codec import LINE, PLANES, QUADS
-from edgeq.targets.cpu.jit.simd import I8, I64, constant, load
+from edgeq.targets.cpu.jit.simd import I8, I16, I64, constant, load
 
 
-def unpack(b: Any, address: Any, bits: int, part: int, width: int) -> list[Any]:
-    """The eight quads of the chunk at `address`, for rows [part * lanes, (part + 1) * lanes): vectors of `width` bytes."""
+def unpack(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes: bool = False) -> list[Any]:
+    """The eight quads of the chunk at `address`, for rows [part * lanes, (part + 1) * lanes): vectors of `width` bytes.
+
+    shifts_bytes   whether one instruction shifts every byte.  LLVM would put `gf2p8affineqb` in its place, for which an AVX-512
+                   processor has no units but those of the dot products
+    """
     vector = ir.VectorType(I8, width)
+    moved = vector if shifts_bytes else ir.VectorType(I16, width // 2)
     quads: list[Any] = [None] * QUADS
     line, low = 0, 0
     for plane in PLANES[bits]:
@@ -20,11 +25,12 @@ def unpack(b: Any, address: Any, bits: int, part: int, width: int) -> list[Any]:
         for i in range(plane):
             stored = load(b, b.add(address, ir.Constant(I64, (line + i) * LINE + part * width)), vector, width)
             for k in range(per_line):
-                value = b.lshr(stored, constant(vector, k * plane)) if k else stored
-                if k < per_line - 1:
-                    value = b.and_(value, constant(vector, (1 << plane) - 1))
-                if low:
-                    value = b.shl(value, constant(vector, low))
+                value, right = b.bitcast(stored, moved), k * plane - low
+                value = b.lshr(value, constant(moved, right)) if right > 0 else value
+                value = b.shl(value, constant(moved, -right)) if right < 0 else value
+                value = b.bitcast(value, vector)
+                if low or k < per_line - 1 or (k and not shifts_bytes):
+                    value = b.and_(value, constant(vector, ((1 << plane) - 1) << low))
                 j = i * per_line + k
                 quads[j] = b.or_(quads[j], value) if low else value
         line, low = line + plane, low + plane

@@ -6,7 +6,7 @@ For one output channel and one token, in numpy; w are the stored integers of the
     for block in range(activation_blocks):                       # as long as a group of weights, at most 128 channels
         acc = 0
         for quad in range(first_quad[block], first_quad[block + 1]):
-            acc += w[4 * quad : 4 * quad + 4] @ x[4 * quad : 4 * quad + 4]          # isa.dot8 or isa.dot16, int32, exact
+            acc += w[4 * quad : 4 * quad + 4] @ x[4 * quad : 4 * quad + 4]          # isa.dot8, int32, exact
         sum_x = x[4 * first_quad[block] : 4 * first_quad[block + 1]].sum()          # written by quantize.py
         y += scale_w[block] * scale_x[block] * (acc - zero[block] * sum_x)          # one fused multiply-add, float32
 
@@ -17,8 +17,12 @@ on the number of tokens nor on the instruction set's vector width, so a token's 
 Activations of a tile of T tokens, as `quantize.py` writes them:
 
     a8      int8  [chunk][quad][T][4]                    one 32-bit broadcast per quad and token
-    a16     int16 [chunk][quad][T][4], channels 0 2 1 3  two broadcasts; even and odd bytes of a quad of weights are the pairs
+    a16     int8  [chunk][quad][T][2][4]                 x = 256 * high + low: the four low, then the four high bytes
+            int16 [chunk][quad][T][4], channels 0 2 1 3  where the set `takes_pairs`: even and odd bytes of a quad of weights
     scale   f32   [activation block][T],  sum  int32 [activation block][T]: the sum of the block's stored integers
+
+A token alone adds up low and high bytes side by side.  Several would need more registers than there are: their tile passes over
+an activation block twice, first with the high bytes, then, the sums times 256, with the low ones.
 
 Integers of one activation block are summed exactly: 8 bits x 15 bits x 128 channels stay below 2^31.  Where a row ends within a
 chunk of 32 channels, activations are zeros up to its end.
@@ -30,7 +34,9 @@ at most MOST_WHOLE channels, and is scaled once, by the one scale of its blocks;
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -76,10 +82,12 @@ class IntegerTile:
         self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes
         self.ints, self.floats = ir.VectorType(I32, isa.lanes), ir.VectorType(F32, isa.lanes)
-        self.partials = isa.partials16 if mode16 else 1
-        self.sums = ir.VectorType(I32, self.partials * isa.lanes)
+        self.pairs = bool(mode16) and isa.takes_pairs(bits)
+        # Bytes of an activation that are multiplied apart, low ones first, and those of each pass over an activation block.
+        self.bytes = 2 if mode16 and not self.pairs else 1
+        self.passes = (tuple(range(self.bytes)),) if tokens == 1 else tuple((byte,) for byte in reversed(range(self.bytes)))
         # What the stored integers still exceed the multiplied ones by: the center of the symmetric form, less the set's offset.
-        self.center = (0 if zero else 1 << (bits - 1)) - (0 if mode16 else isa.offset(bits))
+        self.center = (0 if zero else 1 << (bits - 1)) - (0 if self.pairs else isa.offset(bits))
         # What was taken off the weights, and is to be off their zero points.
         self.zero_center = 0
         # How far ahead weights are asked for.
@@ -88,8 +96,8 @@ class IntegerTile:
         self.row_factors: Any = None
         self.row_sums: Any = None
         # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer
-        # sums may be split freely.
-        self.chains = 4 if tokens == 1 and self.parts < 4 else 1
+        # sums may be split freely.  Those of each byte.
+        self.chains = 4 // len(self.passes[0]) if tokens == 1 and self.parts < 4 else 1
         self.quad_bytes = tokens * (8 if mode16 else 4)
 
     def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
@@ -130,11 +138,13 @@ class IntegerTile:
                 with b.if_then(b.icmp_unsigned("<", odd, of(ProductArgs.x_blocks))):
                     self._half_chunk(b, w, x, loop.index, 4, odd, numbers, floats)
             else:
-                sums = self._start(b, xsum, loop.index)
                 first, inside = chunks_of(b, loop.index, chunks, per_block)
-                with cgutils.for_range(b, inside) as inner:
-                    self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS))
-                self._finish(b, loop.index, numbers, sums, floats)
+
+                def walk(sums: Any, which: tuple[int, ...]) -> None:
+                    with cgutils.for_range(b, inside) as inner:
+                        self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS), which)
+
+                self._block(b, loop.index, numbers, floats, walk)
         if self.blocks == 1:
             for part, slots in enumerate(floats):
                 for t, slot in enumerate(slots):
@@ -183,8 +193,20 @@ class IntegerTile:
 
     def _half_chunk(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
         """An activation block of 16 channels: quads first ... first + 3 of a chunk."""
-        sums = self._start(b, numbers[-1], index)
-        self._chunk(b, w, x, chunk, sums, range(first, first + 4))
+
+        def walk(sums: Any, which: tuple[int, ...]) -> None:
+            self._chunk(b, w, x, chunk, sums, range(first, first + 4), which)
+
+        self._block(b, index, numbers, floats, walk)
+
+    def _block(self, b: Any, index: Any, numbers: Any, floats: Any, walk: Callable[[Any, tuple[int, ...]], None]) -> None:
+        """An activation block: `walk` adds the products with some of the bytes of all its chunks to the sums."""
+        xsum = numbers[-1]
+        sums = self._start(b, xsum, index)
+        for which in self.passes:
+            if which != self.passes[0]:
+                self._raise(b, xsum, index, sums)
+            walk(sums, which)
         self._finish(b, index, numbers, sums, floats)
 
     def _of_rows(self, b: Any, record: Any, xscale: Any, xsum: Any) -> tuple[Any, Any]:
@@ -211,72 +233,77 @@ class IntegerTile:
         return load(b, plus(b, at(b, address, index, 4 * self.tokens), 4 * t), kind, 4)
 
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
-        """Accumulators [part][token][chain]; the symmetric form subtracts its center here, exactly and for nothing."""
-        zero = constant(self.sums, 0)
+        """Accumulators [part][token][chain], of a token alone those of low bytes and then of high ones."""
+        zero, chains = constant(self.ints, 0), self.chains * len(self.passes[0])
         sums = [
-            [[cgutils.alloca_once(b, self.sums) for _ in range(self.chains)] for _ in range(self.tokens)]
-            for _ in range(self.parts)
+            [[cgutils.alloca_once(b, self.ints) for _ in range(chains)] for _ in range(self.tokens)] for _ in range(self.parts)
         ]
         for t in range(self.tokens):
-            first = zero
-            if self.center:
-                center = ir.Constant(I32, -self.center)
-                first = splat(b, b.mul(self._number_of(b, self.row_sums, xsum, index, t, I32), center), self.ints)
-                first = self.isa.start16(b, first, self.bits) if self.mode16 else first
+            first = self._first(b, xsum, index, t) if len(self.passes) == 1 else zero
             for part in range(self.parts):
                 for chain, slot in enumerate(sums[part][t]):
                     b.store(zero if chain else first, slot)
         return sums
 
-    def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
+    def _first(self, b: Any, xsum: Any, index: Any, t: int) -> Any:
+        """What the sums of token t begin with: the symmetric form subtracts its center here, exactly and for nothing."""
+        if not self.center:
+            return constant(self.ints, 0)
+        sum_x = splat(b, self._number_of(b, self.row_sums, xsum, index, t, I32), self.ints)
+        return b.mul(sum_x, constant(self.ints, -self.center))
+
+    def _raise(self, b: Any, xsum: Any, index: Any, sums: Any) -> None:
+        """From sums of high bytes to those that low bytes are added to."""
+        for t in range(self.tokens):
+            first = self._first(b, xsum, index, t)
+            for part in range(self.parts):
+                slot = sums[part][t][0]
+                b.store(self._joined(b, b.load(slot), first), slot)
+
+    def _joined(self, b: Any, high: Any, low: Any) -> Any:
+        return b.add(b.shl(high, constant(self.ints, 8)), low)
+
+    def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
         lines = [at(b, address, chunk, self.bits * LINE) for address in w]
         tokens = at(b, x, chunk, QUADS * self.quad_bytes)
-        if self.isa.prefetch_distances:
+        if self.isa.prefetch_distances and which == self.passes[0]:
             # Blocks follow each other in the file.
             for line in lines:
                 prefetch(b, b.add(line, self.ahead), self.bits * LINE, level=2)
         if self.blocks > 1:
             places = [(line, place) for line in lines for place in range(self.per_block)]
-            self._dots(b, [unpack(b, line, self.bits, place, self.width) for line, place in places], tokens, sums, quads)
+            self._dots(b, [self._unpacked(b, line, place) for line, place in places], tokens, sums, quads, which)
             return
         for part in range(self.parts):
-            stored = unpack(b, lines[0], self.bits, part, self.width)
-            if self.mode16:
+            stored = self._unpacked(b, lines[0], part)
+            if self.pairs:
                 self._dot16(b, stored, tokens, sums[part], quads)
             else:
-                self._dot8(b, stored, tokens, sums[part], quads)
+                self._dot8(b, stored, tokens, sums[part], quads, which)
 
-    def _dots(self, b: Any, stored: list[list[Any]], tokens: Any, sums: Any, quads: range) -> None:
-        """Every broadcast token meets all blocks."""
-        words = ir.VectorType(I16, self.width // 2)
-        for j in quads:
-            for t in range(self.tokens):
-                for k in range(2 if self.mode16 else 1):
-                    value = self._broadcast(b, tokens, (1 + self.mode16) * (j * self.tokens + t) + k)
-                    for part in range(self.parts):
-                        slot, quad = sums[part][t][0], stored[part][j]
-                        if self.mode16:
-                            pair = b.bitcast(quad, words)
-                            pair = b.lshr(pair, constant(words, 8)) if k else b.and_(pair, constant(words, 255))
-                            total = self.isa.dot16(b, b.load(slot), pair, value)
-                        else:
-                            total = self.isa.dot8(b, b.load(slot), [quad], [value], self.bits)
-                        b.store(total, slot)
+    def _unpacked(self, b: Any, line: Any, place: int) -> list[Any]:
+        return unpack(b, line, self.bits, place, self.width, self.isa.shifts_bytes)
 
-    def _dot8(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
-        for t in range(self.tokens):
-            values = {j: self._broadcast(b, tokens, j * self.tokens + t) for j in quads}
+    def _dots(self, b: Any, stored: list[list[Any]], tokens: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
+        """Every broadcast token meets all blocks: several tokens, so one of their bytes."""
+        (byte,) = which
+        for j, t in itertools.product(quads, range(self.tokens)):
+            value = self._broadcast(b, tokens, self.bytes * (j * self.tokens + t) + byte)
+            for part in range(self.parts):
+                slot = sums[part][t][0]
+                b.store(self.isa.dot8(b, b.load(slot), [stored[part][j]], [value], self.bits), slot)
+
+    def _dot8(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
+        for t, (place, byte) in itertools.product(range(self.tokens), enumerate(which)):
+            values = {j: self._broadcast(b, tokens, self.bytes * (j * self.tokens + t) + byte) for j in quads}
             for chain in range(self.chains):
                 mine = [j for j in quads if (j - quads.start) * self.chains // len(quads) == chain]
-                slot = sums[t][chain]
+                slot = sums[t][place * self.chains + chain]
                 picked = [stored[j] for j in mine]
                 b.store(self.isa.dot8(b, b.load(slot), picked, [values[j] for j in mine], self.bits), slot)
 
     def _dot16(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
         words = ir.VectorType(I16, self.width // 2)
-        if self.isa.takes_bytes(self.bits):
-            self._dot_bytes(b, stored, tokens, sums, quads)
-            return
         for j in quads:
             quad = b.bitcast(stored[j], words)
             pairs = (b.and_(quad, constant(words, 255)), b.lshr(quad, constant(words, 8)))
@@ -287,21 +314,6 @@ class IntegerTile:
                     value = self._broadcast(b, tokens, 2 * (j * self.tokens + t) + k)
                     total = self.isa.dot16(b, total, pairs[k], value)
                 b.store(total, slot)
-
-    def _dot_bytes(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
-        """Four neighbours (token, then quad) of 8 bytes, channels 0 2 1 3, become one vector of low and one of high bytes."""
-        vector = ir.VectorType(I8, 16)
-        for j in quads:
-            for t in range(self.tokens):
-                unit = j * self.tokens + t
-                pair = [load(b, plus(b, tokens, unit // 4 * 32 + 16 * k), vector, 16) for k in range(2)]
-                parts = []
-                for high in range(2):
-                    order = [8 * i + channel + high for i in range(4) for channel in (0, 4, 2, 6)]
-                    parts.append(b.bitcast(b.shuffle_vector(*pair, ir.Constant(ir.VectorType(I32, 16), order)), self.ints))
-                low, high = (self._lane(b, part, unit % 4) for part in parts)
-                slot = sums[t][j % self.chains]
-                b.store(self.isa.dot_bytes(b, b.load(slot), stored[j], low, high), slot)
 
     def _lane(self, b: Any, vector: Any, lane: int) -> Any:
         return b.shuffle_vector(vector, ir.Constant(self.ints, ir.Undefined), constant(self.ints, lane))
@@ -330,17 +342,18 @@ class IntegerTile:
                 center = constant(self.floats, float(self.zero_center))
                 zeros = b.fsub(center, zeros) if self.zero_center else b.fneg(zeros)
             for t in range(self.tokens):
-                chains = [b.load(slot) for slot in sums[part][t]]
-                total = chains[0]
-                for chain in chains[1:]:
-                    total = b.add(total, chain)
-                value = b.sitofp(self.isa.joined16(b, total, self.bits) if self.mode16 else total, self.floats)
+                value = b.sitofp(self._total(b, sums[part][t]), self.floats)
                 if self.zero:
                     block_sum = b.sitofp(load(b, plus(b, at(b, xsum, index, 4 * self.tokens), 4 * t), I32, 4), F32)
                     value = self._fma(b, zeros, splat(b, block_sum, self.floats), value)
                 factor = self._number_of(b, self.row_factors, xscale, index, t, F32)
                 factors = b.fmul(scales, splat(b, factor, self.floats))
                 b.store(self._fma(b, value, factors, b.load(floats[part][t])), floats[part][t])
+
+    def _total(self, b: Any, slots: list[Any]) -> Any:
+        sums = [b.load(slot) for slot in slots]
+        low, *high = (reduce(b.add, sums[i : i + self.chains]) for i in range(0, len(sums), self.chains))
+        return self._joined(b, high[0], low) if high else low
 
     def _fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         return call(b, f"llvm.fmuladd.v{self.isa.lanes}f32", self.floats, x, y, z)

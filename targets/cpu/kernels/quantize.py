@@ -26,12 +26,13 @@ from edgeq.targets.cpu.jit.simd import (
     get_i64,
     get_u8,
     primitive,
+    put_bytes_i16,
     put_f32,
     put_i32,
     put_lanes,
     put_octets,
+    put_pairs_i16,
     put_quads_i8,
-    put_quads_i16,
     vabs,
     vadd,
     vfirst,
@@ -46,7 +47,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsub,
     vsum,
 )
-from edgeq.targets.cpu.kernels.args import A8, FLOAT, NONE, QuantizedArgs
+from edgeq.targets.cpu.kernels.args import A8, A16, FLOAT, NONE, QuantizedArgs
 
 LEAST = 1e-30
 """A block's largest value, or a row's range, below this counts as zero, for its inverse may not be a number."""
@@ -140,8 +141,10 @@ def put_integers(kind, whole, data, c, tokens, t):
             put_octets(data + quad, whole)
         else:
             put_quads_i8(whole, data + quad, 4 * tokens)
+    elif kind == A16:
+        put_bytes_i16(whole, data + 2 * quad, 8 * tokens)
     else:
-        put_quads_i16(whole, data + 2 * quad, 8 * tokens)
+        put_pairs_i16(whole, data + 2 * quad, 8 * tokens)
 
 
 @inline

@@ -107,7 +107,7 @@ class WinogradTile(IntegerTile):
                 b.store(b.sub(of_weights[plain(t)], splat(b, of_token, self.ints)), sums[block][t][0])
         return sums
 
-    def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range) -> None:
+    def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
         tokens, vector = at(b, x, chunk, QUADS * self.quad_bytes), ir.VectorType(I8, LINE)
         lines = [at(b, address, chunk, BITS * LINE) for address in w]
         with b.if_then(b.icmp_signed("!=", self.later, ir.Constant(I64, 0))):

@@ -14,13 +14,13 @@ from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import Buffers
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
 from edgeq.targets.cpu.kernels import matrix_matmul, quantize, winograd
-from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, FLOAT, STATIC, TOKEN, TOKEN_ZERO
+from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, FLOAT, STATIC, TOKEN, TOKEN_ZERO
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 
-A16_LIMIT = 32767
-"""The largest integer of an activation block in mode a16."""
 LARGEST_BYTE = 127
+A16_LIMIT = 256 * LARGEST_BYTE + LARGEST_BYTE
+"""The largest integer of an activation block in mode a16: two signed bytes, where the low one is the less by 1 of 256."""
 PLACEHOLDER_BYTES = 64
 
 
@@ -48,7 +48,8 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
     if weight.codec.kind != "int":
         return Layout(FLOAT, weight.columns, MAX_ACTIVATION_BLOCK, factors=factors, first=first)
     codec, block = weight.codec, activation_block(weight.codec)
-    kind, scaling = A16 if mode == "a16" else A8, BLOCK
+    wide = A16_PAIRS if context.isa.takes_pairs(codec.bits) else A16
+    kind, scaling = wide if mode == "a16" else A8, BLOCK
     limit = A16_LIMIT if mode == "a16" else activation_limit(codec, mode)
     constants = 0
     if mode != "a16" and layer.activation and layer.activation.scales:
@@ -61,7 +62,7 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
         else:
             limit, scaling = (1 << bits) - 1, TOKEN_ZERO
         # Less their zero point, 8 bits are from -255 to 255.
-        kind = A16 if limit > LARGEST_BYTE else A8
+        kind = wide if limit > LARGEST_BYTE else A8
     fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
     by_winograd = context.isa.winograd and fits and block >= CHUNK
     flat_from = matrix_matmul.LEAST_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, block) else 0

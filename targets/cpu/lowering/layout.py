@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from edgeq.codec import CHUNK
 from edgeq.targets.cpu.jit.buffers import Buffers, padded
-from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, FLOAT, QuantizedArgs
+from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, FLOAT, QuantizedArgs
 
-CHUNK_BYTES = {FLOAT: 4 * CHUNK, A8: CHUNK, A16: 2 * CHUNK}
+CHUNK_BYTES = {FLOAT: 4 * CHUNK, A8: CHUNK, A16: 2 * CHUNK, A16_PAIRS: 2 * CHUNK}
 SMALL_TILE = 4
 """Tokens of a tile that the last rows of a run may have to themselves."""
 
@@ -18,7 +18,7 @@ SMALL_TILE = 4
 class Layout:
     """Columns [first, first + columns) of a buffer's rows, quantized.
 
-    kind       FLOAT, A8 or A16: how the numbers are stored
+    kind       FLOAT, A8, A16 or A16_PAIRS: how the numbers are stored
     block      channels that have a scale of their own in store, a multiple of 16
     limit      the largest integer; with TOKEN_ZERO the difference of the largest and the smallest
     scaling    BLOCK, TOKEN, TOKEN_ZERO or STATIC

@@ -20,7 +20,7 @@ from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.optable import channel_parts, kernel
 from edgeq.targets.cpu.kernels import low_rank, matmul, matrix_matmul, matrix_swiglu, swiglu_matmul, winograd
-from edgeq.targets.cpu.kernels.args import A8, A16, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.microkernel_int import MOST_WHOLE
 from edgeq.targets.cpu.lowering import requantize
 from edgeq.targets.cpu.lowering.activations import layer_read
@@ -93,7 +93,7 @@ def _integer_product(context: Context, product: Product, x: QuantizedActivation)
     blocks, groups, grouped = weight.q.shape[0], codec.groups(weight.columns), int(codec.group_size > 0)
     blocks_per_tile, zero = context.isa.blocks_per_tile, int(not codec.symmetric)
     chunks, extent = -(-weight.columns // CHUNK), _extent(weight, x.layout)
-    literals = (context.isa_index, codec.bits, int(x.layout.kind == A16), zero, extent)
+    literals = (context.isa_index, codec.bits, int(x.layout.kind in (A16, A16_PAIRS)), zero, extent)
     factory = swiglu_matmul.gated_matmul if product.swiglu else matmul.integer_matmul
     prefill, room = kernel(factory, *literals), Room()
     shared = _shared_args(context, product)
