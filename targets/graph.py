@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
+from edgeq.codec import Codec
 from edgeq.records import ArrayRef, KvCodec, LinearSpec, Mode
 from edgeq.targets.rows import PAGE
 
@@ -343,6 +344,13 @@ def mode_of(operation: Operation, mode: Mode) -> Mode:
     After the last layer, right before the softmax, 4 bits would cost more than in all layers together.
     """
     return "a8" if mode == "a4" and operation.layer < 0 else mode
+
+
+def integer_codecs(graph: Graph) -> list[Codec]:
+    """Those of the integer weights, and of their masters, that the graph's operations may read."""
+    every = [layer for operation in graph.operations for layer in linears(operation)]
+    weights = [weight for layer in every for weight in (*layer.weights, layer.master) if weight]
+    return list(dict.fromkeys(weight.codec for weight in weights if weight.codec.kind == "int"))
 
 
 def linears(operation: Operation) -> Iterator[LinearSpec]:

@@ -79,7 +79,8 @@ def times_here(config: ModelConfig, mode: Mode) -> DecodeTimes:
         for done in range(ROUNDS * len(MEASURED)):
             turn, codec = done // len(MEASURED), MEASURED[done % len(MEASURED)]
             bar(done, ROUNDS * len(MEASURED), f"measuring how fast {codec.name} is decoded")
-            name, measure = _name(config, codec.name, turn, mode, layers), partial(_token_seconds, config, codec, mode, layers)
+            name = kept_name("decode_seconds", config, codec.name, turn, mode, layers)
+            measure = partial(_token_seconds, config, codec, mode, layers)
             found[codec].append(measured(name, cores, measure))
     return DecodeTimes(
         {codec: (bytes_per_token(config, codec, floats=False), statistics.median(taken)) for codec, taken in found.items()}
@@ -151,7 +152,7 @@ class AllocationsHere:
         """ResourceError: as `times_here`."""
         self.times, self.resumes, self.alone = times_here(config, mode), resumes, True
         layers, cpu = _layers(config)[-1], machine.cpu()
-        self.setting = _name(config, cpu.name, cpu.cores, mode, layers)
+        self.setting = kept_name("decode_seconds", config, cpu.name, cpu.cores, mode, layers)
         self._config, self._mode = with_layers(config, layers), mode
         self._stack = ExitStack()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="edgeq-")))
@@ -243,12 +244,12 @@ def _seconds(config: ModelConfig, codec: Codec, mode: Mode) -> tuple[float, bool
         return seconds_per_token(path, mode)
 
 
-def _name(*about: object) -> str:
-    """The name of what depends on all this, and on the kernels."""
+def kept_name(what: str, *about: object) -> str:
+    """The name of a measurement that depends on all this, and on the kernels."""
     every = [
         *(asdict(each) if isinstance(each, ModelConfig) else each for each in about),
         PROBE,
         choose()[0].name,
         kernels().name,
     ]
-    return f"decode_seconds {hashlib.sha256(json.dumps(every, default=str).encode()).hexdigest()[:16]}"
+    return f"{what} {hashlib.sha256(json.dumps(every, default=str).encode()).hexdigest()[:16]}"

@@ -22,7 +22,7 @@ from edgeq.targets.cpu.lowering.context import Context, Masters, RowArrays, Sour
 from edgeq.targets.cpu.lowering.dispatch import kernels_of, lower
 from edgeq.targets.cpu.lowering.requantize import masters_of
 from edgeq.targets.cpu.requantized import kernels_of_rounding
-from edgeq.targets.graph import Graph
+from edgeq.targets.graph import Graph, integer_codecs
 from edgeq.targets.host import resolved
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.target import Options
@@ -39,7 +39,8 @@ def jobs_for(device: Device, graph: Graph, file: ModelFile, options: Options, mo
     for isa in _isas(chosen, options.isa):
         if isa.winograd:
             jobs += [(probes.multiply, (isa_index(isa), pairs)) for pairs in (0, 1)]
-        jobs.append((integer_matvec, (isa_index(isa), *probes.DECODE_LITERALS)))
+        probed = [probes.DECODE_CODEC, *(integer_codecs(graph) if len(isa.prefetch_distances) > 1 else ())]
+        jobs += [(integer_matvec, (isa_index(isa), *probes.decode_literals(codec))) for codec in probed]
         for mode in modes:
             for source in ("file", "masters", "requantized") if options.requantize else ("file",):
                 jobs += _lowered(graph, file, replace(options, mode=mode), isa, source, chosen.features)

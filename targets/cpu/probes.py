@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgeq.codec import CHUNK, ROWS, Codec
 from edgeq.machine import available_bytes, cpu, last_level_cache
 from edgeq.measurements import IN_CACHE, READ_BANDWIDTH, OnMeasure, measured
+from edgeq.quantization import activation_block
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.args import PARTS, Args, pointer
@@ -24,7 +25,7 @@ from edgeq.targets.cpu.jit.deferred import cgutils, literal_intrinsic, types
 from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD
 from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
 from edgeq.targets.cpu.jit.threadpool import Pool
-from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
 from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, integer_matvec
 from edgeq.targets.cpu.kernels.matrix_unit import (
     CONFIGURATION_BYTES,
@@ -266,8 +267,13 @@ def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: fl
     return _rates_and_share(table, threads, work, seconds)
 
 
-DECODE_LITERALS = (4, 0, 0, 0)
-"""Literals of the product by which threads are counted: 4 bits, 8-bit activations, symmetric, groups of 128."""
+DECODE_CODEC = Codec("int", 4, 128)
+"""Of the product by which threads are counted."""
+
+
+def decode_literals(codec: Codec) -> tuple[int, ...]:
+    """Literals of the product that is probed, with 8-bit activations."""
+    return codec.bits, 0, int(not codec.symmetric), HALF_CHUNK if activation_block(codec) < CHUNK else CHUNKS
 
 
 def decode_threads(isa: Isa, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
@@ -284,7 +290,7 @@ def best_decode_threads(isa: Isa, most: int) -> tuple[int, bool]:
     More threads than it takes to fill the memory's bandwidth only disturb each other (two are best on a Raspberry Pi 5), so of
     counts within 3 % of the best the smallest is taken.  Takes about half a second.
     """
-    table, kept = _decode_table(isa, most)
+    table, kept = _decode_table(isa, most, DECODE_CODEC)
     candidates = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n < most} | {most})
 
     def choose(n: int) -> int:
@@ -300,22 +306,22 @@ WORTH_ANOTHER = 1.03
 """How much faster than the first distance another one has to be: less may be chance."""
 
 
-def prefetch_bytes(isa: Isa, threads: int, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
-    """How many bytes ahead `threads` threads that decode ask for weights, probed once in about a third of a second and kept per
-    machine; 0: the instruction set leaves that to the processor."""
+def prefetch_bytes(isa: Isa, threads: int, codec: Codec, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
+    """How many bytes ahead `threads` threads that decode ask for weights in a codec, probed once in about a third of a second
+    and kept per machine; 0: the instruction set leaves that to the processor."""
     if len(isa.prefetch_distances) < 2:
         return next(iter(isa.prefetch_distances), 0)
-    most, what = cpu().cores, f"prefetch_bytes {isa.name}"
+    most, what = cpu().cores, f"prefetch_bytes {isa.name} {codec.name}"
     threads = min(threads, most)
-    return int(measured(what, threads, lambda: best_prefetch_bytes(isa, threads), refresh, on_measure))
+    return int(measured(what, threads, lambda: best_prefetch_bytes(isa, threads, codec), refresh, on_measure))
 
 
-def best_prefetch_bytes(isa: Isa, threads: int) -> tuple[int, bool]:
-    """The distance at which a large 4-bit matrix is multiplied with a token fastest, the first of those within 3 % of it.
+def best_prefetch_bytes(isa: Isa, threads: int, codec: Codec) -> tuple[int, bool]:
+    """The distance at which a large matrix is multiplied with a token fastest, the first of those within 3 % of it.
 
     Also whether the threads were alone.
     """
-    table, kept = _decode_table(isa, threads)
+    table, kept = _decode_table(isa, threads, codec)
     table[0, PARTS] = PARTS_A_THREAD * threads
 
     def choose(distance: int) -> int:
@@ -343,21 +349,23 @@ def _in_turn(
     return rates, min(shares.values()) >= ALONE
 
 
-def _decode_table(isa: Isa, threads: int) -> tuple[Table, list[NDArray[Any]]]:
-    """One product of a 64 MiB matrix, larger than caches, with a token of mode a8; and the arrays it needs."""
-    codec, rows, columns = Codec("int", 4, 128), 64 << 10, 2 << 10
-    parts = codec.parts(rows, columns)
-    blocks, groups = rows // ROWS, codec.groups(columns)
+def _decode_table(isa: Isa, threads: int, codec: Codec) -> tuple[Table, list[NDArray[Any]]]:
+    """One product of a matrix larger than caches, 16 MiB for each bit, with a token of mode a8; and the arrays it needs."""
+    rows, columns, block = 64 << 10, 2 << 10, activation_block(codec)
+    parts, blocks = codec.parts(rows, columns), rows // ROWS
+    groups, grouped = codec.groups(columns), int(codec.group_size > 0)
     weights, scales = zeros(parts["q"].nbytes), zeros(parts["scale"].nbytes)
+    zero_points = zeros(0 if codec.symmetric else parts["zero"].nbytes)
     weights[:] = 0x5A
-    token, numbers, y = zeros(columns), zeros(4 * groups), zeros(4 * rows)
+    token, numbers, y = zeros(columns), zeros(4 * columns // block), zeros(4 * rows)
     scratch, count = zeros(threads * SCRATCH_BYTES), np.array([1], np.int64)
     args = ProductArgs(
         rows=count.ctypes.data, x=token.ctypes.data, x_stride=columns, x_scales=numbers.ctypes.data, x_sums=numbers.ctypes.data,
-        x_blocks=groups, weights=weights.ctypes.data, weights_block=weights.nbytes // blocks,
-        scales=scales.ctypes.data, scales_block=2 * ROWS * groups, scales_step=2 * ROWS,
-        chunks=columns // CHUNK, chunks_per_block=codec.group_size // CHUNK, output_channels=rows, group_blocks=1,
+        x_blocks=columns // block, weights=weights.ctypes.data, weights_block=weights.nbytes // blocks,
+        scales=scales.ctypes.data, scales_block=2 * ROWS * groups, scales_step=2 * ROWS * grouped,
+        zeros=zero_points.ctypes.data, zeros_block=ROWS * groups, zeros_step=ROWS * grouped,
+        chunks=columns // CHUNK, chunks_per_block=max(1, block // CHUNK), output_channels=rows, group_blocks=1,
         y=y.ctypes.data, y_stride=0, scratch=scratch.ctypes.data, prefetch_bytes=next(iter(isa.prefetch_distances), 0),
     )  # fmt: skip
-    function = address(integer_matvec, isa_index(isa), *DECODE_LITERALS)
-    return np.array([args.record(function)], np.int64), [weights, scales, token, numbers, y, scratch, count]
+    function = address(integer_matvec, isa_index(isa), *decode_literals(codec))
+    return np.array([args.record(function)], np.int64), [weights, scales, zero_points, token, numbers, y, scratch, count]

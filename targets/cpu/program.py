@@ -24,7 +24,7 @@ from edgeq.targets.cpu.lowering.dispatch import lower, tables
 from edgeq.targets.cpu.lowering.requantize import masters_of
 from edgeq.targets.cpu.probes import decode_threads, prefetch_bytes, read_bandwidth
 from edgeq.targets.cpu.requantized import CpuWeights, Requantizer, prepare
-from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate, linears
+from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate, integer_codecs, linears
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows
@@ -56,7 +56,11 @@ class CpuProgram:
         self.threads = options.threads or min(most, decode_threads(isa, on_measure=begin) if most > 1 else 1)
         self.threads_prefill = options.threads_prefill or options.threads or min(most, machine.cpu().big_cores)
         # What caches hold needs no look ahead.
-        ahead = prefetch_bytes(isa, self.threads, on_measure=begin) if most > 1 else next(iter(isa.prefetch_distances), 0)
+        first = next(iter(isa.prefetch_distances), 0)
+        ahead = {
+            codec: prefetch_bytes(isa, self.threads, codec, on_measure=begin) if most > 1 else first
+            for codec in integer_codecs(graph)
+        }
         options = replace(resolved(options), threads=self.threads, threads_prefill=self.threads_prefill)
         self.options = options
         self.graph = graph

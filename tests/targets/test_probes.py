@@ -3,14 +3,20 @@
 import json
 import os
 
+import numpy as np
 import pytest
 
 from edgeq import machine, measurements
+from edgeq.codec import Codec
+from edgeq.converters.allocation.part_names import HEAD
 from edgeq.measurements import READ_BANDWIDTH
-from edgeq.targets.cpu import probes
+from edgeq.runtime import Model
+from edgeq.targets.cpu import probes, program
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.tools.random_file import write_random
+from tests.tools.test_decode_speed import DENSE
 
 ISA = choose()[0]
 
@@ -79,7 +85,7 @@ def test_more_threads_than_cores_store_no_bandwidth(monkeypatch, tmp_path):
 
 def test_threads_that_share_a_core_are_not_alone():
     threads = 4 * (os.cpu_count() or 1)
-    table, kept = probes._decode_table(ISA, threads)
+    table, kept = probes._decode_table(ISA, threads, probes.DECODE_CODEC)
     table[0, -1] = 4 * threads
     assert 0 < probes._rates_and_share(table, threads, 1.0, 0.05)[1] < probes.ALONE and kept
 
@@ -110,11 +116,29 @@ def test_weights_are_asked_for_at_the_distance_that_was_measured_to_be_fastest(m
     monkeypatch.setattr(probes, "_rates_and_share", measured)
     begun = []
     # A difference that may be chance changes nothing, and what was measured on a busy machine is not kept.
-    assert probes.prefetch_bytes(isa, 1, on_measure=lambda: begun.append(1)) == 4096
+    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, on_measure=lambda: begun.append(1)) == 4096
     rates[64], share = 1.04, 1.0
-    assert probes.prefetch_bytes(isa, 1, on_measure=lambda: begun.append(1)) == 64
+    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, on_measure=lambda: begun.append(1)) == 64
     rates[512] = 2.0
-    assert probes.prefetch_bytes(isa, 1, on_measure=lambda: begun.append(1)) == 64 and len(begun) == 2
-    assert probes.prefetch_bytes(isa, 1, refresh=True) == 512
+    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, on_measure=lambda: begun.append(1)) == 64 and len(begun) == 2
+    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, refresh=True) == 512
     isa.prefetch_distances = ()
-    assert probes.prefetch_bytes(isa, 1) == 0
+    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC) == 0
+
+
+def test_every_codec_of_a_file_is_asked_for_at_its_own_distance(tmp_path, monkeypatch):
+    write_random(tmp_path / "two.edgeq", DENSE, Codec("int", 6, 64, False), {HEAD: Codec("int", 8, 128)})
+    monkeypatch.setattr(program, "LEAST_BYTES", 1)
+    monkeypatch.setattr(program, "prefetch_bytes", lambda isa, threads, codec, on_measure: 64 * codec.bits)
+    with Model.load(tmp_path / "two.edgeq", target="cpu") as model:
+        records = [each for each in model.program._lowered("a8", "file").records if each.reads_weights]
+        found = {(each.origin.linear.weights[0].codec.name, each.args.prefetch_bytes) for each in records}
+    assert found == {("i6 g64 zero", 384), ("i8 g128", 512)}
+
+
+@pytest.mark.parametrize("codec", [Codec("int", 3, 16, False), Codec("int", 5, 64, False), Codec("int", 8, 0)], ids=str)
+def test_products_of_any_codec_are_probed_as_they_are_lowered(codec):
+    table, kept = probes._decode_table(ISA, 1, codec)
+    passes, _ = probes._rates_and_share(table, 1, 1.0, 0.0)
+    y = kept[-3].view(np.float32)
+    assert len(passes) == 3 and y.size == 64 << 10 and not y.any()

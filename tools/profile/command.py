@@ -90,10 +90,15 @@ def profile(
     with terminated(), progress() as report:
         found = collect(plan, report, _saver(save))
     try:
-        made = document(found, changes)
+        with terminated():
+            made = document(found, changes)
     except EdgeqError as error:
         # What was measured is shown all the same.
         note(f"--what-if: {error}")
+        made = document(found)
+    except KeyboardInterrupt:
+        note("--what-if: interrupted")
+        found.partial = True
         made = document(found)
     if save is not None:
         record.write(save, made)

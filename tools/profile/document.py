@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import cache, partial
 from typing import Any
 
 from edgeq import __version__
@@ -15,6 +16,7 @@ from edgeq.tools.profile.options import Change
 from edgeq.tools.profile.record import SCHEMA
 from edgeq.tools.profile.runs import Combination
 from edgeq.tools.profile.what_if import Prediction, predictions
+from edgeq.tools.profile.width_cost import width_cost
 from edgeq.tools.report import bits_per_weight
 
 
@@ -46,9 +48,10 @@ def document(found: Profile, changes: tuple[Change, ...] = ()) -> dict[str, Any]
 
 
 def predicted(made: dict[str, Any], found: Profile, changes: tuple[Change, ...]) -> Iterator[Prediction]:
-    """What each change would make of each test that decodes; limits with other threads are measured now."""
+    """What each change would make of each test that decodes; limits with other threads and the cost of other bits are measured
+    now."""
     model = found.combinations[0].model
-    return predictions(made, changes, model.file, lambda threads: limits_of(model, threads, False))
+    return predictions(made, changes, model.file, partial(limits_of, model), cache(partial(width_cost, model)))
 
 
 def label(combination: Combination) -> dict[str, Any]:

@@ -40,17 +40,18 @@ def limits(model: Model, refresh: bool) -> dict[str, Limits]:
     refresh   the bandwidth is measured again; the larger of the old and the new number counts
     """
     program = model.program
-    found = {n: limits_of(model, n, refresh) for n in {program.threads, program.options.threads_prefill}}
+    mode = program.options.mode
+    found = {n: limits_of(model, n, mode, refresh) for n in {program.threads, program.options.threads_prefill}}
     decode, prefill = found[program.threads], found[program.options.threads_prefill]
     if decode is None or prefill is None:
         return {}
     # Drafts are made in a mode of 8 bits or fewer.
-    draft = replace(decode, operations_per_s=decode.operations_per_s / PEAK_SHARE[program.options.mode])
+    draft = replace(decode, operations_per_s=decode.operations_per_s / PEAK_SHARE[mode])
     return {"decode": decode, "draft": draft, "prefill": prefill, "verify": prefill, "tower": prefill}
 
 
-def limits_of(model: Model, threads: int, refresh: bool) -> Limits | None:
-    """Limits with so many threads, in the mode of the model; None: the target measures none."""
+def limits_of(model: Model, threads: int, mode: Mode, refresh: bool = False) -> Limits | None:
+    """Limits with so many threads in a mode, for the instruction set of the model; None: the target measures none."""
     if model.target != "cpu":
         return None
     # Imported here: where this target cannot run, its modules cannot be imported.
@@ -58,6 +59,5 @@ def limits_of(model: Model, threads: int, refresh: bool) -> Limits | None:
     from edgeq.targets.cpu.choose_isa import choose
 
     isa, _ = choose(model.program.options.isa)
-    mode = model.program.options.mode
     peak = PEAK_SHARE[mode] * probes.integer_peak(isa, threads, dots=mode == "a16")
     return Limits(threads, probes.read_bandwidth(threads, refresh), peak)

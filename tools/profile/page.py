@@ -14,9 +14,9 @@ from edgeq.tools.profile.page_style import STYLE
 from edgeq.tools.profile.tables import (
     COLUMNS,
     MAY_BE_EMPTY,
-    by_bytes,
     closing,
     heading,
+    of_bits,
     operation_cells,
     sensors,
     summed,
@@ -63,7 +63,7 @@ def _sections(document: Document, compared: Compared | None) -> Iterator[str]:
         yield section("Compared with a saved run", _comparison(compared))
     if document["what_if"]:
         known = "predicted from the operations; error: against what was measured with that setting"
-        caption = "; ".join([known, *by_bytes(document["what_if"])])
+        caption = "; ".join([known, *of_bits(document["what_if"])])
         yield section("What if", table(what_if(document["what_if"]), caption))
     yield section("Time to the first token", _distribution(document, ("ttft",), "ms to the first token"))
     yield section("Time per token", _distribution(document, ("tg",), "ms per token"))

@@ -1,9 +1,10 @@
 """What would change the speed of decode, from the table of operations: other bits, other threads, another board.
 
-An operation takes `least` seconds by the limits of the machine and the rest beyond that.  Fewer bytes or other limits change
-`least`; whether they change the rest in proportion or not at all is not known, so both are worked out, and expected is a mean
-of the two that was measured (IN_PROPORTION).  Time outside of operations stays as it is.  For another board the prediction is
-that of `edgeq fit`, which knows of its memory alone.
+With other threads, an operation takes `least` seconds by the limits of the machine and the rest beyond that.  Other limits
+change `least`; whether they change the rest in proportion or not at all is not known, so both are worked out, and expected is a
+mean of the two that was measured (IN_PROPORTION).  With other bits, products take as many times as long as was measured here
+(width_cost.py).  Time outside of operations stays as it is.  For another board the prediction is that of `edgeq fit`, which
+knows of its memory alone.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edgeq import machine
+from edgeq.codec import Codec
 from edgeq.container import ModelFile
-from edgeq.devices import device
+from edgeq.devices import MEASURED_SHARES, device
 from edgeq.errors import InputError
 from edgeq.metadata import Metadata
-from edgeq.records import LinearSpec
+from edgeq.records import LinearSpec, Mode
 from edgeq.tools.profile.fit import fitted
 from edgeq.tools.profile.limits import Limits
 from edgeq.tools.profile.options import Change
+from edgeq.tools.profile.width_cost import WidthCost
+from edgeq.tools.profile.work import Work
 from edgeq.tools.report import in_decoder
 
 Document = dict[str, Any]
-LimitsOf = Callable[[int], Limits | None]
-"""The limits of this machine for decode with so many threads; None: the target measures none."""
-
-
+LimitsOf = Callable[[int, Mode], Limits | None]
+"""The limits of this machine for decode with so many threads in a mode; None: the target measures none."""
 IN_PROPORTION = 0.75
-"""The share of the first of the two in the mean, of their logarithms.  Measured at the 1B shape with 2, 3 and 6 bits, see
-docs/profile.md."""
+"""The share of the first of the two in the mean, of their logarithms.  Measured at the 1B shape, see docs/profile.md."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Prediction:
     error: float | None = None
 
 
-def predictions(document: Document, changes: tuple[Change, ...], file: ModelFile, limits: LimitsOf) -> Iterator[Prediction]:
+def predictions(
+    document: Document, changes: tuple[Change, ...], file: ModelFile, limits: LimitsOf, width_cost: WidthCost
+) -> Iterator[Prediction]:
     """Of every test that decodes one text.
 
     InputError: the limits of the machine are not known, or a board that this version does not run on.
@@ -69,7 +72,10 @@ def predictions(document: Document, changes: tuple[Change, ...], file: ModelFile
         for record, operations in tests:
             if change == Change(threads=record["threads"]):
                 continue
-            made = _board(change, record, file) if change.board else _here(change, record, operations, file.metadata, limits)
+            if change.board:
+                made = _board(change, record, file)
+            else:
+                made = _here(change, record, operations, file.metadata, limits, width_cost)
             yield _checked(made, change, document)
 
 
@@ -96,38 +102,47 @@ def _made(change: Change, record: Document, kept: float, scaled: float) -> Predi
     return Prediction(str(change), *settings, 1 / record["p50"], expected, low, high)
 
 
-def _here(change: Change, record: Document, operations: Document, metadata: Metadata, limits: LimitsOf) -> Prediction:
-    now, then = limits(record["threads"]), limits(change.threads or record["threads"])
+def _here(
+    change: Change, record: Document, operations: Document, metadata: Metadata, limits: LimitsOf, width_cost: WidthCost
+) -> Prediction:
+    threads, mode = change.threads or record["threads"], record["mode"]
+    now, then = limits(record["threads"], mode), limits(threads, mode)
     if now is None or then is None:
         raise InputError("--what-if needs the limits of the machine, which are measured for the target cpu only")
-    shares = _byte_shares(metadata, change.bits)
+    widths = _widths(metadata, change.bits, lambda codec, bits: width_cost(codec, bits, threads, mode))
     kept = scaled = 0.0
     for line in operations["lines"]:
-        share = shares.get((line["layer"], line["name"]), 1.0)
-        before = max(line["bytes"] / now.bytes_per_s, 2 * line["macs"] / now.operations_per_s)
-        after = max(share * line["bytes"] / then.bytes_per_s, 2 * line["macs"] / then.operations_per_s)
-        ratio = after / before if before else 1.0
+        work = Work(line["bytes"], line["macs"])
+        before, after = now.least_seconds(work), then.least_seconds(work)
+        ratio, width = after / before if before else 1.0, widths.get((line["layer"], line["name"]), 1.0)
         # Quicker than the limit is what comes from a cache: then it is not the limit that it waits for.
         least = before if before <= line["seconds"] else 0.0
-        kept += line["seconds"] - least + least * ratio
-        scaled += line["seconds"] * ratio
+        kept += width * (line["seconds"] - least + least * ratio)
+        scaled += width * line["seconds"] * ratio
     # The table is of the quicker tokens, and with clocks around operations.
     factor = record["p50"] / operations["wall"]
-    return _made(change, record, factor * (kept + operations["bubble"]), factor * (scaled + operations["bubble"]))
+    made = _made(change, record, factor * (kept + operations["bubble"]), factor * (scaled + operations["bubble"]))
+    if change.bits is None:
+        return made
+    return replace(made, low=MEASURED_SHARES[0] * made.low, high=MEASURED_SHARES[1] * made.high)
 
 
-def _byte_shares(metadata: Metadata, bits: int | None) -> dict[tuple[int, str], float]:
-    """Of each operation of the decoder with weights, by layer and name: bytes with other bits over those that it has."""
-    held: dict[tuple[int, str], float] = defaultdict(float)
-    saved: dict[tuple[int, str], float] = defaultdict(float)
+def _widths(metadata: Metadata, bits: int | None, cost: Callable[[Codec, int], float]) -> dict[tuple[int, str], float]:
+    """Of each operation of the decoder with weights, by layer and name: how many times as long it takes with other bits."""
+    if bits is None:
+        return {}
+    now: dict[tuple[int, str], float] = defaultdict(float)
+    then: dict[tuple[int, str], float] = defaultdict(float)
     for name, linear in metadata.linears.items():
         if in_decoder(name):
             _, layer, *owner, part = name.split(".")
             # The experts of a layer are one operation.
             key = int(layer), "experts" if "experts" in owner else part
-            held[key] += linear.nbytes
-            saved[key] += _saved(linear, bits)
-    return {key: 1 - saved[key] / held[key] for key in held}
+            for weight in linear.weights:
+                size = weight.codec.nbytes(weight.rows, weight.columns)
+                now[key] += size
+                then[key] += size * (cost(weight.codec, bits) if weight.codec.bits else 1.0)
+    return {key: then[key] / now[key] for key in now}
 
 
 def _saved(linear: LinearSpec, bits: int | None) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from edgeq.codec import Codec
 from edgeq.container import ModelFile
 from edgeq.records import Mode
 from edgeq.targets import graph as op
@@ -105,11 +107,11 @@ class Context:
         source: Source = "file",
         masters: Masters = Masters(),  # noqa: B008
         stage_of_expert: bool = False,
-        prefetch_bytes: int = 0,
+        prefetch_bytes: Mapping[Codec, int] = MappingProxyType({}),  # noqa: B008
         features: frozenset[str] = frozenset(),
     ) -> None:
         """`stage_of_expert`: the op records will not follow one another in a table, nor will the rows be those of a thread.
-        `prefetch_bytes`: how far ahead products ask for weights (isa.py).
+        `prefetch_bytes`: how far ahead products ask for weights, by their codec (isa.py).
         `features`: of the processor that will run this, which may be a device's.
         """
         self.graph, self.file, self.options, self.isa, self.memory, self.arrays = graph, file, options, isa, memory, arrays

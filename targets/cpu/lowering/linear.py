@@ -114,7 +114,8 @@ def _integer_product(context: Context, product: Product, x: QuantizedActivation)
         zeros=context.memory.stored(weight.zero), zeros_block=ROWS * groups, zeros_step=ROWS * grouped,
         chunks=chunks, chunks_per_block=chunks if extent == WHOLE else max(1, block // CHUNK),
         block_step=blocks // 2 if product.swiglu else 1, winograd_sums=x.winograd_sums,
-        room=room.address, room_bytes=room.nbytes, numbers_bytes=room.numbers, prefetch_bytes=context.prefetch_bytes,
+        room=room.address, room_bytes=room.nbytes, numbers_bytes=room.numbers,
+        prefetch_bytes=context.prefetch_bytes.get(codec, 0),
     )  # fmt: skip
     context.emit(prefill, args, parts=blocks, decode=kernel(matmul.integer_matvec, *literals), reads_weights=True)
 
