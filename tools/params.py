@@ -56,7 +56,7 @@ class Count(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         count = number(str(value))
         if count is None or count < self.least:
-            self.fail(f"{value!r}: expected a number from {self.least}", param, ctx)
+            self.fail(f"{value!r}: expected a number from {self.least} to {LARGEST}", param, ctx)
         return count
 
 

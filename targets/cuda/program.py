@@ -45,7 +45,7 @@ def resolved(options: Options) -> Options:
 
 
 class CudaProgram(TellsTimes):
-    """The host's threads only launch; runs that are recorded go operation by operation (`timed_apart`), where others fuse some."""
+    """The host's threads only launch; recorded runs go operation by operation (`timed_apart`), of which others fuse some."""
 
     threads = 1
     tile = MANY_TOKENS

@@ -46,7 +46,7 @@ from edgeq.targets.reference.linear import linear
 from edgeq.targets.reference.requantize import ReferenceWeights
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, Recording, Step, in_turn, no_progress
+from edgeq.targets.target import OnProgress, Options, Step, TellsTimes, in_turn, no_progress
 
 ArrayF32 = NDArray[np.float32]
 
