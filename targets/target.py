@@ -113,18 +113,38 @@ def _in_turn(clock: Sequence[float]) -> RunTimes:
     return RunTimes(threads, clock[0], clock[-1], clock[-1] - clock[0])
 
 
+class RanRows(NamedTuple):
+    """Of the `Rows` of a run what tells how much it read."""
+
+    slots: NDArray[np.int32]
+    sessions: NDArray[np.int32]
+    spans: NDArray[np.int32] | None
+    wanted: NDArray[np.int32]
+
+
+class Recorded(NamedTuple):
+    """A run, the mode that it ran in and its rows."""
+
+    times: StepTimes
+    mode: Mode
+    rows: RanRows
+
+
 class TellsTimes:
     """`record` and `recorded` of a program whose runs tell their times when they end."""
 
     def __init__(self) -> None:
-        self._recording, self._recorded = False, list[StepTimes]()
+        self._recording, self._recorded = False, list[Recorded]()
 
     def record(self, on: bool) -> None:
         self._recording = on
 
-    def recorded(self) -> list[StepTimes]:
+    def recorded(self) -> list[Recorded]:
         found, self._recorded = self._recorded, []
         return found
+
+    def _note(self, times: StepTimes, mode: Mode, rows: Rows) -> None:
+        self._recorded.append(Recorded(times, mode, RanRows(rows.slots, rows.sessions, rows.spans, rows.wanted)))
 
 
 class Program(Protocol):
@@ -190,8 +210,8 @@ class Program(Protocol):
         """From the next run on: whether the times of the steps of runs are noted for `recorded`."""
         ...
 
-    def recorded(self) -> list[StepTimes]:
-        """The times of the runs that were recorded since the last call, in order, without those that were interrupted."""
+    def recorded(self) -> list[Recorded]:
+        """The runs that were recorded since the last call, in order, without those that were interrupted."""
         ...
 
 

@@ -60,6 +60,11 @@ def _recording(program: Program) -> Iterator[None]:
         program.record(False)
 
 
+def _times(model: Model) -> list[StepTimes]:
+    """Of the runs since the last time."""
+    return [each.times for each in model.program.recorded()]
+
+
 def decode(model: Model, tokens: Sequence[int], count: int) -> list[Line]:
     """Time of `count` tokens after `tokens`, drawn greedily and made text as `generate` does; stop tokens do not end it."""
     runs: list[Run] = []
@@ -74,7 +79,7 @@ def decode(model: Model, tokens: Sequence[int], count: int) -> list[Line]:
             token = sampler.draw(session.decode(history[-1]), history)
             history.append(token)
             stream.push(token)
-            runs.append(Run(perf_counter() - started, 1, model.program.recorded()))
+            runs.append(Run(perf_counter() - started, 1, _times(model)))
     return lines(runs, decoded=True)
 
 
@@ -89,7 +94,7 @@ def prefill(model: Model, tokens: Sequence[int], depth: int, repetitions: int) -
             model.program.recorded()
             started = perf_counter()
             session.prefill(tokens[depth:])
-            runs.append(Run(perf_counter() - started, len(tokens) - depth, model.program.recorded()))
+            runs.append(Run(perf_counter() - started, len(tokens) - depth, _times(model)))
     return lines(runs, decoded=False)
 
 

@@ -28,7 +28,7 @@ from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate, int
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, StepTimes, no_progress
+from edgeq.targets.target import OnProgress, Options, RanRows, Recorded, StepTimes, no_progress
 
 LEAST_BYTES = 4 << 20
 """Bytes of weights for each thread.  With less its part of an operation takes no longer than meeting the others, and where
@@ -107,8 +107,10 @@ class CpuProgram:
         stride //= 4
         whole = self._memory.view(address).view(np.float32)
         self._logits = whole[: logits * stride].reshape(logits, stride)[:, :width]
-        self._pool = Pool(max(self.threads, self.threads_prefill), len(context.records), RECORD_SLOTS)
-        self._recording, self._recorded = False, list[StepTimes]()
+        # The slot of a run of one row: nothing else of its rows need be kept.
+        self._new_pool = partial(Pool, max(self.threads, self.threads_prefill), row_words=RECORD_SLOTS, told=slots)
+        self._pool = self._new_pool(len(context.records))
+        self._recording, self._recorded = False, list[Recorded]()
         if options.requantize:
             self._made(options.mode, "masters", on_progress)
             self._made(options.mode, "requantized", on_progress)
@@ -139,7 +141,7 @@ class CpuProgram:
             # Room first: an interrupt must not leave tables that are too long for the pool.
             if len(context.records) > self._pool.operations:
                 self._recorded = self.recorded()
-                self._pool = Pool(self._pool.threads, len(context.records), RECORD_SLOTS)
+                self._pool = self._new_pool(len(context.records))
                 self._pool.record(self._recording)
             self._tables[mode, source] = made
         return self._tables[mode, source]
@@ -190,9 +192,13 @@ class CpuProgram:
         self._recording = on
         self._pool.record(on)
 
-    def recorded(self) -> list[StepTimes]:
+    def recorded(self) -> list[Recorded]:
         found, self._recorded = self._recorded, []
-        return found + [StepTimes(steps, self._pool.times, calls) for steps, calls in self._pool.recorded()]
+        first = np.zeros(1, np.int32)
+        for made, slot, rows, calls in self._pool.recorded():
+            alone = RanRows(np.array([slot], np.int32), first, None, first)
+            found.append(Recorded(StepTimes(made.steps, self._pool.times, calls), made.mode, rows or alone))
+        return found
 
     def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
         return self._run(rows, self._made(mode or self.options.mode, "file"))
@@ -238,7 +244,10 @@ class CpuProgram:
         if rows.spans is not None:
             widest = int((rows.spans[:, 1] - rows.spans[:, 0]).max())
             cuts = np.ceil(made.work @ (count / MOST_PRODUCTS, count * widest / MOST_SCORES)).astype(np.int64)
-        self._pool.run(table, threads, pieces, cuts, made.steps)
+        kept = None
+        if not count == selected == 1 or rows.spans is not None:
+            kept = RanRows(rows.slots, rows.sessions, rows.spans, rows.wanted)
+        self._pool.run(table, threads, pieces, cuts, made, kept)
         del vectors
         return self._logits[:selected]
 

@@ -287,7 +287,7 @@ class CudaProgram(TellsTimes):
                 list(self._start(each, tokens, weights, parts))
             self._device.synchronize()
         else:
-            self._recorded.append(self._timed(rows, lowering, weights))
+            self._note(self._timed(rows, lowering, weights), lowering.options.mode, rows)
         count = len(rows.wanted) // self._graph.together if self._result_name[1] else len(rows)
         if chosen is None:
             if count:

@@ -138,7 +138,7 @@ class ReferenceProgram(TellsTimes):
             if len(here) == 0:
                 break
         if self._recording:
-            self._recorded.append(in_turn(steps, clock))
+            self._note(in_turn(steps, clock), context.mode, rows)
         if sums is not None:
             sums.tokens += len(rows) if rows.counted is None else int(rows.counted.sum())
         return context.out(state, self._graph.result, len(here))

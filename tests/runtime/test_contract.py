@@ -23,7 +23,7 @@ from edgeq.runtime.prefill_rate import PrefillRate
 from edgeq.targets import Choice
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, Program, Room, StepTimes, no_progress
+from edgeq.targets.target import OnProgress, Options, Program, Recorded, Room, no_progress
 from edgeq.tools.cli import main
 
 LOST = "the GPU has fallen off the bus"
@@ -66,7 +66,7 @@ class IdleProgram:
     def record(self, on: bool) -> None:
         """Nothing takes time."""
 
-    def recorded(self) -> list[StepTimes]:
+    def recorded(self) -> list[Recorded]:
         return []
 
     def run(self, rows: Rows, mode: Mode | None = None) -> Any:

@@ -130,4 +130,4 @@ def recording(program: Program) -> Iterator[list[StepTimes]]:
         yield times
     finally:
         program.record(False)
-        times += program.recorded()
+        times += [each.times for each in program.recorded()]

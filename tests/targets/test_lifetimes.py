@@ -186,9 +186,9 @@ def test_what_lies_in_a_place_between_two_lives_changes_no_bit(
 
     run = program._pool.run
 
-    def record_by_record(table, threads, pieces, cuts, noted) -> None:
+    def record_by_record(table, threads, pieces, cuts, what, kept) -> None:
         nonlocal poisoned
-        assert len(table) == len(context.records) and noted is None
+        assert len(table) == len(context.records)
         for i, record in enumerate(context.records):
             free = np.ones(len(memory), bool)
             for each, place in shared.items():

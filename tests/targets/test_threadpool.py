@@ -167,25 +167,28 @@ def timed(pool, table, threads, pieces):
     pool.record(True)
     pool.run(table, threads, pieces, what=table)
     pool.record(False)
-    ((what, calls),) = pool.recorded()
-    assert what is table and len(calls) == min(pieces, len(table))
-    return calls
+    (run,) = pool.recorded()
+    assert run.what is table and len(run.calls) == min(pieces, len(table))
+    return run.calls
 
 
 def test_runs_keep_their_times_whatever_room_they_had():
     data, table, kept = chain(7)
     for threads in (1, 2):
-        pool = Pool(threads, 7, RECORD_SLOTS)
+        number = np.zeros(1, np.int32)
+        pool = Pool(threads, 7, RECORD_SLOTS, number.ctypes.data)
         words, started = len(pool._notes._block), time.perf_counter()
         pool.record(True)
         for i in range(count := words // 20):  # several blocks full
-            pool.run(table, threads, 1 + i % 2, what=i)
+            number[0] = i
+            pool.run(table, threads, 1 + i % 3, what="a table", kept=i if i % 5 else None)
         pool.record(False)
         ended = time.perf_counter()
         pool.run(table, threads, what="not recorded")
         runs = pool.recorded()
-        assert [what for what, _ in runs] == list(range(count)) and not pool.recorded()
-        times = [pool.times(calls) for _, calls in runs[:: 1 if threads == 1 else 7]]
+        assert [run.number for run in runs] == list(range(count)) and not pool.recorded()
+        assert all(run.kept == (i if i % 5 else None) and len(run.calls) == 1 + i % 3 for i, run in enumerate(runs))
+        times = [pool.times(run.calls) for run in runs[:: 1 if threads == 1 else 7]]
         began = np.array([each.threads[0, :, 0] for each in times]).ravel()
         assert started < began[0] and (np.diff(began) > 0).all() and began[-1] < ended and kept
         # The clock of Python was read right before the first operation and after the last.
@@ -216,13 +219,13 @@ def test_a_run_that_was_interrupted_between_pieces_is_not_recorded(monkeypatch):
         if piece.start:
             raise KeyboardInterrupt
 
-    pool.run(table, 1, 3, what="before")
+    pool.run(table, 1, 3, what="run", kept="before")
     with monkeypatch.context() as patch:
         patch.setattr(Pool, "_walk", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pool.run(table, 1, 3, what="interrupted")
-    pool.run(table, 1, 1, what="after")
-    assert [(what, len(calls)) for what, calls in pool.recorded()] == [("before", 3), ("after", 1)] and kept
+            pool.run(table, 1, 3, what="run", kept="interrupted")
+    pool.run(table, 1, 1, what="run", kept="after")
+    assert [(run.kept, len(run.calls)) for run in pool.recorded()] == [("before", 3), ("after", 1)] and kept
     pool.close()
 
 
@@ -231,11 +234,11 @@ def test_an_operation_that_is_cut_belongs_to_its_run():
     pool = Pool(1, 3, RECORD_SLOTS)
     pool.record(True)
     for cut in ([4, 1, 1], [1, 1, 4], [2, 3, 4]):
-        pool.run(table, 1, 1, np.array(cut), what=cut)
+        pool.run(table, 1, 1, np.array(cut), what="cut", kept=cut)
     pool.run(table, 1)  # as of nothing that is recorded
     found = pool.recorded()
-    assert [what for what, _ in found] == [[4, 1, 1], [1, 1, 4], [2, 3, 4]] and [len(calls) for _, calls in found] == [5, 5, 9]
-    for _, calls in found:
-        times = pool.times(calls).threads
+    assert [run.kept for run in found] == [[4, 1, 1], [1, 1, 4], [2, 3, 4]] and [len(run.calls) for run in found] == [5, 5, 9]
+    for run in found:
+        times = pool.times(run.calls).threads
         assert times.shape == (1, 3, 3) and (np.diff(times[0, :, 0]) > 0).all() and kept
     pool.close()

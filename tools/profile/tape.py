@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from edgeq.records import KvCodec, Mode
 from edgeq.runtime import Model
 from edgeq.targets.graph import Select
-from edgeq.targets.requantization import InputSums, Weights
-from edgeq.targets.rows import Rows
-from edgeq.targets.target import FindsLargest, Largest, Program, Requantizable, RunTimes, StepTimes
+from edgeq.targets.target import Program, RunTimes, StepTimes
 from edgeq.tools.profile.work import Shape, Work, name_of, work
 
 WITH_DRAFTS = "with drafts"
@@ -77,94 +75,42 @@ class Call:
         return float(self.seconds.sum())
 
 
-Noted = int | tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32]]
-"""What is kept of the rows of a run: their slots, sessions, spans and the wanted ones; or of a row alone, which is wanted, its
-slot.  Of a decoded token one number: arrays that are kept have to be made in new memory, those of a plain run are made where
-the last ones were."""
-
-
-def _shape_of(noted: Noted) -> tuple[Shape, NDArray[np.int32]]:
-    """The shape of the rows of a run, and the wanted ones."""
-    if isinstance(noted, int):
-        first = np.zeros(1, np.int32)
-        return Shape(np.array([noted], np.int32), first, None), first
-    slots, sessions, spans, wanted = noted
-    return Shape(slots, sessions, spans), wanted
-
-
 class Tape:
-    """Passes on what a program is asked, and while it is `on` notes the runs, all of `phase`.
+    """A program whose runs are recorded while it is `on`, all of `phase`.
 
-    It stays in place while nothing is recorded, so that a session serves plain and recorded runs: its price then is one
-    function call per run.  Of a run two entries are kept, of which `calls` makes a `Call` afterwards: within what is timed
-    every object counts, see edgeq.targets.cpu.jit.notes.
+    It stays in place while nothing is recorded, so that a session serves plain and recorded runs.
     """
 
     def __init__(self, program: Program, phase: str) -> None:
         self._program = program
         self.phase, self.on = phase, False
-        self._noted = list[Any]()
-
-    def switch(self, on: bool) -> None:
-        """Whether the next runs are noted."""
-        self.on = on
-        self._program.record(on)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
-    def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
-        if not self.on:
-            return self._program.run(rows, mode)
-        result = self._program.run(rows, mode)
-        slots, wanted = rows.slots, rows.wanted
-        if len(slots) == len(wanted) == 1 and rows.spans is None:
-            self._noted += (mode, slots.item())
-        else:
-            self._noted += (mode, (slots, rows.sessions, rows.spans, wanted))
-        return result
+    def switch(self, on: bool) -> None:
+        """Whether the next runs are recorded."""
+        self.on = on
+        self._program.record(on)
 
     @property
     def most_largest(self) -> int:
         """Runs that give the largest logits alone tell no times: while something is recorded there are none."""
         return 0 if self.on else getattr(self._program, "most_largest", 0)
 
-    def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
-        return cast(FindsLargest, self._program).run_largest(rows, count, mode, weights)
-
-    def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> NDArray[np.float32]:
-        run = cast(Requantizable, self._program).run_requantized
-        if not self.on:
-            return run(rows, weights, mode)
-        result = run(rows, weights, mode)
-        self._noted += (mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
-        return result
-
-    def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
-        run = cast(Requantizable, self._program).run_summing
-        if not self.on:
-            return run(rows, sums, mode)
-        result = run(rows, sums, mode)
-        self._noted += (mode, (rows.slots, rows.sessions, rows.spans, rows.wanted))
-        return result
-
     def calls(self) -> list[Call]:
         """The runs since the last time."""
-        noted, self._noted = self._noted, []
-        times = self._program.recorded()
         kv = self._program.options.kv
-        # Not strict: an interrupt may come between the two entries of a run.
         return [
-            Call(self._phase_of(mode, len(shape)), taken, shape, wanted, kv)
-            for mode, kept, taken in zip(noted[::2], noted[1::2], times, strict=False)
-            for shape, wanted in [_shape_of(kept)]
+            Call(self._phase_of(mode, len(rows.slots)), times, Shape(rows.slots, rows.sessions, rows.spans), rows.wanted, kv)
+            for times, mode, rows in self._program.recorded()
         ]
 
-    def _phase_of(self, mode: Mode | None, rows: int) -> str:
+    def _phase_of(self, mode: Mode, rows: int) -> str:
         """With drafts: "draft" in a cheaper mode, "verify" of several rows, else "decode"."""
         if self.phase != WITH_DRAFTS:
             return self.phase
-        if mode is not None and mode != self._program.options.mode:
+        if mode != self._program.options.mode:
             return "draft"
         return "verify" if rows > 1 else "decode"
 

@@ -5,12 +5,13 @@ each: of a run that is recorded Python keeps none.  The machine code itself take
 what it runs and its clocks; Python only counts the places that are left.
 
 What a call notes are int64 words: a line of ENTERED and LEFT, each two words of Python's clock, of STARTED and of what was
-run; then for each thread whole lines with its counts, as `Reading` has them.
+run; then for each thread whole lines with its counts, as `Reading` has them.  With what was run goes a number that its caller
+had written where it told the pool to look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,17 +20,16 @@ from numpy.typing import NDArray
 from edgeq.targets.cpu.jit.clock import Clock, Reading, note_python_time, note_time
 from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.pieces import Piece
-from edgeq.targets.cpu.jit.simd import get_i64, put_i64
+from edgeq.targets.cpu.jit.simd import get_i32, get_i64, put_i64
 from edgeq.targets.target import RunTimes
 
 Words = NDArray[np.int64]
 
 ENTERED, LEFT, STARTED, TABLE, SIZE, PARTS, COUNTS = 0, 2, 4, 5, 6, 7, 8
 """Words of a call: when its machine code began and ended; the count when it began; the address of its operations; how many
-there are and the threads; of which parts of one, as in `Piece`; where the counts of the threads begin.  Of SIZE and PARTS the
-second number is in the upper half."""
-HALF = 32
-"""Bits of a half."""
+there are, the threads and the caller's number; of which parts of one, as in `Piece`; where the counts of the threads begin."""
+MOST_BITS, HALF = 20, 32
+"""Where the threads begin in SIZE, above the number of operations; where the upper half of a word does."""
 LINE = 8
 """Words of a cache line: threads write to lines of their own."""
 ROOM = 1 << 16
@@ -51,12 +51,18 @@ def call_words(operations, threads):
 
 @inline
 def begin_note(cursor, table, operations, threads, first, last):
-    """Take the place that is next, whose address is at `cursor`, and begin to note there a call; 0: none is to be noted."""
+    """Take the place that is next, whose address is at `cursor`, and begin to note there a call; 0: none is to be noted.
+
+    After it lies the address of the caller's number, or 0.
+    """
     place: int = get_i64(cursor)
     if place != 0:
+        number, told = 0, get_i64(cursor + 8)
+        if told != 0:
+            number = get_i32(told)
         put_i64(cursor, place + 8 * call_words(operations, threads))
         put_i64(place + 8 * TABLE, table)
-        put_i64(place + 8 * SIZE, threads << HALF | operations)
+        put_i64(place + 8 * SIZE, number << HALF | threads << MOST_BITS | operations)
         put_i64(place + 8 * PARTS, last << HALF | first)
         note_python_time(place + 8 * ENTERED)
         note_time(place + 8 * STARTED)
@@ -83,16 +89,34 @@ class Call(NamedTuple):
 
     words: Words
     piece: Piece
+    threads: int
     first: int
     last: int
 
     def reading(self) -> Reading:
-        operations, threads = len(self.piece.table), int(self.words[SIZE]) >> HALF
+        operations, threads = len(self.piece.table), self.threads
         spaced = count_words(operations, threads)
         counts = operations + 1 if threads == 1 else 2 * operations + 1
         each = self.words[COUNTS:].reshape(threads, spaced)[:, :counts]
         before, after = (self.words.item(at) + self.words.item(at + 1) / 1e9 for at in (ENTERED, LEFT))
         return Reading(self.piece, before, after, self.words.item(STARTED), each)
+
+
+class Run(NamedTuple):
+    """A run that was recorded: what it was, its caller's number, what else it was to be kept with, and its calls."""
+
+    what: Any
+    number: int
+    kept: Any
+    calls: list[Call]
+
+
+class _Page(NamedTuple):
+    """Words of the block, what their calls are of, and what the runs that begin at some of them are kept with."""
+
+    words: Words
+    expected: dict[tuple[int, int], Expected]
+    kept: dict[int, Any]
 
 
 class Notes:
@@ -102,12 +126,14 @@ class Notes:
     """
 
     def __init__(self, cursor: Words, block: Words, place: int) -> None:
-        """cursor   int64 [1]: the address of the next place, or 0;  place: words of the longest call"""
+        """cursor   int64 [2]: the address of the next place, or 0, and that of the caller's number
+        place    words of the longest call
+        """
         self._cursor, self._block, self._place = cursor, block, place
         self._begin = self._next = block.ctypes.data
         self._left = len(block) // place
-        self._taken = list[tuple[Words, dict[tuple[int, int], Expected]]]()
-        self._expected = dict[tuple[int, int], Expected]()
+        self._taken = list[_Page]()
+        self._expected, self._kept = dict[tuple[int, int], Expected](), dict[int, Any]()
         self._last: Sequence[Piece] = ()
         self.on = False
         self._clock = Clock()
@@ -120,8 +146,8 @@ class Notes:
             self._cursor[0] = self._next if on else 0
             self.on = on
 
-    def expect(self, pieces: Sequence[Piece], operations: int, what: Any) -> None:
-        """Before the calls of a run that is noted, which `taken` tells by `what`."""
+    def expect(self, pieces: Sequence[Piece], operations: int, what: Any, kept: Any) -> None:
+        """Before the calls of a run that is noted: what all runs of these pieces are, and what this one is kept with."""
         self._left -= len(pieces)
         if self._left < 0:
             self._turn()
@@ -130,35 +156,46 @@ class Notes:
             self._last = pieces
             for piece in pieces:
                 self._expected[piece.address, len(piece.table)] = Expected(piece, operations, what)
+        if kept is not None:
+            self._kept[self._used] = kept
+
+    @property
+    def _used(self) -> int:
+        """Words of the block that calls have."""
+        return ((int(self._cursor[0]) if self.on else self._next) - self._begin) // self._block.itemsize
 
     def _turn(self) -> None:
         """Copy what is noted, and begin the block again.
 
         It must be 0: of an operation that a thread never comes to nothing is written.
         """
-        used = ((int(self._cursor[0]) if self.on else self._next) - self._begin) // self._block.itemsize
-        self._taken.append((self._block[:used].copy(), self._expected))
+        used = self._used
+        self._taken.append(_Page(self._block[:used].copy(), self._expected, self._kept))
         self._block[:used] = 0
-        self._expected, self._last, self._left = {}, (), len(self._block) // self._place
+        self._expected, self._kept, self._last, self._left = {}, {}, (), len(self._block) // self._place
         self._next = self._begin
         if self.on:
             self._cursor[0] = self._begin
 
-    def taken(self) -> list[tuple[Any, list[Call]]]:
-        """What each run was that was noted since the last time, and its calls, in order.
+    def taken(self) -> list[Run]:
+        """The runs that were noted since the last time, in order.
 
         Left out are those that were interrupted between two calls, and those that are nothing.
         """
         self._turn()
         pages, self._taken = self._taken, []
-        found, run = list[tuple[Any, list[Call]]](), list[Call]()
-        for call, expected in (each for page in pages for each in _calls(*page)):
-            start, table = call.piece.start, call.piece.table
-            if start == 0 and call.first == 0:
-                run = []
-            run.append(call)
-            if start + len(table) == expected.operations and call.last in (0, int(table[-1, -1])) and expected.what is not None:
-                found.append((expected.what, run))
+        found, run = list[Run](), Run(None, 0, None, [])
+        for page in pages:
+            at = 0
+            while at < len(page.words):
+                call, number, of = _call(page, at)
+                start, table = call.piece.start, call.piece.table
+                if start == 0 and call.first == 0:
+                    run = Run(of.what, number, page.kept.get(at), [])
+                run.calls.append(call)
+                if start + len(table) == of.operations and call.last in (0, int(table[-1, -1])) and of.what is not None:
+                    found.append(run)
+                at += len(call.words)
         return found
 
     def times(self, calls: Sequence[Call]) -> RunTimes:
@@ -167,12 +204,10 @@ class Notes:
         return self._clock.times(last.start + len(last.table), [call.reading() for call in calls])
 
 
-def _calls(words: Words, expected: dict[tuple[int, int], Expected]) -> Iterator[tuple[Call, Expected]]:
-    """The calls of a page, in order."""
-    at, low = 0, (1 << HALF) - 1
-    while at < len(words):
-        address, size, parts = (words.item(at + field) for field in (TABLE, SIZE, PARTS))
-        after = at + call_words(size & low, size >> HALF)
-        known = expected[address, size & low]
-        yield Call(words[at:after], known.piece, parts & low, parts >> HALF), known
-        at = after
+def _call(page: _Page, at: int) -> tuple[Call, int, Expected]:
+    """The call at a word of a page, its caller's number, and what it is of."""
+    address, size, parts = (page.words.item(at + field) for field in (TABLE, SIZE, PARTS))
+    operations, threads = size & (1 << MOST_BITS) - 1, size >> MOST_BITS & (1 << HALF - MOST_BITS) - 1
+    of = page.expected[address, operations]
+    words = page.words[at : at + call_words(operations, threads)]
+    return Call(words, of.piece, threads, parts & (1 << HALF) - 1, parts >> HALF), size >> HALF, of

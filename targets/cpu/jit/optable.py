@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.records import Mode
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.target import Step
 
@@ -26,12 +27,14 @@ Variant = tuple[Callable[..., Kernel], tuple[int, ...]]
 class Tables(NamedTuple):
     """The tables of one mode and one kind of weights: for a run of one row and of any number, and what their records do.
 
+    mode   of the activations
     work   multiplications and additions of each record [operations, 2]: for a row, and for a row and a slot that it sees
     """
 
     decode: Table
     prefill: Table
     steps: list[Step]
+    mode: Mode
     work: NDArray[np.float64]
 
 

@@ -30,7 +30,7 @@ from edgeq.errors import ResourceError
 from edgeq.targets.cpu.jit.clock import note_time
 from edgeq.targets.cpu.jit.compile import Entry
 from edgeq.targets.cpu.jit.deferred import cgutils, inline, intrinsic, types
-from edgeq.targets.cpu.jit.notes import COUNTS, ROOM, Call, Notes, begin_note, call_words, count_words, end_note
+from edgeq.targets.cpu.jit.notes import COUNTS, ROOM, Notes, Run, begin_note, call_words, count_words, end_note
 from edgeq.targets.cpu.jit.pieces import Piece, split
 from edgeq.targets.cpu.jit.processor import current
 from edgeq.targets.cpu.jit.simd import I32, I64, call, load
@@ -43,7 +43,7 @@ WAIT_PRIVATE, WAKE_PRIVATE = 128, 129
 NAP_MICROSECONDS = 100
 
 # int64 words of the shared block: RUN and SLEEPERS on cache lines of their own, then what describes a run.
-RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END, LAST, PLACE, NEXT = 0, 8, 16, 17, 18, 19, 20, 21, 22
+RUN, SLEEPERS, TABLE, LENGTH, ACTIVE, END, LAST, PLACE, NEXT, TOLD = 0, 8, 16, 17, 18, 19, 20, 21, 22, 23
 # From here a line for each operation: the run's number with the next part to be taken, and how many parts are done.  Then
 # what notes.py describes.
 STEPS, LINE_BYTES = 24, 64
@@ -311,9 +311,12 @@ def entries(threads: int) -> list[Entry]:
 
 
 class Pool:
-    """`threads` threads, the caller being one of them, for tables of up to `operations` rows.  One caller at a time."""
+    """`threads` threads, the caller being one of them, for tables of up to `operations` rows.  One caller at a time.
 
-    def __init__(self, threads: int, operations: int, row_words: int) -> None:
+    told   address of an int32 that every run is recorded with, or 0
+    """
+
+    def __init__(self, threads: int, operations: int, row_words: int, told: int = 0) -> None:
         self.threads, self.operations = threads, operations
         self._row_bytes = 8 * row_words
         # The memory of a whole number of cache lines more: the block starts on one.
@@ -325,9 +328,10 @@ class Pool:
         self._memory = np.zeros(STEPS + lines + noted + line, np.int64)
         self._shared = self._memory[-self._memory.ctypes.data % LINE_BYTES // 8 :]
         # A thread that comes late still writes there: part of the block, which lives as long as the threads.
-        self._notes = Notes(self._shared[NEXT : NEXT + 1], self._shared[STEPS + lines :][:noted], place)
+        self._notes = Notes(self._shared[NEXT : TOLD + 1], self._shared[STEPS + lines :][:noted], place)
         self.record, self.times = self._notes.switch, self._notes.times
         self._address = self._shared.ctypes.data
+        self._shared[TOLD] = told
         workers: list[threading.Thread] = []
         # Before the first thread: whatever interrupts this, those that have begun end with the pool.
         self.close = weakref.finalize(self, _stop, self._shared, workers, threads)
@@ -348,20 +352,22 @@ class Pool:
         pieces: int = 1,
         cuts: NDArray[np.int64] | None = None,
         what: Any = None,
+        kept: Any = None,
     ) -> None:
         """Walk the rows of `table` with the first `threads` threads; returns when every operation is done.
 
         With several pieces Python can take an interrupt between two of them.  `cuts`, for each row: an operation of several is
-        cut as well, into so many.  `what`: by which `recorded` tells it; None: it is not recorded.
+        cut as well, into so many.  `what`: what all runs of this table are, for `recorded`; None: they are not recorded.
+        `kept`: what this run is recorded with.
         """
         calls = self._split(table, pieces, cuts)
         if self._notes.on:
-            self._notes.expect(calls, len(table), what)
+            self._notes.expect(calls, len(table), what, kept)
         for piece in calls:
             self._walk(piece, threads)
 
-    def recorded(self) -> list[tuple[Any, list[Call]]]:
-        """What the runs were that ended since the last time while `record` was on; `times` works out how long each took."""
+    def recorded(self) -> list[Run]:
+        """The runs that ended since the last time while `record` was on; of their calls `times` works out how long."""
         return self._notes.taken()
 
     def _split(self, table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[Piece]:

@@ -60,7 +60,8 @@ def tables(context: Context, on_progress: OnProgress) -> Tables:
     decode[:, FUNCTION] = [addresses[each.decode] for each in context.records]
     prefill[:, PARTS] = [each.parts_a_thread * threads for each in context.records]
     decode[:, PARTS] = [min(each.decode_parts, most) for each in context.records]
-    return Tables(decode, prefill, context.steps(), np.array([_work(each) for each in context.steps()]).reshape(-1, 2))
+    steps = context.steps()
+    return Tables(decode, prefill, steps, context.options.mode, np.array([_work(each) for each in steps]).reshape(-1, 2))
 
 
 def _work(step: Step) -> tuple[float, float]:
