@@ -238,7 +238,12 @@ def test_an_operation_that_is_cut_belongs_to_its_run():
     pool.run(table, 1)  # as of nothing that is recorded
     found = pool.recorded()
     assert [run.kept for run in found] == [[4, 1, 1], [1, 1, 4], [2, 3, 4]] and [len(run.calls) for run in found] == [5, 5, 9]
-    for run in found:
+    many = [3000, 2500, 1]
+    for i in range(3):  # more calls than the block has room for
+        pool.run(table, 1, 1, np.array(many), what="cut", kept=i)
+    more = pool.recorded()
+    assert [(run.kept, len(run.calls)) for run in more] == [(i, sum(many)) for i in range(3)]
+    for run in found + more:
         times = pool.times(run.calls).threads
         assert times.shape == (1, 3, 3) and (np.diff(times[0, :, 0]) > 0).all() and kept
     pool.close()

@@ -112,7 +112,7 @@ class Run(NamedTuple):
 
 
 class _Page(NamedTuple):
-    """Words of the block, what their calls are of, and what the runs that begin at some of them are kept with."""
+    """Words of the block, what their calls are of, and what the runs of the calls at some of them are kept with."""
 
     words: Words
     expected: dict[tuple[int, int], Expected]
@@ -134,7 +134,7 @@ class Notes:
         self._left = len(block) // place
         self._taken = list[_Page]()
         self._expected, self._kept = dict[tuple[int, int], Expected](), dict[int, Any]()
-        self._last: Sequence[Piece] = ()
+        self._last: Piece | None = None
         self.on = False
         self._clock = Clock()
 
@@ -146,16 +146,14 @@ class Notes:
             self._cursor[0] = self._next if on else 0
             self.on = on
 
-    def expect(self, pieces: Sequence[Piece], operations: int, what: Any, kept: Any) -> None:
-        """Before the calls of a run that is noted: what all runs of these pieces are, and what this one is kept with."""
-        self._left -= len(pieces)
-        if self._left < 0:
+    def expect(self, piece: Piece, operations: int, what: Any, kept: Any) -> None:
+        """Before a call that is noted: what all runs of the table are, and what this one is kept with, unless it is None."""
+        if not self._left:
             self._turn()
-            self._left -= len(pieces)
-        if pieces is not self._last:
-            self._last = pieces
-            for piece in pieces:
-                self._expected[piece.address, len(piece.table)] = Expected(piece, operations, what)
+        self._left -= 1
+        if piece is not self._last:
+            self._last = piece
+            self._expected[piece.address, len(piece.table)] = Expected(piece, operations, what)
         if kept is not None:
             self._kept[self._used] = kept
 
@@ -172,7 +170,7 @@ class Notes:
         used = self._used
         self._taken.append(_Page(self._block[:used].copy(), self._expected, self._kept))
         self._block[:used] = 0
-        self._expected, self._kept, self._last, self._left = {}, {}, (), len(self._block) // self._place
+        self._expected, self._kept, self._last, self._left = {}, {}, None, len(self._block) // self._place
         self._next = self._begin
         if self.on:
             self._cursor[0] = self._begin

@@ -360,10 +360,10 @@ class Pool:
         cut as well, into so many.  `what`: what all runs of this table are, for `recorded`; None: they are not recorded.
         `kept`: what this run is recorded with.
         """
-        calls = self._split(table, pieces, cuts)
-        if self._notes.on:
-            self._notes.expect(calls, len(table), what, kept)
-        for piece in calls:
+        notes = self._notes
+        for piece in self._split(table, pieces, cuts):
+            if notes.on:
+                notes.expect(piece, len(table), what, kept)
             self._walk(piece, threads)
 
     def recorded(self) -> list[Run]:
