@@ -130,7 +130,7 @@ class Notes:
         place    words of the longest call
         """
         self._cursor, self._block, self._place = cursor, block, place
-        self._begin = self._next = block.ctypes.data
+        self._next = self._first = block.ctypes.data
         self._left = len(block) // place
         self._taken = list[_Page]()
         self._expected, self._kept = dict[tuple[int, int], Expected](), dict[int, Any]()
@@ -149,7 +149,7 @@ class Notes:
     def expect(self, piece: Piece, operations: int, what: Any, kept: Any) -> None:
         """Before a call that is noted: what all runs of the table are, and what this one is kept with, unless it is None."""
         if not self._left:
-            self._turn()
+            self._begin_again()
         self._left -= 1
         if piece is not self._last:
             self._last = piece
@@ -159,21 +159,22 @@ class Notes:
 
     @property
     def _used(self) -> int:
-        """Words of the block that calls have."""
-        return ((int(self._cursor[0]) if self.on else self._next) - self._begin) // self._block.itemsize
+        """Words of the page: of the block since `_first`, the address where the calls begin of which there is no copy."""
+        return ((int(self._cursor[0]) if self.on else self._next) - self._first) // self._block.itemsize
 
     def _turn(self) -> None:
-        """Copy what is noted, and begin the block again.
+        """Copy what is noted, and begin another page after it: a thread that comes late still writes to this one."""
+        used, at = self._used, (self._first - self._block.ctypes.data) // self._block.itemsize
+        self._taken.append(_Page(self._block[at : at + used].copy(), self._expected, self._kept))
+        self._expected, self._kept, self._last = {}, {}, None
+        self._first += used * self._block.itemsize
 
-        It must be 0: of an operation that a thread never comes to nothing is written.
-        """
-        used = self._used
-        self._taken.append(_Page(self._block[:used].copy(), self._expected, self._kept))
-        self._block[:used] = 0
-        self._expected, self._kept, self._last, self._left = {}, {}, None, len(self._block) // self._place
-        self._next = self._begin
-        if self.on:
-            self._cursor[0] = self._begin
+    def _begin_again(self) -> None:
+        """The block from its beginning.  It must be 0: of an operation that a thread never comes to nothing is written."""
+        self._turn()
+        self._block[:] = 0
+        self._cursor[0] = self._first = self._block.ctypes.data
+        self._left = len(self._block) // self._place
 
     def taken(self) -> list[Run]:
         """The runs that were noted since the last time, in order.
