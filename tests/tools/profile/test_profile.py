@@ -9,7 +9,7 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from click.testing import CliRunner, Result
@@ -197,6 +197,18 @@ def test_an_interrupt_while_the_conditions_are_read_keeps_the_rest(tiny: Path, m
     result = edgeq("profile", tiny, *SHORT, "-o", "json")
     assert result.exit_code == 130, result.stderr
     assert {r["test"] for r in json.loads(result.stdout)["measurements"] if r["kind"] in ("pp", "tg")} == {"pp16"}
+
+
+def test_an_interrupt_of_a_prediction_keeps_the_profile(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("edgeq.tools.profile.document.predictions", interrupted)
+    result = edgeq("profile", tiny, *SHORT, "--what-if", "bits=3", "-o", "json", "--save", tmp_path / "kept.json")
+    made = json.loads(result.stdout)
+    assert result.exit_code == 130 and "--what-if: interrupted" in result.stderr
+    assert made["partial"] and not made["what_if"] and read(tmp_path / "kept.json") == made
+    assert {r["test"] for r in made["measurements"] if r["kind"] in ("pp", "tg")} == {"pp16", "tg4"}
 
 
 def test_what_is_not_a_file_is_not_replaced(tiny: Path, tmp_path: Path) -> None:
