@@ -166,11 +166,13 @@ def test_tables_too_long_for_a_pool_that_cannot_grow_are_not_kept(monkeypatch):
     program._pool.close()
     program._pool = module.Pool(2, 1, module.RECORD_SLOTS)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "Pool", refused)
+        patch.setattr(program, "_new_pool", refused)
+        program.record(True)
         for _ in range(2):
             with pytest.raises(ResourceError):
                 program.run(rows_of(program, 4), "a8")
     assert np.array_equal(program.run(rows_of(program, 4), "a8"), wanted)
+    assert [each.mode for each in program.recorded()] == ["a8"]
 
 
 def test_unknown_instruction_set_is_refused_by_name():
