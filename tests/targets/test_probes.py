@@ -108,7 +108,7 @@ def test_weights_are_asked_for_at_the_distance_that_was_measured_to_be_fastest(m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     isa = next(isa for isa in all_isas() if isa.name == "portable")
     isa.prefetch_distances = (4096, 64, 512)
-    rates, share = {4096: 1.0, 64: 1.02, 512: 1.01}, 0.5
+    rates, share = {4096: 1.02, 64: 1.0, 512: 1.01}, 0.5
 
     def measured(table, threads, work, seconds):
         return [rates[int(table[0, ProductArgs.prefetch_bytes.slot])]] * 3, share
@@ -116,11 +116,11 @@ def test_weights_are_asked_for_at_the_distance_that_was_measured_to_be_fastest(m
     monkeypatch.setattr(probes, "_rates_and_share", measured)
     begun = []
     # A difference that may be chance changes nothing, and what was measured on a busy machine is not kept.
-    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, on_measure=lambda: begun.append(1)) == 4096
-    rates[64], share = 1.04, 1.0
     assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, on_measure=lambda: begun.append(1)) == 64
+    rates[4096], share = 1.05, 1.0
+    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, on_measure=lambda: begun.append(1)) == 4096
     rates[512] = 2.0
-    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, on_measure=lambda: begun.append(1)) == 64 and len(begun) == 2
+    assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, on_measure=lambda: begun.append(1)) == 4096 and len(begun) == 2
     assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC, refresh=True) == 512
     isa.prefetch_distances = ()
     assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC) == 0
