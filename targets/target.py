@@ -121,6 +121,10 @@ class RanRows(NamedTuple):
     spans: NDArray[np.int32] | None
     wanted: NDArray[np.int32]
 
+    @classmethod
+    def of(cls, rows: Rows) -> RanRows:
+        return cls(rows.slots, rows.sessions, rows.spans, rows.wanted)
+
 
 class Recorded(NamedTuple):
     """A run, the mode that it ran in and its rows."""
@@ -144,7 +148,7 @@ class TellsTimes:
         return found
 
     def _note(self, times: StepTimes, mode: Mode, rows: Rows) -> None:
-        self._recorded.append(Recorded(times, mode, RanRows(rows.slots, rows.sessions, rows.spans, rows.wanted)))
+        self._recorded.append(Recorded(times, mode, RanRows.of(rows)))
 
 
 class Program(Protocol):

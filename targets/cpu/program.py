@@ -244,9 +244,8 @@ class CpuProgram:
         if rows.spans is not None:
             widest = int((rows.spans[:, 1] - rows.spans[:, 0]).max())
             cuts = np.ceil(made.work @ (count / MOST_PRODUCTS, count * widest / MOST_SCORES)).astype(np.int64)
-        kept = None
-        if not count == selected == 1 or rows.spans is not None:
-            kept = RanRows(rows.slots, rows.sessions, rows.spans, rows.wanted)
+        alone = count == selected == 1 and rows.spans is None
+        kept = RanRows.of(rows) if self._recording and not alone else None
         self._pool.run(table, threads, pieces, cuts, made, kept)
         del vectors
         return self._logits[:selected]
