@@ -47,12 +47,12 @@ $(SIGNS)/samples.jsonl: tools/lab/signs.py | $(VENV)/installed-convert $(VENV)/i
 $(CALIBRATION)/samples.jsonl: tools/lab/signs.py | $(VENV)/installed-convert $(VENV)/installed-vision
 	$(BIN)/python -m edgeq.tools.lab.signs draw $(CALIBRATION) --split calibration --count 32
 
-$(DEMO_VISION): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) $(CALIBRATION)/samples.jsonl
+$(DEMO_VISION): $(wildcard edgeq/*.py edgeq/*/*.py converters/*.py converters/*/*.py) $(CALIBRATION)/samples.jsonl
 	@mkdir -p $(dir $(DEMO_VISION))
 	@echo "== convert: weights of 4 bits, of the vision tower too; activations of 8 by constant scales for text and for pictures"
 	$(EDGEQ) convert $(SEES) -o $(DEMO_VISION) --method mquant --bits 4/8 --vision-bits 4/8 --calibration $(CALIBRATION) --force
 
-$(DEMO): $(wildcard edgeq/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert
+$(DEMO): $(wildcard edgeq/*.py edgeq/*/*.py converters/*.py converters/*/*.py) | $(VENV)/installed-convert
 	@mkdir -p $(dir $(DEMO))
 	@echo "== convert: 4 bits, a scale per 128 weights, by what is lost on a calibration text"
 	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --force --calibration built-in --bits 4 --group-size 128
@@ -145,7 +145,7 @@ docs: $(VENV)/installed-docs
 	@echo "open build/site/index.html"
 
 schema: $(VENV)/installed-test
-	cd edgeq/schema && ../../$(BIN)/flatc --python --gen-object-api --gen-onefile --python-typing model.fbs
+	cd edgeq/format/schema && ../../$(BIN)/flatc --python --gen-object-api --gen-onefile --python-typing model.fbs
 
 clean:
 	rm -rf build .venv .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -2,9 +2,6 @@
 
 import os
 
-if __name__ != "edgeq.converters":
-    raise ImportError("import edgeq.converters, not converters")
-
 # OpenMP reads it when torch is loaded.  By default its threads spin at the end of each product; where other programs use the
 # processor too, each then waits for a thread that is not running: the demo took six times as long beside five busy processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgeq.container import ModelFile
-from edgeq.converters.allocation.allocate import allocate
 from edgeq.converters.calibration.compute import Compute, within_memory
-from edgeq.converters.existing import already_there
-from edgeq.converters.journal import Journal
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.output import check_output
-from edgeq.converters.plan import ConversionPlan
-from edgeq.converters.preflight import check_disk, preflight
-from edgeq.converters.run import OnLayer, Run, Warn
-from edgeq.converters.stages import VERIFY, OnProgress
-from edgeq.partial import Partial
-from edgeq.writer import Writer
+from edgeq.converters.planning.existing import already_there
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.output import check_output
+from edgeq.converters.planning.plan import ConversionPlan
+from edgeq.converters.planning.preflight import check_disk, preflight
+from edgeq.converters.probing.allocate import allocate
+from edgeq.converters.running.journal import Journal
+from edgeq.converters.running.run import ConversionRun, OnLayer, Warn
+from edgeq.converters.running.stages import VERIFY, OnProgress
+from edgeq.format.container import ModelFile
+from edgeq.format.partial import Partial
+from edgeq.format.writer import Writer
 
-__all__ = ["ConvertOptions", "Converted", "OnLayer", "OnProgress", "Warn", "carry_out", "convert", "preflight"]
+__all__ = ["ConvertOptions", "ConversionResult", "OnLayer", "OnProgress", "Warn", "carry_out", "convert", "preflight"]
 
 
 def convert(
@@ -30,7 +30,7 @@ def convert(
 
     Killed at any moment and called again with the same source and options, it goes on and ends in the same bytes.  An existing
     .edgeq file of the same conversion is verified and returned; one of another conversion is replaced, with the option `force`,
-    only by the finished file; nothing else is ever replaced.  Memory: see `edgeq.converters.plan`.
+    only by the finished file; nothing else is ever replaced.  Memory: see `edgeq.converters.planning.plan`.
     Errors: as `preflight` and `carry_out`; InputError: something else is at `output`.
     """
     check_output(source, output)
@@ -41,7 +41,7 @@ def convert(
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """The verified file; `found`: it was there already, nothing was converted."""
 
     file: ModelFile
@@ -55,7 +55,7 @@ def carry_out(
     warn: Warn = lambda line: None,
     on_layer: OnLayer = lambda report: None,
     on_begin: Callable[[], None] = lambda: None,
-) -> Converted:
+) -> ConversionResult:
     """`convert` for a plan that `preflight` made; `on_begin` is called when nothing is in the way, before anything is written.
 
     InputError: `output` was made by another conversion, is written by another process at this moment, or an interrupted
@@ -76,13 +76,13 @@ def carry_out(
             def attempt(compute: Compute) -> ModelFile:
                 # Where the device ran out of memory, from the last layer that is safe.
                 writer = Writer(output, journal.resume(restart=False), partial)
-                return Run(replace(plan, compute=compute), writer, journal, on_progress, warn, on_layer).finish()
+                return ConversionRun(replace(plan, compute=compute), writer, journal, on_progress, warn, on_layer).finish()
 
-            return Converted(within_memory(plan.compute, attempt, warn), False)
+            return ConversionResult(within_memory(plan.compute, attempt, warn), False)
     finally:
         partial.close()
     for done, size in file.verify():
         on_progress(done, size, VERIFY)
     if not partial.path.exists():
         journal.remove()
-    return Converted(file, True)
+    return ConversionResult(file, True)

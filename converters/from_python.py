@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from edgeq.container import ModelFile
-from edgeq.converters.allocation.budget import Budget
-from edgeq.converters.method_options import check_method_options
-from edgeq.converters.options import ConvertOptions, HeadBits
-from edgeq.converters.output import check_output
+from edgeq.converters.budget.budget import Budget
+from edgeq.converters.planning.method_options import check_method_options
+from edgeq.converters.planning.options import ConvertOptions, HeadBits
+from edgeq.converters.planning.output import check_output
 from edgeq.errors import InputError
+from edgeq.format.container import ModelFile
 
 if TYPE_CHECKING:
-    from edgeq.converters.layer_report import LayerReport
+    from edgeq.converters.running.layer_report import LayerReport
 
 EXTRA = ("torch", "transformers", "safetensors", "huggingface_hub")
 """What the extra `convert` installs."""
@@ -83,8 +83,8 @@ def convert(
     on_layer      takes a report when a decoder layer is safe on the disk: its index, bits and error
     warn          takes a line that the user should read
 
-    The other keywords are the options of `edgeq convert` and of edgeq.converters.options.ConvertOptions; None takes the default
-    of the method.
+    The other keywords are the options of `edgeq convert` and of edgeq.converters.planning.options.ConvertOptions; None takes
+    the default of the method.
 
     InputError: an option, the place of the output, or the extra `convert` is not installed.  CheckpointError, UnsupportedError:
     the checkpoint.  ResourceError: too little memory or disk; what is written stays for the next call.
@@ -129,7 +129,7 @@ def convert(
 
         plan = preflight(os.fspath(source), options, on_progress or _ignore)
         if budget is not None:
-            from edgeq.converters.allocation.allocate import allocate
+            from edgeq.converters.probing.allocate import allocate
 
             plan = allocate(plan, on_progress or _ignore, warn or _ignore).plan
         return carry_out(plan, path, on_progress or _ignore, warn or _ignore, on_layer or _ignore).file

@@ -27,21 +27,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.codec import Codec, Kind
-from edgeq.config import ModelConfig, VisionConfig
-from edgeq.converters.allocation.part_names import part_of
+from edgeq.converters.budget.part_names import part_of
 from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
 from edgeq.converters.calibration.samples import PictureFile
 from edgeq.converters.calibration.tower_forward import TowerForward
+from edgeq.converters.checkpoint.slabs import RowReader, Tensors
 from edgeq.converters.families import Family
-from edgeq.converters.linears import Delivery, LinearItem, Recipe
-from edgeq.converters.method_options import DEFAULTS
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.quantizer import AWQ, Preset, fitting_group_size
-from edgeq.converters.slabs import RowReader, Tensors
-from edgeq.manifest import MODALITIES
-from edgeq.records import Activation, KvCodec, Mode
-from edgeq.stack import Stack
+from edgeq.converters.planning.method_options import DEFAULTS
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.rounding.linears import Delivery, LinearItem, Recipe
+from edgeq.converters.rounding.quantizer import MIN_MAX, Preset, fitting_group_size
+from edgeq.format.codec import Codec
+from edgeq.format.manifest import MODALITIES
+from edgeq.format.records import Activation, KvCodec, Mode
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.stack import Stack
 
 Study = dict[str, NDArray[Any]]
 MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 6: "a8", 4: "a4"}
@@ -92,7 +92,7 @@ class Block:
 class Method:
     """Base of all methods; the head of this file has the order of the calls.
 
-    name         as in --method; the options that the method has a use for are in edgeq.converters.method_options
+    name         as in --method; the options that the method has a use for are in edgeq.converters.planning.method_options
     calibrates   needs calibration text; decoder layers go through `prepare`
     propagates   with `calibrates`: the inputs of a layer are the outputs of the layers before it as stored, not as they were; a
                  resumed run then loads finished layers from the unfinished file
@@ -170,15 +170,15 @@ class Method:
     @property
     def preset(self) -> Preset:
         """How integers are chosen; its name goes into the provenance."""
-        return AWQ
+        return MIN_MAX
 
     @property
     def stored_config(self) -> ModelConfig:
         """The network as it will be stored: a method that folds the last norm into the head unties it."""
         return self.config
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
-        """The parts of linear layer `name`, such as layers.3.qkv, of a decoder layer; `stored`: its type in the checkpoint."""
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
+        """The parts of linear layer `name`, such as layers.3.qkv, of a decoder layer; `stored`: how the checkpoint holds it."""
         # In 8 bits the runtime's own scales, a block each, are finer and lose nothing; in 4 a baseline follows its paper.
         four = self.options.activation_bits == 4
         codec = self.allocated(name) or self.codec(columns)

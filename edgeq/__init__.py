@@ -1,7 +1,6 @@
 """edgeq: large models as one packed low-bit file, and a runtime that runs it on your device."""
 
-import os.path
-
+from edgeq.folders import search_path as _search_path
 from edgeq.version import __version__ as __version__
 
 # typing's own constant of this name, without the time that importing typing takes.
@@ -9,13 +8,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from edgeq.converters.from_python import convert
     from edgeq.runtime import Answer, Batch, Generation, Measurement, Model, Requantization, Sampling, Session
-    from edgeq.runtime.server.within import serve
+    from edgeq.runtime.server.background import serve
 
 __all__ = ["Answer", "Batch", "Generation", "Measurement", "Model", "Requantization", "Sampling", "Session", "convert", "serve"]
 
-# In a checkout runtime/, converters/, targets/ and tools/ lie beside edgeq/, not in it.
-if not os.path.isdir(os.path.join(__path__[0], "runtime")):
-    __path__.append(os.path.dirname(__path__[0]))
+__path__ += _search_path(__path__[0])
 
 
 def __getattr__(name: str) -> object:
@@ -28,7 +25,7 @@ def __getattr__(name: str) -> object:
         globals()[name] = convert
         return convert
     if name == "serve":
-        from edgeq.runtime.server.within import serve
+        from edgeq.runtime.server.background import serve
 
         globals()[name] = serve
         return serve

@@ -1,5 +1,5 @@
 """`python -m edgeq`: the command line where no `edgeq` command is on the path."""
 
-from edgeq.tools.cli import main
+from edgeq.tools.cli.main import main
 
 main()

@@ -10,25 +10,22 @@ A `Generation` is an iterator over text, with `.text()`, `.tokens`, `.finish_rea
 goes through the chat template of the file, and `session=model.session()` keeps what two calls have in common in the cache.
 """
 
-if __name__ != "edgeq.runtime":
-    raise ImportError("import edgeq.runtime, not runtime")
-
 import sys
 
-from edgeq.machine import NOT_WINDOWS
+from edgeq.system.machine import NOT_WINDOWS
 
 if sys.platform == "win32":
     raise ImportError(NOT_WINDOWS)
 
-from edgeq.prompt import Prompt
-from edgeq.runtime.batch import Answer, Batch
+from edgeq.pictures.prompt import Prompt
+from edgeq.runtime.answers.stopping import Piece
+from edgeq.runtime.batching.batch import Answer, Batch
 from edgeq.runtime.generation import Generation
 from edgeq.runtime.model import Model
-from edgeq.runtime.requantize import Requantization
 from edgeq.runtime.sampling import Logprobs, Sampling
-from edgeq.runtime.session import Session
+from edgeq.runtime.session.requantize import Requantization
+from edgeq.runtime.session.session import Session
 from edgeq.runtime.stats import Measurement
-from edgeq.runtime.stopping import Piece
 
 __all__ = [
     "Answer",

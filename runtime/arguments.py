@@ -1,7 +1,7 @@
 """Checks of arguments at the call: what was found, and what is expected.
 
 An error shows the parameter as it is called in Python, between backticks; the command line shows its option in its place
-(`edgeq.tools.entry`).
+(`edgeq.tools.cli.entry`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from edgeq.errors import InputError
 
-LONGEST_FOUND = 80
+MAX_FOUND_CHARACTERS = 80
 """Characters of a wrong value that an error shows."""
 
 
@@ -82,7 +82,7 @@ def texts(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
 
 def _shown(value: object) -> str:
     shown = repr(value)
-    return shown if len(shown) <= LONGEST_FOUND else shown[:LONGEST_FOUND] + "..."
+    return shown if len(shown) <= MAX_FOUND_CHARACTERS else shown[:MAX_FOUND_CHARACTERS] + "..."
 
 
 def _index(value: Any) -> int | None:

@@ -7,15 +7,15 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
-from edgeq import machine
 from edgeq.errors import InputError
-from edgeq.prompt import Prompt
-from edgeq.runtime.call_reader import CallReader, Event, Thought, message_of
-from edgeq.runtime.decode import DecodeStep, Stream
+from edgeq.pictures.prompt import Prompt
+from edgeq.runtime.answers.call_reader import CallReader, Event, Thought, message_of
+from edgeq.runtime.answers.stopping import Ending, FinishReason, Piece
+from edgeq.runtime.decode import Stepper, Stream
 from edgeq.runtime.sampling import Logprobs
-from edgeq.runtime.session import OnPrompt
+from edgeq.runtime.session.session import OnPrompt
 from edgeq.runtime.stats import Measurement
-from edgeq.runtime.stopping import Ending, FinishReason, Piece
+from edgeq.system import machine
 
 
 class _Closed(Exception):
@@ -39,26 +39,25 @@ class Generation(Iterator[str]):
         stream: Stream,
         prompt: Prompt,
         ending: Ending,
-        step: DecodeStep,
+        stepper: Stepper,
+        *,
         measurement: Measurement,
         positions_read: Callable[[int], float],
         started: float,
         on_progress: OnPrompt | None,
-        own_session: bool,
         reader: CallReader | None = None,
     ) -> None:
         """The tokens of `stream` are those of `prompt`.  `started`: when the caller began to wait (perf_counter).
 
-        own_session   the session was made for this text and ends with it
-        reader        knows calls of tools in it
+        reader   knows calls of tools in it
         """
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self._given: list[Piece] = []
-        self._closed, self._own_session = False, own_session
+        self._closed = False
         self._reader, self._message = reader, dict[str, Any]()
         self.measurement = measurement
-        self._stream, self._ending, self._step = stream, ending, step
+        self._stream, self._ending, self._stepper = stream, ending, stepper
         self._prompt: Prompt | None = prompt
         self._positions_read = positions_read
         self._pieces = self._run(started, on_progress)
@@ -101,7 +100,7 @@ class Generation(Iterator[str]):
         with suppress(ValueError):
             # A generator that another thread runs cannot be closed; it ends by itself.
             self._pieces.close()
-            self._end()
+            self._stream.close()
 
     def __enter__(self) -> Generation:
         return self
@@ -157,7 +156,7 @@ class Generation(Iterator[str]):
         try:
             logits = session.prefill(prompt.after(m.cached_tokens), prefilled)
         except _Closed:
-            return self._end()
+            return self._stream.close()
         # Its pictures, which the prompt's record held, are not needed any more.
         del prompt
         m.vision_s = session.vision_s - seen
@@ -174,23 +173,19 @@ class Generation(Iterator[str]):
                 self._given.append(self._ending.push(token, full=i + 1 == len(tokens) and not session.left))
                 if self._ending.reason:
                     # What was accepted after the end is not part of the text.
-                    session.trim(length + len(self.tokens) - 1)
-                    self._end()
+                    session.rewind(length + len(self.tokens) - 1)
+                    self._stream.close()
                 yield self._given[-1]
                 if self._ending.reason:
                     return
                 if self._closed:
-                    return self._end()
+                    return self._stream.close()
             if stream.error:
                 raise stream.error
             if session.owner is not ticket or len(session.tokens) + 1 != len(stream.tokens):
                 raise InputError("its session has run another text in the meantime; give each text a session of its own")
             self._requantize()
             tokens = self._decode()
-
-    def _end(self) -> None:
-        if self._own_session:
-            self._stream.session.close()
 
     def _requantize(self) -> None:
         """After the first token, which the prompt's own run gives: it does not wait for this."""
@@ -206,7 +201,7 @@ class Generation(Iterator[str]):
     def _decode(self) -> list[int]:
         m = self.measurement
         before, runs = perf_counter(), m.speculation.runs
-        tokens = self._step([self._stream], [self._ending.room])[0]
+        tokens = self._stepper.step([self._stream], [self._ending.room])[0]
         if self._stream.error and not tokens:
             raise self._stream.error
         seconds = perf_counter() - before

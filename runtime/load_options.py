@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from edgeq.container import ModelFile
 from edgeq.errors import InputError
-from edgeq.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KV_KINDS, MODES, KvCodec, KvKind, Mode
 from edgeq.runtime.arguments import flag, instance, integer, wrong
-from edgeq.runtime.requantize import Requantization, chosen
-from edgeq.runtime.session import RowOrder
+from edgeq.runtime.session.requantize import Requantization, chosen
+from edgeq.runtime.session.runs import RowOrder
 from edgeq.targets.host import CHUNK_ROWS
 from edgeq.targets.target import Options
 
+MAX_LOGITS = 32
+"""Texts that one run decodes, or 4 with drafts of 7 tokens; each takes 4 bytes of memory for every token of the vocabulary."""
+
 
 @dataclass(frozen=True)
-class Asked:
+class LoadArguments:
     """The arguments of Model.load that say what a file runs on, as they are explained there."""
 
     target: str | None

@@ -13,44 +13,42 @@ from time import perf_counter
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
-from edgeq.chat_template import ChatTemplate, Message
-from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.image import Picture
-from edgeq.prompt import Prompt
-from edgeq.records import KvKind, Mode
-from edgeq.runtime.adapted import adapted, opened
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KvKind, Mode
+from edgeq.pictures.image import Picture
+from edgeq.pictures.prompt import Prompt
+from edgeq.runtime.answers.constraint import Constraints
+from edgeq.runtime.answers.response_format import ResponseFormat
 from edgeq.runtime.arguments import callback, instance
-from edgeq.runtime.constraint import Constraints
-from edgeq.runtime.context_size import choose_context
-from edgeq.runtime.decoder import decoder
-from edgeq.runtime.embedding import Embedder, Texts, Vectors, check_continues
+from edgeq.runtime.batching.prompt_store import PromptStore
 from edgeq.runtime.generation import Generation
-from edgeq.runtime.load_options import Asked
-from edgeq.runtime.pictures import ImageSource, Pictures, check_image_tokens
-from edgeq.runtime.pooler import Pooler
-from edgeq.runtime.prefill_rate import PrefillRate
+from edgeq.runtime.load_options import MAX_LOGITS, LoadArguments
+from edgeq.runtime.network.adapted import adapted, opened
+from edgeq.runtime.network.decoder import decoder
+from edgeq.runtime.network.embedding import Embedder, Texts, Vectors, check_continues
+from edgeq.runtime.network.pictures import ImageSource, Pictures, check_image_tokens
+from edgeq.runtime.network.pooler import Pooler
+from edgeq.runtime.network.vision import Tower
 from edgeq.runtime.prompt_reader import PromptReader
-from edgeq.runtime.prompt_store import PromptStore
-from edgeq.runtime.requantize import NEVER, Requantization, Requantizer, chosen
 from edgeq.runtime.request import Request
-from edgeq.runtime.response_format import ResponseFormat
 from edgeq.runtime.sampling import Processor, Sampling
-from edgeq.runtime.session import OnPrompt, RowOrder, Session
-from edgeq.runtime.session_file import Origin
+from edgeq.runtime.session.context_size import cache_bytes, choose_context
+from edgeq.runtime.session.prefill_rate import PrefillRate
+from edgeq.runtime.session.requantize import NEVER, Requantization, SessionRequantizer, chosen
+from edgeq.runtime.session.runs import RowOrder
+from edgeq.runtime.session.session import OnPrompt, Session
+from edgeq.runtime.session.session_file import Origin
 from edgeq.runtime.speculative.speculator import DraftSource, Speculator, checked_draft
 from edgeq.runtime.start import start
-from edgeq.runtime.vision import Tower
-from edgeq.targets import Choice, pick
+from edgeq.targets import TargetChoice, pick
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Program, Requantizable, no_progress
-from edgeq.text import Text
+from edgeq.text.chat_template import ChatTemplate, Message
+from edgeq.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-MOST_LOGITS = 32
-"""Texts that one run decodes, or 4 with drafts of 7 tokens; each takes 4 bytes of memory for every token of the vocabulary."""
 
 
 class Model:
@@ -68,7 +66,7 @@ class Model:
     def __init__(
         self,
         file: ModelFile,
-        choice: Choice,
+        choice: TargetChoice,
         options: Options,
         *,
         context: int | None = None,
@@ -80,7 +78,7 @@ class Model:
     ) -> None:
         started = perf_counter()
         self.file, self.config = file, file.metadata.config
-        self.target, self._choice = choice.target.name, cast("Choice | None", choice)
+        self.target, self._choice = choice.target.name, cast("TargetChoice | None", choice)
         self._chat_template, self.requantization = chat_template, chosen(requantization, file)
         check_image_tokens(self.config, image_tokens)
         # Its buffers do not depend on the context, only rotary frequencies do.
@@ -89,9 +87,9 @@ class Model:
             # Refused here, so that no target compiles first.
             shared_inputs(graph)
         room = choice.target.room(graph, file, options)
-        self.context = choose_context(room, graph.page_bytes(options.kv), self.config.max_position_embeddings, context)
+        self.context = choose_context(room, partial(cache_bytes, graph, options), self.config.max_position_embeddings, context)
         self.graph = decoder(file.metadata, self.context)
-        options = replace(options, context=self.context)
+        options = replace(options, cache_bytes=cache_bytes(graph, options, self.context))
         self._program: Program | None = choice.target.compile(self.graph, file, options, on_progress)
         if self.requantization and not isinstance(self.program, Requantizable):
             raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")
@@ -134,12 +132,12 @@ class Model:
         return f"<Model {self.file.path.name}: {state}; context {self.context}>"
 
     @cached_property
-    def text(self) -> Text:
+    def text(self) -> Tokenizer:
         """The tokenizer, read when it is first used: a vocabulary of 128,000 takes a fifth of a second.
 
         UnsupportedError: the file has none.  FormatError: damaged.
         """
-        return Text.from_file(self.file)
+        return Tokenizer.from_file(self.file)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -161,7 +159,7 @@ class Model:
         threads_prefill: int = 0,
         kv: KvKind | Literal["file"] | None = None,
         context: int | None = None,
-        max_logits: int = MOST_LOGITS,
+        max_logits: int = MAX_LOGITS,
         max_rows: int = 0,
         chat_template: str | None = None,
         requantization: Requantization | None = None,
@@ -173,7 +171,7 @@ class Model:
     ) -> Model:
         """Open `path` and compile it.  The logger "edgeq" is told what was compiled, and what the model runs on.
 
-        target       "cpu" or "reference"; None: the first that this machine can use
+        target       "cpu", "cuda" or "reference"; None: the first that this machine can use
         isa          instruction set of the target; None: the best
         mode         "a16" (float activations), "a8" or "a4" (integer); None: what the file was made for
         threads      for decode, threads_prefill for prompts; 0: the target chooses
@@ -195,7 +193,7 @@ class Model:
         started = perf_counter()
         instance("path", path, (str, os.PathLike), "a path")
         threaded = threads, threads_prefill, kv, max_logits, max_rows
-        asked = Asked(target, isa, mode, *threaded, requantization, context, chat_template, row_order, graphs)
+        asked = LoadArguments(target, isa, mode, *threaded, requantization, context, chat_template, row_order, graphs)
         asked.check()
         callback("on_progress", on_progress)
         file = opened(path, adapter)
@@ -280,9 +278,11 @@ class Model:
         """An empty session; its cache grows as it is filled.  Where the model embeds texts it gives states, not logits."""
         requantizer = None
         if self.requantization:
-            requantizer = Requantizer(cast(Requantizable, self.program), self.requantization, self._lock)
-        shared = self.context, self._lock, self.prefill_rate, self._origin
-        session = Session(self.program, self.config.vocab_size, *shared, requantizer, self._sessions, self.pictures)
+            requantizer = SessionRequantizer(cast(Requantizable, self.program), self.requantization, self._lock)
+        session = Session(
+            self.program, self.config.vocab_size, self.context, self._lock, prefill_rate=self.prefill_rate, origin=self._origin,
+            requantizer=requantizer, registry=self._sessions, pictures=self.pictures,
+        )  # fmt: skip
         session.row_order = self._row_order
         return session
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from edgeq.chat_template import OTHER_TEMPLATE, ChatTemplate, Message, with_images
-from edgeq.container import ModelFile
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.prompt import Prompt, with_pictures
+from edgeq.format.container import ModelFile
+from edgeq.pictures.prompt import Prompt, with_pictures
+from edgeq.runtime.answers.thinking import Thinking
+from edgeq.runtime.answers.tools import ToolUse, conversation, tool_use
 from edgeq.runtime.arguments import integer, token_ids, wrong
-from edgeq.runtime.pictures import ImageSource, Pictures
-from edgeq.runtime.thinking import Thinking
-from edgeq.runtime.tools import ToolUse, conversation, tool_use
-from edgeq.text import Text
+from edgeq.runtime.network.pictures import ImageSource, Pictures
+from edgeq.text.chat_template import OTHER_TEMPLATE, ChatTemplate, Message, with_images
+from edgeq.text.tokenizer import Tokenizer
 
 
 class PromptReader:
@@ -23,7 +23,7 @@ class PromptReader:
         self,
         file: ModelFile,
         pictures: Pictures | None,
-        text: Callable[[], Text],
+        text: Callable[[], Tokenizer],
         template: Callable[[], ChatTemplate | None],
     ) -> None:
         """`text` and `template` read tokenizer and chat template of the file when they are first needed."""

@@ -1,8 +1,8 @@
 """From logits to the next token.
 
-In this order: repetition penalty, presence and frequency penalty, logit bias, stop tokens that must not come yet, processors,
-tokens that the grammar does not have, temperature, top-k, top-p, min-p, draw.  With temperature 0 the most probable token after
-the grammar is taken.
+In this order: repetition penalty, presence and frequency penalty, DRY, logit bias, stop tokens that must not come yet,
+processors, tokens that the grammar does not have, temperature, top-k, top-p, min-p, draw.  With temperature 0 the most probable
+token after the grammar is taken.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError
-from edgeq.generation import SAMPLING
+from edgeq.format.container import ModelFile
+from edgeq.network.generation import SAMPLING
+from edgeq.runtime.answers.constraint import Matcher
+from edgeq.runtime.answers.repetition import Breakers, penalties
+from edgeq.runtime.answers.thinking import AfterThinking
 from edgeq.runtime.arguments import instance, integer, real, wrong
-from edgeq.runtime.constraint import Matcher
-from edgeq.runtime.thinking import AfterThinking
 from edgeq.targets.target import Largest
 
 ArrayF64 = NDArray[np.float64]
 RUN = 64
 """Scores of which only the largest is looked at first."""
 NOT_FINITE = "the model gives logits that are not finite; check its file with: edgeq inspect --verify"
-MOST_BIASES = 1024
+MAX_BIASES = 1024
 """Tokens with a bias of their own; as many as OpenAI's interface takes in practice."""
 Candidates = tuple[NDArray[np.int64], ArrayF64]
 """Tokens and their probabilities, which sum to 1."""
@@ -43,6 +44,12 @@ RECOMMENDED = {
     "seed": "seed",
 }
 """Field of Sampling: key in the file, as Hugging Face's generation_config.json has it."""
+DRAWN = ("temperature", "top_k", "top_p", "min_p")
+"""Fields that say how much chance there is; a file that has one of them recommends how to draw."""
+CHAT = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
+"""How chats are drawn where the file recommends nothing: greedy small models loop, and at temperature 1 write word salad."""
+CHAT_DRY = 0.8
+"""DRY multiplier of chats, whatever the file recommends; as text-generation-webui and llama.cpp suggest."""
 
 
 class HasFile(Protocol):
@@ -62,6 +69,8 @@ class Sampling:
     repeat_penalty     of tokens in prompt and text (CTRL, Keskar et al. 2019, arXiv 1909.05858); 0.1 to 10, 1: none
     presence_penalty   taken from the logit of every token that the text has, the prompt not counted; -2 to 2, as OpenAI's
     frequency_penalty  the same, times how often the text has the token; -2 to 2
+    dry_multiplier     of the penalty of tokens that go on with a repetition of four tokens or more (DRY,
+                       runtime/answers/repetition.py); 0: none, to 100
     logit_bias         added to the logits of these tokens, by token id; -100 to 100, at most 1024
     seed               same seed, same tokens; None: a new one each time
     """
@@ -73,6 +82,7 @@ class Sampling:
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = 0
 
@@ -86,9 +96,10 @@ class Sampling:
                 real(name, value, least, most, expected)
         real("presence_penalty", self.presence_penalty, -2, 2)
         real("frequency_penalty", self.frequency_penalty, -2, 2)
+        real("dry_multiplier", self.dry_multiplier, 0, 100)
         instance("logit_bias", self.logit_bias, Mapping, "a dict of biases by token id")
-        if len(self.logit_bias) > MOST_BIASES:
-            raise wrong("logit_bias", f"{len(self.logit_bias)} tokens", f"at most {MOST_BIASES}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise wrong("logit_bias", f"{len(self.logit_bias)} tokens", f"at most {MAX_BIASES}")
         for token, bias in self.logit_bias.items():
             integer("logit_bias", token, 0, (1 << 31) - 1, "token ids as keys")
             real("logit_bias", bias, -100, 100)
@@ -104,8 +115,10 @@ class Sampling:
         return f"Sampling({', '.join(given)})"
 
     @classmethod
-    def recommended(cls, model: HasFile, **values: Any) -> Sampling:
+    def recommended(cls, model: HasFile, chat: bool = False, **values: Any) -> Sampling:
         """What the file of `model` recommends, but for `values`; greedy with seed 0 where it recommends nothing.
+
+        chat   where the file says nothing of how to draw: temperature 0.7, top_p 0.95, min_p 0.05; and a dry_multiplier of 0.8
 
         The Python interface uses it where no sampling is given, and the command line for the options that are not.
 
@@ -119,11 +132,14 @@ class Sampling:
             cls(**found)
         except InputError as error:
             raise FormatError(f"{model.file.path}: its sampling defaults cannot be used: {error}") from None
-        return cls(**found, **values)
+        if chat:
+            usual = CHAT if all(stored.get(name) is None for name in DRAWN) else {}
+            found = {**usual, "dry_multiplier": CHAT_DRY, **found}
+        return cls(**{**found, **values})
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the most probable token can be another one than that of the logits."""
+        """Whether the most probable token can be another one than that of the logits, also where no text repeats."""
         return bool(self.repeat_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
@@ -134,10 +150,11 @@ _GREEDY = Sampling()
 class Rules:
     """What holds for the logits of one text beside its Sampling.
 
-    start       tokens of the prompt, which presence and frequency do not count
+    start       tokens of the prompt, which presence, frequency and repetitions do not count
     late        tokens that must not come among the first `min_tokens` of the text: those that would end it
     processors  applied one after another
     matcher     follows the text through the grammar that it is held to
+    breakers    tokens that end a repetition; None: none does
     """
 
     start: int = 0
@@ -145,6 +162,7 @@ class Rules:
     late: frozenset[int] = frozenset()
     processors: tuple[Processor, ...] = ()
     matcher: Matcher | AfterThinking | None = None
+    breakers: Breakers | None = None
 
 
 NO_RULES = Rules()
@@ -171,19 +189,20 @@ def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequenc
     or no token may come.
     """
     best = int(logits.argmax())
-    # Not a number is the largest and the smallest.
+    # argmax and min both return NaN if there is one.
     if not (math.isfinite(logits[best]) and math.isfinite(logits.min())):
         raise FormatError(NOT_FINITE)
-    early = len(history) - rules.start < rules.min_tokens
-    bans, unchanged = early or rules.processors or rules.matcher, not (early or rules.processors or sampling.changes_logits)
+    early, repeated = len(history) - rules.start < rules.min_tokens, repetitions(sampling, history, rules)
+    changes = bool(sampling.changes_logits or repeated)
+    bans, unchanged = early or rules.processors or rules.matcher, not (early or rules.processors or changes)
     allowed = rules.matcher.allowed(history) if rules.matcher else None
     if sampling.temperature == 0 and unchanged and (allowed is None or allowed[best]):
         return certain(best)
     tokens = np.arange(len(logits)) if allowed is None or not unchanged else np.flatnonzero(allowed)
     # Often a grammar has few tokens: what it has not is left out before anything is computed.
     scores = logits.astype(np.float64) if len(tokens) == len(logits) else logits[tokens].astype(np.float64)
-    if sampling.changes_logits:
-        _penalize(scores, sampling, history, rules.start)
+    if changes:
+        _penalize(scores, sampling, history, rules.start, repeated)
     if early and rules.late:
         scores[[token for token in rules.late if token < len(scores)]] = -np.inf
     for processor in rules.processors:
@@ -208,17 +227,23 @@ def among(largest: Largest, row: int, sampling: Sampling) -> Candidates:
     """What `candidates` gives, from the `needed` largest logits.  FormatError: as `candidates`."""
     if not largest.finite[row]:
         raise FormatError(NOT_FINITE)
-    tokens = largest.ids[row, : needed(sampling)].astype(np.int64)
+    tokens = largest.ids[row, : sampling.top_k if sampling.temperature else 1].astype(np.int64)
     if sampling.temperature == 0:
         return certain(int(tokens[0]))
     return _probable(tokens, largest.values[row, : len(tokens)].astype(np.float64), sampling)
 
 
-def needed(sampling: Sampling, rules: Rules = NO_RULES) -> int:
-    """The largest logits that a draw needs; 0: all, as it changes them or has no top_k."""
+def repetitions(sampling: Sampling, history: Sequence[int], rules: Rules) -> dict[int, float]:
+    """What tokens lose that would go on with a repetition."""
+    return penalties(history[rules.start :], sampling.dry_multiplier, rules.breakers) if sampling.dry_multiplier else {}
+
+
+def needed(sampling: Sampling, history: Sequence[int] = (), rules: Rules = NO_RULES) -> int:
+    """The largest logits that the draw after `history` needs; 0: all, as it changes them or has no top_k."""
     if sampling.changes_logits or rules.min_tokens or rules.processors or rules.matcher:
         return 0
-    return sampling.top_k if sampling.temperature else 1
+    found = sampling.top_k if sampling.temperature else 1
+    return 0 if found and repetitions(sampling, history, rules) else found
 
 
 def _probable(tokens: NDArray[np.int64], scores: ArrayF64, sampling: Sampling) -> Candidates:
@@ -276,10 +301,9 @@ class Sampler:
         seed = np.random.SeedSequence(sampling.seed, spawn_key=(sample,)) if derived else sampling.seed
         self._random = np.random.Generator(np.random.PCG64(seed))
 
-    @property
-    def needed(self) -> int:
-        """The largest logits that a draw needs; 0: all."""
-        return needed(self.sampling, self.rules)
+    def needed(self, history: Sequence[int]) -> int:
+        """The largest logits that the draw after `history` needs; 0: all."""
+        return needed(self.sampling, history, self.rules)
 
     def candidates(self, logits: NDArray[np.float32], history: Sequence[int]) -> Candidates:
         return candidates(logits, self.sampling, history, self.rules)
@@ -312,7 +336,7 @@ def logprobs(logits: NDArray[np.float32], token: int, top: int) -> Logprobs:
     return Logprobs(token, float(scores[token]), tuple((int(t), float(scores[t])) for t in best))
 
 
-def _penalize(scores: ArrayF64, sampling: Sampling, history: Sequence[int], start: int) -> None:
+def _penalize(scores: ArrayF64, sampling: Sampling, history: Sequence[int], start: int, repeated: Mapping[int, float]) -> None:
     """Penalties and biases, in place of `scores`."""
     if sampling.repeat_penalty != 1.0 and len(history):
         seen, penalty = np.unique(np.asarray(history, np.int64)), sampling.repeat_penalty
@@ -321,6 +345,8 @@ def _penalize(scores: ArrayF64, sampling: Sampling, history: Sequence[int], star
     if (sampling.presence_penalty or sampling.frequency_penalty) and len(history) > start:
         seen, counts = np.unique(np.asarray(history[start:], np.int64), return_counts=True)
         scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    for token, penalty in repeated.items():
+        scores[token] -= penalty
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
 

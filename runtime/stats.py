@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from edgeq.prompt import Prompt
+from edgeq.pictures.prompt import Prompt
 
-LONGEST_DRAFT = 7
+MAX_DRAFT = 7
 """QSpec (arXiv 2410.11305, section 4) tests drafts of 2 to 7 tokens."""
 
 
@@ -24,8 +24,8 @@ class Speculation:
     cycles: int = 0
     tokens: int = 0
     draft_steps: int = 0
-    drafted: list[int] = field(default_factory=lambda: [0] * LONGEST_DRAFT)
-    accepted: list[int] = field(default_factory=lambda: [0] * LONGEST_DRAFT)
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     c: float | None = None
     v: float | None = None
     beta: float | None = None

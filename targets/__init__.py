@@ -1,13 +1,10 @@
 """Where a model runs: the targets by name, and the choice among them.  `target.py` says what a target is."""
 
-if __name__ != "edgeq.targets":
-    raise ImportError("import edgeq.targets, not targets")
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
+from edgeq.format.container import ModelFile
 from edgeq.targets.target import Absence, Target
 
 TARGETS = ("cuda", "cpu", "reference")
@@ -15,7 +12,7 @@ TARGETS = ("cuda", "cpu", "reference")
 
 
 @dataclass(frozen=True)
-class Choice:
+class TargetChoice:
     """The chosen target, and why those before it were refused that this machine has something for."""
 
     target: Target
@@ -39,7 +36,7 @@ def load(name: str) -> Target:
     raise UnsupportedError(f"target {name!r} is not known; supported: {', '.join(TARGETS)}")
 
 
-def pick(name: str | None = None, file: ModelFile | None = None) -> Choice:
+def pick(name: str | None = None, file: ModelFile | None = None) -> TargetChoice:
     """The named target, or the first of TARGETS that this machine can use, for `file` if one is given.
 
     UnsupportedError: the named target is unknown or refused, with its reason.
@@ -49,7 +46,7 @@ def pick(name: str | None = None, file: ModelFile | None = None) -> Choice:
         target = load(candidate)
         reason = target.refusal(file)
         if reason is None:
-            return Choice(target, [each for each in refused if not isinstance(each[1], Absence)])
+            return TargetChoice(target, [each for each in refused if not isinstance(each[1], Absence)])
         refused.append((candidate, reason))
     reasons = "; ".join(f"{candidate}: {reason}" for candidate, reason in refused)
     raise UnsupportedError(f"no target can run here: {reasons}")

@@ -1,19 +1,18 @@
 """The network as data: a flat list of operations over named buffers.
 
-`runtime/decoder.py` writes the list once per model; a target compiles it into a Program.  An operation names buffers and sizes
-and holds no arrays, so the same list can be interpreted, walked by threads or captured into a CUDA graph.  A buffer is float32
-[rows, width]; rows.py says what a row is.
+`runtime/network/decoder.py` writes the list once per model; a target compiles it into a Program.  An operation names buffers
+and sizes and holds no arrays, so the same list can be interpreted, walked by threads or captured into a CUDA graph.  A buffer
+is float32 [rows, width]; rows.py says what a row is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from edgeq.codec import Codec
-from edgeq.records import ArrayRef, KvCodec, LinearSpec, Mode
+from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Mode
+from edgeq.targets.column_ranges import without
 from edgeq.targets.rows import PAGE
 
 
@@ -36,6 +35,10 @@ class Operation:
 
     def writes(self) -> tuple[str, ...]:
         return tuple(getattr(self, name) for name in self.WRITES)
+
+    def columns(self, width: int) -> tuple[int, int]:
+        """The columns [begin, end) that it writes of a buffer of that width."""
+        return 0, width
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,9 @@ class Linear(Operation):
     def reads(self) -> tuple[str, ...]:
         return (self.x, self.out) if self.add else (self.x,)
 
+    def columns(self, width: int) -> tuple[int, int]:
+        return self.offset, self.offset + self.linear.rows
+
 
 @dataclass(frozen=True)
 class HeadNorm(Operation):
@@ -189,7 +195,7 @@ class HeadRotate(Operation):
 class CacheWrite(Operation):
     """Keys x[:, k_offset:] and values x[:, v_offset:] of every row into its slot of the cache.
 
-    cache   layer of the cache's pages
+    cache   index of the layer in `Graph.cache`
     """
 
     x: str
@@ -208,7 +214,7 @@ class Attention(Operation):
 
     span     -1, causal: slots 0 ... its own, with a `window` above 0 only the last that many; else the kind of `Rows.spans`
              that says which slots
-    cache    layer of the cache's pages
+    cache    index of the layer in `Graph.cache`
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
     Where all scores of a query are -1e30 or less, its result is NaN.
@@ -255,7 +261,7 @@ class Activate(Operation):
 @dataclass(frozen=True)
 class Route(Operation):
     """out[:, :chosen] = the largest of softmax(x[:, :experts]), falling, with `normalized` divided by their sum; and
-    out[:, chosen : 2 chosen] = which experts they are of, as numbers.  Of equals the first."""
+    out[:, chosen : 2 chosen] = the experts' indices, as numbers; ties go to the lower index."""
 
     x: str
     experts: int
@@ -315,27 +321,74 @@ class Select(Operation):
 
 
 @dataclass(frozen=True)
+class CacheSpec:
+    """What the cache holds of a layer, for each position.
+
+    kv_heads    keys, and values
+    head_dim    numbers of a key;  value_dim: of a value
+    window      a row sees no slot but its own and those right before it, this many together; None: it may see all
+    """
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None
+
+    def position_bytes(self, kv: KvCodec) -> int:
+        """Bytes of one position, without padding."""
+        return self.kv_heads * (kv.head_bytes(self.head_dim) + kv.head_bytes(self.value_dim))
+
+
+@dataclass(frozen=True)
 class Graph:
     """A network: buffer widths, operations in order, and the buffer that holds the result after the last: a decoder's logits.
 
-    layers   of the cache: a page holds keys and values for each
+    cache   its layers, which CacheWrite and Attention name by their index
     """
 
     buffers: dict[str, int]
     operations: tuple[Operation, ...]
     result: str
-    layers: int
-    kv_heads: int
-    head_dim: int
+    cache: tuple[CacheSpec, ...]
 
     @cached_property
     def together(self) -> int:
         """Wanted rows of a run that make one row of the result."""
         return next((o.together for o in self.operations if isinstance(o, Select)), 1)
 
+    def readers(self, at: int, buffer: str) -> list[int]:
+        """The operations from index `at` on that read anything of what `buffer` holds before `at`, in order.
+
+        Where it is the result and some of it is left after the last operation, `len(operations)` is among them.
+        """
+        found, left = list[int](), [(0, self.buffers[buffer])]
+        for index in range(at, len(self.operations)):
+            operation = self.operations[index]
+            if buffer in operation.reads():
+                found.append(index)
+            if buffer in operation.writes():
+                left = without(left, *operation.columns(self.buffers[buffer]))
+                if not left:
+                    return found
+        return [*found, len(self.operations)] if buffer == self.result else found
+
+    def changes(self, first: int, last: int, buffer: str) -> bool:
+        """Whether one of the operations [first, last) writes to `buffer`."""
+        return any(buffer in operation.writes() for operation in self.operations[first:last])
+
     def page_bytes(self, kv: KvCodec) -> int:
         """Bytes of one page of the cache: keys and values of PAGE positions in all layers."""
-        return self.layers * 2 * self.kv_heads * PAGE * kv.head_bytes(self.head_dim)
+        return sum(self.part_bytes(kv))
+
+    def part_bytes(self, kv: KvCodec) -> tuple[int, int]:
+        """Bytes of the two parts of a page: layers without a window, and those with one."""
+        windowed = sum(layer.position_bytes(kv) for layer in self.cache if layer.window)
+        return PAGE * (sum(layer.position_bytes(kv) for layer in self.cache) - windowed), PAGE * windowed
+
+    @property
+    def window(self) -> int:
+        """Positions that rows see in layers with a window, their own included, at most; 0: no layer has one."""
+        return max((layer.window or 0 for layer in self.cache), default=0)
 
 
 def mode_of(operation: Operation, mode: Mode) -> Mode:
@@ -344,20 +397,3 @@ def mode_of(operation: Operation, mode: Mode) -> Mode:
     After the last layer, right before the softmax, 4 bits would cost more than in all layers together.
     """
     return "a8" if mode == "a4" and operation.layer < 0 else mode
-
-
-def integer_codecs(graph: Graph) -> list[Codec]:
-    """Those of the integer weights, and of their masters, that the graph's operations may read."""
-    every = [layer for operation in graph.operations for layer in linears(operation)]
-    weights = [weight for layer in every for weight in (*layer.weights, layer.master) if weight]
-    return list(dict.fromkeys(weight.codec for weight in weights if weight.codec.kind == "int"))
-
-
-def linears(operation: Operation) -> Iterator[LinearSpec]:
-    """The linear layers that an operation may read."""
-    if isinstance(operation, Linear):
-        yield operation.linear
-    elif isinstance(operation, Experts):
-        for projection, down in zip(operation.projections, operation.downs, strict=True):
-            yield from projection
-            yield down

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgeq.container import ModelFile
-from edgeq.machine import available_bytes
+from edgeq.format.container import ModelFile
+from edgeq.system.machine import available_bytes
 from edgeq.targets.graph import Experts, Graph, Select
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import Options, Room
+from edgeq.targets.target import MemoryNeed, Options
 
 CHUNK_ROWS = 516
 """Default maximum rows per run (prefill chunk size): a prompt of 512 tokens in one, and a multiple of a tile of 12 tokens."""
 
 
-def resolved(options: Options) -> Options:
-    """The options with the number of rows of a run, where that is left to the target."""
-    return replace(options, max_rows=options.max_rows or max(CHUNK_ROWS, options.max_logits))
+def resolved(options: Options, chunk_rows: int = CHUNK_ROWS) -> Options:
+    """The options with the number of rows of a run, where that is left to the target: `chunk_rows`."""
+    return replace(options, max_rows=options.max_rows or max(chunk_rows, options.max_logits))
 
 
 def check_rows(rows: Rows, options: Options, together: int = 1) -> None:
@@ -28,12 +28,12 @@ def check_rows(rows: Rows, options: Options, together: int = 1) -> None:
         )
 
 
-def host_room(graph: Graph, file: ModelFile, options: Options) -> Room:
+def host_room(graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
     """Weights are mapped from the file: their pages count as available, but must stay in memory."""
     metadata = file.metadata
     sizes = metadata.bytes_per_token()
     weights = sizes["weights"] + metadata.idle_bytes() + sizes["head"]
-    return Room(available_bytes(), weights + buffer_bytes(graph, options))
+    return MemoryNeed(available_bytes(), weights + buffer_bytes(graph, options))
 
 
 def buffer_bytes(graph: Graph, options: Options) -> int:

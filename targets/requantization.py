@@ -1,7 +1,7 @@
 """Test-time requantization: activation statistics and per-session requantized weights.
 
 Layers with a `master` take part.  A target sums the squares of what they read, and rounds their masters again for given input
-scales; which scales follow from the sums is decided in `runtime/requantize.py`.
+scales; which scales follow from the sums is decided in `runtime/session/requantize.py`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import ROWS, AnyArray
 from edgeq.errors import UnsupportedError
-from edgeq.records import ArrayRef, LinearSpec
+from edgeq.format.codec import ROWS, AnyArray
+from edgeq.format.quantization import ROUNDINGS
+from edgeq.format.records import ArrayRef, LinearSpec
 from edgeq.targets.graph import Graph, Linear, Select
+
+WeightSource = Literal["file", "masters", "requantized"]
+"""Which weights a lowered graph reads: the file's, their masters while a prompt is summed, or those rounded again for it."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,14 @@ def shared_inputs(graph: Graph) -> tuple[SharedInput, ...]:
     return tuple(inputs)
 
 
+def input_indices(inputs: Iterable[SharedInput]) -> dict[str, int]:
+    """Layer name -> index of the shared input that it reads, for every layer with a master."""
+    return {layer.name: index for index, each in enumerate(inputs) for layer in each.layers}
+
+
 def master_arrays(layer: LinearSpec) -> tuple[ArrayRef, ...]:
     assert layer.master
-    return tuple(ref for _, ref in layer.master.arrays())
+    return tuple(layer.master.arrays.values())
 
 
 @dataclass
@@ -137,10 +146,10 @@ def requantized_arrays(inputs: Iterable[SharedInput]) -> dict[ArrayRef, tuple[st
     found = {}
     for layer in (layer for each in inputs for layer in each.layers):
         weight = layer.weights[0]
-        if weight.codec.kind != "int":
+        if weight.codec.kind not in ROUNDINGS:
             raise UnsupportedError(
                 f"{layer.name}: weights in {weight.codec.name} cannot be requantized; run with `requantization=never`"
             )
         for name, part in weight.codec.parts(weight.rows, weight.columns).items():
-            found[dict(weight.arrays())[name]] = part.dtype, part.shape
+            found[weight.arrays[name]] = part.dtype, part.shape
     return found

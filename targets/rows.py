@@ -21,8 +21,41 @@ TEXT, VISION = 0, 1
 """Modalities."""
 
 
+class PagePart:
+    """Some layers of PAGE cache positions; the program that made it knows what is inside."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Page:
-    """PAGE cache positions of one session; the program that made it knows what is inside."""
+    """PAGE cache positions of one session.
+
+    full       the layers without a window
+    windowed   those with one; None: dropped, as no row that can come sees these positions there
+    """
+
+    __slots__ = ("full", "windowed")
+
+    def __init__(self, full: PagePart, windowed: PagePart | None) -> None:
+        self.full, self.windowed = full, windowed
+
+    @property
+    def parts(self) -> tuple[PagePart, ...]:
+        return (self.full,) if self.windowed is None else (self.full, self.windowed)
+
+    def without_windows(self) -> Page:
+        """The page without its part of layers with a window; the other part is shared."""
+        return Page(self.full, None)
+
+
+def parts_of(data: NDArray[np.uint8], sizes: tuple[int, int]) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+    """The bytes of a page's parts, of `sizes`, in what `Program.save_page` gave.  ValueError: another number of bytes."""
+    full, windowed = sizes
+    if len(data) == full + windowed:
+        return data[:full], data[full:]
+    if len(data) != full:
+        raise ValueError(f"{len(data)} bytes for a page of {full + windowed}, or {full} without windows")
+    return data, None
 
 
 @dataclass

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.container import ModelFile
-from edgeq.records import KvCodec, Mode
-from edgeq.targets.graph import Graph, Operation
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KvCodec, Mode
+from edgeq.targets.graph import Graph
+from edgeq.targets.hardware import Gpu, Hardware
 from edgeq.targets.requantization import InputSums, Weights
 from edgeq.targets.rows import Page, Rows
+from edgeq.targets.times import RecordedRun
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Options:
     kv                how keys and values are cached
     requantize        runs that sum inputs and runs with requantized weights will follow: compile for them too
     graphs            a target may record the launches of a run and start them together (CUDA graphs)
-    context           positions that memory is kept for beside the program; 0: unknown
+    cache_bytes       of the cache that memory is kept for beside the program; 0: unknown
 
     `Program.options` has the numbers that the target chose.
     """
@@ -42,7 +44,7 @@ class Options:
     kv: KvCodec = KvCodec()
     requantize: bool = False
     graphs: bool = True
-    context: int = 0
+    cache_bytes: int = 0
 
 
 OnProgress = Callable[[int, int, str], None]
@@ -53,108 +55,32 @@ def no_progress(done: int, total: int, label: str) -> None:
     """A progress callback that does nothing."""
 
 
-class Step(NamedTuple):
-    """One executed step: the operation (for fused steps, the main one) and the name of the kernel that ran.
+@dataclass(frozen=True)
+class ProgramFacts:
+    """What a program runs on, for records of measurements; bytes, and bytes per second.
 
-    One operation can take several steps, such as the quantization of what a product reads.  `reads_weights`: this step of a
-    Linear reads the layer's weights, or one of its column blocks.
+    isa                  instruction set that was chosen for it; None: the target has none to choose
+    device               name of what runs it beside the processor; None: the processor does
+    device_bytes         of its memory that the program holds
+    copy_bandwidth       read and written by a copy on it, both counted; None: not measured yet
+    timed_apart          recorded runs go operation by operation, of which others fuse some
+    launches_per_token   that a token takes
     """
 
-    operation: Operation
-    kernel: str
-    reads_weights: bool = False
-
-
-class RunTimes(NamedTuple):
-    """When a run and its steps ran; `began`, `ended` and `inside` in seconds of perf_counter.
-
-    threads   float64 [threads, steps, 3]: when each thread came to a step, by perf_counter; the seconds that it worked on it,
-              and the seconds that it then waited for work items that others had taken.  NaN: the thread was not there
-    began     right before what the target runs was started, threads or kernels;  ended: right after
-    inside    seconds of that in which the steps ran: what a target that times them by another clock is checked against
-    """
-
-    threads: NDArray[np.float64]
-    began: float
-    ended: float
-    inside: float
-
-
-class StepTimes(NamedTuple):
-    """The steps of a run, in order, and when they ran.
-
-    work_out   gives of `noted` the times; called when they are asked for, since it can take longer than a small run.  Who asks
-               more than once keeps them
-    """
-
-    steps: Sequence[Step]
-    work_out: Callable[[Any], RunTimes]
-    noted: Any
-
-    @property
-    def run(self) -> RunTimes:
-        """The times, worked out."""
-        return self.work_out(self.noted)
-
-    @property
-    def seconds(self) -> NDArray[np.float64]:
-        """float64 [steps, 2]: the seconds that the calling thread worked on each step, and that it waited."""
-        return self.run.threads[0, :, 1:]
-
-
-def in_turn(steps: Sequence[Step], clock: Sequence[float]) -> StepTimes:
-    """Times of steps that one thread ran one after another: `clock` has the beginning of each, then the end of the last."""
-    return StepTimes(steps, _in_turn, clock)
-
-
-def _in_turn(clock: Sequence[float]) -> RunTimes:
-    began = np.array(clock[:-1])
-    threads = np.stack([began, np.diff(clock), np.zeros_like(began)], 1)[None]
-    return RunTimes(threads, clock[0], clock[-1], clock[-1] - clock[0])
-
-
-class RanRows(NamedTuple):
-    """Of the `Rows` of a run what tells how much it read."""
-
-    slots: NDArray[np.int32]
-    sessions: NDArray[np.int32]
-    spans: NDArray[np.int32] | None
-    wanted: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, rows: Rows) -> RanRows:
-        return cls(rows.slots, rows.sessions, rows.spans, rows.wanted)
-
-
-class Recorded(NamedTuple):
-    """A run, the mode that it ran in and its rows."""
-
-    times: StepTimes
-    mode: Mode
-    rows: RanRows
-
-
-class TellsTimes:
-    """`record` and `recorded` of a program whose runs tell their times when they end."""
-
-    def __init__(self) -> None:
-        self._recording, self._recorded = False, list[Recorded]()
-
-    def record(self, on: bool) -> None:
-        self._recording = on
-
-    def recorded(self) -> list[Recorded]:
-        found, self._recorded = self._recorded, []
-        return found
-
-    def _note(self, times: StepTimes, mode: Mode, rows: Rows) -> None:
-        self._recorded.append(Recorded(times, mode, RanRows.of(rows)))
+    isa: str | None = None
+    device: str | None = None
+    device_bytes: int | None = None
+    copy_bandwidth: float | None = None
+    timed_apart: bool = False
+    launches_per_token: int | None = None
 
 
 class Program(Protocol):
     """A compiled graph with its buffers.  One caller at a time, from any thread.
 
-    tile   rows that the kernels multiply together: prefill chunks of a multiple of it waste nothing
+    tile           rows that the kernels multiply together: prefill chunks of a multiple of it waste nothing
+    most_largest   numbers of a row of the result that FindsLargest finds, at most; 0: it is no FindsLargest, or finds none
+    window         as Graph.window
 
     Any method raises DeviceError once the device has failed: the program is unusable from then on.  To drop it and its pages
     raises nothing.
@@ -163,10 +89,16 @@ class Program(Protocol):
     options: Options
     threads: int
     tile: int
+    most_largest: int
+    window: int
 
     @property
     def description(self) -> str:
         """What runs where, for people: target, instruction set, threads, mode."""
+        ...
+
+    def facts(self) -> ProgramFacts:
+        """What runs where, for records."""
         ...
 
     def prepare(self, mode: Mode, on_progress: OnProgress = no_progress) -> None:
@@ -182,11 +114,13 @@ class Program(Protocol):
         ...
 
     def save_page(self, page: Page) -> bytes:
-        """The contents of a page, always as many bytes, for `load_page` of the same target, model and cache codec."""
+        """The contents of a page for `load_page` of the same target, model and cache codec: always as many bytes, and as many
+        fewer where layers with a window are dropped."""
         ...
 
-    def page_memory(self) -> NDArray[np.uint8]:
-        """Memory for the contents of a page, for `load_page`; may be called beside other methods."""
+    def page_memory(self, windowed: bool = True) -> NDArray[np.uint8]:
+        """Memory for the contents of a page, with or without layers that have a window, for `load_page`; may be called beside
+        other methods."""
         ...
 
     def load_page(self, data: NDArray[np.uint8]) -> Page:
@@ -214,7 +148,7 @@ class Program(Protocol):
         """From the next run on: whether the times of the steps of runs are noted for `recorded`."""
         ...
 
-    def recorded(self) -> list[Recorded]:
+    def recorded(self) -> list[RecordedRun]:
         """The runs that were recorded since the last call, in order, without those that were interrupted."""
         ...
 
@@ -269,11 +203,9 @@ class Largest:
 class FindsLargest(Program, Protocol):
     """A Program whose device finds the largest numbers of its result, so that the host need not have all of it.
 
-    most_largest   that can be asked for; 0: none
     largest_rows   of a result, at most
     """
 
-    most_largest: int
     largest_rows: int
 
     def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
@@ -285,7 +217,7 @@ class FindsLargest(Program, Protocol):
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryNeed:
     """Bytes of memory that a program may take, and bytes that it needs without its cache pages.
 
     saving   how it can be compiled to need less, as the end of a message; empty: it cannot
@@ -294,6 +226,23 @@ class Room:
     available: int
     needed: int
     saving: str = ""
+
+
+class KernelPack(NamedTuple):
+    """Kernels that were compiled elsewhere, beside or inside a model file: machine code.
+
+    name        for messages;  digest: of all its bytes
+    refused     why nothing of it is used here; None if it may be
+    kernels     how many;  archs: for each architecture those that it has machine code of
+    versions    of the programs that made it
+    """
+
+    name: str
+    digest: str
+    refused: str | None
+    kernels: int
+    archs: Mapping[str, int]
+    versions: Mapping[str, str]
 
 
 class Absence(str):
@@ -310,10 +259,29 @@ class Target(Protocol):
         """Why this target cannot be used on this machine, or not for `file`; None if it can."""
         ...
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
         """The memory that the program of these arguments may take and needs; nothing is allocated."""
         ...
 
     def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
         """`on_progress` is told of measurements and of each kernel that is compiled, which takes seconds the first time."""
+        ...
+
+    def gpus(self) -> Sequence[Gpu]:
+        """The GPUs that this target's driver shows, those that cannot be used too."""
+        ...
+
+    def hardware(self) -> Hardware:
+        """What the processor has for a target that `refusal` finds nothing against, and how fast it is."""
+        ...
+
+    def packs(self, file: ModelFile) -> Sequence[KernelPack]:
+        """The kernels beside and inside a file, which it may have for this target."""
+        ...
+
+    def trust_packs(self, file: ModelFile) -> Sequence[KernelPack]:
+        """Trust them from now on.
+
+        InputError: the target takes some, and there are none, or one is damaged, or that cannot be remembered.
+        """
         ...

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from edgeq.tools.cli import main
+from edgeq.tools.cli.main import main
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 BOARDS = ("127.0.0.1:8081", "127.0.0.1:8082")
@@ -105,7 +105,7 @@ def proxy(folder: Path, ports: list[int]) -> Iterator[int]:
         yield port
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(120)
 
 
 @pytest.mark.exhaustive

@@ -18,7 +18,7 @@ TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['cont
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With masters, which only one of the examples needs."""
     from edgeq.converters.convert import convert
-    from edgeq.converters.options import ConvertOptions
+    from edgeq.converters.planning.options import ConvertOptions
 
     path = tmp_path_factory.mktemp("examples") / "tiny-llama.edgeq"
     options = ConvertOptions(method="ttq", bits=4, rank=0, group_size=32)

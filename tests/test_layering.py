@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from edgeq.folders import OTHER_FOLDERS, search_path
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("edgeq", "targets", "runtime", "converters", "tools")
+FOLDERS = ("edgeq", *OTHER_FOLDERS)
 MAY_IMPORT = {
     "edgeq": {"edgeq"},
     "targets": {"edgeq", "targets"},
@@ -53,7 +56,7 @@ def folder_of(module: str) -> str | None:
 def test_imports_follow_the_arrows(path: Path) -> None:
     folder = path.relative_to(ROOT).parts[0]
     for line, module in imports(path):
-        assert module.partition(".")[0] not in FOLDERS[1:], f"{path}:{line}: import edgeq.{module}, not {module}"
+        assert module.partition(".")[0] not in OTHER_FOLDERS, f"{path}:{line}: import edgeq.{module}, not {module}"
         if path in (ROOT / "edgeq" / "__main__.py", ROOT / "edgeq" / "__init__.py"):
             continue
         target = folder_of(module)
@@ -108,6 +111,49 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not cycles(import_graph())
 
 
+CONVERTERS = (
+    ("checkpoint",),
+    ("families", "importers", "rounding"),
+    ("rotation", "budget"),
+    ("calibration",),
+    ("options",),
+    ("method_options",),
+    ("method",),
+    ("methods",),
+    ("planning",),
+    ("probing",),
+    ("running",),
+    ("convert",),
+    ("from_python",),
+)
+"""Rooms and loose modules of converters/ from the bottom up: what stands in one line imports nothing of a line below it, and
+nothing of another room in its line."""
+UPWARD = {
+    "edgeq.converters.calibration.choose_precision -> edgeq.converters.method": "asks a method what it stores and installs",
+}
+"""Imports that go up, and why."""
+
+
+def test_rooms_of_the_converters_import_downward() -> None:
+    floors = {room: floor for floor, rooms in enumerate(CONVERTERS) for room in rooms}
+
+    def room_of(module: str) -> str | None:
+        """None: not of the converters, or their package."""
+        parts = module.split(".")[2:] if module.startswith("edgeq.converters.") else []
+        # The options lie beside the plan that they lead to; everything is made for them.
+        return None if not parts else parts[-1] if parts[-1] in ("options", "method_options") else parts[0]
+
+    graph = import_graph()
+    assert {room for name in graph if (room := room_of(name))} == set(floors)
+    up = set[str]()
+    for name, imported in graph.items():
+        for other in imported:
+            mine, theirs = room_of(name), room_of(other)
+            if mine and theirs and mine != theirs and floors[mine] <= floors[theirs]:
+                up.add(f"{name} -> {other}")
+    assert up == set(UPWARD)
+
+
 def test_only_converters_and_tools_know_torch() -> None:
     heavy = {"torch", "transformers", "safetensors", "huggingface_hub"}
     for path in SOURCES:
@@ -127,7 +173,7 @@ def loaded(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["edgeq.runtime", "edgeq.targets", "edgeq.targets.cuda", "edgeq.container", "edgeq.tools.cli"]
+    "module", ["edgeq.runtime", "edgeq.targets", "edgeq.targets.cuda", "edgeq.format.container", "edgeq.tools.cli.main"]
 )
 def test_the_runtime_loads_neither_torch_nor_transformers(module: str) -> None:
     # cuda-bindings 12 loads the empty package `cuda` into every interpreter.
@@ -136,13 +182,34 @@ def test_the_runtime_loads_neither_torch_nor_transformers(module: str) -> None:
 
 
 def test_the_command_line_starts_without_numpy() -> None:
-    assert not loaded("import edgeq.tools.cli") & {"numpy", "flatbuffers", "rich", "jinja2", "tokenizers"}
+    assert not loaded("import edgeq.tools.cli.main") & {"numpy", "flatbuffers", "rich", "jinja2", "tokenizers"}
 
 
-@pytest.mark.parametrize("folder", FOLDERS[1:])
-def test_a_folder_is_not_importable_by_its_bare_name(folder: str) -> None:
-    result = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
-    assert f"import edgeq.{folder}, not {folder}" in result.stderr
+def test_the_folders_are_found_in_the_package_or_beside_it(tmp_path: Path) -> None:
+    package = tmp_path / "edgeq"
+    for folder in OTHER_FOLDERS:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    assert search_path(str(package)) == [str(tmp_path)]
+    assert search_path(str(tmp_path)) == []
+    (tmp_path / "tools" / "__init__.py").unlink()
+    with pytest.raises(ImportError, match=r"edgeq is not whole: .*pip install --editable \."):
+        search_path(str(package))
+
+
+MAX_FILES = 15
+FULLER = {
+    "targets/cuda/kernels": "kernels",
+}
+"""Rooms that may hold more files, and why."""
+
+
+def test_no_room_is_overfull() -> None:
+    """A newcomer reads the names of a folder before its files; more than fifteen names are a list, not a room."""
+    rooms = {path.parent for path in SOURCES if path.name != "__init__.py"}
+    loose = {str(room.relative_to(ROOT)): sum(1 for p in room.glob("*.py") if p.name != "__init__.py") for room in rooms}
+    assert {room: n for room, n in loose.items() if n > MAX_FILES and room not in FULLER} == {}
+    assert not [room for room in FULLER if loose[room] <= MAX_FILES], "a room that no longer needs its exception"
 
 
 LABORATORY = ("tools", "lab")
@@ -153,6 +220,25 @@ def test_no_command_imports_the_laboratory() -> None:
     for path in SOURCES:
         if path.relative_to(ROOT).parts[:2] != LABORATORY:
             assert not [module for _, module in imports(path) if module.startswith("edgeq.tools.lab")], path
+
+
+INTERNALS = ("edgeq.targets.cpu.", "edgeq.targets.cuda.", "edgeq.targets.reference.")
+COMPILES_AHEAD = {
+    "tools/commands/warm.py": "compiles kernels of the cpu target into an archive",
+    "tools/commands/build.py": "compiles kernels of the cuda target into packs",
+}
+"""Commands that are about one target, and what they do with it."""
+
+
+def test_tools_ask_targets_by_the_contract() -> None:
+    """A tool that imports what is inside a target shows nothing of the next target, and breaks when that one changes."""
+    tools = [path for path in SOURCES if (parts := path.relative_to(ROOT).parts)[0] == "tools" and parts[:2] != LABORATORY]
+    inside = dict[str, list[str]]()
+    for path in tools:
+        if found := [name for _, name in imports(path) if f"{name}.".startswith(INTERNALS)]:
+            inside[path.relative_to(ROOT).as_posix()] = found
+    assert {name: found for name, found in inside.items() if name not in COMPILES_AHEAD} == {}
+    assert set(COMPILES_AHEAD) <= set(inside), "a command that no longer needs its exception"
 
 
 def project() -> dict[str, object]:
@@ -188,7 +274,7 @@ def test_the_wheel_holds_every_module_but_the_laboratory_and_nothing_outside_edg
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"edgeq"}
     ours = {parts for path in SOURCES if (parts := path.relative_to(ROOT).parts)[:2] != LABORATORY}
-    ours |= {("edgeq", "py.typed"), *(("edgeq", "schema", name) for name in ("model.fbs", "model_generated.py"))}
+    ours |= {("edgeq", "py.typed"), *(("edgeq", "format", "schema", name) for name in ("model.fbs", "model_generated.py"))}
     expected = {"/".join(parts if parts[0] == "edgeq" else ("edgeq", *parts)) for parts in ours}
     assert expected <= set(names), sorted(expected - set(names))
     assert not [name for name in names if name.startswith("edgeq/tools/lab")]

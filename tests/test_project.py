@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import edgeq
+from edgeq.folders import OTHER_FOLDERS
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("runtime", "converters", "targets", "tools")
 BIN = Path(sys.executable).parent
 
 
@@ -34,12 +34,12 @@ def test_mypy_strict_finds_nothing() -> None:
     tree = ROOT / "build" / "typed"
     shutil.rmtree(tree, ignore_errors=True)
     (tree / "edgeq").mkdir(parents=True)
-    for folder in FOLDERS:
+    for folder in OTHER_FOLDERS:
         (tree / "edgeq" / folder).symlink_to(ROOT / folder)
     for path in (*(ROOT / "edgeq").rglob("*.py*"), ROOT / "edgeq" / "py.typed"):
         if not path.name.startswith("model_generated") and path.suffix != ".pyc":
             link = tree / path.relative_to(ROOT)
-            link.parent.mkdir(exist_ok=True)
+            link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "edgeq"]
     result = run([*command, "--cache-dir", str(ROOT / ".mypy_cache")], tree)
@@ -47,12 +47,14 @@ def test_mypy_strict_finds_nothing() -> None:
 
 
 def test_the_schema_generates_exactly_the_committed_code(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "edgeq" / "schema" / "model.fbs", tmp_path)
+    shutil.copy(ROOT / "edgeq" / "format" / "schema" / "model.fbs", tmp_path)
     command = ["flatc", "--python", "--gen-object-api", "--gen-onefile", "--python-typing", "model.fbs"]
     result = run(command, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("model_generated.py", "model_generated.pyi"):
-        assert (tmp_path / name).read_bytes() == (ROOT / "edgeq" / "schema" / name).read_bytes(), f"run: make schema ({name})"
+        assert (tmp_path / name).read_bytes() == (ROOT / "edgeq" / "format" / "schema" / name).read_bytes(), (
+            f"run: make schema ({name})"
+        )
 
 
 def test_there_is_one_version() -> None:

@@ -1,4 +1,1 @@
 """The command line, and the measurements that its commands make.  People who work on edgeq find theirs in `tools/lab`."""
-
-if __name__ != "edgeq.tools":
-    raise ImportError("import edgeq.tools, not tools")

@@ -23,18 +23,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.codec import Codec
-from edgeq.config import ModelConfig
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import TokenForward, WholeReader
 from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
+from edgeq.converters.checkpoint.slabs import RowReader, Tensors, slabs
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
-from edgeq.converters.linears import RoundRows
 from edgeq.converters.method import Method
-from edgeq.converters.quantizer import quantize, restored
-from edgeq.converters.slabs import RowReader, Tensors, slabs
-from edgeq.quantization import activation_block, activation_limit
-from edgeq.records import Mode
+from edgeq.converters.rounding.linears import RoundRows
+from edgeq.converters.rounding.quantizer import quantize, restored
+from edgeq.format.codec import Codec
+from edgeq.format.quantization import activation_block, activation_limit
+from edgeq.format.records import Mode
+from edgeq.network.config import ModelConfig
 
 MAX_HEAD_KL = 0.005
 MAX_A8_RISE = 0.003
@@ -80,7 +80,7 @@ def quantize_inputs(layer: nn.Module, codecs: Mapping[str, Codec]) -> None:
         return lambda module, args: (rounded_activations(args[0], own), *args[1:])
 
     for path, module in quantized_linears(layer).items():
-        if (own := codecs[path]).kind == "int":
+        if (own := codecs[path]).integer:
             module.register_forward_pre_hook(rounds(own))
 
 
@@ -103,6 +103,7 @@ def choose(
     stored: WholeReader,
     heads: Mapping[int, Codec | None],
     codecs: Mapping[str, Codec],
+    *,
     on_share: Callable[[float], None] = lambda share: None,
     round_rows: RoundRows = quantize,
     compute: Compute | None = None,

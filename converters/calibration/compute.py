@@ -19,9 +19,11 @@ from torch import Tensor
 from edgeq.errors import InputError
 
 T = TypeVar("T")
+BASELINE = 500 << 20
+"""Anonymous memory of Python, torch and transformers with their thread pools."""
 BATCH_ROWS = 2
 """Calibration rows in one forward on the processor: bounds the activations inside a layer."""
-MOST_ROWS = 16
+MAX_ROWS = 16
 """The same on a GPU, which they keep busy."""
 CPU = torch.device("cpu")
 MESSAGES = ("out of memory", "ALLOC_FAILED")
@@ -69,7 +71,7 @@ def chosen(name: str, needs: Callable[[int], int], free: Callable[[torch.device]
     if device == CPU:
         return Compute()
     available = (free or free_bytes)(device)
-    rows = MOST_ROWS
+    rows = MAX_ROWS
     while rows >= 1:
         if needs(rows) <= available:
             return Compute(device, rows)

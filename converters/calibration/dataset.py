@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from edgeq import tokenizer
 from edgeq.converters.calibration import builtin_text
-from edgeq.converters.tokenizer import TextAssets
+from edgeq.converters.checkpoint.tokenizer import TextAssets
 from edgeq.errors import InputError
+from edgeq.text import foreign_tokenizer
 
 ROW_TOKENS = 512
 MAX_ROWS = 64
@@ -51,7 +51,7 @@ def calibration(path: Path | None, text: TextAssets, length: int, most: int = MA
         documents = builtin_text.documents() if path is None else (_read(path),)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot read it as UTF-8 calibration text: {error}") from None
-    encoder = tokenizer.load(text.blobs["tokenizer.json"])
+    encoder = foreign_tokenizer.load(text.blobs["tokenizer.json"])
     bos = text.generation["bos_token_id"]
     start = [bos] if isinstance(bos, int) else []
     encoded = encoder.encode_each(documents, add_special_tokens=False)

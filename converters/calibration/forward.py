@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.config import ModelConfig
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, angles
-from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.checkpoint.checkpoint import Checkpoint
+from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import EMBEDDING, POSITIONS, Family
-from edgeq.converters.slabs import Tensors
-from edgeq.rope import Rope
-from edgeq.stack import Stack
+from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope
+from edgeq.network.stack import Stack
 
 WholeReader = Callable[[str], NDArray[np.float32]]
 """Tensor name -> the whole tensor in float32."""
@@ -38,7 +38,7 @@ def token_activations(c: Stack) -> int:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CalibrationBatch:
     """Rows that go through a layer together.
 
     x           float32 [rows, tokens, channels], advanced in place
@@ -66,7 +66,7 @@ class Forward(ABC):
     def states(self) -> Sequence[Tensor]: ...
 
     @abstractmethod
-    def batches(self, index: int) -> Iterator[Batch]:
+    def batches(self, index: int) -> Iterator[CalibrationBatch]:
         """`states` as block `index` takes them."""
 
     @abstractmethod
@@ -187,10 +187,10 @@ class BlockForward(TokenForward):
         mask = self.compute.put(causal(self.hidden.shape[1], self.config.window(layer)))
         return {"position_embeddings": self._angles[self.config.layer_rope(layer)], "attention_mask": mask}
 
-    def batches(self, index: int) -> Iterator[Batch]:
+    def batches(self, index: int) -> Iterator[CalibrationBatch]:
         arguments = self.attention_arguments(index)
         # Batches are views.
-        return (Batch(x, arguments) for x in self.states)
+        return (CalibrationBatch(x, arguments) for x in self.states)
 
     def passed(self, index: int) -> None:
         """Nothing: text goes from layer to layer."""

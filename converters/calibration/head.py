@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgeq.codec import Codec
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import Norm
-from edgeq.converters.columns import factorize, quantize_matrix
-from edgeq.converters.linears import Recipe, RoundRows
-from edgeq.converters.quantizer import GPTQ, Quantized, quantize
+from edgeq.converters.rounding.columns import factorize, quantize_matrix
+from edgeq.converters.rounding.linears import Recipe, RoundRows
+from edgeq.converters.rounding.quantizer import MIN_MAX_ZERO_WEIGHED, Quantized, quantize
+from edgeq.format.codec import Codec
 
 
 @torch.no_grad()
@@ -31,6 +31,6 @@ def gptq_rounding(states: Sequence[Tensor], norm: Norm, compute: Compute | None 
     def round_rows(weight: Tensor, codec: Codec, title: str) -> Quantized:
         if factor is None:
             return quantize(weight, codec, title)
-        return quantize_matrix(compute.put(weight), factor, Recipe(codec, GPTQ), title)[0][0]
+        return quantize_matrix(compute.put(weight), factor, Recipe(codec, MIN_MAX_ZERO_WEIGHED), title)[0][0]
 
     return round_rows

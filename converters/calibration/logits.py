@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeq.config import ModelConfig
 from edgeq.converters.calibration.choose_precision import beginnings, last_norm
-from edgeq.converters.calibration.compute import BATCH_ROWS
+from edgeq.converters.calibration.compute import BASELINE, BATCH_ROWS
 from edgeq.converters.calibration.forward import BlockForward, token_activations
-from edgeq.converters.checkpoint import Checkpoint
-from edgeq.converters.download import HubAccess
+from edgeq.converters.checkpoint.checkpoint import Checkpoint
+from edgeq.converters.checkpoint.download import HubAccess
+from edgeq.converters.checkpoint.sentence_transformers import embedding_settings
+from edgeq.converters.checkpoint.slabs import SLAB_BYTES, Tensors, slabs
 from edgeq.converters.families import EMBEDDING, HEAD, Family
-from edgeq.converters.network import described, open_tensors
-from edgeq.converters.plan import BASELINE
-from edgeq.converters.sentence_transformers import embedding_settings
-from edgeq.converters.slabs import SLAB_BYTES, Tensors, slabs
-from edgeq.machine import available_bytes
+from edgeq.converters.families.network import described, open_tensors
+from edgeq.converters.importers import open_source
+from edgeq.network.config import ModelConfig
+from edgeq.system.machine import available_bytes
 
 Collect = Callable[[int, int, NDArray[np.float32]], None]
 """Called with a part of the logits, float32 [positions, entries]: its first position and its first entry of the vocabulary.
@@ -47,13 +47,12 @@ class Network:
     def open(cls, source: str, pooling: str | None = None) -> Network:
         """A folder or a hub id; `pooling`: it embeds texts so, where it does not say that itself.
 
-        Errors: as `edgeq.converters.preflight.preflight` for what it says of the checkpoint.
+        Errors: as `edgeq.converters.planning.preflight.preflight` for what it says of the checkpoint.
         """
-        checkpoint = Checkpoint.open(source, HubAccess())
-        embeds = embedding_settings(checkpoint, pooling)
-        family, config = described(checkpoint, embeds.pooling if embeds else None)
-        open_tensors(checkpoint, family)
-        return cls(checkpoint, family, config)
+        opened = open_source(source, HubAccess())
+        embeds = embedding_settings(opened, pooling)
+        family, config = described(opened, embeds.pooling if embeds else None)
+        return cls(open_tensors(opened, family), family, config)
 
     @property
     def head(self) -> str:
@@ -89,7 +88,7 @@ def stream_logits(
     """Run windows of tokens [windows, length], each from an empty cache, through the model; its logits go to `collect`.
 
     tensors       of the model; None: the checkpoint's own
-    on_progress   as edgeq.converters.stages.OnProgress, in weights
+    on_progress   as edgeq.converters.running.stages.OnProgress, in weights
     CheckpointError: a weight is NaN or infinite, or a file changed while it was read.
     """
     config, name = network.config, network.checkpoint.name

@@ -8,14 +8,14 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from edgeq.config import ModelConfig
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.forward import Batch, TokenForward, causal, embedded
-from edgeq.converters.calibration.samples import Sample
+from edgeq.converters.calibration.forward import CalibrationBatch, TokenForward, causal, embedded
+from edgeq.converters.calibration.samples import PictureSample
 from edgeq.converters.calibration.torch_decoder import angles_at
+from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import Family
-from edgeq.converters.slabs import Tensors
-from edgeq.prompt import positions
+from edgeq.network.config import ModelConfig
+from edgeq.pictures.prompt import positions
 
 
 class SampleForward(TokenForward):
@@ -25,7 +25,7 @@ class SampleForward(TokenForward):
         self,
         family: Family,
         config: ModelConfig,
-        samples: Sequence[Sample],
+        samples: Sequence[PictureSample],
         features: Sequence[Tensor],
         tensors: Tensors,
     ) -> None:
@@ -50,7 +50,7 @@ class SampleForward(TokenForward):
     def states(self) -> Sequence[Tensor]:
         return self._states
 
-    def batches(self, index: int) -> Iterator[Batch]:
+    def batches(self, index: int) -> Iterator[CalibrationBatch]:
         config, rope = self.config, self.config.layer_rope(index)
         for x, sample, visual in zip(self._states, self._samples, self._visual, strict=True):
             angles, length = None, len(sample.tokens)
@@ -58,7 +58,7 @@ class SampleForward(TokenForward):
                 at = torch.from_numpy(positions(sample.places, 0, length, rope.axes)).long()
                 angles = angles_at(rope, config.head_dim, at)
             mask = causal(length, config.window(index))
-            yield Batch(x, {"position_embeddings": angles, "attention_mask": mask}, visual)
+            yield CalibrationBatch(x, {"position_embeddings": angles, "attention_mask": mask}, visual)
 
     def passed(self, index: int) -> None:
         """Add to the rows of pictures what the taps of the tower have for them after this layer."""

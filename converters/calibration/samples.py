@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgeq.chat_template import ChatTemplate, with_images
-from edgeq.config import ModelConfig, VisionConfig
-from edgeq.converters.tokenizer import TextAssets
+from edgeq.converters.checkpoint.tokenizer import TextAssets
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
-from edgeq.image import Picture, read_picture
-from edgeq.prompt import Place, placed
-from edgeq.text import Text
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.pictures.image import Picture, read_picture
+from edgeq.pictures.prompt import PicturePlace, placed
+from edgeq.text.chat_template import ChatTemplate, with_images
+from edgeq.text.tokenizer import Tokenizer
 
 FILE = "samples.jsonl"
 MAX_FILE = 256 << 20
 MAX_LINE = 1 << 20
 MAX_IMAGES = 64
-MOST_SAMPLES = 128
+MAX_SAMPLES = 128
 """That are used unless more are asked for, evenly spaced."""
-MOST_TOKENS = 576
-"""Of a picture whose size is not the model's own: all attention scores of a tower stand in memory."""
+MAX_TOKENS = 576
+"""Tokens of a picture whose size is not the model's own: all attention scores of a tower stand in memory."""
 KEYS = ("image", "images", "question", "answer")
 
 
@@ -54,7 +54,7 @@ class PictureFile:
 
 
 @dataclass(frozen=True)
-class Sample:
+class PictureSample:
     """A question about pictures and its answer as tokens, those of pictures in them.
 
     places     of the pictures among the tokens
@@ -62,7 +62,7 @@ class Sample:
 
     tokens: list[int]
     pictures: tuple[PictureFile, ...]
-    places: tuple[Place, ...]
+    places: tuple[PicturePlace, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PictureSamples:
 
     source: str
     sha256: str
-    samples: tuple[Sample, ...]
+    samples: tuple[PictureSample, ...]
 
     @property
     def tokens(self) -> int:
@@ -91,7 +91,7 @@ class PictureSamples:
 
 
 def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int | None = None) -> PictureSamples:
-    """At most `most` samples of `folder`; None: MOST_SAMPLES.
+    """At most `most` samples of `folder`; None: MAX_SAMPLES.
 
     InputError: there are none, a line is not one, a picture is missing or cannot be read, or a sample is longer than what the
     model takes.  UnsupportedError: the model has no chat template; Pillow is not installed.
@@ -100,15 +100,15 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
     if vision is None:
         raise InputError(f"--calibration {folder}: a folder of pictures, and this model reads text alone; give a text file")
     lines = _lines(folder / FILE)
-    count = min(most or MOST_SAMPLES, len(lines))
+    count = min(most or MAX_SAMPLES, len(lines))
     chosen = [lines[i * len(lines) // count] for i in range(count)]
     if "chat_template" not in text.blobs:
         raise UnsupportedError("the checkpoint has no chat template, which says where a picture goes; calibrate with a text")
-    encoder = Text(text.blobs["tokenizer.json"], text.generation)
+    encoder = Tokenizer(text.blobs["tokenizer.json"], text.generation)
     template = ChatTemplate(text.blobs["chat_template"].decode("utf-8"), encoder, sees=True)
     most_tokens = vision.most_tokens
     if vision.sizes_vary:
-        most_tokens = max(1, min(most_tokens, MOST_TOKENS, config.max_position_embeddings // 2))
+        most_tokens = max(1, min(most_tokens, MAX_TOKENS, config.max_position_embeddings // 2))
     digest, found = hashlib.sha256(), []
     for number, line in chosen:
         where = f"{folder / FILE} line {number}"
@@ -171,7 +171,7 @@ def _picture(folder: Path, name: str, vision: VisionConfig, most_tokens: int, wh
 
 def _sample(
     values: dict[str, Any], pictures: list[PictureFile], config: ModelConfig, template: ChatTemplate, where: str
-) -> Sample:
+) -> PictureSample:
     assert config.vision is not None
     question = with_images([{"role": "user", "content": values["question"]}], len(pictures))
     try:
@@ -181,4 +181,4 @@ def _sample(
         raise type(error)(f"{where}: {error}") from None
     if len(tokens) > (most := config.max_position_embeddings):
         raise InputError(f"{where}: {len(tokens)} tokens with its pictures; this model takes at most {most}")
-    return Sample(tokens, tuple(pictures), places)
+    return PictureSample(tokens, tuple(pictures), places)

@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from edgeq.converters.calibration.forward import Batch, Forward
+from edgeq.converters.calibration.forward import CalibrationBatch, Forward
 from edgeq.converters.calibration.moments import Moments
-from edgeq.converters.calibration.torch_decoder import DecoderLayer, Experts, quantized_linears
-from edgeq.manifest import MODALITIES
+from edgeq.converters.calibration.torch_decoder import DecoderLayer, TorchExperts, quantized_linears
+from edgeq.format.manifest import MODALITIES
 
 
 class _Reached(Exception):
@@ -67,7 +67,7 @@ class Staged:
             finally:
                 handle.remove()
 
-    def _run_to(self, path: str, batch: Batch) -> None:
+    def _run_to(self, path: str, batch: CalibrationBatch) -> None:
         self._block(batch.x, **batch.arguments)
 
     @torch.no_grad()
@@ -113,13 +113,13 @@ class StagedLayer(Staged):
             self._pass_attention()
         return super().inputs(path)
 
-    def _run_to(self, path: str, batch: Batch) -> None:
+    def _run_to(self, path: str, batch: CalibrationBatch) -> None:
         layer = self._layer
         if not path.startswith("mlp"):
             layer.self_attn(layer.input_layernorm(batch.x), **batch.arguments)
             return
         x = layer.post_attention_layernorm(batch.x)
-        if isinstance(layer.mlp, Experts) and path != "mlp":
+        if isinstance(layer.mlp, TorchExperts) and path != "mlp":
             layer.mlp.run_owner(path, x.flatten(0, -2))
         else:
             layer.mlp(x)

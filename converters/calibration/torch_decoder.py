@@ -1,7 +1,7 @@
 """A decoder layer in torch, with the same modules under the same names for every family: what methods observe and change.
 
-Its function is that of edgeq/config.py's record alone; the names are those of transformers' Llama, and of its Qwen2-MoE where
-there are experts.
+Its function is that of edgeq/network/config.py's record alone; the names are those of transformers' Llama, and of its
+Qwen2-MoE where there are experts.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgeq.rope import Rope, frequencies, rotation
-from edgeq.stack import Stack
+from edgeq.network.rope import Rope, frequencies, rotation
+from edgeq.network.stack import Stack
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines [positions, pairs]."""
@@ -33,7 +33,7 @@ class Norm(nn.Module):
         return x if self.bias is None else x + self.bias
 
 
-class Attention(nn.Module):
+class TorchAttention(nn.Module):
     def __init__(self, config: Stack, biases: tuple[str, ...]) -> None:
         super().__init__()
         hidden, q, kv = config.hidden_size, config.query_size, config.kv_size
@@ -79,7 +79,7 @@ class Mlp(nn.Module):
         return result
 
 
-class Experts(nn.Module):
+class TorchExperts(nn.Module):
     """Every token through the experts that the router ranks highest for it, and through the shared one."""
 
     def __init__(self, config: Stack) -> None:
@@ -127,10 +127,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, layer_norm = config.hidden_size, config.layer_norm
         self.input_layernorm = Norm(config, size, layer_norm)
-        self.self_attn = Attention(config, biases)
+        self.self_attn = TorchAttention(config, biases)
         self.attention_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
         self.post_attention_layernorm = Norm(config, size, layer_norm)
-        self.mlp = Experts(config) if config.num_experts else Mlp(config, config.intermediate_size, biases)
+        self.mlp = TorchExperts(config) if config.num_experts else Mlp(config, config.intermediate_size, biases)
         self.mlp_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
 
     def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.config import VisionConfig
 from edgeq.converters.calibration.torch_decoder import ACTIVATIONS, Norm
-from edgeq.frames import Grid, interpolated
+from edgeq.network.config import VisionConfig
+from edgeq.pictures.frames import Grid, interpolated
 
 
 class Table(nn.Module):
@@ -37,7 +37,7 @@ class Patches(nn.Module):
         self.pre_norm = Norm(config, config.hidden_size, config.layer_norm) if config.pre_norm else None
 
     def forward(self, x: Tensor, grid: Grid, order: NDArray[np.int32]) -> Tensor:
-        """grid, order   of the picture (edgeq.frames.Frame)"""
+        """grid, order   of the picture (edgeq.pictures.frames.Frame)"""
         found: Tensor = self.patch(x)
         if self.positions is not None:
             table: Tensor = self.positions.weight

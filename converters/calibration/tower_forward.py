@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edgeq.config import VisionConfig
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.forward import Batch, Forward, WholeReader
+from edgeq.converters.calibration.forward import CalibrationBatch, Forward, WholeReader
 from edgeq.converters.calibration.samples import PictureFile
 from edgeq.converters.calibration.torch_decoder import angles_at
 from edgeq.converters.calibration.torch_tower import Patches, Projector
+from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import Family
-from edgeq.converters.slabs import Tensors
-from edgeq.frames import FRAME, WINDOW, Frame
-from edgeq.manifest import patch_contents, projector_contents
+from edgeq.format.manifest import patch_contents, projector_contents
+from edgeq.network.config import VisionConfig
+from edgeq.pictures.frames import FRAME, WINDOW, Frame
 
 
 class TowerForward(Forward):
-    """A batch is a picture, its patches in the order of a run (edgeq/frames.py), after a class row where there is one; block 0
-    are the patches, the last one is the projector, whose outputs are the features in the order of the picture.
+    """A batch is a picture, its patches in the order of a run (edgeq/pictures/frames.py), after a class row where there is
+    one; block 0 are the patches, the last one is the projector, whose outputs are the features in the order of the picture.
     """
 
     def __init__(self, family: Family, config: VisionConfig, pictures: Sequence[PictureFile], tensors: Tensors) -> None:
@@ -48,7 +48,7 @@ class TowerForward(Forward):
     def blocks(self) -> int:
         return self.vision.num_hidden_layers + 2
 
-    def batches(self, index: int) -> Iterator[Batch]:
+    def batches(self, index: int) -> Iterator[CalibrationBatch]:
         for place, (grid, frame) in enumerate(self._pictures):
             if index == 0:
                 arguments: dict[str, Any] = {"grid": grid, "order": frame.order}
@@ -56,7 +56,7 @@ class TowerForward(Forward):
                 arguments = self._attention_arguments(index - 1, frame)
             else:
                 arguments = {"tapped": self._tapped[place]}
-            yield Batch(self._states[place], arguments)
+            yield CalibrationBatch(self._states[place], arguments)
 
     def _attention_arguments(self, layer: int, frame: Frame) -> dict[str, Any]:
         config = self.vision

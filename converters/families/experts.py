@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.family import ATTENTION_MAPPINGS, FamilyDescription, ScaleMapping, Values, linear_module
 from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, llama_settings, qwen3_settings
 from edgeq.converters.families.positions import one_window
 from edgeq.errors import UnsupportedError
+from edgeq.network.config import ModelConfig
 
 # Module of torch_decoder.py -> Mixtral's own.
 EXPERT_MODULES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeq.config import ModelConfig, VisionConfig
-from edgeq.converters.checkpoint import TensorSource
-from edgeq.manifest import StackContents, layer_contents, layer_prefix, patch_contents, projector_contents
-from edgeq.stack import Stack
+from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.format.manifest import StackContents, layer_contents, layer_prefix, patch_contents, projector_contents
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.stack import Stack
 
 Values = Mapping[str, Any]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.positions import one_window, partial_rope, qwen_windows, rope
 from edgeq.errors import UnsupportedError
-from edgeq.stack import GATED
+from edgeq.network.config import ModelConfig
+from edgeq.network.stack import GATED
 
 DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",

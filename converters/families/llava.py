@@ -11,12 +11,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from edgeq.config import VisionConfig
-from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.llama import LLAMA_FAMILIES, QKV
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.rope import Rope
+from edgeq.network.config import VisionConfig
+from edgeq.network.rope import Rope
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 RENAMED = {

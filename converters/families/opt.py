@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeq.config import ModelConfig
-from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.family import (
     ATTENTION_MAPPINGS,
     EMBEDDING,
@@ -21,7 +20,8 @@ from edgeq.converters.families.family import (
     Values,
 )
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.rope import Rope
+from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope
 
 # Module of torch_decoder.py -> transformers' own.
 MODULES = {

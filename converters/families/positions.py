@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeq.converters.families.family import Values
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.rope import Rope
+from edgeq.network.rope import Rope
 
 ROPE_KINDS = {
     "default": (),

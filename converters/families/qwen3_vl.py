@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeq.config import VisionConfig
-from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, head_settings
 from edgeq.converters.families.positions import mrope
 from edgeq.converters.families.qwen_vl import RENAMED, check_sizes, common_tower
 from edgeq.errors import FormatError
-from edgeq.manifest import projectors
+from edgeq.format.manifest import projectors
+from edgeq.network.config import VisionConfig
 
 # Module of a layer (torch_decoder.py) -> its module in `visual.blocks`; q, k and v lie one below the other in `attn.qkv`.
 BLOCK = {

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeq.config import VisionConfig
-from edgeq.converters.checkpoint import TensorSource
+from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, QWEN_WINDOW, head_settings
 from edgeq.converters.families.positions import mrope, qwen_windows
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.rope import Rope
-from edgeq.stack import LIMITS
+from edgeq.network.config import VisionConfig
+from edgeq.network.rope import Rope
+from edgeq.network.stack import MAX_SIZES
 
 RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}
 # Module of a layer (torch_decoder.py) -> its module in `visual.blocks`; q, k and v lie one below the other in `attn.qkv`.
@@ -31,7 +31,7 @@ GATED_BLOCK = {
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
-SMALLEST, LARGEST = 1, 1 << 20
+MIN_SIZE, MAX_SIZE = 1, 1 << 20
 
 
 def qwen2_vl_settings(values: Values) -> dict[str, Any]:
@@ -62,14 +62,14 @@ def qwen2_5_vl_tower(values: Values) -> dict[str, Any]:
         "intermediate_size": values["intermediate_size"],
         "gated_mlp": True,
         "window_size": window,
-        "window_layers": tuple(i for i in range(min(depth, LIMITS["num_hidden_layers"])) if i not in whole),
+        "window_layers": tuple(i for i in range(min(depth, MAX_SIZES["num_hidden_layers"])) if i not in whole),
     }
 
 
 def check_sizes(values: Values, keys: tuple[str, ...]) -> None:
     for key in keys:
-        if type(values[key]) is not int or not SMALLEST <= values[key] <= LARGEST:
-            raise FormatError(f"vision_config: {key} is {values[key]!r}; expected an integer from {SMALLEST} to {LARGEST}")
+        if type(values[key]) is not int or not MIN_SIZE <= values[key] <= MAX_SIZE:
+            raise FormatError(f"vision_config: {key} is {values[key]!r}; expected an integer from {MIN_SIZE} to {MAX_SIZE}")
 
 
 def common_tower(values: Values, hidden: int, features: int) -> dict[str, Any]:

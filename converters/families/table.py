@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edgeq.config import ModelConfig, VisionConfig
 from edgeq.converters.families.experts import EXPERT_FAMILIES
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.gemma import GEMMA_FAMILIES
@@ -17,9 +16,10 @@ from edgeq.converters.families.qwen3_vl import QWEN3_VL
 from edgeq.converters.families.qwen_vl import QWEN_VL_FAMILIES
 from edgeq.converters.families.smollm import SMOLLM_FAMILIES
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
-from edgeq.image_config import ImageConfig
-from edgeq.pooling import Pooling
-from edgeq.stack import LIMITS
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.image_config import ImageConfig
+from edgeq.network.pooling import Pooling
+from edgeq.network.stack import MAX_SIZES
 
 TEXT_FAMILIES = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
@@ -180,8 +180,8 @@ def _model_config(
     for key in sizes:
         theirs = description.keys.get(key, key)
         found = values.get(theirs)
-        if type(found) is not int or not 1 <= found <= LIMITS[key]:
-            raise FormatError(f"{theirs} is {found!r}; expected an integer from 1 to {LIMITS[key]}")
+        if type(found) is not int or not 1 <= found <= MAX_SIZES[key]:
+            raise FormatError(f"{theirs} is {found!r}; expected an integer from 1 to {MAX_SIZES[key]}")
     return ModelConfig(
         model_type=str(values.get("model_type")),
         max_position_embeddings=values["max_position_embeddings"],

@@ -1,7 +1,6 @@
 """The quantization methods by name, one file each; `edgeq.converters.method` describes what a method is."""
 
 from edgeq.converters.method import Method
-from edgeq.converters.method_options import check_method_options
 from edgeq.converters.methods.awq import Awq
 from edgeq.converters.methods.gptq import AwqGptq, Gptq
 from edgeq.converters.methods.mquant import MQuant, MQuantTower
@@ -11,7 +10,8 @@ from edgeq.converters.methods.resq import ResQ
 from edgeq.converters.methods.rtn import RoundToNearest
 from edgeq.converters.methods.smoothquant import SmoothQuant, SmoothQuantGptq
 from edgeq.converters.methods.ttq import Ttq
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.method_options import check_method_options
+from edgeq.converters.planning.options import ConvertOptions
 
 METHODS: dict[str, type[Method]] = {
     method.name: method

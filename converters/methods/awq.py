@@ -17,13 +17,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from edgeq.codec import Codec
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.staged import Staged, StagedLayer, sites
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
-from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
-from edgeq.converters.quantizer import AWQ, Preset, fake, uniform_spans
+from edgeq.converters.rounding.linears import Delivery
+from edgeq.converters.rounding.quantizer import MIN_MAX, Preset, fake, uniform_spans
+from edgeq.format.codec import Codec
 
 CodecOfColumns = Callable[[int], Codec]
 CodecOfModule = Callable[[str], Codec]
@@ -37,15 +37,21 @@ SEARCH_ROWS = 512
 UNCLIPPED = ("q_proj", "k_proj")
 
 
-class Awq(Method):
+class ScaledChannels(Method):
+    """A method that folds scales of channels into what comes before the layers that read them."""
+
+    def dtype(self, part: str, stored: str) -> str:
+        """Gains, biases and floats that a scale may have changed are stored exactly."""
+        scaled = {name for each in self.family.awq_mappings(self.config) for name in (each.absorber, *each.followers)}
+        return "f32" if part.removesuffix("_bias") in scaled or part.endswith(".bias") else stored
+
+
+class Awq(ScaledChannels):
     """Scales and clipping; the layer so prepared is rounded to nearest."""
 
     name = "awq"
     calibrates = True
     passes = 4
-
-    def dtype(self, part: str, stored: str) -> str:
-        return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def memory_bytes(self, tokens: int) -> int:
         """The moments of the widest inputs; what a search has of some rows."""
@@ -61,12 +67,6 @@ class Awq(Method):
                 "nearest"
             )
         return {}
-
-
-def scaled_dtype(mappings: list[ScaleMapping], part: str, stored: str) -> str:
-    """Gains, biases and floats that a scale may have changed are stored exactly."""
-    scaled = part.removesuffix("_bias") in {x for m in mappings for x in (m.absorber, *m.followers)}
-    return "f32" if scaled or part.endswith(".bias") else stored
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def awq(
         of_site = codec(linear(layer, paths[0]).in_features)
         mapping = reading.get(paths[0])
         if mapping and mapping not in scales:
-            scales[mapping] = search_scale(run, layer, mapping, lambda path: codec(linear(layer, path).in_features), AWQ)
+            scales[mapping] = search_scale(run, layer, mapping, lambda path: codec(linear(layer, path).in_features), MIN_MAX)
         clipped = [path for path in paths if not path.endswith(UNCLIPPED)]
         if not clipped:
             continue
@@ -125,14 +125,16 @@ def linear(layer: nn.Module, path: str) -> nn.Linear:
 
 
 @torch.no_grad()
-def search_scale(run: Staged, layer: nn.Module, mapping: ScaleMapping, codec: CodecOfModule, preset: Preset = AWQ) -> Tensor:
+def search_scale(
+    run: Staged, layer: nn.Module, mapping: ScaleMapping, codec: CodecOfModule, preset: Preset = MIN_MAX
+) -> Tensor:
     """The s float32 [input channels] of the grid with the smallest squared error of the consumers' outputs.
 
     alpha = 0 gives s = 1, that is plain rounding: the result is never worse than it on this measure.  Where no token came, an
     expert's, it is that too, and where a plan leaves all consumers in floats.
     """
     modules = {linear_module(part) for part in mapping.consumers}
-    consumers = {path for path in modules if codec(path).kind == "int"}
+    consumers = {path for path in modules if codec(path).integer}
     if not consumers:
         return torch.ones(linear(layer, next(iter(modules))).in_features, device=run.device)
     reading = [[path for path in paths if path in consumers] for paths in sites(layer)]

@@ -3,7 +3,7 @@
 A decoder layer is quantized in the order of execution, every linear layer over inputs that come through the ones already
 quantized ("true sequential"); the next layer's inputs come from the quantized layer.  With act_order columns go by falling
 moments; the grids of their groups are then fixed beforehand ("static groups"), so that nothing is left to gather at run time.
-What is done to one matrix is in edgeq.converters.columns.
+What is done to one matrix is in edgeq.converters.rounding.columns.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from edgeq.converters.calibration.staged import Staged, staged
-from edgeq.converters.calibration.static_scales import static_scales
-from edgeq.converters.columns import DAMPINGS, SLAB_ELEMENTS, factorize, quantize_matrix
 from edgeq.converters.families import linear_module
-from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method
-from edgeq.converters.methods.awq import apply_scale, scaled_dtype, search_scale
-from edgeq.converters.quantizer import GPTQ, Preset, Quantized
-from edgeq.converters.tuning import tuned_layer
+from edgeq.converters.methods.awq import ScaledChannels, apply_scale, search_scale
+from edgeq.converters.methods.static_scales import static_scales
+from edgeq.converters.methods.tuning import tuned_layer
+from edgeq.converters.rounding.columns import DAMPINGS, SLAB_ELEMENTS, factorize, quantize_matrix
+from edgeq.converters.rounding.linears import Delivery
+from edgeq.converters.rounding.quantizer import MIN_MAX_ZERO_WEIGHED, Preset, Quantized
 
 BeforeLinear = Callable[[Staged, Sequence[str]], None]
 """Called before linear layers, modules with the same inputs, are quantized; may change the layer but not its function."""
@@ -38,7 +38,7 @@ class Gptq(Method):
 
     @property
     def preset(self) -> Preset:
-        return GPTQ
+        return MIN_MAX_ZERO_WEIGHED
 
     def memory_bytes(self, tokens: int) -> int:
         return moments_bytes(self.widest)
@@ -55,15 +55,12 @@ class Gptq(Method):
         return gptq_layer(block, act_order=bool(self.options.act_order))
 
 
-class AwqGptq(Gptq):
+class AwqGptq(ScaledChannels, Gptq):
     """AWQ's scales, then GPTQ on the scaled weights; ranges are not clipped: GPTQ's error goes to other columns instead."""
 
     name = "awq+gptq"
     keeps_channels = False
     passes = 6
-
-    def dtype(self, part: str, stored: str) -> str:
-        return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def rounded(self, block: Block) -> dict[str, Delivery]:
         left = dict.fromkeys(self.family.awq_mappings(self.config))
@@ -103,7 +100,7 @@ def gptq_layer(block: Block, act_order: bool, before: BeforeLinear = lambda run,
     names = {module: name for name, module in block.module.named_modules()}
     for done, item in enumerate(block.linears):
         block.on_part(done, len(block.linears))
-        if item.recipe.codec.kind != "int":
+        if not item.recipe.codec.integer:
             continue
         modules = block.modules(item)
         paths = [names[module] for module in modules]

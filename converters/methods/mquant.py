@@ -26,16 +26,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.codec import Codec, Kind
-from edgeq.config import ModelConfig, VisionConfig
+from edgeq.converters.checkpoint.slabs import SLAB_BYTES, Tensors
 from edgeq.converters.families import LINEARS, Family
-from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method, Study
 from edgeq.converters.methods.gptq import gptq_layer, moments_bytes
 from edgeq.converters.methods.quarot import SIGNS_SEED, QuaRot
 from edgeq.converters.methods.rotated import before, generator, stored_transform
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.quantizer import QUAROT, Preset
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rotation.changed import Padded
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, best_size, hadamard
@@ -49,9 +46,12 @@ from edgeq.converters.rotation.tower import (
     means_go,
     stream_rotation,
 )
-from edgeq.converters.slabs import SLAB_BYTES, Tensors
+from edgeq.converters.rounding.linears import Delivery, Recipe
+from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, Preset
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.stack import Stack
+from edgeq.format.codec import Codec
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.stack import Stack
 
 TOWER_SEED = 1
 StoredTransform = tuple[int, int, NDArray[np.float32] | None]
@@ -89,7 +89,7 @@ class MQuant(QuaRot):
     def rotated(self) -> bool:
         return bool(self.options.rotate)
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
         down = name.endswith(".down") and self.rotated
         split = down and bool(self.options.split_row)
         transform = stored_transform(hadamard(columns, split)) if down else None
@@ -152,9 +152,9 @@ class MQuantTower(Method):
 
     @property
     def preset(self) -> Preset:
-        return QUAROT
+        return ABSMAX_SEARCH
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
         online = self.rotated and name.endswith((".down", LAST))
         transform = stored_transform(self._online(columns)) if online else None
         return static_recipe(self, columns, transform, online and bool(self.options.split_row))
@@ -220,8 +220,8 @@ def prepared(method: Method, block: Block) -> dict[str, Delivery]:
 
 
 def equation_9(weight: Tensor, recipe: Recipe) -> dict[str, object]:
-    """Of a transformed weight [rows, columns]: the share of output channels that meet equation 9 before the transform; which
-    column a constant input reaches most, as measured; and its energy, in that of the mean column."""
+    """What equation 9 says of a transformed weight [rows, columns]: the share of output channels that meet it before the
+    transform; which column a constant input reaches most, as measured; and its energy, in that of the mean column."""
     assert recipe.transform is not None
     size, _, base = recipe.transform
     transform = Hadamard(size, None if base is None else torch.from_numpy(base).double())

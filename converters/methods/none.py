@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgeq.codec import Codec, Kind
-from edgeq.converters.linears import Recipe
 from edgeq.converters.method import Method
+from edgeq.converters.rounding.linears import Recipe
+from edgeq.format.codec import Codec
 
 
 class Unquantized(Method):
@@ -13,8 +13,9 @@ class Unquantized(Method):
     name = "none"
     keeps_channels = True
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
-        return Recipe(Codec(self.options.dtype or stored))
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
+        # Of integers the products with their scales: no smaller type holds them all.
+        return Recipe(Codec(self.options.dtype or ("f32" if stored.bits else stored.kind)))
 
     def dtype(self, part: str, stored: str) -> str:
         wanted = self.options.dtype

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from edgeq.codec import Kind
-from edgeq.config import ModelConfig
 from edgeq.converters.families import Family
-from edgeq.converters.linears import Recipe
 from edgeq.converters.method import Study
 from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.orthogonal import signs
-from edgeq.records import Activation
+from edgeq.converters.rounding.linears import Recipe
+from edgeq.format.codec import Codec
+from edgeq.format.records import Activation
+from edgeq.network.config import ModelConfig
 
 SIGNS_SEED = 0
 
@@ -40,7 +40,7 @@ class QuaRot(Rotated):
         self._head: Hadamard = hadamard(config.head_dim)
         self._across: Hadamard = hadamard(config.num_attention_heads)
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
         bits, part = self.options.activation_bits, name.rpartition(".")[2]
         transform = None
         split = part == "down" and bool(self.options.split_row)

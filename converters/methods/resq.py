@@ -26,20 +26,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from edgeq.codec import CHUNK, Codec, Kind
-from edgeq.config import ModelConfig
 from edgeq.converters.calibration.forward import BlockForward, TokenForward
 from edgeq.converters.calibration.torch_decoder import Angles, rotated
 from edgeq.converters.families import LINEARS, NORMS, Family
-from edgeq.converters.linears import Recipe
 from edgeq.converters.method import Study
 from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation, dense
 from edgeq.converters.rotation.hadamard import hadamard
 from edgeq.converters.rotation.orthogonal import principal_axes, split_rotation
+from edgeq.converters.rounding.linears import Recipe
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.records import Activation, KvCodec
+from edgeq.format.codec import CHUNK, Codec
+from edgeq.format.records import Activation, KvCodec
+from edgeq.network.config import ModelConfig
 
 HIGH_BITS = 8
 HIDDEN_SEED, HEAD_SEED = 1, 2
@@ -64,7 +64,7 @@ class ResQ(Rotated):
         self._high_hidden = high_columns(config.hidden_size, config.hidden_size * fraction)
         self._high_o = high_columns(config.query_size, config.num_attention_heads * self._high_dims)
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
         bits, part = self.options.activation_bits, name.rpartition(".")[2]
         high = 0 if part == "down" else self._high_o if part == "o" else self._high_hidden
         order = output_order(self.config.num_attention_heads, self.config.head_dim, high) if part == "o" and high else None
@@ -113,7 +113,7 @@ class ResQ(Rotated):
                 f"calibration text: {tokens} tokens; resq needs at least {c.hidden_size}, one for each channel whose principal "
                 "axes it looks for; give a longer text with --calibration"
             )
-        moments = Moments(c)
+        moments = ModelMoments(c)
         for index in range(c.num_hidden_layers):
             on_layer(index)
             layer = forward.load(index)
@@ -131,7 +131,7 @@ class ResQ(Rotated):
         }
 
 
-class Moments:
+class ModelMoments:
     """Uncentered second moments sum x^T x, float64, of the residual stream, values and keys of the unquantized model.
 
     residual   [hidden, hidden]: inputs of attention and of MLP in all layers, divided by their norm, without the norms' gains

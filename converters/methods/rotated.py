@@ -18,21 +18,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.codec import Codec
-from edgeq.config import ModelConfig
-from edgeq.converters.calibration.static_scales import observed
+from edgeq.converters.checkpoint.slabs import SLAB_BYTES, Tensors
 from edgeq.converters.families import LINEARS, Family
-from edgeq.converters.linears import Delivery
 from edgeq.converters.method import Block, Method, Study
 from edgeq.converters.methods.gptq import gptq_layer, moments_bytes
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.quantizer import QUAROT, Preset
+from edgeq.converters.methods.static_scales import observed
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.model import RotatedModel
-from edgeq.converters.slabs import SLAB_BYTES, Tensors
+from edgeq.converters.rounding.linears import Delivery
+from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, Preset
 from edgeq.errors import UnsupportedError
-from edgeq.manifest import FLOAT_PARTS, rotation_shapes
+from edgeq.format.codec import Codec
+from edgeq.format.manifest import FLOAT_PARTS, rotation_shapes
+from edgeq.network.config import ModelConfig
 
 
 def generator(seed: int) -> torch.Generator:
@@ -94,7 +94,7 @@ class Rotated(Method):
 
     @property
     def preset(self) -> Preset:
-        return QUAROT
+        return ABSMAX_SEARCH
 
     @property
     def stored_config(self) -> ModelConfig:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgeq.codec import Kind
-from edgeq.converters.calibration.static_scales import observed
 from edgeq.converters.families import Family
-from edgeq.converters.linears import Delivery, Recipe
 from edgeq.converters.method import Block, Method
-from edgeq.converters.options import ConvertOptions
-from edgeq.stack import Stack
+from edgeq.converters.methods.static_scales import observed
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.rounding.linears import Delivery, Recipe
+from edgeq.format.codec import Codec
+from edgeq.network.stack import Stack
 
 
 class RoundToNearest(Method):
@@ -24,7 +24,7 @@ class RoundToNearest(Method):
         super().__init__(replace(options, activation_bits=8) if given else options, family, stack)
         self.calibrates = self.propagates = bool(self.scales)
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
         found = super().recipe(name, columns, stored)
         return replace(found, activation=self.activation, scales=self.scales) if self.activation else found
 

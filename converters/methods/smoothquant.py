@@ -10,20 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edgeq.codec import Kind
-from edgeq.converters.calibration.static_scales import largest_inputs, rounded, static_scales
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
-from edgeq.converters.linears import Delivery, Recipe
-from edgeq.converters.method import Block, Method
-from edgeq.converters.methods.awq import apply_scale, scaled_dtype
+from edgeq.converters.method import Block
+from edgeq.converters.methods.awq import ScaledChannels, apply_scale
 from edgeq.converters.methods.gptq import Gptq
-from edgeq.converters.quantizer import AWQ, Preset
-from edgeq.records import Activation
+from edgeq.converters.methods.static_scales import largest_inputs, rounded, static_scales
+from edgeq.converters.rounding.linears import Delivery, Recipe
+from edgeq.converters.rounding.quantizer import MIN_MAX, Preset
+from edgeq.format.codec import Codec
+from edgeq.format.records import Activation
 
-SMALLEST = 1e-5
+MIN_FACTOR = 1e-5
 
 
-class SmoothQuant(Method):
+class SmoothQuant(ScaledChannels):
     """W8A8 by default: weights per row, activations per token or with one constant scale, both symmetric."""
 
     name = "smoothquant"
@@ -31,15 +31,12 @@ class SmoothQuant(Method):
 
     @property
     def preset(self) -> Preset:
-        return AWQ
+        return MIN_MAX
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
         blocks = self.options.activations == "block"
         activation = None if blocks else per_token(self.options.activation_bits)
         return Recipe(self.codec(columns), self.preset, activation=activation, scales=self.scales)
-
-    def dtype(self, part: str, stored: str) -> str:
-        return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         kept = [x.clone() for x in block.forward.states]
@@ -61,17 +58,14 @@ class SmoothQuant(Method):
         return 4 * tokens * self.config.hidden_size
 
 
-class SmoothQuantGptq(Gptq):
+class SmoothQuantGptq(ScaledChannels, Gptq):
     """The smoothed weights by GPTQ instead of rounding."""
 
     name = "smoothquant+gptq"
     keeps_channels = False
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
         return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))
-
-    def dtype(self, part: str, stored: str) -> str:
-        return scaled_dtype(self.family.awq_mappings(self.config), part, stored)
 
     def scale(self, block: Block) -> None:
         smooth(block, self.family.awq_mappings(self.config), self.options.alpha or 0.0)
@@ -106,7 +100,7 @@ class _Largest:
 
 def smoothing(largest: Tensor, weights: list[Tensor], alpha: float) -> Tensor:
     """s float32 [channels] from max|x| of every channel and the weights [rows, channels] that read it."""
-    reach = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp(min=SMALLEST)
-    s = (largest.pow(alpha) / reach.pow(1 - alpha)).clamp(min=SMALLEST)
+    reach = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp(min=MIN_FACTOR)
+    s = (largest.pow(alpha) / reach.pow(1 - alpha)).clamp(min=MIN_FACTOR)
     # A channel that was never used gives no measurement; 1e-5 would blow it up where another text uses it.
     return torch.where(largest > 0, s, 1.0)

@@ -18,16 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.codec import ROWS, Codec, Kind
-from edgeq.config import ModelConfig
+from edgeq.converters.checkpoint.slabs import RowReader, slabs
 from edgeq.converters.families import Family
-from edgeq.converters.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.method import Method
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.quantizer import fitting_group_size
-from edgeq.converters.slabs import RowReader, slabs
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.rounding.linears import Delivery, LinearItem, Recipe
+from edgeq.converters.rounding.quantizer import fitting_group_size
 from edgeq.errors import InputError
-from edgeq.manifest import layer_contents
+from edgeq.format.codec import ROWS, Codec
+from edgeq.format.manifest import layer_contents
+from edgeq.network.config import ModelConfig
 
 SPARE_COLUMNS = 16
 ITERATIONS = 4
@@ -50,7 +50,7 @@ class Ttq(Method):
     def rank(self) -> int:
         return self.options.rank or 0
 
-    def recipe(self, name: str, columns: int, stored: Kind) -> Recipe:
+    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
         matrices = layer_contents(self.config, int(name.split(".")[1]))[name]
         assert isinstance(matrices, dict)
         rank = shared_rank(self.rank, [rows for rows, _ in matrices.values()], columns)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from edgeq.converters.slabs import Tensors
+from edgeq.converters.checkpoint.slabs import Tensors
 
 
 class Changed:

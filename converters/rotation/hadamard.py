@@ -22,7 +22,7 @@ from torch import Tensor
 from edgeq.converters.rotation.orthogonal import haar
 from edgeq.errors import UnsupportedError
 
-LARGEST_BASE = 1024
+MAX_BASE = 1024
 """The dense factor costs K multiplications a channel, online."""
 RANDOM_SEED = 20
 # Offsets of the entries -1 in the first rows of Williamson's circulants A, B, C, D, at both signs; the rest is +1.
@@ -78,7 +78,7 @@ def hadamard(size: int, constant_row: bool = False) -> Hadamard:
 
     constant_row   its first output is the sum of all inputs over sqrt(size), as without a base: columns of the base change sign
 
-    UnsupportedError: no construction with a base of at most LARGEST_BASE, and the odd part of `size` is larger than that.
+    UnsupportedError: no construction with a base of at most MAX_BASE, and the odd part of `size` is larger than that.
     """
     odd = size // (size & -size)
     if odd == 1:
@@ -90,14 +90,14 @@ def hadamard(size: int, constant_row: bool = False) -> Hadamard:
             raise UnsupportedError(f"{size} channels have no transform with a constant row; convert without --split-row")
         return Hadamard(size, found.base * found.base[0].sign())
     order = 4 * odd
-    while size % order == 0 and order <= LARGEST_BASE:
+    while size % order == 0 and order <= MAX_BASE:
         base = base_matrix(order)
         if base is not None:
             return Hadamard(size, base)
         order *= 2
-    if odd > LARGEST_BASE:
+    if odd > MAX_BASE:
         raise UnsupportedError(
-            f"{size} channels have no fast orthogonal transform: no known Hadamard matrix of at most {LARGEST_BASE} rows "
+            f"{size} channels have no fast orthogonal transform: no known Hadamard matrix of at most {MAX_BASE} rows "
             "divides them; choose a method without rotations"
         )
     generator = torch.Generator().manual_seed(RANDOM_SEED)
@@ -107,7 +107,7 @@ def hadamard(size: int, constant_row: bool = False) -> Hadamard:
 BASE_COST, STEP_COST = 3, 28
 """What a channel costs in a transform for each row of the base and for each doubling, in multiplications of 4 by 8 bits: 8,960
 channels by base 140 were measured to take 11 % of a layer of Qwen2-VL-2B, 9,216 by base 36 take 6 %."""
-WIDEST = 1.15
+MAX_PADDING = 1.15
 
 
 def best_size(channels: int, products: int) -> int:
@@ -118,12 +118,12 @@ def best_size(channels: int, products: int) -> int:
     UnsupportedError: there is none up to 1.15 times as many channels.
     """
     costs = {}
-    for odd in range(1, LARGEST_BASE, 2):
+    for odd in range(1, MAX_BASE, 2):
         size = odd
         while size < channels:
             size *= 2
         order = base_order(size)
-        if size <= WIDEST * channels and order:
+        if size <= MAX_PADDING * channels and order:
             costs[size] = size * (products + BASE_COST * order + STEP_COST * (size // order).bit_length())
     if not costs:
         raise UnsupportedError(
@@ -138,7 +138,7 @@ def base_order(size: int) -> int | None:
     if odd == 1:
         return 1
     order = 4 * odd
-    while size % order == 0 and order <= LARGEST_BASE:
+    while size % order == 0 and order <= MAX_BASE:
         if _construction(order):
             return order
         order *= 2

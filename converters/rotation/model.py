@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.config import ModelConfig, VisionConfig
+from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, Family
 from edgeq.converters.rotation.fuse import READERS, LayerRotation, Rotation, role, rotate_part
-from edgeq.converters.slabs import Tensors
+from edgeq.network.config import ModelConfig, VisionConfig
 
 TO_DECODER = ("project.1.weight", "project.1.bias")
 """Ends of names of what a vision tower writes into the decoder's residual stream."""

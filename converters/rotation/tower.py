@@ -19,13 +19,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from edgeq.config import VisionConfig
+from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import Family
 from edgeq.converters.rotation.changed import Changed
 from edgeq.converters.rotation.fuse import READERS, WRITERS, LayerRotation, Rotation, rotate_part
 from edgeq.converters.rotation.hadamard import hadamard
-from edgeq.converters.slabs import Tensors
-from edgeq.manifest import projectors
+from edgeq.format.manifest import projectors
+from edgeq.network.config import VisionConfig
 
 PATCH, POSITIONS, LAST = "vision.patch", "vision.positions.weight", "project.1"
 

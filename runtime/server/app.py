@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,25 +21,27 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from edgeq.runtime.entrance import Entrance
-from edgeq.runtime.job import Job, Update
+from edgeq.runtime.batching.base_scheduler import BaseScheduler
+from edgeq.runtime.batching.job import Busy, Job, Update
+from edgeq.runtime.batching.prompt_store import PromptStore
+from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.model import Model
-from edgeq.runtime.prompt_store import PromptStore
-from edgeq.runtime.scheduler import Scheduler
-from edgeq.runtime.server.answers import Answer, Shape
-from edgeq.runtime.server.embeddings import Embedding, Embeddings, refuse_texts, refuse_vectors, scheduler_of
 from edgeq.runtime.server.errors import ApiError, of_exception
-from edgeq.runtime.server.fields import Chat, Completion, Drawing, decoded, fields, named
+from edgeq.runtime.server.fields import Chat, Completion, GenerationFields, decoded, fields, named
 from edgeq.runtime.server.gauges import gauges_of, tokens_of
+from edgeq.runtime.server.grammars import Grammars
 from edgeq.runtime.server.guard import Guard
-from edgeq.runtime.server.messages import Counted, Messages, message_job, prompt_of, use_of
+from edgeq.runtime.server.interfaces.answers import RequestAnswer, Shape
+from edgeq.runtime.server.interfaces.chat_request import Asker, chat_job, compiled, completion_jobs
+from edgeq.runtime.server.interfaces.embeddings import Embedding, Embeddings, refuse_texts, refuse_vectors, scheduler_of
+from edgeq.runtime.server.interfaces.messages import CountFields, Messages, message_job, prompt_of, use_of
+from edgeq.runtime.server.interfaces.messages_answer import MessagesAnswer
+from edgeq.runtime.server.interfaces.responses import Responses, renamed, responses_job
+from edgeq.runtime.server.interfaces.responses_answer import ResponsesAnswer
 from edgeq.runtime.server.metrics import Metrics
-from edgeq.runtime.server.owner import Answering, Owner
-from edgeq.runtime.server.reading import Asker, chat_job, completion_jobs
-from edgeq.runtime.server.reply import Reply
-from edgeq.runtime.server.responses import Responses, responses_job
+from edgeq.runtime.server.owner import Owner, TicketUpdates
+from edgeq.runtime.server.replies import closed_with, ignored, json_of, no_route, while_connected
 from edgeq.runtime.server.settings import Settings, speculator_of
-from edgeq.runtime.server.told import Told
 from edgeq.runtime.server.watch import watch
 from edgeq.runtime.stats import Speculation
 from edgeq.version import __version__
@@ -47,7 +49,7 @@ from edgeq.version import __version__
 BODY_SECONDS = 30
 BODY_RATE = 100_000
 """Bytes per second that a body has to come with beside the 30 seconds."""
-MOST_BODIES = 8
+MAX_BODIES = 8
 """As many of the largest are held at once, however many clients send one; what is read from them takes up to 30 times as much,
 so that only as many are read as the pool has threads."""
 SMALL_BODY = 64 << 10
@@ -62,11 +64,11 @@ PAGE_HEADERS = {
 }
 _log = logging.getLogger("edgeq.server")
 T = TypeVar("T")
-F = TypeVar("F", bound=Counted | Drawing | Responses | Embeddings)
+F = TypeVar("F", bound=CountFields | GenerationFields | Responses | Embeddings)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Asked:
+class TextRequest:
     """What is left of a request for texts once it has been read: not its fields, which may have megabytes."""
 
     def __init__(self, fields: Chat | Completion, jobs: list[Job]) -> None:
@@ -82,7 +84,7 @@ class Server:
         self.store: PromptStore | None = None
         self._drafts = Speculation()
         if model.config.pooling:
-            self.scheduler: Entrance = scheduler_of(model, settings, cache_pages)
+            self.scheduler: BaseScheduler = scheduler_of(model, settings, cache_pages)
         else:
             folder, most = settings.prompt_cache, settings.prompt_cache_bytes
             self.store = model.prompt_store(folder, most) if folder and settings.share_prefixes else None
@@ -93,7 +95,7 @@ class Server:
                 shares_prefixes=settings.share_prefixes, speculator=speculator, store=self.store,
             )  # fmt: skip
         self._on_failure, self._created = on_failure, int(time.time())
-        self._pool = ThreadPoolExecutor(2, "edgeq-reader")
+        self._pool, self.grammars = ThreadPoolExecutor(2, "edgeq-reader"), Grammars(settings.queue)
         self._body_bytes = 0  # of all bodies that are not read yet
         options = model.program.options
         self.fingerprint = f"edgeq-{__version__}-{model.file.identity[:8]}-{model.target}-{options.mode}"
@@ -111,6 +113,7 @@ class Server:
         if self.store:
             self.store.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     def app(self) -> ASGIApp:
         api: dict[str, tuple[Handler, list[str]]] = {
@@ -129,7 +132,7 @@ class Server:
         if self.settings.page and not self.model.config.pooling:
             routes["/"] = (self._page, ["GET"])
         named = [Route(path, self._route(path, handler), methods=methods) for path, (handler, methods) in routes.items()]
-        return Guard(Starlette(routes=named, exception_handlers={HTTPException: _no_route}), self.settings, self.metrics)
+        return Guard(Starlette(routes=named, exception_handlers={HTTPException: no_route}), self.settings, self.metrics)
 
     def _continuing(self, handler: Handler) -> Handler:
         """A handler that models have which continue texts."""
@@ -204,7 +207,7 @@ class Server:
                 self._body_bytes += len(part)
                 if len(body) > most:
                     raise too_large
-                if len(body) > SMALL_BODY and self._body_bytes > MOST_BODIES * most:
+                if len(body) > SMALL_BODY and self._body_bytes > MAX_BODIES * most:
                     raise full
 
         try:
@@ -212,20 +215,32 @@ class Server:
         except asyncio.TimeoutError:
             raise ApiError(408, "body_too_slow", "the body did not come in time") from None
 
+    async def compiled(self, request: Request, job: Job) -> Job:
+        """The job with its grammar compiled.  Busy, ApiError: there is no time for it, or it cannot be used."""
+        if not job.request.waits:
+            return job
+        turn = self.grammars.run(job.client, lambda: compiled(self.model, job, self.model.constraints.compile))
+        try:
+            return await asyncio.wait_for(while_connected(request, turn), self.settings.queue_seconds)
+        except asyncio.TimeoutError:
+            raise Busy("the grammar waited for too long to be compiled") from None
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.settings.models:
             known = ", ".join(self.settings.models)
             raise ApiError(404, "model_not_found", f"the model {name[:100]!r} is not here; there is {known}", "model")
 
     async def _chat(self, request: Request) -> Response:
-        def made(asked: Chat, who: Asker) -> Asked:
-            return Asked(asked, [chat_job(self.model, self.settings, asked, who)])
+        def made(asked: Chat, who: Asker) -> TextRequest:
+            return TextRequest(asked, [chat_job(self.model, self.settings, asked, who)])
 
-        return await self._answer(request, "chat", await self.read(request, Chat, made))
+        asked = await self.read(request, Chat, made)
+        asked.jobs = [await self.compiled(request, job) for job in asked.jobs]
+        return await self._answer(request, "chat", asked)
 
     async def _completions(self, request: Request) -> Response:
-        def made(asked: Completion, who: Asker) -> Asked:
-            return Asked(asked, completion_jobs(self.model, self.settings, asked, who))
+        def made(asked: Completion, who: Asker) -> TextRequest:
+            return TextRequest(asked, completion_jobs(self.model, self.settings, asked, who))
 
         return await self._answer(request, "completion", await self.read(request, Completion, made))
 
@@ -234,19 +249,20 @@ class Server:
             return bool(asked.stream), message_job(self.model, self.settings, asked, who)
 
         stream, job = await self.read(request, Messages, made)
+        job = await self.compiled(request, job)
         (answering,) = answerings = self.submit([job])
-        reply, updates = Reply(self.settings.title(job.model), job, self.model.text), self.merged(answerings)
+        reply, updates = MessagesAnswer(self.settings.title(job.model), job, self.model.text), self.merged(answerings)
         if stream:
             events = reply.events(updates, lambda: answering.ticket.cached_tokens, self.told)
-            return StreamingResponse(_closed_with(events, updates), 200, STREAM)
+            return StreamingResponse(closed_with(events, updates), 200, STREAM)
         await self.collected(request, updates, lambda first, update: reply.take(update))
-        return _json(reply.whole(answering.ticket.cached_tokens))
+        return json_of(reply.whole(answering.ticket.cached_tokens))
 
     async def _count_tokens(self, request: Request) -> Response:
-        def made(asked: Counted, who: Asker) -> int:
+        def made(asked: CountFields, who: Asker) -> int:
             return len(prompt_of(self.model, asked, use_of(self.model, asked)).tokens)
 
-        return _json({"input_tokens": await self.read(request, Counted, made)})
+        return json_of({"input_tokens": await self.read(request, CountFields, made)})
 
     async def _responses(self, request: Request) -> Response:
         def made(asked: Responses, who: Asker) -> tuple[Responses, Job]:
@@ -255,34 +271,38 @@ class Server:
             return msgspec.structs.replace(asked, input="", instructions=None, text=None), job
 
         asked, job = await self.read(request, Responses, made)
+        try:
+            job = await self.compiled(request, job)
+        except ApiError as error:
+            raise renamed(error) from None
         answerings, text, title = self.submit([job]), self.model.text, self.settings.title(job.model)
         tickets = [each.ticket for each in answerings]
-        answer = Answer("chat", title, self.fingerprint, text, tickets, job.request.stops(text), keeps=True)
-        shown, updates = Told(asked, answer), self.merged(answerings)
-        headers = _ignored(request)
+        answer = RequestAnswer("chat", title, self.fingerprint, text, tickets, stops=job.request.stops(text), keeps=True)
+        shown, updates = ResponsesAnswer(asked, answer), self.merged(answerings)
+        headers = ignored(request)
         if asked.stream:
-            return StreamingResponse(_closed_with(shown.events(updates, self.told), updates), 200, STREAM | headers)
+            return StreamingResponse(closed_with(shown.events(updates, self.told), updates), 200, STREAM | headers)
         await self.collected(request, updates, lambda first, update: answer.take(first, update))
-        return _json(shown.whole(), headers)
+        return json_of(shown.whole(), headers)
 
-    async def _answer(self, request: Request, shape: Shape, asked: Asked) -> Response:
+    async def _answer(self, request: Request, shape: Shape, asked: TextRequest) -> Response:
         answerings = self.submit(asked.jobs)
         stops = asked.jobs[0].request.stops(self.model.text)
         tickets = [each.ticket for each in answerings]
         title = self.settings.title(asked.jobs[0].model)
-        answer = Answer(shape, title, self.fingerprint, self.model.text, tickets, stops, not asked.stream)
-        headers = _ignored(request)
+        answer = RequestAnswer(shape, title, self.fingerprint, self.model.text, tickets, stops=stops, keeps=not asked.stream)
+        headers = ignored(request)
         updates = self.merged(answerings)
         if asked.stream:
             return StreamingResponse(
-                _closed_with(answer.events(updates, asked.usage, self.told), updates), 200, STREAM | headers
+                closed_with(answer.events(updates, asked.usage, self.told), updates), 200, STREAM | headers
             )
         await self.collected(request, updates, lambda first, update: answer.take(first, update))
-        return _json(answer.whole(), headers)
+        return json_of(answer.whole(), headers)
 
-    def submit(self, jobs: list[Job]) -> list[Answering]:
+    def submit(self, jobs: list[Job]) -> list[TicketUpdates]:
         """All of them, or none.  Busy: the queue is full."""
-        found = list[Answering]()
+        found = list[TicketUpdates]()
         try:
             for job in jobs:
                 found.append(self.owner.submit(job))
@@ -292,7 +312,7 @@ class Server:
             raise
         return found
 
-    async def merged(self, answerings: list[Answering]) -> AsyncGenerator[tuple[int, Update] | None, None]:
+    async def merged(self, answerings: list[TicketUpdates]) -> AsyncGenerator[tuple[int, Update] | None, None]:
         """The updates of several jobs with the number of the first text of each; None where nothing came for 10 s."""
         first = 0
         try:
@@ -320,28 +340,17 @@ class Server:
                 if found:
                     take(*found)
 
-        async def left() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        work, leaving = asyncio.ensure_future(run()), asyncio.ensure_future(left())
         try:
-            await asyncio.wait([work, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientDisconnect
-            work.result()
+            await while_connected(request, run())
         finally:
-            for task in (work, leaving):
-                task.cancel()
-            await asyncio.gather(work, leaving, return_exceptions=True)
             await updates.aclose()
 
     async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._described(name) for name in self.settings.models]})
+        return json_of({"object": "list", "data": [self._described(name) for name in self.settings.models]})
 
     async def _one_model(self, request: Request) -> Response:
         self.check_model(request.path_params["name"])
-        return _json(self._described(request.path_params["name"]))
+        return json_of(self._described(request.path_params["name"]))
 
     def _described(self, name: str) -> dict[str, Any]:
         seen = ["text", "image"] if self.model.config.vision else ["text"]
@@ -349,7 +358,7 @@ class Server:
         return {"id": name, **fixed, "context_length": self.model.context, "input_modalities": seen}
 
     async def _health(self, request: Request) -> Response:
-        return _json({"status": self.owner.state}, status=200 if self.owner.state == "ok" else 503)
+        return json_of({"status": self.owner.state}, status=200 if self.owner.state == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -363,35 +372,9 @@ class Server:
         updates, title = self.merged(self.submit(asked.jobs)), self.settings.title(None)
         await self.collected(request, updates, lambda first, update: asked.take(first, update.vector))
         body = await asyncio.get_running_loop().run_in_executor(self._pool, asked.body, title)
-        return Response(body, 200, _ignored(request), "application/json")
+        return Response(body, 200, ignored(request), "application/json")
 
     async def _ollama(self, request: Request) -> Response:
         raise ApiError(
             404, "unsupported_endpoint", "Ollama's interface is not here; clients of it take /v1 as an OpenAI server too"
         )
-
-
-async def _closed_with(events: AsyncIterator[bytes], updates: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
-    """`events`; whoever stops reading them ends the work."""
-    try:
-        async for each in events:
-            yield each
-    finally:
-        await updates.aclose()
-
-
-def _ignored(request: Request) -> dict[str, str]:
-    """A header with the fields that were ignored."""
-    return {"x-edgeq-ignored": request.state.ignored} if request.state.ignored else {}
-
-
-def _json(data: Mapping[str, Any], headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(data), status, dict(headers or {}), "application/json")
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    messages = {404: "there is nothing at this path; see /v1/models", 405: "this path takes other methods"}
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    code, message = codes.get(error.status_code, "http_error"), messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, code, message, headers=dict(error.headers or {})).response()

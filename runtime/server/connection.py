@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import h11
@@ -13,7 +14,11 @@ from edgeq.runtime.server.errors import ApiError
 
 HEADER_SECONDS = 10
 WRITE_SECONDS = 30
-MOST_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
+MAX_CHUNK = 1 << 32
+"""Bytes of a chunk, far above those of any body."""
+CHUNK_HEAD = re.compile(rb"(?:[0-9A-Fa-f]{1,20}[ \t]*(?:;[^\x00\r\n]*)?\r?)?")
+"""What is there of one before its line has ended."""
 
 
 class Connection(H11Protocol):
@@ -28,7 +33,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._since = self.loop.time()
         self._arm()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             idle = [other for other in self.connections if isinstance(other, Connection) and not other._has_request]
             if idle:
                 min(idle, key=lambda other: other._since).transport.abort()
@@ -43,6 +48,8 @@ class Connection(H11Protocol):
         if not before:
             self._arm()
         super().data_received(data)
+        if self._is_broken:
+            self.send_400_response("the size of a chunk is not one")
         if self._answering and not before:
             self._disarm()
             self._since = self.loop.time()
@@ -66,6 +73,17 @@ class Connection(H11Protocol):
     def _has_request(self) -> bool:
         """Whether it waits for an answer, and not we for its body."""
         return self._answering and not self.cycle.more_body
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether what came of a chunk's head can be the beginning of none: h11 waits for the end of that line."""
+        if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
+            return False
+        reader = self.conn._reader
+        if getattr(reader, "_bytes_in_chunk", 0) > MAX_CHUNK:
+            return True
+        # Only of chunks something is left; what follows the last one are headers.
+        return not getattr(reader, "_reading_trailer", False) and not CHUNK_HEAD.fullmatch(self.conn.trailing_data[0])
 
     def _arm(self) -> None:
         self._deadline = self._deadline or self.loop.call_later(HEADER_SECONDS, self.transport.abort)

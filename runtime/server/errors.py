@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from edgeq.errors import DeviceError, EdgeqError, InputError, UnsupportedError
-from edgeq.runtime.job import Busy
+from edgeq.runtime.batching.job import Busy
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 

@@ -10,8 +10,8 @@ from msgspec import Meta, Struct
 
 from edgeq.runtime.server.errors import ApiError, unsupported
 
-DEEPEST = 64
-MOST_NAMED = 8
+MAX_DEPTH = 64
+MAX_NAMED_FIELDS = 8
 IGNORED = frozenset(
     (
         "user",
@@ -43,7 +43,7 @@ _AT = re.compile(r" - at `([^`]*)`$")
 LongText = Annotated[str, Meta(max_length=1 << 22)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Budget = Annotated[int, Meta(ge=-1, le=1 << 31)]
-"""Of thinking, in tokens; -1: any number, as vLLM and llama.cpp have it."""
+"""Tokens of thinking; -1: any number, as vLLM and llama.cpp have it."""
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Meta(max_length=16)]
 Biases = dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]]
@@ -66,7 +66,7 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class Part(Struct):
+class ContentPart(Struct):
     """A piece of a message: text, or a picture."""
 
     type: Annotated[str, Meta(max_length=40)]
@@ -76,14 +76,14 @@ class Part(Struct):
 
 class Message(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: LongText | Annotated[list[Part], Meta(max_length=256)] | None = None
+    content: LongText | Annotated[list[ContentPart], Meta(max_length=256)] | None = None
     name: Annotated[str, Meta(max_length=64)] | None = None
     tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
     reasoning_content: LongText | None = None
 
 
-class Drawing(Struct, kw_only=True):
+class GenerationFields(Struct, kw_only=True):
     """What completions and chats have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -98,6 +98,7 @@ class Drawing(Struct, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
     logit_bias: Annotated[Biases, Meta(max_length=1024)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
@@ -107,7 +108,7 @@ class Drawing(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-class Chat(Drawing, kw_only=True):
+class Chat(GenerationFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -123,7 +124,7 @@ class Chat(Drawing, kw_only=True):
     thinking_budget_tokens: Budget | None = None
 
 
-class Completion(Drawing, kw_only=True):
+class Completion(GenerationFields, kw_only=True):
     prompt: LongText | list[Any]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
@@ -139,8 +140,8 @@ def decoded(body: bytes | bytearray) -> dict[str, Any]:
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON that can be read: {str(error)[:200]}") from None
     # Brackets bound the depth from above, and few bodies have so many.
-    if body.count(b"[") + body.count(b"{") > DEEPEST and _depth(found) > DEEPEST:
-        raise ApiError(400, "invalid_json", f"the body is nested more than {DEEPEST} deep")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth(found) > MAX_DEPTH:
+        raise ApiError(400, "invalid_json", f"the body is nested more than {MAX_DEPTH} deep")
     if not isinstance(found, dict):
         raise ApiError(400, "invalid_json", "the body is no JSON object")
     return found
@@ -172,12 +173,14 @@ def fields(kind: type[T], body: dict[str, Any]) -> tuple[T, list[str]]:
 
 def named(unknown: list[str]) -> str:
     """For the header that names what was ignored; only what is harmless in one."""
-    return ", ".join(name for name in unknown if _NAME.fullmatch(name)) if len(unknown) <= MOST_NAMED else str(len(unknown))
+    return (
+        ", ".join(name for name in unknown if _NAME.fullmatch(name)) if len(unknown) <= MAX_NAMED_FIELDS else str(len(unknown))
+    )
 
 
 def _depth(value: Any) -> int:
     deepest, level = 0, [value]
-    while level and deepest <= DEEPEST:
+    while level and deepest <= MAX_DEPTH:
         level = [
             each
             for parent in level

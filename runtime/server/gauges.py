@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from edgeq.runtime.entrance import Entrance
-from edgeq.runtime.prompt_store import PromptStore
+from edgeq.runtime.batching.base_scheduler import BaseScheduler
+from edgeq.runtime.batching.prompt_store import PromptStore
 from edgeq.runtime.server.owner import Owner
 from edgeq.runtime.stats import Speculation
 
 
-def tokens_of(scheduler: Entrance, drafts: Speculation) -> dict[str, float]:
+def tokens_of(scheduler: BaseScheduler, drafts: Speculation) -> dict[str, float]:
     totals = scheduler.totals
     return {
         "prompt": totals.prompt_tokens,
@@ -20,7 +20,7 @@ def tokens_of(scheduler: Entrance, drafts: Speculation) -> dict[str, float]:
     }
 
 
-def gauges_of(scheduler: Entrance, owner: Owner, store: PromptStore | None) -> dict[str, float]:
+def gauges_of(scheduler: BaseScheduler, owner: Owner, store: PromptStore | None) -> dict[str, float]:
     free, held, idle = scheduler.pages
     return {
         "running": scheduler.running,

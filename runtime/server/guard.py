@@ -17,10 +17,10 @@ from edgeq.runtime.server.errors import ApiError
 from edgeq.runtime.server.metrics import Metrics
 from edgeq.runtime.server.settings import Settings
 
-MOST_HEADERS = 100
-MOST_HEADER_BYTES = 32 << 10
-LONGEST_LOGGED = 100
-LONGEST_METHOD = 16
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 << 10
+MAX_LOGGED_CHARACTERS = 100
+MAX_METHOD_CHARACTERS = 16
 OPEN = ("/health",)
 """What needs no key."""
 PAGE = "/"
@@ -69,8 +69,8 @@ class Guard:
         finally:
             route = scope["state"].get("endpoint", "other")
             self._metrics.requests.labels(route, str(status)).inc()
-            path = printable(scope["path"][:LONGEST_LOGGED])
-            method = scope["method"][:LONGEST_METHOD]
+            path = printable(scope["path"][:MAX_LOGGED_CHARACTERS])
+            method = scope["method"][:MAX_METHOD_CHARACTERS]
             _log.info("%s %s %d %.0f ms", method, path, status, 1000 * (perf_counter() - started))
 
     def _check(self, scope: Scope) -> dict[bytes, list[bytes]]:
@@ -78,10 +78,8 @@ class Guard:
         headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value)
-        if len(scope["headers"]) > MOST_HEADERS or sum(len(n) + len(v) for n, v in scope["headers"]) > MOST_HEADER_BYTES:
-            raise ApiError(
-                431, "headers_too_large", f"more than {MOST_HEADERS} headers or {MOST_HEADER_BYTES >> 10} KiB of them"
-            )
+        if len(scope["headers"]) > MAX_HEADERS or sum(len(n) + len(v) for n, v in scope["headers"]) > MAX_HEADER_BYTES:
+            raise ApiError(431, "headers_too_large", f"more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES >> 10} KiB of them")
         # Two proxies that believe different ones of these take one request for two.
         if len(headers.get(b"content-length", [])) > 1 or {b"content-length", b"transfer-encoding"} <= set(headers):
             raise ApiError(400, "invalid_http", "more than one length of the body is given")
@@ -118,6 +116,9 @@ class Guard:
     def _is_allowed(self, host: str) -> bool:
         if host == "localhost" or host in self._settings.allowed_hosts:
             return True
+        if "%" in host:
+            # Python reads anything after it as the zone of an IPv6 address; no client has a reason to send one.
+            return False
         try:
             address = ipaddress.ip_address(host.strip("[]"))
         except ValueError:

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 from threading import Condition, Thread
 from time import perf_counter
 
-from edgeq.runtime.entrance import Entrance
-from edgeq.runtime.job import Busy, Job, Ticket, Update
+from edgeq.runtime.batching.base_scheduler import BaseScheduler
+from edgeq.runtime.batching.job import Busy, Job, Ticket, Update
 from edgeq.runtime.server.errors import ApiError
 from edgeq.runtime.server.metrics import Metrics
 from edgeq.runtime.server.settings import Settings
@@ -20,11 +20,11 @@ HEARTBEAT_SECONDS = 10
 REMEMBERED = 64
 PUBLISH_SECONDS = 0.01
 """Tokens of runs that take less come together: an event of a stream takes a tenth of a millisecond."""
-MOST_PICTURE_BYTES = 256 << 20
-"""Of the pictures of all requests that wait or run; one alone may have more."""
+MAX_PICTURE_BYTES = 256 << 20
+"""Bytes of the pictures of all requests that wait or run; one alone may have more."""
 
 
-class Answering:
+class TicketUpdates:
     """The updates of one ticket as they come."""
 
     def __init__(self, ticket: Ticket) -> None:
@@ -69,35 +69,35 @@ class Owner:
     failed   what the program raised: nothing runs any more
     """
 
-    def __init__(self, scheduler: Entrance, settings: Settings, metrics: Metrics, on_failure: Callable[[], None]) -> None:
+    def __init__(self, scheduler: BaseScheduler, settings: Settings, metrics: Metrics, on_failure: Callable[[], None]) -> None:
         self.scheduler, self.failed = scheduler, False
         self.draining = False
         self._settings, self._metrics, self._on_failure = settings, metrics, on_failure
         self._loop = asyncio.get_running_loop()
         self._wake, self._closing = Condition(), False
-        self._answering: dict[Ticket, Answering] = {}
+        self._answering: dict[Ticket, TicketUpdates] = {}
         self._beat = perf_counter()
         self._gathered: dict[tuple[Ticket, int], Update] = {}  # what the event loop is told next
         self._seconds = deque[float](maxlen=REMEMBERED)
         self._thread = Thread(target=self._run, name="edgeq-owner", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> Answering:
+    def submit(self, job: Job) -> TicketUpdates:
         """Busy: the queue is full.  InputError: the prompt is too long."""
         if self.draining or self.failed:
             raise ApiError(503, "server_draining", "the server is ending", headers={"retry-after": "5", "connection": "close"})
         held = sum(each.ticket.job.prompt.nbytes for each in self._answering.values()) if job.prompt.pictures else 0
-        if held and held + job.prompt.nbytes > MOST_PICTURE_BYTES:
+        if held and held + job.prompt.nbytes > MAX_PICTURE_BYTES:
             raise Busy(f"the pictures of other requests take {held >> 20} MiB")
         if not self.scheduler.busy:
             self._beat = perf_counter()
-        found = Answering(self.scheduler.submit(job))
+        found = TicketUpdates(self.scheduler.submit(job))
         self._answering[found.ticket] = found
         with self._wake:
             self._wake.notify()
         return found
 
-    async def updates(self, answering: Answering) -> AsyncGenerator[Update | None, None]:
+    async def updates(self, answering: TicketUpdates) -> AsyncGenerator[Update | None, None]:
         """Those of a job until all its texts have ended; None every 10 s in which there are none.
 
         Whoever stops iterating cancels the rest.  ApiError: it waited or ran for too long, or a text failed.
@@ -123,7 +123,7 @@ class Owner:
                 self._metrics.queued.observe(ticket.begun - ticket.arrived)
                 self._metrics.ttft.observe(ticket.first - ticket.arrived)
 
-    def cancel(self, answering: Answering) -> None:
+    def cancel(self, answering: TicketUpdates) -> None:
         """End the texts of a job before the next step; nothing happens where they have ended."""
         if self._answering.pop(answering.ticket, None):
             self.scheduler.cancel(answering.ticket)

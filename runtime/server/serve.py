@@ -13,13 +13,15 @@ from typing import Any
 import anyio
 import uvicorn
 
-from edgeq import machine
 from edgeq.errors import InputError
 from edgeq.runtime.model import Model
 from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.server.app import Server
 from edgeq.runtime.server.connection import Connection
+from edgeq.runtime.server.listener import Listener
 from edgeq.runtime.server.settings import Settings, is_loopback
+from edgeq.runtime.session.context_size import context_pages
+from edgeq.system import machine
 from edgeq.targets.rows import PAGE
 
 FAILED = 70
@@ -36,7 +38,7 @@ def cache_pages(model: Model, memory: int | None, seats: int) -> int:
 
     InputError: less than one context.
     """
-    page, context = model.position_bytes * PAGE, -(-model.context // PAGE)
+    page, context = model.position_bytes * PAGE, context_pages(model.graph, model.program.options, model.context)
     if memory is None:
         left = machine.available_bytes() - model.file.path.stat().st_size - RESERVE
         return max(context, min(left // page, 2 * seats * context))
@@ -95,7 +97,7 @@ def bound(settings: Settings) -> list[socket.socket]:
     found, port = list[socket.socket](), settings.port
     try:
         for family, kind, _, _, address in socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM):
-            made = socket.socket(family, kind)
+            made = Listener(family, kind)
             found.append(made)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
@@ -104,8 +106,8 @@ def bound(settings: Settings) -> list[socket.socket]:
             # The other addresses of a name get the same port.
             port = made.getsockname()[1]
     except OSError as error:
-        for made in found:
-            made.close()
+        for each in found:
+            each.close()
         if error.errno == errno.EADDRINUSE:
             raise InputError(f"{settings.host}:{port} is in use by another program; choose another with --port") from None
         raise InputError(f"cannot listen at {settings.host}:{port}: {error.strerror}") from None

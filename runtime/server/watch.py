@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from edgeq.container import ModelFile
+from edgeq.format.container import ModelFile
 
 SECONDS = 1.0
 """Between two looks, of a microsecond each.  Where a file was cut, a run that reads what is gone ends the process before."""

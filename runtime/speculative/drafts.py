@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from edgeq.errors import EdgeqError, InputError
-from edgeq.records import Mode
+from edgeq.format.records import Mode
 from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Candidates, certain
-from edgeq.runtime.session import BatchItem, run_together
+from edgeq.runtime.session.runs import BatchItem, run_together
 
 
 @dataclass
@@ -64,5 +64,5 @@ def drafted(streams: Sequence[Stream], counts: Sequence[int], mode: Mode) -> lis
     finally:
         # An interrupt must not leave keys and values of the cheap mode in the cache, which a later prompt would keep.
         for stream, length in zip(streams, lengths, strict=True):
-            stream.session.trim(length)
+            stream.session.rewind(length)
     return drafts

@@ -16,21 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import EdgeqError, InputError
-from edgeq.records import MODES, Mode
+from edgeq.format.records import MODES, Mode
 from edgeq.runtime.arguments import integer
 from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Candidates
-from edgeq.runtime.session import BatchItem, run_together
+from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.runtime.speculative.drafts import Draft, drafted, forced, looked_up
 from edgeq.runtime.speculative.planner import DraftPlan, DraftPlanner
-from edgeq.runtime.stats import LONGEST_DRAFT, Speculation
+from edgeq.runtime.stats import MAX_DRAFT, Speculation
 
 DraftSource = Literal["off", "qspec", "lookup", "both", "auto"]
 DRAFT_SOURCES: tuple[DraftSource, ...] = ("off", "qspec", "lookup", "both", "auto")
 
 
 class Speculator:
-    """Decodes streams of one model together.
+    """A Stepper with drafts.
 
     source   where drafts come from; "auto" is "both" with a gamma that pays; "off": from grammars alone
     gamma    draft length; None: the one with the best predicted speed-up, 0 included
@@ -39,7 +39,7 @@ class Speculator:
 
     def __init__(self, source: DraftSource, gamma: int | None, mode: Mode) -> None:
         self.statistics = Speculation()
-        self.planner = DraftPlanner(gamma, LONGEST_DRAFT)
+        self.planner = DraftPlanner(gamma, MAX_DRAFT)
         self.mode = mode
         self._looks_up, self._drafts = source in ("lookup", "both", "auto"), source in ("qspec", "both", "auto")
 
@@ -53,13 +53,8 @@ class Speculator:
         return self._looks_up or self._drafts or any(stream.sampler.rules.matcher for stream in streams)
 
     def step(self, streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
-        """The next tokens of each stream, at least one and at most `room`; they are in `Stream.tokens` on return.
-
-        All but the last of a stream's tokens are in its cache before and after.  A text that cannot go on has its reason in
-        `Stream.error`, and the others have their tokens.
-        """
         share = streams[0].session.most_logits // len(streams) - 1
-        limits = [max(0, min(LONGEST_DRAFT, share, n - 1, s.session.left - 1)) for s, n in zip(streams, room, strict=True)]
+        limits = [max(0, min(MAX_DRAFT, share, n - 1, s.session.left - 1)) for s, n in zip(streams, room, strict=True)]
         offers: list[Draft] = []
 
         def offered() -> float:
@@ -76,7 +71,7 @@ class Speculator:
             before = len(stream.session.tokens) - len(draft.tokens)
             tokens = self._accepted(stream, draft, logits)
             accepted = max(0, len(tokens) - 1)
-            stream.session.trim(before + accepted)
+            stream.session.rewind(before + accepted)
             stream.session.logits = logits[accepted]
             self._count(plan, draft, accepted, offers[i].tokens if offers else [], tokens)
             emitted.append(tokens)
@@ -149,7 +144,7 @@ def checked_draft(draft: DraftSource, gamma: int | None, exact: Mode, made_for: 
     if draft not in DRAFT_SOURCES:
         raise InputError(f"draft {draft!r} is not known; supported: {', '.join(DRAFT_SOURCES)}")
     if gamma is not None:
-        integer("gamma", gamma, 1, LONGEST_DRAFT, f"1 to {LONGEST_DRAFT}, or None")
+        integer("gamma", gamma, 1, MAX_DRAFT, f"1 to {MAX_DRAFT}, or None")
     if draft == "off":
         return None
     cheaper = MODES[MODES.index(exact) + 1 :]

@@ -1,14 +1,16 @@
-"""The processor itself: kernels compiled by Numba for x86 and, portably, for anything Numba knows."""
+"""The processor itself: kernels compiled by Numba for x86, Arm (NEON) and, portably, for anything Numba knows."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 
-from edgeq.container import ModelFile
+from edgeq.format.container import ModelFile
 from edgeq.targets.graph import Graph
+from edgeq.targets.hardware import Gpu, Hardware
 from edgeq.targets.host import host_room
-from edgeq.targets.target import OnProgress, Options, Program, Room, no_progress
+from edgeq.targets.target import KernelPack, MemoryNeed, OnProgress, Options, Program, no_progress
 
 
 class CpuTarget:
@@ -22,10 +24,24 @@ class CpuTarget:
             return "numba is not installed; run: pip install numba"
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
         return host_room(graph, file, options)
 
     def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
         from edgeq.targets.cpu.program import CpuProgram
 
         return CpuProgram(graph, file, options, on_progress)
+
+    def gpus(self) -> Sequence[Gpu]:
+        return ()
+
+    def hardware(self) -> Hardware:
+        from edgeq.targets.cpu.hardware import CpuHardware
+
+        return CpuHardware()
+
+    def packs(self, file: ModelFile) -> Sequence[KernelPack]:
+        return ()
+
+    def trust_packs(self, file: ModelFile) -> Sequence[KernelPack]:
+        return ()

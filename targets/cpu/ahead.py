@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
-from edgeq.container import ModelFile
-from edgeq.devices import Device
 from edgeq.errors import UnsupportedError
-from edgeq.records import Mode
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Mode
+from edgeq.system.devices import DeviceSpec
 from edgeq.targets.cpu import probes
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.buffers import Buffers
 from edgeq.targets.cpu.jit.parallel import Job
-from edgeq.targets.cpu.jit.threadpool import entries
-from edgeq.targets.cpu.kernels import requantize
-from edgeq.targets.cpu.kernels.matmul import integer_matvec
-from edgeq.targets.cpu.lowering.context import Context, Masters, RowArrays, Source
+from edgeq.targets.cpu.kernels.products.matmul import integer_matvec
+from edgeq.targets.cpu.kernels.rows import requantize
+from edgeq.targets.cpu.lowering.context import Context, Masters, RowArrays
 from edgeq.targets.cpu.lowering.dispatch import kernels_of, lower
 from edgeq.targets.cpu.lowering.requantize import masters_of
 from edgeq.targets.cpu.requantized import kernels_of_rounding
-from edgeq.targets.graph import Graph, integer_codecs
+from edgeq.targets.cpu.threads.threadpool import entries
+from edgeq.targets.graph import Graph
 from edgeq.targets.host import resolved
-from edgeq.targets.requantization import shared_inputs
+from edgeq.targets.layers import integer_codecs
+from edgeq.targets.requantization import WeightSource, shared_inputs
 from edgeq.targets.target import Options
 
 
-def jobs_for(device: Device, graph: Graph, file: ModelFile, options: Options, modes: Sequence[Mode]) -> list[Job]:
+def jobs_for(device: DeviceSpec, graph: Graph, file: ModelFile, options: Options, modes: Sequence[Mode]) -> list[Job]:
     """What `file` needs on a device in these modes, for every instruction set that the device may choose.
 
     UnsupportedError: `options.isa` is none of those.
@@ -64,10 +65,12 @@ def _isas(chosen: processor.Processor, name: str | None) -> Iterator[Isa]:
             return
 
 
-def _lowered(graph: Graph, file: ModelFile, options: Options, isa: Isa, source: Source, features: frozenset[str]) -> list[Job]:
+def _lowered(
+    graph: Graph, file: ModelFile, options: Options, isa: Isa, source: WeightSource, features: frozenset[str]
+) -> list[Job]:
     # Nothing is run, so rows have no address.
     arrays = RowArrays(**{field.name: 0 for field in fields(RowArrays)})
     masters = Masters() if source == "file" else masters_of(shared_inputs(graph), source == "masters")
-    context = Context(graph, file, options, isa, Buffers(file), arrays, source, masters, features=features)
+    context = Context(graph, file, options, isa, Buffers(file), arrays, source=source, masters=masters, features=features)
     lower(context)
     return kernels_of(context)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from edgeq import machine
 from edgeq.errors import UnsupportedError
-from edgeq.measurements import OnMeasure
+from edgeq.system import machine
+from edgeq.system.measurements import OnMeasure
 from edgeq.targets.cpu import probes
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.isa.isa import Isa
 
-LEAST_GAIN = 1.05
+MIN_GAIN = 1.05
 """The gain of Winograd's method over plain products, in registers: where bytes are added in the units that multiply they
 lose."""
 
@@ -35,7 +35,7 @@ def choose(name: str | None = None, on_measure: OnMeasure = lambda: None) -> tup
         if isa.machines and machine.cpu().arch not in isa.machines:
             continue
         missing = sorted(isa.needs - features)
-        if not missing and (not isa.winograd or probes.winograd_gain(on_measure) >= LEAST_GAIN):
+        if not missing and (not isa.winograd or probes.winograd_gain(on_measure) >= MIN_GAIN):
             return isa, "the best this processor has" if not passed else "; ".join(passed)
         if not (isa.winograd or isa.matrix_unit):
             passed.append(f"no {isa.name}: the processor lacks {', '.join(missing)}")

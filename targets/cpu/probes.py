@@ -12,22 +12,20 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from edgeq.codec import CHUNK, ROWS, Codec
-from edgeq.machine import available_bytes, cpu, last_level_cache
-from edgeq.measurements import IN_CACHE, READ_BANDWIDTH, OnMeasure, measured
-from edgeq.quantization import activation_block
+from edgeq.format.codec import CHUNK, ROWS, Codec
+from edgeq.format.quantization import activation_block
+from edgeq.system.machine import available_bytes, cpu, last_level_cache
+from edgeq.system.measurements import ALONE, IN_CACHE, READ_BANDWIDTH, OnMeasure, measured
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.args import PARTS, Args, pointer
 from edgeq.targets.cpu.jit.buffers import zeros
 from edgeq.targets.cpu.jit.compile import Kernel, address
 from edgeq.targets.cpu.jit.deferred import cgutils, literal_intrinsic, types
-from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD
 from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
-from edgeq.targets.cpu.jit.threadpool import Pool
 from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
-from edgeq.targets.cpu.kernels.matmul import SCRATCH_BYTES, integer_matvec
-from edgeq.targets.cpu.kernels.matrix_unit import (
+from edgeq.targets.cpu.kernels.products.matmul import SCRATCH_BYTES, integer_matvec
+from edgeq.targets.cpu.kernels.products.matrix_unit import (
     CONFIGURATION_BYTES,
     ROW_BYTES,
     SIDE,
@@ -36,7 +34,9 @@ from edgeq.targets.cpu.kernels.matrix_unit import (
     products_int8,
     release,
 )
-from edgeq.targets.cpu.kernels.winograd import plain
+from edgeq.targets.cpu.kernels.products.winograd import plain
+from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD
+from edgeq.targets.cpu.threads.threadpool import ThreadPool
 
 BYTES = 256 << 20
 """The least that is read: several times the largest cache of most machines this is for."""
@@ -127,7 +127,7 @@ def multiply(isa: int, pairs: int) -> Kernel:
 
 
 STEPS = 16
-"""Of a product on a matrix unit, 64 channels each: its operands stay in the first-level cache."""
+"""Steps of a product on a matrix unit, 64 channels each: its operands stay in the first-level cache."""
 
 
 class MultiplyTilesArgs(Args):
@@ -158,7 +158,7 @@ TILES_ROOM_BYTES = CONFIGURATION_BYTES + 4 * TILE_BYTES
 def _rates_and_share(table: Table, threads: int, work: float, seconds: float) -> tuple[list[float], float]:
     """`work` per second of each pass, for at least three passes and `seconds`, and which share of the time the threads had a
     core each; they do not sleep between the passes."""
-    pool = Pool(threads, 1, table.shape[1])
+    pool = ThreadPool(threads, 1, table.shape[1])
     pool.run(table, threads)
     passes, start, used = list[float](), time.perf_counter(), time.process_time()
     end = start + seconds
@@ -169,11 +169,6 @@ def _rates_and_share(table: Table, threads: int, work: float, seconds: float) ->
     share = (time.process_time() - used) / (time.perf_counter() - start) / threads
     pool.close()
     return passes, share
-
-
-ALONE = 0.9
-"""Share of the time that the threads of a probe have their cores where nothing else runs.  What was measured with a smaller one
-is not kept."""
 
 
 def read_bandwidth(threads: int, refresh: bool = False) -> float:
@@ -268,7 +263,7 @@ def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: fl
 
 
 DECODE_CODEC = Codec("int", 4, 128)
-"""Of the product by which threads are counted."""
+"""Codec of the product by which threads are counted."""
 
 
 def decode_literals(codec: Codec) -> tuple[int, ...]:

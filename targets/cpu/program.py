@@ -9,37 +9,39 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq import machine
-from edgeq.container import ModelFile
-from edgeq.records import Mode
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Mode
+from edgeq.system import machine
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
-from edgeq.targets.cpu.jit.buffers import Buffers, CpuPage, zeros
-from edgeq.targets.cpu.jit.optable import Tables
-from edgeq.targets.cpu.jit.threadpool import Pool
-from edgeq.targets.cpu.kernels.kv_layout import layer_bytes
-from edgeq.targets.cpu.lowering.context import Context, Masters, RowArrays, Source
+from edgeq.targets.cpu.jit.buffers import Buffers, CpuPart, zeros
+from edgeq.targets.cpu.kernels.attention.kv_layout import part_bytes
+from edgeq.targets.cpu.lowering.context import Context, Masters, RowArrays
 from edgeq.targets.cpu.lowering.dispatch import lower, tables
 from edgeq.targets.cpu.lowering.requantize import masters_of
 from edgeq.targets.cpu.probes import decode_threads, prefetch_bytes, read_bandwidth
-from edgeq.targets.cpu.requantized import CpuWeights, Requantizer, prepare
-from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate, integer_codecs, linears
+from edgeq.targets.cpu.requantized import CpuRequantizer, CpuWeights, prepare
+from edgeq.targets.cpu.threads.optable import Tables
+from edgeq.targets.cpu.threads.threadpool import ThreadPool
+from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate
 from edgeq.targets.host import check_rows, resolved
-from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
-from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, RanRows, Recorded, StepTimes, no_progress
+from edgeq.targets.layers import integer_codecs, linears
+from edgeq.targets.requantization import InputSums, SharedInput, Weights, WeightSource, shared_inputs
+from edgeq.targets.rows import Page, PagePart, Rows, parts_of
+from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
+from edgeq.targets.times import RanRows, RecordedRun, StepTimes
 
-LEAST_BYTES = 4 << 20
+MIN_THREAD_BYTES = 4 << 20
 """Bytes of weights for each thread.  With less its part of an operation takes no longer than meeting the others, and where
 another process holds a core, meeting can take milliseconds."""
 TILE = 12
 """Rows of the largest tile of products."""
-FEW_PIECES, LEAST_ROWS, MOST_ROWS = 16, 4, 32
+FEW_PIECES, MIN_ROWS, MAX_ROWS = 16, 4, 32
 """Pieces of a run of many rows, between which an interrupt is taken: a chunk of a prompt takes a second, a piece of it does
 not.  There are 16 where that leaves each 4 rows, and more of a run so long, a picture's, that each would have more than 32."""
 
-MOST_PRODUCTS, MOST_SCORES = 4e9, 2e9
+MAX_PRODUCTS, MAX_SCORES = 4e9, 2e9
 """Multiplications and additions of a product, and of attention, that a board takes 0.1 s for: a run whose rows see ranges, a
 picture, is as long as the picture is large, and its longer operations are cut as well."""
 
@@ -48,9 +50,10 @@ class CpuProgram:
     """Weights are read where the file is mapped; everything else a run needs is allocated here, once."""
 
     tile = TILE
+    most_largest = 0
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress) -> None:
-        most = max(1, sum(linear.nbytes for o in graph.operations for linear in linears(o)) // LEAST_BYTES)
+        most = max(1, sum(linear.nbytes for o in graph.operations for linear in linears(o)) // MIN_THREAD_BYTES)
         begin = partial(on_progress, 0, 0, "measuring which kernels and how many threads are fastest")
         isa, self._reason = choose(options.isa, begin)
         self.threads = options.threads or min(most, decode_threads(isa, on_measure=begin) if most > 1 else 1)
@@ -62,6 +65,9 @@ class CpuProgram:
             for codec in integer_codecs(graph)
         }
         options = replace(resolved(options), threads=self.threads, threads_prefill=self.threads_prefill)
+        self._part_bytes, self.window = part_bytes(graph, options.kv), graph.window
+        # Which parts a page has: without a window 0, with one 1.
+        self._part_kinds = [windowed for windowed, nbytes in enumerate(self._part_bytes) if nbytes]
         self.options = options
         self.graph = graph
         self.isa = isa.name
@@ -76,12 +82,12 @@ class CpuProgram:
         self._tokens, tokens = self._memory.array(rows, np.int32)
         self._positions, positions = self._memory.array((axes, rows), np.int32)
         self._slots, slots = self._memory.array(rows, np.int32)
-        self._page_tables, page_tables = self._memory.array(rows, np.int64)
+        self._page_tables, page_tables = self._memory.array((2, rows), np.int64)
         self._spans, spans = self._memory.array((kinds, 2, rows), np.int32)
         self._vectors, vectors = self._memory.array(rows, np.int64)
         self._selection, selection = self._memory.array(logits * graph.together, np.int32)
         self._selected_slots, selected_slots = self._memory.array(logits, np.int32)
-        self._selected_page_tables, selected_page_tables = self._memory.array(logits, np.int64)
+        self._selected_page_tables, selected_page_tables = self._memory.array((2, logits), np.int64)
         self._selected_spans, selected_spans = self._memory.array((kinds, 2, logits), np.int32)
         self._selected_vectors, selected_vectors = self._memory.array(logits, np.int64)
         self._modality, modality = self._memory.array(rows, np.uint8)
@@ -98,19 +104,20 @@ class CpuProgram:
             Context, graph, file, isa=isa, memory=self._memory, arrays=arrays,
             prefetch_bytes=ahead, features=processor.current().features,
         )  # fmt: skip
-        self._tables: dict[tuple[Mode, Source], Tables] = {}
+        self._tables: dict[tuple[Mode, WeightSource], Tables] = {}
         context = self._lowered(options.mode, "file")
         self._tables[options.mode, "file"] = tables(context, on_progress)
-        self._page_bytes = graph.layers * layer_bytes(graph, options.kv)
         width = graph.buffers[graph.result]
         address, stride = context.place(graph.result)
         stride //= 4
         whole = self._memory.view(address).view(np.float32)
         self._logits = whole[: logits * stride].reshape(logits, stride)[:, :width]
         # The slot of a run of one row: nothing else of its rows need be kept.
-        self._new_pool = partial(Pool, max(self.threads, self.threads_prefill), row_words=RECORD_SLOTS, told=slots)
+        self._new_pool = partial(
+            ThreadPool, max(self.threads, self.threads_prefill), row_words=RECORD_SLOTS, row_slot_address=slots
+        )
         self._pool = self._new_pool(len(context.records))
-        self._recording, self._recorded = False, list[Recorded]()
+        self._recording, self._recorded = False, list[RecordedRun]()
         if options.requantize:
             self._made(options.mode, "masters", on_progress)
             self._made(options.mode, "requantized", on_progress)
@@ -127,13 +134,16 @@ class CpuProgram:
             threads += f" ({self.threads_prefill} for prefill)"
         return f"cpu, {self.isa} ({self._reason}), {threads}, {self.options.mode}"
 
-    def _lowered(self, mode: Mode, source: Source) -> Context:
+    def facts(self) -> ProgramFacts:
+        return ProgramFacts(isa=self.isa)
+
+    def _lowered(self, mode: Mode, source: WeightSource) -> Context:
         masters = Masters() if source == "file" else masters_of(self._inputs, source == "masters")
         context = self._context(replace(self.options, mode=mode), source=source, masters=masters)
         lower(context)
         return context
 
-    def _made(self, mode: Mode, source: Source, on_progress: OnProgress = no_progress) -> Tables:
+    def _made(self, mode: Mode, source: WeightSource, on_progress: OnProgress = no_progress) -> Tables:
         """The tables of a mode and of weights, made when they are first used: over the same buffers, one runs after another."""
         if (mode, source) not in self._tables:
             context = self._lowered(mode, source)
@@ -154,25 +164,24 @@ class CpuProgram:
         self._made(mode, "requantized" if self.options.requantize else "file", on_progress)
 
     def new_page(self) -> Page:
-        return CpuPage(zeros(self._page_bytes))
+        full, windowed = (CpuPart(zeros(nbytes)) for nbytes in self._part_bytes)
+        return Page(full, windowed)
 
     def copy_page(self, page: Page) -> Page:
-        assert isinstance(page, CpuPage)
-        copied = CpuPage(zeros(self._page_bytes))
-        copied.data[:] = page.data
-        return copied
+        return Page(_copied(page.full), page.windowed and _copied(page.windowed))
 
     def save_page(self, page: Page) -> bytes:
-        assert isinstance(page, CpuPage)
-        return page.data.tobytes()
+        return b"".join(part.data.tobytes() for part in page.parts if isinstance(part, CpuPart))
 
-    def page_memory(self) -> NDArray[np.uint8]:
-        return zeros(self._page_bytes)
+    def page_memory(self, windowed: bool = True) -> NDArray[np.uint8]:
+        return zeros(sum(self._part_bytes[: 1 + windowed]))
 
     def load_page(self, data: NDArray[np.uint8]) -> Page:
-        if len(data) != self._page_bytes:
-            raise ValueError(f"{len(data)} bytes for a page of {self._page_bytes}")
-        return CpuPage(data)
+        full, windowed = parts_of(data, self._part_bytes)
+        if windowed is None or not all(self._part_bytes):
+            return Page(CpuPart(full), None if windowed is None else CpuPart(windowed))
+        # Each part has memory of its own: one is dropped before the other.
+        return Page(_copied(CpuPart(full)), _copied(CpuPart(windowed)))
 
     def new_sums(self) -> InputSums:
         return InputSums(self._inputs)
@@ -182,7 +191,7 @@ class CpuProgram:
 
     def requantize(self, weights: Weights, scales: Sequence[NDArray[np.float32]]) -> None:
         assert isinstance(weights, CpuWeights)
-        Requantizer(self._file, self._memory, self._pool, self.threads_prefill).fill(self._inputs, weights, scales)
+        CpuRequantizer(self._file, self._memory, self._pool, self.threads_prefill).fill(self._inputs, weights, scales)
         self._requantized(self.options.mode, weights)
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:
@@ -192,12 +201,12 @@ class CpuProgram:
         self._recording = on
         self._pool.record(on)
 
-    def recorded(self) -> list[Recorded]:
+    def recorded(self) -> list[RecordedRun]:
         found, self._recorded = self._recorded, []
         first = np.zeros(1, np.int32)
         for made, slot, rows, calls in self._pool.recorded():
             alone = RanRows(np.array([slot], np.int32), first, None, first)
-            found.append(Recorded(StepTimes(made.steps, self._pool.times, calls), made.mode, rows or alone))
+            found.append(RecordedRun(StepTimes(made.steps, self._pool.times, calls), made.mode, rows or alone))
         return found
 
     def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
@@ -220,34 +229,34 @@ class CpuProgram:
         check_rows(rows, self.options, self.graph.together)
         count, first = len(rows), rows.wanted[:: self.graph.together]
         selected = len(first)
-        pages = [np.array([page.address for page in session], np.int64) for session in rows.pages]  # type: ignore[attr-defined]
-        page_tables = np.array([page.ctypes.data for page in pages], np.int64)
+        # The kernels read these arrays until the run ends.
+        pages = [[_addresses(session, windowed) for session in rows.pages] for windowed in self._part_kinds]
         self._counts[:] = count, selected
         self._tokens[:count] = rows.tokens
         self._positions[:, :count] = rows.positions[: len(self._positions)]
         self._slots[:count] = rows.slots
-        self._page_tables[:count] = page_tables[rows.sessions]
+        for windowed, sessions in zip(self._part_kinds, pages, strict=True):
+            self._page_tables[windowed, :count] = np.array([each.ctypes.data for each in sessions])[rows.sessions]
         if len(self._spans):
             assert rows.spans is not None
             self._spans[:, :, :count] = rows.spans[: len(self._spans)]
             self._selected_spans[:, :, :selected] = self._spans[:, :, first]
         self._modality[:count] = 0 if rows.modality is None else rows.modality
         self._selected_modality[:selected] = self._modality[first]
-        # The kernels read this array until the run ends.
         vectors = self._place_vectors(rows, first) if self._injects else None
         self._selection[: len(rows.wanted)] = rows.wanted
         self._selected_slots[:selected] = rows.slots[first]
-        self._selected_page_tables[:selected] = self._page_tables[first]
+        self._selected_page_tables[:, :selected] = self._page_tables[:, first]
         table, threads = (made.decode, self.threads) if count == 1 else (made.prefill, self.threads_prefill)
-        pieces = pieces or max(1, min(FEW_PIECES, count // LEAST_ROWS), count // MOST_ROWS)
+        pieces = pieces or max(1, min(FEW_PIECES, count // MIN_ROWS), count // MAX_ROWS)
         cuts = None
         if rows.spans is not None:
             widest = int((rows.spans[:, 1] - rows.spans[:, 0]).max())
-            cuts = np.ceil(made.work @ (count / MOST_PRODUCTS, count * widest / MOST_SCORES)).astype(np.int64)
+            cuts = np.ceil(made.work @ (count / MAX_PRODUCTS, count * widest / MAX_SCORES)).astype(np.int64)
         alone = count == selected == 1 and rows.spans is None
         kept = RanRows.of(rows) if self._recording and not alone else None
         self._pool.run(table, threads, pieces, cuts, made, kept)
-        del vectors
+        del vectors, pages
         return self._logits[:selected]
 
     def _place_vectors(self, rows: Rows, first: NDArray[np.int32]) -> NDArray[np.float32] | None:
@@ -260,3 +269,16 @@ class CpuProgram:
             self._vectors[:count] = np.where(rows.vector_of >= 0, addresses, 0)
         self._selected_vectors[: len(first)] = self._vectors[first]
         return vectors
+
+
+def _copied(part: PagePart) -> CpuPart:
+    assert isinstance(part, CpuPart)
+    copied = CpuPart(zeros(len(part.data)))
+    copied.data[:] = part.data
+    return copied
+
+
+def _addresses(pages: Sequence[Page], windowed: int) -> NDArray[np.int64]:
+    """Where the parts of pages lie; 0 for those that were dropped, which no row sees."""
+    parts = [page.windowed for page in pages] if windowed else [page.full for page in pages]
+    return np.array([part.address if part else 0 for part in parts], np.int64)  # type: ignore[attr-defined]

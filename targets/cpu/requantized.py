@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.container import ModelFile
-from edgeq.records import ArrayRef, Mode, Weight
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.format.records import ArrayRef, Mode, Weight
 from edgeq.targets.cpu.jit.buffers import Buffers, zeros
 from edgeq.targets.cpu.jit.compile import address
-from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Table, Tables, Variant
 from edgeq.targets.cpu.jit.parallel import compile_missing
-from edgeq.targets.cpu.jit.threadpool import Pool
-from edgeq.targets.cpu.kernels import requantize
+from edgeq.targets.cpu.kernels.rows import requantize
 from edgeq.targets.cpu.lowering.activations import factors_of
-from edgeq.targets.requantization import HostWeights, SharedInput, requantized_arrays
+from edgeq.targets.cpu.lowering.codecs import CODECS
+from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, Table, Tables, Variant
+from edgeq.targets.cpu.threads.threadpool import ThreadPool
+from edgeq.targets.requantization import HostWeights, SharedInput, master_arrays, requantized_arrays
 from edgeq.targets.target import OnProgress
 
 
@@ -52,8 +54,7 @@ def moved(table: Table, addresses: Mapping[int, int]) -> Table:
 def kernels_of_rounding(inputs: Sequence[SharedInput]) -> list[Variant]:
     """The kernels that `fill` needs."""
     specs = [spec for each in inputs for spec in each.layers]
-    needed = dict.fromkeys(requantize.literals(spec.master, spec.weights[0].codec) for spec in specs if spec.master)
-    return [(requantize.requantize, each) for each in needed]
+    return list(dict.fromkeys(_kernel(spec.master, spec.weights[0].codec) for spec in specs if spec.master))
 
 
 def prepare(inputs: Sequence[SharedInput], on_progress: OnProgress) -> None:
@@ -61,10 +62,10 @@ def prepare(inputs: Sequence[SharedInput], on_progress: OnProgress) -> None:
     compile_missing(kernels_of_rounding(inputs), on_progress)
 
 
-class Requantizer:
+class CpuRequantizer:
     """Rounds masters with a program's threads and memory."""
 
-    def __init__(self, file: ModelFile, memory: Buffers, pool: Pool, threads: int) -> None:
+    def __init__(self, file: ModelFile, memory: Buffers, pool: ThreadPool, threads: int) -> None:
         self._file, self._memory, self._pool, self._threads = file, memory, pool, threads
 
     def fill(self, inputs: Sequence[SharedInput], weights: CpuWeights, scales: Sequence[NDArray[np.float32]]) -> None:
@@ -72,7 +73,7 @@ class Requantizer:
 
         What was read of it leaves the memory; what a prompt left there does first.
         """
-        for ref in (ref for each in inputs for spec in each.layers if spec.master for _, ref in spec.master.arrays()):
+        for ref in (ref for each in inputs for spec in each.layers for ref in master_arrays(spec)):
             self._file.release(ref)
         for each, scale, inverse in zip(inputs, scales, weights.input_scales, strict=True):
             inverse[:] = np.float32(1) / scale
@@ -80,26 +81,34 @@ class Requantizer:
             for spec in each.layers:
                 assert spec.master
                 self._pool.run(self._table(spec.master, spec.weights[0], weights, s), self._threads)
-                for _, ref in spec.master.arrays():
+                for ref in spec.master.arrays.values():
                     self._file.release(ref)
 
     def _table(self, master: Weight, weight: Weight, weights: CpuWeights, scale: NDArray[np.float32]) -> Table:
         """The table, of one record, that rounds `master` times `scale` to the arrays of `weights` that replace `weight`."""
         codec, stored = weight.codec, self._memory.stored
         size = requantize.scratch_bytes(weight.columns, codec.group_size)
-        q, scales, zero_points = (weights.array(ref).ctypes.data if ref else 0 for ref in (weight.q, weight.scale, weight.zero))
+        own, kept = weight.arrays, master.arrays
+        q, scales, zero_points = (weights.array(own[name]).ctypes.data if name in own else 0 for name in ("q", "scale", "zero"))
         args = requantize.RequantizeArgs(
-            master=stored(master.q), master_block=_block_bytes(master.q),
-            master_scales=stored(master.scale), master_scales_block=_block_bytes(master.scale),
-            master_zeros=stored(master.zero), master_zeros_block=_block_bytes(master.zero),
+            master=stored(kept["q"]), master_block=_block_bytes(kept["q"]),
+            master_scales=stored(kept.get("scale")), master_scales_block=_block_bytes(kept.get("scale")),
+            master_zeros=stored(kept.get("zero")), master_zeros_block=_block_bytes(kept.get("zero")),
             master_group=master.codec.group_size or master.columns, factors=scale.ctypes.data,
             output_channels=weight.rows, columns=weight.columns, group=codec.group_size or weight.columns,
             scratch=self._memory.shared("requantize", self._threads * size), scratch_bytes=size,
-            q=q, q_block=_block_bytes(weight.q), scales=scales, scales_block=_block_bytes(weight.scale),
-            zeros=zero_points, zeros_block=_block_bytes(weight.zero),
+            q=q, q_block=_block_bytes(own["q"]), scales=scales, scales_block=_block_bytes(own["scale"]),
+            zeros=zero_points, zeros_block=_block_bytes(own.get("zero")),
         )  # fmt: skip
-        function = address(requantize.requantize, *requantize.literals(master, codec))
+        rounding, literals = _kernel(master, codec)
+        function = address(rounding, *literals)
         return np.array([args.record(function, PARTS_A_THREAD * self._threads)], np.int64)
+
+
+def _kernel(master: Weight, codec: Codec) -> Variant:
+    rounding = CODECS[codec.kind].requantize
+    assert rounding
+    return rounding(master, codec)
 
 
 def _block_bytes(ref: ArrayRef | None) -> int:

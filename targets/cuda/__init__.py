@@ -7,37 +7,38 @@ device that they emulate, and the driver's functions on an imitation of its libr
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
+from edgeq.format.container import ModelFile
 from edgeq.targets.graph import Graph
-from edgeq.targets.rows import PAGE
-from edgeq.targets.target import OnProgress, Options, Room, no_progress
+from edgeq.targets.hardware import Gpu, Hardware
+from edgeq.targets.target import KernelPack, MemoryNeed, OnProgress, Options, no_progress
 
 if TYPE_CHECKING:
-    from edgeq.targets.cuda.device import Device
-    from edgeq.targets.cuda.discover import Gpus
-    from edgeq.targets.cuda.program import CudaProgram
-    from edgeq.targets.cuda.supply import Source
+    from edgeq.targets.cuda.device.device import Device
+    from edgeq.targets.cuda.device.discover import Gpus
+    from edgeq.targets.cuda.run.program import CudaProgram
+    from edgeq.targets.cuda.supply.supply import KernelSource
 
 
 class CudaTarget:
     """device   what programs run on; None: the first GPU of this machine that can be used
-    source     where their kernels come from; None: as supply.py says, for a given device text from TVM
+    kernel_source   where their kernels come from; None: as supply.py says, for a given device text from TVM
     """
 
     name = "cuda"
     shares_weights = False
 
-    def __init__(self, device: Device | None = None, source: Source | None = None) -> None:
-        self._device, self._source = device, source
+    def __init__(self, device: Device | None = None, kernel_source: KernelSource | None = None) -> None:
+        self._device, self._kernel_source = device, kernel_source
         self._found: Gpus | None = None
-        if device is not None and source is None:
-            from edgeq.targets.cuda.build import kernels
+        if device is not None and kernel_source is None:
+            from edgeq.targets.cuda.supply.build import kernels
 
-            self._source = kernels
+            self._kernel_source = kernels
 
     def refusal(self, file: ModelFile | None = None) -> str | None:
         if self._device is not None:
@@ -47,46 +48,64 @@ class CudaTarget:
             return gpus.refused
         if file is None:
             return None
-        from edgeq.targets.cuda.supply import Supply
+        from edgeq.targets.cuda.supply.supply import Supply
 
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()
         return f"{gpus.first.name}: {reason}" if reason else None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
         """What the device holds without a cache: weights, buffers, and as many pages as the pool of the cache grows by, since
         the last that it grew by need not be used.  Of masters the largest: all of them are kept there only beside a context
         that was chosen without them."""
-        from edgeq.targets.cuda.plan import device_bytes
+        from edgeq.targets.cuda.run.plan import device_bytes
 
         device, stream = self._opened(), options.requantize
         needed = device_bytes(graph, file, options, device.integrated, stream)
         least = device_bytes(graph, file, replace(options, graphs=False), device.integrated, stream)
         saving = f"pass `graphs=False`, which needs {(needed - least) / (1 << 20):,.0f} MiB less" if least < needed else ""
-        return Room(device.memory()[1], needed, saving)
+        return MemoryNeed(device.memory()[1], needed, saving)
 
     def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> CudaProgram:
         """UnsupportedError: the graph has something that this target does not, the options ask for threads or an isa that the
         GPU does not run, or kernels are missing."""
         if options.threads or options.threads_prefill:
             raise UnsupportedError("the cuda target has no threads to choose; leave --threads out")
-        from edgeq.targets.cuda.program import CudaProgram
+        from edgeq.targets.cuda.run.program import CudaProgram
 
         device = self._opened()
         arch = _arch(options.isa, device.sm)
-        source = self._source or self._supply(file, device.sm, arch, options)
+        kernel_source = self._kernel_source or self._supply(file, device.sm, arch, options)
         stream = options.requantize and not self._keeps_masters(device, graph, file, options)
-        return CudaProgram(device, graph, file, options, on_progress, source, stream)
+        return CudaProgram(device, graph, file, options, on_progress, kernel_source=kernel_source, stream_masters=stream)
+
+    def gpus(self) -> Sequence[Gpu]:
+        from edgeq.targets.cuda.device import bandwidth
+
+        found = self._gpus()
+        return [replace(gpu, driver=found.driver, read_bandwidth=bandwidth.known(gpu.name)) for gpu in found.gpus]
+
+    def hardware(self) -> Hardware:
+        return Hardware()
+
+    def packs(self, file: ModelFile) -> Sequence[KernelPack]:
+        from edgeq.targets.cuda.supply.supply import packs
+
+        return [found.facts for found in packs(file)]
+
+    def trust_packs(self, file: ModelFile) -> Sequence[KernelPack]:
+        from edgeq.targets.cuda.supply.supply import accept
+
+        return [found.facts for found in accept(file.path)]
 
     def _keeps_masters(self, device: Device, graph: Graph, file: ModelFile, options: Options) -> bool:
         """Whether all masters fit beside the context and the requantized weights of a session."""
-        from edgeq.targets.cuda.plan import device_bytes
+        from edgeq.targets.cuda.run.plan import device_bytes
 
-        context = -(-options.context // PAGE) * graph.page_bytes(options.kv)
-        return device_bytes(graph, file, options, device.integrated) + context <= device.memory()[1]
+        return device_bytes(graph, file, options, device.integrated) + options.cache_bytes <= device.memory()[1]
 
     def _gpus(self) -> Gpus:
         if self._found is None:
-            from edgeq.targets.cuda.discover import find
+            from edgeq.targets.cuda.device.discover import find
 
             self._found = find()
         return self._found
@@ -97,13 +116,13 @@ class CudaTarget:
             gpu = self._gpus().first
             if gpu is None:
                 raise UnsupportedError(f"the cuda target cannot run here: {self._gpus().refused}")
-            from edgeq.targets.cuda.driver import DriverDevice
+            from edgeq.targets.cuda.device.driver import DriverDevice
 
             self._device = DriverDevice(gpu.ordinal)
         return self._device
 
-    def _supply(self, file: ModelFile, sm: int, arch: str | None, options: Options) -> Source:
-        from edgeq.targets.cuda import supply
+    def _supply(self, file: ModelFile, sm: int, arch: str | None, options: Options) -> KernelSource:
+        from edgeq.targets.cuda.supply import supply
 
         command = f"edgeq build {file.path} --for {arch or supply.arch_for(sm)}"
         if options.kv.kind != file.metadata.kv.kind:
@@ -115,7 +134,7 @@ def _arch(isa: str | None, sm: int) -> str | None:
     """The architecture whose kernels alone are used.  UnsupportedError: it is none, or a GPU of `sm` does not run it."""
     if isa is None:
         return None
-    from edgeq.targets.cuda.supply import preferred
+    from edgeq.targets.cuda.supply.supply import preferred
 
     if not re.fullmatch(r"(sm|compute)_\d{2,3}", isa, re.ASCII) or not preferred([isa], sm):
         raise UnsupportedError(

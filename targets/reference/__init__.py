@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from edgeq.container import ModelFile
+from collections.abc import Sequence
+
 from edgeq.errors import UnsupportedError
+from edgeq.format.container import ModelFile
 from edgeq.targets.graph import Graph
+from edgeq.targets.hardware import Gpu, Hardware
 from edgeq.targets.host import host_room
 from edgeq.targets.reference.program import ReferenceProgram
-from edgeq.targets.target import OnProgress, Options, Room, no_progress
+from edgeq.targets.target import KernelPack, MemoryNeed, OnProgress, Options, no_progress
 
 
 class ReferenceTarget:
@@ -17,7 +20,7 @@ class ReferenceTarget:
     def refusal(self, file: ModelFile | None = None) -> str | None:
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
         return host_room(graph, file, options)
 
     def compile(
@@ -27,3 +30,15 @@ class ReferenceTarget:
         if options.isa is not None:
             raise UnsupportedError(f"the reference target has no isa {options.isa!r}; leave it out or use the cpu target")
         return ReferenceProgram(graph, file, options)
+
+    def gpus(self) -> Sequence[Gpu]:
+        return ()
+
+    def hardware(self) -> Hardware:
+        return Hardware()
+
+    def packs(self, file: ModelFile) -> Sequence[KernelPack]:
+        return ()
+
+    def trust_packs(self, file: ModelFile) -> Sequence[KernelPack]:
+        return ()

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from math import prod
+
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.records import KvCodec
+from edgeq.format.records import KvCodec
 from edgeq.targets.graph import Attention, CacheWrite, Graph, HeadNorm, HeadRotate, RopeRotate
-from edgeq.targets.reference.context import Context, State
+from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.layers import normalized
-from edgeq.targets.rows import PAGE, Page, Rows
+from edgeq.targets.rows import PAGE, Page, PagePart, Rows
 
 ArrayF32 = NDArray[np.float32]
 
 F16_MAX = 65504.0
-LEAST_SCORE = np.float32(-1e30)
+MASKED_SCORE = np.float32(-1e30)
 """Targets use it for positions that a query does not see."""
 
 
-class ReferencePage(Page):
-    """PAGE cache positions: [layers, 2 (keys, values), kv_heads, PAGE, head_dim], numbers of the cache's codec held as
-    float32."""
+class ReferencePart(PagePart):
+    """Some layers of PAGE cache positions: numbers of the cache's codec held as float32.
 
-    def __init__(self, graph: Graph) -> None:
-        self.data = np.zeros((graph.layers, 2, graph.kv_heads, PAGE, graph.head_dim), np.float32)
+    data     all of them, one after another
+    layers   by index, keys [kv_heads, PAGE, head_dim] and values [kv_heads, PAGE, value_dim], views of `data`
+    """
+
+    __slots__ = ("data", "layers")
+
+    def __init__(self, graph: Graph, windowed: bool) -> None:
+        cache = {index: layer for index, layer in enumerate(graph.cache) if bool(layer.window) is windowed}
+        shapes = [(each.kv_heads, PAGE, width) for each in cache.values() for width in (each.head_dim, each.value_dim)]
+        ends = list(accumulate(map(prod, shapes), initial=0))
+        self.data = np.zeros(ends[-1], np.float32)
+        views = [self.data[at : at + prod(shape)].reshape(shape) for at, shape in zip(ends, shapes, strict=False)]
+        self.layers = dict(zip(cache, zip(views[::2], views[1::2], strict=True), strict=True))
+
+
+def new_page(graph: Graph, windowed: bool = True) -> Page:
+    return Page(ReferencePart(graph, False), ReferencePart(graph, True) if windowed else None)
+
+
+def data_of(page: Page) -> list[ArrayF32]:
+    """The numbers of a page's parts."""
+    return [part.data for part in page.parts if isinstance(part, ReferencePart)]
 
 
 def heads_of(x: ArrayF32, offset: int, heads: int, head_dim: int) -> ArrayF32:
@@ -31,17 +53,20 @@ def heads_of(x: ArrayF32, offset: int, heads: int, head_dim: int) -> ArrayF32:
     return x[:, offset : offset + heads * head_dim].reshape(len(x), heads, head_dim)
 
 
-def page_of(rows: Rows, row: int, index: int) -> ReferencePage:
+def layer_of(context: RunContext, cache: int, rows: Rows, row: int, index: int) -> tuple[ArrayF32, ArrayF32]:
+    """Keys and values of a layer in page `index` of a row's session."""
     page = rows.pages[rows.sessions[row]][index]
-    assert isinstance(page, ReferencePage)
-    return page
+    part = page.windowed if context.graph.cache[cache].window else page.full
+    assert isinstance(part, ReferencePart)
+    return part.layers[cache]
 
 
-def cache_write(context: Context, op: CacheWrite, rows: Rows, state: State) -> None:
-    for part, offset in enumerate((op.k_offset, op.v_offset)):
-        values = cached(heads_of(state[op.x], offset, op.kv_heads, op.head_dim), context.kv, keys=part == 0)
+def cache_write(context: RunContext, op: CacheWrite, rows: Rows, state: State) -> None:
+    spec = context.graph.cache[op.cache]
+    for part, (offset, width) in enumerate(((op.k_offset, spec.head_dim), (op.v_offset, spec.value_dim))):
+        values = cached(heads_of(state[op.x], offset, spec.kv_heads, width), context.kv, keys=part == 0)
         for r, slot in enumerate(rows.slots):
-            page_of(rows, r, int(slot) // PAGE).data[op.cache, part, :, slot % PAGE] = values[r]
+            layer_of(context, op.cache, rows, r, int(slot) // PAGE)[part][:, slot % PAGE] = values[r]
 
 
 def cached(x: ArrayF32, kv: KvCodec, keys: bool) -> ArrayF32:
@@ -79,7 +104,7 @@ def in_range(x: ArrayF32, bits: int, with_zero: bool) -> ArrayF32:
     return restored
 
 
-def head_rotate(context: Context, op: HeadRotate, rows: Rows, state: State) -> None:
+def head_rotate(context: RunContext, op: HeadRotate, rows: Rows, state: State) -> None:
     """The products are of whole numbers below 2^24, so float32 holds their sum exactly, in any order."""
     x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
     least, most = np.minimum(x.min(axis=2, keepdims=True), 0), np.maximum(x.max(axis=2, keepdims=True), 0)
@@ -90,12 +115,12 @@ def head_rotate(context: Context, op: HeadRotate, rows: Rows, state: State) -> N
     x[:] = np.matmul(whole, context.array(op.matrix)) * (scale * context.array(op.scale))
 
 
-def head_norm(context: Context, op: HeadNorm, rows: Rows, state: State) -> None:
+def head_norm(context: RunContext, op: HeadNorm, rows: Rows, state: State) -> None:
     x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
     x[:] = normalized(x.copy(), context.array(op.gain), op.eps)
 
 
-def rope_rotate(context: Context, op: RopeRotate, rows: Rows, state: State) -> None:
+def rope_rotate(context: RunContext, op: RopeRotate, rows: Rows, state: State) -> None:
     # Angles in float64: in float32 a position of 100,000 is already wrong in the third decimal.
     axes = np.array(op.axes or (0,) * len(op.frequencies))
     positions = rows.positions[axes if len(rows.positions) > 1 else np.zeros_like(axes)]
@@ -118,18 +143,18 @@ def visible_range(op: Attention, rows: Rows, row: int) -> tuple[int, int]:
     return max(0, end - op.window) if op.window else 0, end
 
 
-def attention(context: Context, op: Attention, rows: Rows, state: State) -> None:
+def attention(context: RunContext, op: Attention, rows: Rows, state: State) -> None:
     queries = heads_of(state[op.x], op.q_offset, op.heads, op.head_dim)
     out = context.out(state, op.out, len(rows))
     for r in range(len(rows)):
         first, end = visible_range(op, rows, r)
-        pages = [page_of(rows, r, i).data[op.cache] for i in range(first // PAGE, (end - 1) // PAGE + 1)]
+        pages = [layer_of(context, op.cache, rows, r, i) for i in range(first // PAGE, (end - 1) // PAGE + 1)]
         start = first - first // PAGE * PAGE
-        seen = np.concatenate(pages, axis=2)[:, :, start : start + end - first]
-        keys, values = seen  # [kv_heads, positions, head_dim]
+        # [kv_heads, positions, head_dim] and [kv_heads, positions, value_dim]
+        keys, values = (np.concatenate(part, axis=1)[:, start : start + end - first] for part in zip(*pages, strict=True))
         q = queries[r].reshape(op.kv_heads, -1, op.head_dim)
         scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(op.scale)  # [kv_heads, heads / kv_heads, positions]
         largest = scores.max(axis=2, keepdims=True)
-        weights = np.exp(scores - np.where(largest > LEAST_SCORE, largest, np.float32(np.nan)))
+        weights = np.exp(scores - np.where(largest > MASKED_SCORE, largest, np.float32(np.nan)))
         weights /= weights.sum(axis=2, keepdims=True)
         out[r] = np.matmul(weights, values).reshape(-1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import from_bf16
-from edgeq.container import ModelFile
-from edgeq.records import ArrayRef, KvCodec, LinearSpec, Mode
+from edgeq.format.codec import as_float32
+from edgeq.format.container import ModelFile
+from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Mode
 from edgeq.targets.graph import Graph
 from edgeq.targets.reference.matrices import Matrices
 from edgeq.targets.reference.requantize import ReferenceWeights, add_squares, with_master
@@ -21,7 +19,7 @@ State = dict[str, ArrayF32]
 """Buffers by name, float32 [rows, width]."""
 
 
-class Context:
+class RunContext:
     """mode, weights, sums   of the run at hand; the rest is the program's.
 
     weights   requantized weights to use instead of the file's
@@ -29,25 +27,24 @@ class Context:
     """
 
     def __init__(self, graph: Graph, file: ModelFile, mode: Mode, kv: KvCodec) -> None:
-        self.file, self.mode, self.kv = file, mode, kv
+        self.graph, self.file, self.mode, self.kv = graph, file, mode, kv
         self.matrices = Matrices(file)
         self.weights: ReferenceWeights | None = None
         self.sums: InputSums | None = None
-        self._widths = graph.buffers
 
     def layer(self, layer: LinearSpec, x: ArrayF32, rows: Rows) -> tuple[LinearSpec, Matrices, ArrayF32 | None]:
         """A layer as this run has it, its matrices, and what requantized weights multiply its input x by; x is counted."""
         if self.sums is not None:
             add_squares(self.sums, layer, x, rows)
             return with_master(self.sums, layer), self.matrices, None
-        if self.weights is not None and layer.name in self.weights.scale_of:
-            return layer, self.weights.matrices, self.weights.input_scales[self.weights.scale_of[layer.name]]
+        if self.weights is not None and layer.name in self.weights.indices:
+            return layer, self.weights.matrices, self.weights.input_scales[self.weights.indices[layer.name]]
         return layer, self.matrices, None
 
     def out(self, state: State, name: str, count: int) -> ArrayF32:
         """Buffer `name` [count, width]; made when it is first written."""
         if name not in state:
-            state[name] = np.zeros((count, self._widths[name]), np.float32)
+            state[name] = np.zeros((count, self.graph.buffers[name]), np.float32)
         return state[name]
 
     def array(self, ref: ArrayRef) -> ArrayF32:
@@ -58,7 +55,3 @@ class Context:
         if isinstance(table, ArrayRef):
             return as_float32(self.file.array(table)[indices], table.dtype)
         return self.matrices.rows(table.weights[0], indices)
-
-
-def as_float32(a: NDArray[Any], dtype: str) -> ArrayF32:
-    return from_bf16(a) if dtype == "bf16" else np.asarray(a, np.float32)

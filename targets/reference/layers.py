@@ -24,7 +24,7 @@ from edgeq.targets.graph import (
     Scale,
     Select,
 )
-from edgeq.targets.reference.context import Context, State
+from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.linear import linear
 from edgeq.targets.rows import Rows
 
@@ -43,26 +43,26 @@ def normalized(x: ArrayF32, gain: ArrayF32, eps: float) -> ArrayF32:
     return np.asarray((x / np.sqrt(mean_square(x) + eps)).astype(np.float32) * gain)
 
 
-def norm_add(context: Context, op: NormAdd, rows: Rows, state: State) -> None:
+def norm_add(context: RunContext, op: NormAdd, rows: Rows, state: State) -> None:
     state[op.out] += normalized(state[op.x], context.array(op.gain), op.eps)
 
 
-def layer_norm(context: Context, op: LayerNorm, rows: Rows, state: State) -> None:
+def layer_norm(context: RunContext, op: LayerNorm, rows: Rows, state: State) -> None:
     x = state[op.x].astype(np.float64)
     centered = x - x.mean(axis=-1, keepdims=True)
     scaled = centered / np.sqrt(mean_square(centered) + op.eps)
     state[op.out] = scaled.astype(np.float32) * context.array(op.gain) + context.array(op.bias)
 
 
-def scale(context: Context, op: Scale, rows: Rows, state: State) -> None:
+def scale(context: RunContext, op: Scale, rows: Rows, state: State) -> None:
     state[op.out] = state[op.x] * np.float32(op.factor)
 
 
-def position_add(context: Context, op: PositionAdd, rows: Rows, state: State) -> None:
+def position_add(context: RunContext, op: PositionAdd, rows: Rows, state: State) -> None:
     state[op.x] = state[op.x] + context.array(op.table)[rows.positions[0]]
 
 
-def activate(context: Context, op: Activate, rows: Rows, state: State) -> None:
+def activate(context: RunContext, op: Activate, rows: Rows, state: State) -> None:
     x = state[op.x]
     active = FUNCTIONS[op.function](x[:, : op.width])
     state[op.out] = active * x[:, op.width : 2 * op.width] if op.gated else active
@@ -98,7 +98,7 @@ FUNCTIONS: dict[Function, Callable[[ArrayF32], ArrayF32]] = {
 }
 
 
-def route(context: Context, op: Route, rows: Rows, state: State) -> None:
+def route(context: RunContext, op: Route, rows: Rows, state: State) -> None:
     logits = state[op.x][:, : op.experts]
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares = weights / weights.sum(axis=1, keepdims=True)
@@ -112,7 +112,7 @@ def route(context: Context, op: Route, rows: Rows, state: State) -> None:
     state[op.out] = np.concatenate([picked, best.astype(np.float32)], axis=1)
 
 
-def experts(context: Context, op: Experts, rows: Rows, state: State) -> None:
+def experts(context: RunContext, op: Experts, rows: Rows, state: State) -> None:
     x, routing = state[op.x], state[op.routing]
     chosen = routing[:, op.chosen :].astype(np.int64)
     outputs = np.zeros((len(x), op.chosen, op.downs[0].rows), np.float32)
@@ -132,26 +132,26 @@ def experts(context: Context, op: Experts, rows: Rows, state: State) -> None:
         state[op.out] += routing[:, place : place + 1] * outputs[:, place]
 
 
-def gated_add(context: Context, op: GatedAdd, rows: Rows, state: State) -> None:
+def gated_add(context: RunContext, op: GatedAdd, rows: Rows, state: State) -> None:
     state[op.out] += state[op.x] / (1 + np.exp(-state[op.gate][:, :1]))
 
 
-def embed(context: Context, op: Embed, rows: Rows, state: State) -> None:
+def embed(context: RunContext, op: Embed, rows: Rows, state: State) -> None:
     state[op.out] = context.table_rows(op.table, rows.tokens.astype(np.int64))
 
 
-def rms_norm(context: Context, op: RmsNorm, rows: Rows, state: State) -> None:
+def rms_norm(context: RunContext, op: RmsNorm, rows: Rows, state: State) -> None:
     state[op.out] = normalized(state[op.x], context.array(op.gain), op.eps)
 
 
-def select(context: Context, op: Select, rows: Rows, state: State) -> None:
+def select(context: RunContext, op: Select, rows: Rows, state: State) -> None:
     """The selected rows; what other buffers hold is dropped, so that a later read of them fails."""
     taken = {out: state[name][rows.wanted] for name, out in zip(op.reads(), op.writes(), strict=True)}
     state.clear()
     state.update({name: x.reshape(-1, op.together * x.shape[1]) for name, x in taken.items()})
 
 
-def inject_vectors(context: Context, op: InjectVectors, rows: Rows, state: State) -> None:
+def inject_vectors(context: RunContext, op: InjectVectors, rows: Rows, state: State) -> None:
     out = context.out(state, op.out, len(rows))
     if rows.vectors is None or rows.vector_of is None:
         return

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.quantization import quantized_input
-from edgeq.records import LinearSpec, Transform
+from edgeq.format.quantization import quantized_input
+from edgeq.format.records import LinearSpec, Transform
 from edgeq.targets.graph import Linear, mode_of
-from edgeq.targets.reference.context import Context, State
+from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.rows import Rows
 
 ArrayF32 = NDArray[np.float32]
 
 
-def linear(context: Context, op: Linear, rows: Rows, state: State) -> None:
+def linear(context: RunContext, op: Linear, rows: Rows, state: State) -> None:
     raw = state[op.x]
     layer, matrices, scale = context.layer(op.linear, raw, rows)
     x, y, start = prepared(context, layer, raw), np.zeros((len(raw), layer.rows), np.float32), 0
@@ -34,7 +34,7 @@ def linear(context: Context, op: Linear, rows: Rows, state: State) -> None:
     out[:] = out + y if op.add else y
 
 
-def row_scales(context: Context, layer: LinearSpec, rows: Rows) -> ArrayF32 | None:
+def row_scales(context: RunContext, layer: LinearSpec, rows: Rows) -> ArrayF32 | None:
     """The constant activation scale of every row, float32 [rows]; None: the layer has none."""
     if layer.activation is None or layer.activation.scales is None:
         return None
@@ -43,7 +43,7 @@ def row_scales(context: Context, layer: LinearSpec, rows: Rows) -> ArrayF32 | No
     return np.asarray(scales[np.minimum(modality, len(scales) - 1)], np.float32)
 
 
-def prepared(context: Context, layer: LinearSpec, x: ArrayF32) -> ArrayF32:
+def prepared(context: RunContext, layer: LinearSpec, x: ArrayF32) -> ArrayF32:
     """x [rows, columns] as the weights read it: ordered, transformed and scaled.
 
     FormatError: the order names a channel that is not there.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import ROWS
-from edgeq.codec import dequantize as dequantize_codec
-from edgeq.codec import dequantize_rows as dequantize_codec_rows
-from edgeq.container import ModelFile
-from edgeq.records import Weight
+from edgeq.format.codec import ROWS, AnyArray
+from edgeq.format.codec import dequantize as dequantize_codec
+from edgeq.format.codec import dequantize_rows as dequantize_codec_rows
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Weight
 from edgeq.targets.requantization import HostWeights
 
 ArrayF32 = NDArray[np.float32]
@@ -32,7 +31,7 @@ class Matrices:
 
     def rows(self, weight: Weight, indices: NDArray[np.int64]) -> ArrayF32:
         """Rows of the matrix by index: [len(indices), columns]."""
-        return dequantize_codec_rows(weight.codec, weight.columns, indices, *self._parts(weight))
+        return dequantize_codec_rows(weight.codec, weight.columns, indices, self._arrays(weight))
 
     def blocks(self, weight: Weight) -> Iterator[ArrayF32]:
         """The matrix as consecutive blocks of rows.  Block sizes never vary, so neither does a row's arithmetic."""
@@ -42,12 +41,11 @@ class Matrices:
         keep = self._kept_bytes + weight.rows * weight.columns * 4 <= KEEP_BYTES
         kept = []
         step = max(1, BLOCK_ELEMENTS // (weight.columns * ROWS))  # in blocks of 16 rows
-        q, scale, zero = self._parts(weight)
-        for start in range(0, len(q), step):
+        arrays = self._arrays(weight)
+        for start in range(0, len(arrays["q"]), step):
             cut = slice(start, start + step)
             rows = min((start + step) * ROWS, weight.rows) - start * ROWS
-            parts = [None if a is None else a[cut] for a in (scale, zero)]
-            block = dequantize_codec(weight.codec, rows, weight.columns, q[cut], *parts)
+            block = dequantize_codec(weight.codec, rows, weight.columns, {name: a[cut] for name, a in arrays.items()})
             if keep:
                 kept.append(block)
             yield block
@@ -65,9 +63,5 @@ class Matrices:
             at += len(block)
         return y
 
-    def _parts(self, weight: Weight) -> tuple[Any, Any, Any]:
-        return (
-            self._file.array(weight.q),
-            None if weight.scale is None else self._file.array(weight.scale),
-            None if weight.zero is None else self._file.array(weight.zero),
-        )
+    def _arrays(self, weight: Weight) -> dict[str, AnyArray]:
+        return {name: self._file.array(ref) for name, ref in weight.arrays.items()}

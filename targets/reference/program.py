@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.container import ModelFile
-from edgeq.records import Mode
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Mode
 from edgeq.targets.graph import (
     Activate,
     Attention,
@@ -40,28 +40,31 @@ from edgeq.targets.graph import (
 )
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.reference import attention, layers, requantize
-from edgeq.targets.reference.attention import ReferencePage
-from edgeq.targets.reference.context import Context, State
+from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.linear import linear
 from edgeq.targets.reference.requantize import ReferenceWeights
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
-from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, Step, TellsTimes, in_turn, no_progress
+from edgeq.targets.rows import Page, Rows, parts_of
+from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
+from edgeq.targets.times import RecordsRuns, Step, in_turn
 
 ArrayF32 = NDArray[np.float32]
 
 
-class ReferenceProgram(TellsTimes):
+class ReferenceProgram(RecordsRuns):
     """numpy's BLAS chooses its own threads; `threads` is what this file uses."""
 
     threads = 1
     tile = 12
+    most_largest = 0
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options) -> None:
         super().__init__()
         self.options = resolved(options)
-        self.context = Context(graph, file, options.mode, options.kv)
-        self._graph = graph
+        self.context = RunContext(graph, file, options.mode, options.kv)
+        self._graph, self.window = graph, graph.window
+        full, windowed = (data.nbytes for data in attention.data_of(self.new_page()))
+        self._part_bytes = full, windowed
 
     @cached_property
     def _inputs(self) -> tuple[SharedInput, ...]:
@@ -71,28 +74,32 @@ class ReferenceProgram(TellsTimes):
     def description(self) -> str:
         return f"reference target: numpy, mode {self.options.mode}"
 
+    def facts(self) -> ProgramFacts:
+        return ProgramFacts()
+
     def prepare(self, mode: Mode, on_progress: OnProgress = no_progress) -> None:
         """Nothing is compiled."""
 
     def new_page(self) -> Page:
-        return ReferencePage(self._graph)
+        return attention.new_page(self._graph)
 
     def copy_page(self, page: Page) -> Page:
-        assert isinstance(page, ReferencePage)
-        copied = ReferencePage(self._graph)
-        copied.data[:] = page.data
+        copied = attention.new_page(self._graph, page.windowed is not None)
+        for data, its in zip(attention.data_of(copied), attention.data_of(page), strict=True):
+            data[:] = its
         return copied
 
     def save_page(self, page: Page) -> bytes:
-        assert isinstance(page, ReferencePage)
-        return page.data.astype("<f4").tobytes()
+        return b"".join(data.astype("<f4").tobytes() for data in attention.data_of(page))
 
-    def page_memory(self) -> NDArray[np.uint8]:
-        return np.empty(ReferencePage(self._graph).data.nbytes, np.uint8)
+    def page_memory(self, windowed: bool = True) -> NDArray[np.uint8]:
+        return np.empty(sum(self._part_bytes[: 1 + windowed]), np.uint8)
 
     def load_page(self, data: NDArray[np.uint8]) -> Page:
-        page = ReferencePage(self._graph)
-        page.data[:] = data.view("<f4").reshape(page.data.shape)
+        full, windowed = parts_of(data, self._part_bytes)
+        page = attention.new_page(self._graph, windowed is not None)
+        for numbers, its in zip(attention.data_of(page), (full, windowed), strict=False):
+            numbers[:] = np.empty(0) if its is None else its.view("<f4")
         return page
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:
@@ -144,7 +151,7 @@ class ReferenceProgram(TellsTimes):
         return context.out(state, self._graph.result, len(here))
 
 
-OPERATIONS: dict[type[Operation], Callable[[Context, Any, Rows, State], None]] = {
+OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]] = {
     Embed: layers.embed,
     RmsNorm: layers.rms_norm,
     NormAdd: layers.norm_add,

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.container import ModelFile
-from edgeq.quantization import rounded
-from edgeq.records import LinearSpec
+from edgeq.format.container import ModelFile
+from edgeq.format.quantization import ROUNDINGS
+from edgeq.format.records import LinearSpec
 from edgeq.targets.reference.matrices import Matrices
-from edgeq.targets.requantization import HostWeights, InputSums, SharedInput, requantized_arrays
+from edgeq.targets.requantization import HostWeights, InputSums, SharedInput, input_indices, requantized_arrays
 from edgeq.targets.rows import Rows
 
 ArrayF32 = NDArray[np.float32]
@@ -21,13 +21,13 @@ ArrayF32 = NDArray[np.float32]
 class ReferenceWeights(HostWeights):
     """Requantized weights, and their matrices as float32.
 
-    scale_of   layer name -> index of its shared input
+    indices   layer name -> index of its shared input
     """
 
     def __init__(self, inputs: Sequence[SharedInput]) -> None:
         arrays = {ref: np.zeros(shape, dtype) for ref, (dtype, shape) in requantized_arrays(inputs).items()}
         super().__init__(arrays, [np.ones(each.columns, np.float32) for each in inputs])
-        self.scale_of = {layer.name: i for i, each in enumerate(inputs) for layer in each.layers}
+        self.indices = input_indices(inputs)
         self.matrices = Matrices(self)
 
 
@@ -41,10 +41,10 @@ def requantize(file: ModelFile, inputs: Sequence[SharedInput], weights: Referenc
             weight = layer.weights[0]
             whole = np.concatenate(list(masters.blocks(layer.master)))
             masters.kept.clear()
-            made = rounded(whole * scale, weight.codec)
-            for name, ref in weight.arrays():
+            made = ROUNDINGS[weight.codec.kind](whole * scale, weight.codec)
+            for name, ref in weight.arrays.items():
                 weights.arrays[ref][...] = made[name]
-            for _, ref in layer.master.arrays():
+            for ref in layer.master.arrays.values():
                 file.release(ref)
     weights.matrices = Matrices(weights)
 

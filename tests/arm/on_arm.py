@@ -55,8 +55,8 @@ def test_every_tile_equals_integer_arithmetic() -> None:
 def test_products_equal_the_reference(bits: int, group: int, symmetric: bool) -> None:
     import numpy as np
 
-    from edgeq.codec import Codec
-    from edgeq.quantization import activation_limit
+    from edgeq.format.codec import Codec
+    from edgeq.format.quantization import activation_limit
     from edgeq.targets.target import Options
     from tests.targets.cases import Arrays, matrix, product, run, weight
 

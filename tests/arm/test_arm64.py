@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from edgeq.devices import DEVICES
 from edgeq.runtime import Model
-from edgeq.tools.warm import warm
-from edgeq.trust import digest_of
+from edgeq.system.devices import DEVICES
+from edgeq.system.trust import digest_of
+from edgeq.tools.commands.warm import warm
 from tests.arm.tiles import write_objects
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(not (BUILT / "stamp").e
 @pytest.fixture(scope="module")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgeq.converters.convert import convert
-    from edgeq.converters.options import ConvertOptions
+    from edgeq.converters.planning.options import ConvertOptions
 
     path = tmp_path_factory.mktemp("arm") / "tiny-llama.edgeq"
     # Head and layers share their kernels, which halves what the emulator compiles.

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from edgeq.targets.cpu.kernels.args import BF16_KIND, F16_KIND, F32_KIND
-from edgeq.targets.cpu.kernels.microkernel_float import FloatTile
+from edgeq.targets.cpu.kernels.products.microkernel_float import FloatTile
 from edgeq.tools.lab import arm_roofline
 from edgeq.tools.lab.arm_roofline import CORES, assembly, compiled, loops
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeq import machine
 from edgeq.errors import UnsupportedError
+from edgeq.system import machine
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.jit import processor
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeq.codec import CHUNK, Codec, pack_groups, pack_integers
+from edgeq.format.codec import CHUNK, Codec, pack_groups, pack_integers
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.kernels.args import ProductArgs
 

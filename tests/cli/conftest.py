@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from edgeq.tools.cli import main
+from edgeq.tools.cli.main import main
 
 TINY_LLAMA = Path(__file__).parent.parent.parent / "models" / "tiny-llama"
 
@@ -33,7 +33,7 @@ def shell() -> Callable[..., subprocess.CompletedProcess[str]]:
     """The command in a process of its own: exit code and both streams as a shell sees them."""
 
     def run(*arguments: object, input: str | None = None) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", "from edgeq.tools.cli import main; main()", *(str(a) for a in arguments)]
+        command = [sys.executable, "-c", "from edgeq.tools.cli.main import main; main()", *(str(a) for a in arguments)]
         return subprocess.run(command, capture_output=True, text=True, input=input, timeout=600)
 
     return run

@@ -176,7 +176,7 @@ FULL_DISK = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-from edgeq.tools.cli import main
+from edgeq.tools.cli.main import main
 main()
 """
 

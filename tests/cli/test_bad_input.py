@@ -190,7 +190,7 @@ def test_options_of_run_that_cannot_be_understood(edgeq: Run, demo: Path, option
 
 
 def test_an_instruction_set_of_another_processor_names_those_of_this_one(edgeq: Run, demo: Path) -> None:
-    from edgeq.machine import cpu
+    from edgeq.system.machine import cpu
     from edgeq.targets.cpu.isa import all_isas
 
     for isa in all_isas():
@@ -238,8 +238,8 @@ def test_compare_with_another_model_or_without_enough_text(edgeq: Run, demo: Pat
 
 
 def test_messages_of_the_library_show_options_on_the_command_line() -> None:
-    from edgeq.tools.cli import main
-    from edgeq.tools.entry import OPTIONS, SWITCHES, in_options
+    from edgeq.tools.cli.entry import OPTIONS, SWITCHES, in_options
+    from edgeq.tools.cli.main import main
 
     assert (
         in_options("`top_p` is 2; pass `context=64` or less, not `other=5`")

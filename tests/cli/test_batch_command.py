@@ -93,7 +93,7 @@ def test_a_run_goes_on_from_what_another_left(
 def killed(demo: Path, asked: Path, template: Path, out: Path, records: int) -> bool:
     """Whether a run was killed once its unfinished file had so many records."""
     partial = out.with_name(out.name + ".partial")
-    code = "from edgeq.tools.cli import main; main()"
+    code = "from edgeq.tools.cli.main import main; main()"
     command = [sys.executable, "-c", code, "batch", demo, asked, "-o", out, "--chat-template", template, *THREADS]
     process = subprocess.Popen([str(each) for each in command], stderr=subprocess.DEVNULL)
     try:
@@ -177,7 +177,7 @@ def test_lines_that_cannot_be_answered_have_a_record_and_the_others_an_answer(
 def test_a_line_that_failed_by_no_mistake_of_its_own_is_asked_again(
     demo: Path, edgeq: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgeq.runtime.server.lines import Lines
+    from edgeq.runtime.server.interfaces.batch_lines import Lines
 
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(line(f"r{i}", {"prompt": f"def f{i}(", "max_tokens": 5}) for i in range(6)))
@@ -253,6 +253,6 @@ def test_force_replaces_nothing_but_results_and_those_only_by_whole_ones(
         assert result.exit_code == 1 and "is not the result of a batch" in result.stderr, result.stderr
     assert [path.read_bytes() for path in (source, model)] == before and link.is_symlink() and folder.is_dir()
     # A run that ends before its results are whole leaves those that were there.
-    monkeypatch.setattr("edgeq.tools.batch.here", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("edgeq.tools.commands.batch.here", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert edgeq("batch", model, source, "-o", out, "--force", *THREADS, "-c", "256").exit_code == 130
     assert out.read_bytes() == there

@@ -13,7 +13,7 @@ import pytest
 
 from edgeq.errors import DeviceError
 from edgeq.runtime import Piece
-from edgeq.tools import chat
+from edgeq.tools.commands import chat
 from tests.cli.running import REFERENCE, Run, objects
 
 
@@ -48,7 +48,7 @@ def test_an_error_of_the_device_begins_a_line_after_thoughts_too(capsys: pytest.
 
 
 def test_chat_json_is_a_line_for_each_answer(edgeq: Run, demo: Path, template: Path) -> None:
-    words = ("--chat-template", template, "-n", 4, "--json", *REFERENCE)
+    words = ("--chat-template", template, "-n", 4, "--temp", 0, "--json", *REFERENCE)
     result = edgeq("chat", demo, *words, input="import os\n/stats\nimport sys\n")
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(answers) == 2 and all(answer["finish_reason"] == "length" and answer["text"] for answer in answers)
@@ -104,7 +104,7 @@ def test_chat_commands_regenerate_save_load_and_join_lines(
 def test_chat_draws_a_seed_and_shows_it(edgeq: Run, demo: Path, template: Path) -> None:
     options = (demo, "--chat-template", template, "-n", 8, "--temp", 1.2, *REFERENCE)
     first = edgeq("chat", *options, input="import os\n")
-    found = re.search(r"sampling 1.2, seed (\d+)", first.stderr)
+    found = re.search(r"sampling 1.2, top-p 0.95, min-p 0.05, dry-multiplier 0.8, seed (\d+)", first.stderr)
     assert found and first.stdout == edgeq("chat", *options, "--seed", found[1], input="import os\n").stdout
     assert found[0] not in edgeq("chat", *options, input="import os\n").stderr
     answers = edgeq("chat", *options, "--seed", 3, input="import os\n/clear\nimport os\n").stdout

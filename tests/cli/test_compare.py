@@ -25,7 +25,7 @@ def test_a_source_is_scored_once_for_a_text(
     edgeq: Run, demo: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from edgeq.converters.calibration import logits
-    from edgeq.tools import kept_predictions
+    from edgeq.tools.quality import kept_predictions
 
     options = ("--against", tiny_llama, "--window", 64, "--json", "--limit")
     monkeypatch.setattr(kept_predictions, "cache_folder", lambda: tmp_path)
@@ -35,7 +35,7 @@ def test_a_source_is_scored_once_for_a_text(
     monkeypatch.setattr(logits, "stream_logits", lambda *arguments: runs.append(arguments))
     second = edgeq("compare", demo, *options, 512)
     assert objects(second) == objects(first) and not runs and "scoring" not in second.stderr
-    monkeypatch.setattr("edgeq.tools.scorers.available_bytes", lambda: 750_000_000)
+    monkeypatch.setattr("edgeq.tools.quality.scorers.available_bytes", lambda: 750_000_000)
     monkeypatch.setattr("edgeq.converters.calibration.logits.available_bytes", lambda: 750_000_000)
     other = edgeq("compare", demo, *options, 8192)
     assert other.exit_code == 1 and re.search(r"scoring 8192 tokens needs 0\.8 GB .*; --limit (\d+) would fit", other.stderr)

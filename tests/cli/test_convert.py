@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from edgeq.devices import DEVICES, GIB, PROCESS, Device
+from edgeq.system.devices import DEVICES, GIB, PROCESS, DeviceSpec
 
 Run = Callable[..., Result]
-COMMAND = [sys.executable, "-c", "from edgeq.tools.cli import main; main()", "convert"]
+COMMAND = [sys.executable, "-c", "from edgeq.tools.cli.main import main; main()", "convert"]
 LAYER = re.compile(
     r"layer (\d) of 6: \d\.\d\d bits per weight, error of (output|weights) [\d.e+]+ %, (\d:\d\d:\d\d|-:--:--) left"
 )
@@ -95,13 +95,13 @@ def test_what_does_not_fit_the_device_is_not_begun(
     edgeq: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An eighth, or half a GiB, is the system's: 5 MB are left beside what a process takes.
-    tight = Device("raspberry-pi-4", "neon", 4, GIB // 2 + PROCESS + 5_000_000, 1e9)
+    tight = DeviceSpec("raspberry-pi-4", "neon", 4, GIB // 2 + PROCESS + 5_000_000, 1e9)
     monkeypatch.setitem(DEVICES, "raspberry-pi-4", tight)
     found = edgeq("convert", tiny_llama, "-o", tmp_path / "a.edgeq", "--for", "raspberry-pi-4")
     assert found.exit_code == 1 and found.stderr.count("\n") == 1 and "does not fit in" in found.stderr
     assert "--for" in found.stderr and not list(tmp_path.iterdir())
     assert "does not fit" in edgeq("convert", tiny_llama, "--dry-run", "--for", "raspberry-pi-4").stdout
-    monkeypatch.setitem(DEVICES, "raspberry-pi-4", Device("raspberry-pi-4", "neon", 4, GIB // 2 + PROCESS + 7_000_000, 1e9))
+    monkeypatch.setitem(DEVICES, "raspberry-pi-4", DeviceSpec("raspberry-pi-4", "neon", 4, GIB // 2 + PROCESS + 7_000_000, 1e9))
     assert edgeq("convert", tiny_llama, "-o", tmp_path / "a.edgeq", "--for", "raspberry-pi-4").exit_code == 0
 
 

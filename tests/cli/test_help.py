@@ -8,14 +8,15 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
-from edgeq import records, targets
+from edgeq import targets
 from edgeq.converters.methods import METHODS
-from edgeq.converters.options import CHOICES
-from edgeq.devices import DEVICES
-from edgeq.runtime.requantize import WHEN
+from edgeq.converters.planning.options import CHOICES
+from edgeq.format import records
+from edgeq.runtime.session.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
-from edgeq.tools import convert_options, options
-from edgeq.tools.cli import main
+from edgeq.system.devices import DEVICES
+from edgeq.tools.cli import convert_options, options
+from edgeq.tools.cli.main import main
 from tests.cli.running import Run
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeq.container import ModelFile
-from edgeq.writer import Writer
+from edgeq.format.container import ModelFile
+from edgeq.format.writer import Writer
 from tests.cli.running import Run, objects
 
 

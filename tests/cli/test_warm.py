@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 import pytest
 
-from edgeq import machine
-from edgeq.devices import DEVICES
 from edgeq.errors import InputError
+from edgeq.system import machine
+from edgeq.system.devices import DEVICES
+from edgeq.system.trust import digest_of
 from edgeq.targets.cpu.jit import compile
-from edgeq.tools.warm import warm
-from edgeq.trust import digest_of
+from edgeq.tools.commands.warm import warm
 
 NONE = {"model": None, "device": None, "out": None, "source": None, "trust": None}
 TARGET = {
@@ -79,7 +79,7 @@ def test_the_user_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         run()
     with pytest.raises(InputError, match=f"its digest is {digest}, not 1234; nothing was installed"):
         run("1234")
-    monkeypatch.setattr("edgeq.tools.warm.sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)}))
+    monkeypatch.setattr("edgeq.tools.commands.warm.sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)}))
     answers = [False, True]
     monkeypatch.setattr(click, "confirm", lambda *_, **__: answers.pop(0))
     with pytest.raises(InputError, match="nothing was installed"):

@@ -13,36 +13,36 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from edgeq.codec import Codec, dequantize
-from edgeq.container import ModelFile
-from edgeq.converters.allocation import allocate as allocation
-from edgeq.converters.allocation.allocate import allocate, measured_frontier, with_allocation
-from edgeq.converters.allocation.budget import Budget, Unit
-from edgeq.converters.allocation.decode_times import MEASURED, DecodeTimes
-from edgeq.converters.allocation.estimate import estimated, grid
-from edgeq.converters.allocation.frontier import Frontier
-from edgeq.converters.allocation.parts import Part
-from edgeq.converters.allocation.probe import Probe, probe_rows
-from edgeq.converters.allocation.record import Record
+from edgeq.converters.budget.budget import Budget, Unit
+from edgeq.converters.budget.parts import AllocationPart
 from edgeq.converters.calibration.staged import StagedLayer
-from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.convert import carry_out, convert
 from edgeq.converters.families import EMBEDDING, ScaleMapping, linear_module
-from edgeq.converters.linears import Recipe
 from edgeq.converters.methods import gptq
 from edgeq.converters.methods.awq import CodecOfModule, search_scale
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.plan import ConversionPlan
-from edgeq.converters.preflight import preflight
-from edgeq.converters.quantizer import GPTQ, Preset, fake
-from edgeq.converters.readback import stored_tensors
-from edgeq.devices import DEVICES
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.plan import ConversionPlan
+from edgeq.converters.planning.preflight import preflight
+from edgeq.converters.probing import allocate as allocation
+from edgeq.converters.probing.allocate import allocate, measured_frontier, with_allocation
+from edgeq.converters.probing.decode_times import MEASURED, DecodeTimes
+from edgeq.converters.probing.estimate import estimated, grid
+from edgeq.converters.probing.frontier import Frontier
+from edgeq.converters.probing.probe import Probe, probe_rows
+from edgeq.converters.probing.record import Record
+from edgeq.converters.rounding.columns import factorize, quantize_matrix
+from edgeq.converters.rounding.linears import Recipe
+from edgeq.converters.rounding.quantizer import MIN_MAX_ZERO_WEIGHED, Preset, fake
+from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import InputError
-from edgeq.machine import cache_folder
-from edgeq.tools import convert as command
-from edgeq.tools import decode_speed
-from edgeq.tools.params import Amount, Bytes
-from edgeq.tools.report import bits_per_weight
+from edgeq.format.codec import Codec, dequantize
+from edgeq.format.container import ModelFile
+from edgeq.system.devices import DEVICES
+from edgeq.system.machine import cache_folder
+from edgeq.tools.cli.params import Amount, Bytes
+from edgeq.tools.commands import convert as command
+from edgeq.tools.measure import decode_speed
+from edgeq.tools.measure.report import bits_per_weight
 
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 BUDGET = Budget("bits", 3.4)
@@ -92,7 +92,7 @@ def test_a_part_alone_is_measured_as_a_file_with_only_that_part_quantized(folder
         exact = model(rows).logits.double().log_softmax(-1)
         assert plan.calibration is not None
         inputs = model.model(plan.calibration.rows).last_hidden_state.flatten(0, 1)
-        recipe = Recipe(codec, GPTQ)
+        recipe = Recipe(codec, MIN_MAX_ZERO_WEIGHED)
         factor = factorize(inputs.T @ inputs, recipe, act_order=False)
         table = model.get_input_embeddings().weight
         table.data = quantize_matrix(table.data, factor, recipe, "head")[1]
@@ -143,7 +143,7 @@ def test_a_second_budget_measures_nothing_and_other_text_does(
     allocate(preflight(str(folder), replace(SMALL, budget=BUDGET, calibration=text)), silent, pytest.fail)
     assert len(runs) == 4
     # What other sources measured does not count.
-    monkeypatch.setattr("edgeq.converters.plan.quantizing_code", lambda: "changed")
+    monkeypatch.setattr("edgeq.converters.planning.plan.quantizing_code", lambda: "changed")
     measured_frontier(plan_of(folder), silent, pytest.fail)
     assert len(runs) == 6
 
@@ -188,10 +188,10 @@ def test_a_file_keeps_to_its_budget_and_says_what_it_lost(folder: Path, tmp_path
     assert measured["kl_of_parts"] == frontier.measured
     # The head is rounded as the probe measures it: by GPTQ, which is not to nearest.
     head = linears["head"].weights[0]
-    assert head.scale is not None and head.zero is not None
-    arrays = (file.array(head.q), file.array(head.scale), file.array(head.zero))
-    stored = torch.from_numpy(dequantize(head.codec, head.rows, head.columns, *arrays))
-    assert not torch.equal(stored, fake(torch.from_numpy(plan.checkpoint.whole(EMBEDDING)), head.codec, GPTQ))
+    arrays = {name: file.array(ref) for name, ref in head.arrays.items()}
+    assert list(arrays) == ["q", "scale", "zero"]
+    stored = torch.from_numpy(dequantize(head.codec, head.rows, head.columns, arrays))
+    assert not torch.equal(stored, fake(torch.from_numpy(plan.checkpoint.whole(EMBEDDING)), head.codec, MIN_MAX_ZERO_WEIGHED))
     assert not torch.equal(stored, fake(torch.from_numpy(plan.checkpoint.whole(EMBEDDING)), head.codec))
 
 
@@ -466,6 +466,6 @@ def test_a_speed_is_bytes_of_the_device() -> None:
 
 def test_every_part_has_candidates_that_divide_its_columns(checkpoint: Callable[..., Path]) -> None:
     plan = plan_of(checkpoint("llama_gqa", hidden_size=96, intermediate_size=80))
-    parts: dict[str, Part] = {part.name: part for part in plan.parts()}
+    parts: dict[str, AllocationPart] = {part.name: part for part in plan.parts()}
     assert {codec.group_size for codec in parts["layers.0.qkv"].candidates()} == {16, 32}
     assert {codec.group_size for codec in parts["layers.0.down"].candidates()} == {16}

@@ -10,22 +10,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from edgeq.codec import Codec
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.moments import Moments, has_bf16
 from edgeq.converters.calibration.staged import StagedLayer, sites
-from edgeq.converters.checkpoint import Checkpoint, HubAccess
+from edgeq.converters.checkpoint.checkpoint import Checkpoint
+from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.families import LINEARS, recognise
+from edgeq.converters.importers import open_source
 from edgeq.converters.methods.awq import apply_scale, awq, clamp, clip_limits, search_scale
-from edgeq.converters.quantizer import fake
+from edgeq.converters.rounding.quantizer import fake
+from edgeq.format.codec import Codec
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm3")
 CODEC = Codec("int", 3, 32, symmetric=False)
 
 
 def opened(folder: Path) -> tuple[Checkpoint, Any, Any]:
-    source = Checkpoint.open(str(folder), HubAccess())
-    source.open_weights()
+    source = Checkpoint(open_source(str(folder), HubAccess()))
     family, config = recognise(source.config)
     source.arrange(family.sources())
     return source, family, config

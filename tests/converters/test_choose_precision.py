@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
 from edgeq.converters.calibration import choose_precision
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.converters.quantizer import fake, quantize
-from edgeq.quantization import quantize_blocks
+from edgeq.converters.rounding.quantizer import fake, quantize
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.format.quantization import quantize_blocks
 
 CODE = "def f(x):\n    return x + 1\n" * 400
 

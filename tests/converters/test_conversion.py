@@ -21,12 +21,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from edgeq.codec import dequantize, from_bf16
-from edgeq.container import ModelFile
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.converters.quantizer import fake
+from edgeq.converters.rounding.quantizer import fake
 from edgeq.errors import CheckpointError, InputError, ResourceError
-from edgeq.records import ArrayRef, LinearSpec
+from edgeq.format.codec import dequantize, from_bf16
+from edgeq.format.container import ModelFile
+from edgeq.format.records import ArrayRef, LinearSpec
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
 
@@ -43,9 +43,8 @@ def array(file: ModelFile, ref: ArrayRef | None) -> Any:
 
 def matrix(file: ModelFile, linear: LinearSpec) -> torch.Tensor:
     w = linear.weights[0]
-    parts = [None if ref is None else file.array(ref) for ref in (w.q, w.scale, w.zero)]
-    assert parts[0] is not None
-    return torch.from_numpy(dequantize(w.codec, w.rows, w.columns, parts[0], parts[1], parts[2]))
+    arrays = {name: file.array(ref) for name, ref in w.arrays.items()}
+    return torch.from_numpy(dequantize(w.codec, w.rows, w.columns, arrays))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -105,7 +104,7 @@ def test_fused_rows_may_cross_slabs_and_blocks(
     folder = checkpoint("llama_gqa", num_attention_heads=4, num_key_value_heads=2, head_dim=10, intermediate_size=80)
     options = ConvertOptions(group_size=0)
     whole = convert(str(folder), tmp_path / "a.edgeq", options, silent)
-    monkeypatch.setattr("edgeq.converters.slabs.SLAB_BYTES", 4 * 128 * 16)
+    monkeypatch.setattr("edgeq.converters.checkpoint.slabs.SLAB_BYTES", 4 * 128 * 16)
     slabs = convert(str(folder), tmp_path / "b.edgeq", options, silent)
     assert whole.path.read_bytes() == slabs.path.read_bytes()
     want = weights(folder)
@@ -266,7 +265,8 @@ convert(sys.argv[1], Path(sys.argv[2]), options, lambda *_: None)
 """
 
 
-def test_killed_by_sigkill_it_goes_on_to_the_same_bytes(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_killed_by_sigkill_it_goes_on_to_the_same_bytes(kills: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source, text, output = str(checkpoint("llama_mha")), tmp_path / "text.txt", tmp_path / "o.edgeq"
     text.write_text("for i in range(10):\n    print(i)\n" * 300)
     command = [sys.executable, "-c", CHILD, source]
@@ -274,7 +274,7 @@ def test_killed_by_sigkill_it_goes_on_to_the_same_bytes(checkpoint: Callable[...
     subprocess.run([*command, str(tmp_path / "whole.edgeq"), str(text)], check=True, capture_output=True)
     longest = time.monotonic() - started
     chance = random.Random(4)
-    for _ in range(3):
+    for _ in range(kills):
         child = subprocess.Popen([*command, str(output), str(text)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert child.stdout is not None
         child.stdout.readline()
@@ -357,7 +357,7 @@ MEASURE = """
 import re, sys, threading
 from pathlib import Path
 import torch
-from edgeq.converters import slabs
+from edgeq.converters.checkpoint import slabs
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 torch.set_num_threads(1)
 slabs.SLAB_BYTES = 4 << 20

@@ -8,29 +8,29 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.converters.allocation.budget import Budget
-from edgeq.converters.allocation.decode_choice import CLOSE, MOST, cheapest, closest, refuse_too_fast
-from edgeq.converters.allocation.decode_times import MEASURED, DecodeTimes
-from edgeq.converters.allocation.estimate import grid
-from edgeq.converters.allocation.frontier import READ, Costs, Frontier
-from edgeq.converters.allocation.parts import Part
-from edgeq.converters.linears import LinearItem, Recipe
+from edgeq.converters.budget.budget import Budget
+from edgeq.converters.budget.parts import AllocationPart
+from edgeq.converters.probing.decode_choice import CLOSE, MAX_DECODED, cheapest, closest, refuse_too_fast
+from edgeq.converters.probing.decode_times import MEASURED, DecodeTimes
+from edgeq.converters.probing.estimate import grid
+from edgeq.converters.probing.frontier import READ, Costs, Frontier
+from edgeq.converters.rounding.linears import LinearItem, Recipe
 from edgeq.errors import InputError
+from edgeq.format.codec import Codec
 
 CODEC = Codec("int", 4, 64, symmetric=False)
 Real = Callable[[float, Mapping[str, Codec]], float]
 
 
-def part(name: str, rows: int, columns: int, count: int = 1, used: int = 1) -> Part:
+def part(name: str, rows: int, columns: int, count: int = 1, used: int = 1) -> AllocationPart:
     items = tuple(LinearItem(name, ((name, rows),), columns, Recipe(CODEC)) for _ in range(count))
-    return Part(name, items, None, Fraction(used, count))
+    return AllocationPart(name, items, None, Fraction(used, count))
 
 
 PARTS = [part(f"layers.{i}.{name}", rows, 512) for i in range(12) for name, rows in (("qkv", 768), ("down", 512))]
 
 
-def frontier_of(parts: list[Part]) -> Frontier:
+def frontier_of(parts: list[AllocationPart]) -> Frontier:
     """One with made-up divergences."""
     random = np.random.default_rng(0)
     measured = {
@@ -45,7 +45,7 @@ class Here:
 
     setting, resumes, alone = "here", False, True
 
-    def __init__(self, parts: list[Part], real: Real) -> None:
+    def __init__(self, parts: list[AllocationPart], real: Real) -> None:
         whole = {codec: sum(part.cost(codec, READ) for part in parts) for codec in MEASURED}
         self.times = DecodeTimes({codec: (read, 1e-9 * read) for codec, read in whole.items()})
         self.parts, self.real, self.decoded = parts, real, list[Mapping[str, Codec]]()
@@ -67,11 +67,11 @@ def mixed(predicted: float, codecs: Mapping[str, Codec]) -> float:
     return predicted * (1 + 0.4 * few) * (0.8 if len({codec.bits for codec in codecs.values()}) > 2 else 1.0)
 
 
-def choose(parts: list[Part], here: Here, seconds: float) -> dict[str, Codec]:
+def choose(parts: list[AllocationPart], here: Here, seconds: float) -> dict[str, Codec]:
     found = closest(frontier_of(parts), Budget("seconds", seconds), here, lambda done: None, lambda line: None)
     codecs = {part: Codec.named(name) for part, name in found.names.items()}
     assert found.ratio == pytest.approx(here.seconds(codecs) / here.predicted(codecs)) and found.alone
-    assert len(here.decoded) <= MOST + 1
+    assert len(here.decoded) <= MAX_DECODED + 1
     return codecs
 
 

@@ -12,18 +12,18 @@ import torch
 from stand_in import DEVICE, StandIn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from edgeq.container import ModelFile
-from edgeq.converters import tuning
-from edgeq.converters.allocation.allocate import allocate
-from edgeq.converters.allocation.budget import Budget
-from edgeq.converters.allocation.probe import probe_bytes
+from edgeq.converters.budget.budget import Budget
 from edgeq.converters.calibration import moments
 from edgeq.converters.calibration.compute import BATCH_ROWS, CPU, Compute, chosen
 from edgeq.converters.convert import carry_out
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.plan import ConversionPlan
-from edgeq.converters.preflight import preflight
+from edgeq.converters.methods import tuning
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.plan import ConversionPlan
+from edgeq.converters.planning.preflight import preflight
+from edgeq.converters.probing.allocate import allocate
+from edgeq.converters.probing.probe import probe_bytes
 from edgeq.errors import InputError
+from edgeq.format.container import ModelFile
 
 SMALL: dict[str, Any] = {"calibration_rows": 8, "calibration_length": 64}
 METHODS = (

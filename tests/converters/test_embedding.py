@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq import manifest
-from edgeq.codec import Codec, dequantize
-from edgeq.container import ModelFile
-from edgeq.converters.allocation.allocate import measured_frontier
-from edgeq.converters.allocation.budget import Budget
-from edgeq.converters.allocation.probe import Probe, probe_rows
-from edgeq.converters.allocation.record import Record
+from edgeq.converters.budget.budget import Budget
 from edgeq.converters.convert import convert
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.preflight import preflight
-from edgeq.converters.quantizer import fake
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import preflight
+from edgeq.converters.probing.allocate import measured_frontier
+from edgeq.converters.probing.probe import Probe, probe_rows
+from edgeq.converters.probing.record import Record
+from edgeq.converters.rounding.quantizer import fake
 from edgeq.errors import FormatError, InputError
-from edgeq.records import Activation
+from edgeq.format import manifest
+from edgeq.format.codec import Codec, dequantize
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Activation
 from edgeq.runtime import Model
-from edgeq.tools.inspect import collect
-from edgeq.tools.report import bits_per_weight, in_decoder
+from edgeq.tools.commands.inspect import collect
+from edgeq.tools.measure.report import bits_per_weight, in_decoder
 
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(2, 2048, 24)]
@@ -67,12 +67,12 @@ def test_it_is_stored_rounded_and_gathered_alike_by_both_targets(folder: Path, t
     file = planned(folder, tmp_path / "o.edgeq", codec)
     assert "embedding" not in file.metadata.arrays
     (w,) = file.metadata.linears["embedding"].weights
-    q, scale, zero = (None if ref is None else file.array(ref) for ref in (w.q, w.scale, w.zero))
-    assert q is not None and w.codec == Codec.named(codec)
+    arrays = {name: file.array(ref) for name, ref in w.arrays.items()}
+    assert w.codec == Codec.named(codec)
     table = preflight(str(folder), SMALL).checkpoint.whole("model.embed_tokens.weight")
-    if w.codec.kind == "int":
+    if w.codec.integer:
         want = fake(torch.from_numpy(table), w.codec).numpy()
-        assert np.array_equal(dequantize(w.codec, w.rows, w.columns, q, scale, zero), want)
+        assert np.array_equal(dequantize(w.codec, w.rows, w.columns, arrays), want)
     reference, cpu = logits(file, "reference"), logits(file, "cpu")
     assert np.abs(reference - cpu).max() < 1e-3 * np.abs(reference).max()
 

@@ -14,20 +14,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from edgeq.codec import Codec, from_bf16
-from edgeq.config import ModelConfig
-from edgeq.container import ModelFile
-from edgeq.converters import slabs
 from edgeq.converters.calibration import logits
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.logits import Network
-from edgeq.converters.checkpoint import Checkpoint, HubAccess, TensorSource
+from edgeq.converters.checkpoint import slabs
+from edgeq.converters.checkpoint.checkpoint import Checkpoint, TensorSource
+from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import convert
 from edgeq.converters.families import Family, linear_module, recognise
+from edgeq.converters.importers import open_source
 from edgeq.converters.method import Block
 from edgeq.converters.methods.awq import Awq, apply_scale
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.errors import CheckpointError, UnsupportedError
+from edgeq.format.codec import Codec, from_bf16
+from edgeq.format.container import ModelFile
+from edgeq.network.config import ModelConfig
 
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "mixtral", "qwen2_moe", "qwen3_moe")
 SIZES: dict[str, Any] = {
@@ -47,8 +49,7 @@ def config_of(architecture: str, **keys: Any) -> ModelConfig:
 
 
 def opened(folder: Path) -> tuple[Checkpoint, Family, ModelConfig]:
-    source = Checkpoint.open(str(folder), HubAccess())
-    source.open_weights()
+    source = Checkpoint(open_source(str(folder), HubAccess()))
     family, config = recognise(source.config)
     source.arrange(family.sources())
     return source, family, config
@@ -270,9 +271,7 @@ def changed(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor
     tensors = load_file(target / "model.safetensors")
     change(tensors)
     save_file(tensors, target / "model.safetensors")
-    source = Checkpoint.open(str(target), HubAccess())
-    source.open_weights()
-    return source
+    return Checkpoint(open_source(str(target), HubAccess()))
 
 
 def test_a_missing_or_misshapen_part_of_a_fused_matrix_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -305,8 +304,7 @@ def test_a_source_is_rows_of_what_is_stored(tmp_path: Path) -> None:
     values = torch.arange(24, dtype=torch.float32).reshape(6, 4)
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": values}, tmp_path / "model.safetensors")
-    source = Checkpoint.open(str(tmp_path), HubAccess())
-    source.open_weights()
+    source = Checkpoint(open_source(str(tmp_path), HubAccess()))
     source.arrange({"b": TensorSource("a", (6, 4), (3, 4), 2, 0.5), "c": TensorSource("a", (6, 4), (1, 4), 5)})
     assert np.array_equal(source.whole("b"), values[2:5].numpy() + 0.5)
     assert np.array_equal(source.rows("b", 1, 2), values[3:4].numpy() + 0.5)

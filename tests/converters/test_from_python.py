@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import edgeq
-from edgeq.converters.allocation.budget import Budget
+from edgeq.converters.budget.budget import Budget
 from edgeq.converters.from_python import convert
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.errors import EdgeqError, InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def test_every_option_of_a_conversion_is_a_keyword() -> None:
 def test_it_makes_the_file_of_the_command_line(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from edgeq.tools.cli import main
+    from edgeq.tools.cli.main import main
 
     done: list[tuple[float, float, str]] = []
     layers: list[Any] = []

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq.codec import Codec
-from edgeq.converters import columns as columns_of_a_matrix
 from edgeq.converters.calibration.forward import BlockForward
-from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.convert import ConvertOptions, convert, preflight
-from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Block
 from edgeq.converters.methods.gptq import gptq_layer
-from edgeq.converters.quantizer import GPTQ, QUAROT, Preset, Quantized, fake, quantize
+from edgeq.converters.rounding import columns as columns_of_a_matrix
+from edgeq.converters.rounding.columns import factorize, quantize_matrix
+from edgeq.converters.rounding.linears import LinearItem, Recipe
+from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, MIN_MAX_ZERO_WEIGHED, Preset, Quantized, fake, quantize
+from edgeq.format.codec import Codec
 
 ROWS, COLUMNS = 48, 160
 
@@ -57,7 +57,7 @@ def test_visiting_integers_again_lowers_the_error(
 ) -> None:
     """Also where one block of columns is all of them."""
     x, weight, before = x[:, :columns].clone(), weight[:, :columns].clone(), weight[:, :columns].clone()
-    recipe = Recipe(Codec("int", 3, 32, symmetric=False), GPTQ)
+    recipe = Recipe(Codec("int", 3, 32, symmetric=False), MIN_MAX_ZERO_WEIGHED)
     visited = output_error(x, weight, gptq(weight, x, recipe)[1])
     assert torch.equal(weight, before)
     monkeypatch.setattr(columns_of_a_matrix, "SWEEPS", 0)
@@ -72,14 +72,14 @@ def test_the_output_error_is_below_that_of_rounding(
     x: torch.Tensor, weight: torch.Tensor, bits: int, group_size: int, symmetric: bool, act_order: bool
 ) -> None:
     codec = Codec("int", bits, group_size, symmetric)
-    _, rounded = gptq(weight, x, Recipe(codec, GPTQ), act_order)
-    nearest = output_error(x, weight, fake(weight, codec, GPTQ))
+    _, rounded = gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED), act_order)
+    nearest = output_error(x, weight, fake(weight, codec, MIN_MAX_ZERO_WEIGHED))
     assert output_error(x, weight, rounded) < (0.95 if bits == 2 else 0.5) * nearest
 
 
 @pytest.mark.parametrize("act_order", [False, True])
 def test_the_returned_weight_is_what_the_integers_stand_for(x: torch.Tensor, weight: torch.Tensor, act_order: bool) -> None:
-    (q,), rounded = gptq(weight, x, Recipe(Codec("int", 3, 32, symmetric=False), GPTQ), act_order)
+    (q,), rounded = gptq(weight, x, Recipe(Codec("int", 3, 32, symmetric=False), MIN_MAX_ZERO_WEIGHED), act_order)
     assert q.zero is not None
     scale, zero = (part.float().repeat_interleave(32, 1) for part in (q.scale, q.zero))
     assert torch.equal((q.q.float() - zero) * scale, rounded)
@@ -87,12 +87,12 @@ def test_the_returned_weight_is_what_the_integers_stand_for(x: torch.Tensor, wei
 
 def test_act_order_fixes_the_grids_of_the_original_weights(x: torch.Tensor, weight: torch.Tensor) -> None:
     codec = Codec("int", 4, 32, symmetric=False)
-    (static,), _ = gptq(weight, x, Recipe(codec, GPTQ), act_order=True)
-    (dynamic,), _ = gptq(weight, x, Recipe(codec, GPTQ))
+    (static,), _ = gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED), act_order=True)
+    (dynamic,), _ = gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED))
     shuffled = torch.randperm(ROWS, generator=generator(6))
-    (other,), _ = gptq(weight[shuffled], x, Recipe(codec, GPTQ), act_order=True)
+    (other,), _ = gptq(weight[shuffled], x, Recipe(codec, MIN_MAX_ZERO_WEIGHED), act_order=True)
     assert torch.equal(static.scale[shuffled], other.scale) and torch.equal(static.q[shuffled], other.q)
-    whole = quantize(weight, codec, "w", GPTQ).scale
+    whole = quantize(weight, codec, "w", MIN_MAX_ZERO_WEIGHED).scale
     assert (static.scale <= whole).all() and (static.scale < whole).any()
     # The errors taken over widen some of the groups that are reached later.
     assert (dynamic.scale[:, 1:] > whole[:, 1:]).any() and not (dynamic.scale[:, 0] > whole[:, 0]).any()
@@ -101,7 +101,7 @@ def test_act_order_fixes_the_grids_of_the_original_weights(x: torch.Tensor, weig
 def test_the_range_of_a_group_is_searched_by_what_its_columns_cost(x: torch.Tensor, weight: torch.Tensor) -> None:
     """GPTQ over searched ranges loses less of the output than over whole ones."""
     codec = Codec("int", 3, 32, symmetric=False)
-    _, searched = gptq(weight, x, Recipe(codec, GPTQ))
+    _, searched = gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED))
     _, whole = gptq(weight, x, Recipe(codec, Preset(zero_inside=True, full_range=True)))
     assert output_error(x, weight, searched) < 0.95 * output_error(x, weight, whole)
 
@@ -110,9 +110,9 @@ def test_the_range_of_a_group_is_searched_by_what_its_columns_cost(x: torch.Tens
 def test_every_sweep_over_the_integers_lowers_the_error(
     x: torch.Tensor, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, act_order: bool
 ) -> None:
-    recipe, errors = Recipe(Codec("int", 3, 32, symmetric=False), GPTQ), []
+    recipe, errors = Recipe(Codec("int", 3, 32, symmetric=False), MIN_MAX_ZERO_WEIGHED), []
     for sweeps in (0, 1, 2):
-        monkeypatch.setattr("edgeq.converters.columns.SWEEPS", sweeps)
+        monkeypatch.setattr("edgeq.converters.rounding.columns.SWEEPS", sweeps)
         errors.append(output_error(x, weight, gptq(weight, x, recipe, act_order)[1]))
     assert errors[1] < 0.95 * errors[0] and errors[2] < errors[1]
 
@@ -121,7 +121,7 @@ def test_with_uncorrelated_inputs_it_is_rounding(weight: torch.Tensor) -> None:
     recipe = Recipe(Codec("int", 4, 32, symmetric=False), Preset(zero_inside=True, full_range=True))
     factor = factorize(torch.eye(COLUMNS), recipe, act_order=False)
     (q,), _ = quantize_matrix(weight, factor, recipe, "w")
-    assert torch.equal(q.q, quantize(weight, recipe.codec, "w", GPTQ).q)
+    assert torch.equal(q.q, quantize(weight, recipe.codec, "w", MIN_MAX_ZERO_WEIGHED).q)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -129,7 +129,7 @@ def test_with_uncorrelated_inputs_it_is_rounding(weight: torch.Tensor) -> None:
 def test_the_rounding_has_the_same_bits_on_any_number_of_threads(
     x: torch.Tensor, weight: torch.Tensor, threads: int, act_order: bool
 ) -> None:
-    recipe = Recipe(Codec("int", 3, 32, symmetric=False), GPTQ)
+    recipe = Recipe(Codec("int", 3, 32, symmetric=False), MIN_MAX_ZERO_WEIGHED)
     factor = factorize(x.T @ x, recipe, act_order)
     before = torch.get_num_threads()
     try:
@@ -143,17 +143,17 @@ def test_the_rounding_has_the_same_bits_on_any_number_of_threads(
 
 
 def test_without_a_factor_it_is_rounding_bit_for_bit(weight: torch.Tensor) -> None:
-    recipe = Recipe(Codec("int", 3, 32, symmetric=True), GPTQ)
+    recipe = Recipe(Codec("int", 3, 32, symmetric=True), MIN_MAX_ZERO_WEIGHED)
     (q,), rounded = quantize_matrix(weight, None, recipe, "w")
-    plain = quantize(weight, recipe.codec, "w", GPTQ)
+    plain = quantize(weight, recipe.codec, "w", MIN_MAX_ZERO_WEIGHED)
     assert torch.equal(q.q, plain.q) and torch.equal(q.scale, plain.scale)
-    assert torch.equal(rounded, fake(weight, recipe.codec, GPTQ))
+    assert torch.equal(rounded, fake(weight, recipe.codec, MIN_MAX_ZERO_WEIGHED))
 
 
 def test_columns_without_input_become_zero_and_take_no_error(x: torch.Tensor, weight: torch.Tensor) -> None:
     unused = x.clone()
     unused[:, 5:9] = 0
-    _, rounded = gptq(weight, unused, Recipe(Codec("int", 4, 0, symmetric=True), GPTQ))
+    _, rounded = gptq(weight, unused, Recipe(Codec("int", 4, 0, symmetric=True), MIN_MAX_ZERO_WEIGHED))
     assert not rounded[:, 5:9].any() and rounded[:, 9].any()
 
 
@@ -161,10 +161,10 @@ def test_a_second_block_has_its_own_grid_and_takes_over_error(x: torch.Tensor, w
     """The layout of ResQ: columns gathered by a constant order, the last ones in 8 bits, a scale per row and block."""
     order = torch.randperm(COLUMNS, generator=generator(4)).numpy().astype(np.int32)
     low, high = Codec("int", 3, 0, symmetric=True), Codec("int", 8, 0, symmetric=True)
-    recipe = Recipe(low, QUAROT, high, 32, order=order)
+    recipe = Recipe(low, ABSMAX_SEARCH, high, 32, order=order)
     (first, second), rounded = gptq(weight, x, recipe)
     assert first.q.shape == (ROWS, 128) and second.q.shape == (ROWS, 32)
-    assert torch.equal(first.scale, quantize(weight[:, order[:128]], low, "w", QUAROT).scale)
+    assert torch.equal(first.scale, quantize(weight[:, order[:128]], low, "w", ABSMAX_SEARCH).scale)
     back = torch.cat([(first.q.float() - 4) * first.scale.float(), (second.q.float() - 128) * second.scale.float()], 1)
     assert torch.equal(back, rounded[:, order])
     plain, _ = quantize_matrix(weight, None, recipe, "w")
@@ -207,7 +207,7 @@ def test_a_decoder_layer_loses_less_of_its_output_than_by_rounding(
         else:
             for module in layer.modules():
                 if isinstance(module, torch.nn.Linear):
-                    module.weight.data = fake(module.weight.data, plan.method.codec(module.in_features), GPTQ)
+                    module.weight.data = fake(module.weight.data, plan.method.codec(module.in_features), MIN_MAX_ZERO_WEIGHED)
             now = layer(hidden, **forward.attention_arguments(0))
         errors.append(float((now - exact).square().sum()))
     assert errors[0] < 0.8 * errors[1]

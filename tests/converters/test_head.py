@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgeq.codec import Codec, dequantize
 from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import recognise
-from edgeq.converters.quantizer import fake, quantize, restored
+from edgeq.converters.rounding.quantizer import fake, quantize, restored
+from edgeq.format.codec import Codec, dequantize
 
 CODEC = Codec("int", 4, 32, symmetric=True)
 
@@ -70,8 +70,9 @@ def test_methods_that_go_by_moments_round_the_head_so_and_others_do_not(
         options = ConvertOptions(method=method, group_size=32, head=4, calibration=text, calibration_rows=3)
         file = convert(folder, tmp_path / f"{method}.edgeq", options, silent)
         w = file.metadata.linears["head"].weights[0]
-        assert w.scale is not None
-        stored = torch.from_numpy(dequantize(w.codec, w.rows, w.columns, file.array(w.q), file.array(w.scale), None))
+        arrays = {name: file.array(ref) for name, ref in w.arrays.items()}
+        assert list(arrays) == ["q", "scale"]
+        stored = torch.from_numpy(dequantize(w.codec, w.rows, w.columns, arrays))
         plan = preflight(folder, options)
         name = "model.embed_tokens.weight" if plan.method.config.tie_word_embeddings else "lm_head.weight"
         source = torch.from_numpy(plan.checkpoint.whole(name))

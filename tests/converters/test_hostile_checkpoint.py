@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from edgeq.converters.checkpoint.tokenizer import MAX_TEMPLATE
 from edgeq.converters.convert import ConvertOptions, preflight
 from edgeq.converters.families import recognise
-from edgeq.converters.tokenizer import MAX_TEMPLATE
 from edgeq.errors import CheckpointError, UnsupportedError
-from edgeq.safetensors import MAX_VALUES, read_file, read_header, read_json
+from edgeq.format.safetensors import MAX_VALUES, read_file, read_header, read_json
 
 RTN = ConvertOptions(group_size=32)
 

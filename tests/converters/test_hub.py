@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hub import Hub, served
 
-COMMAND = [sys.executable, "-c", "from edgeq.tools.cli import main; main()", "convert", "owner/model"]
+COMMAND = [sys.executable, "-c", "from edgeq.tools.cli.main import main; main()", "convert", "owner/model"]
 OPTIONS = ["--group-size", "32"]
 
 

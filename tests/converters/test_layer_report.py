@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgeq.codec import Codec
 from edgeq.converters.convert import ConvertOptions, carry_out, preflight
-from edgeq.converters.layer_report import EVERY, LayerReport, WeightError, output_error
-from edgeq.converters.quantizer import fake, quantize, restored
+from edgeq.converters.rounding.quantizer import fake, quantize, restored
+from edgeq.converters.running.layer_report import EVERY, LayerReport, WeightError, output_error
+from edgeq.format.codec import Codec
 
 
 def reports(folder: Path, output: Path, **options: object) -> list[LayerReport]:

@@ -13,20 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from edgeq.codec import Codec, dequantize
-from edgeq.container import ModelFile
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import recognise
-from edgeq.converters.linears import LinearItem, Recipe
 from edgeq.converters.method import Block
-from edgeq.converters.method_options import CALIBRATED, DEFAULTS
 from edgeq.converters.methods import METHODS, chosen
 from edgeq.converters.methods.smoothquant import smooth, smoothing
 from edgeq.converters.methods.ttq import factors, shared_rank
-from edgeq.converters.quantizer import AWQ, GPTQ, QUAROT, Preset, fake, quantize
+from edgeq.converters.planning.method_options import CALIBRATED, DEFAULTS
+from edgeq.converters.rounding.linears import LinearItem, Recipe
+from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, MIN_MAX, MIN_MAX_ZERO_WEIGHED, Preset, fake, quantize
 from edgeq.errors import InputError
-from edgeq.records import Activation, Weight
+from edgeq.format.codec import Codec, dequantize
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Activation, Weight
 
 TEXT = "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 60
 
@@ -43,8 +43,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def matrix(file: ModelFile, w: Weight) -> torch.Tensor:
-    scale, zero = (None if ref is None else file.array(ref) for ref in (w.scale, w.zero))
-    return torch.from_numpy(np.array(dequantize(w.codec, w.rows, w.columns, file.array(w.q), scale, zero)))
+    arrays = {name: file.array(ref) for name, ref in w.arrays.items()}
+    return torch.from_numpy(np.array(dequantize(w.codec, w.rows, w.columns, arrays)))
 
 
 def source(folder: Path, layer: int, *modules: str) -> torch.Tensor:
@@ -86,8 +86,9 @@ def test_ttq_without_rank_has_the_weights_of_rounding(checkpoint: Callable[..., 
     rtn = convert(folder, tmp_path / "b.edgeq", ConvertOptions(bits=3, group_size=32), silent)
     ours, theirs = (file.metadata.linears["layers.0.gate_up"] for file in (ttq, rtn))
     assert ours.low_rank is None and ours.master is not None
-    for part in ("q", "scale", "zero"):
-        assert np.array_equal(ttq.array(getattr(ours.weights[0], part)), rtn.array(getattr(theirs.weights[0], part)))
+    assert set(ours.weights[0].arrays) == {"q", "scale", "zero"}
+    for name, array in ours.weights[0].arrays.items():
+        assert np.array_equal(ttq.array(array), rtn.array(theirs.weights[0].arrays[name]))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_fused_matrices_share_a_pair_as_large_as_their_own(rank: int, parts: lis
 
 
 def test_streamed_factors_are_the_singular_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeq.converters.slabs.SLAB_BYTES", 4 * 96 * 16)
+    monkeypatch.setattr("edgeq.converters.checkpoint.slabs.SLAB_BYTES", 4 * 96 * 16)
     generator = torch.Generator().manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, 40, generator=generator)).Q for n in (80, 96))
     s = 0.7 ** torch.arange(40.0)
@@ -137,7 +138,7 @@ def test_smoothquant_keeps_the_function_and_runs_with_8_bit_activations(
     found = matrix(file, linear.weights[0]) * torch.from_numpy(np.array(file.array(gain)))
     assert (found - want).abs().max() < 0.02 * want.abs().max()
     down = matrix(file, file.metadata.linears["layers.0.down"].weights[0])
-    assert torch.equal(down, fake(source(folder, 0, "mlp.down_proj"), Codec("int", 8, 0), AWQ))
+    assert torch.equal(down, fake(source(folder, 0, "mlp.down_proj"), Codec("int", 8, 0), MIN_MAX))
 
 
 @pytest.mark.parametrize(
@@ -181,11 +182,13 @@ def test_alpha_says_how_much_of_the_range_moves() -> None:
 def test_presets_differ_as_their_papers_do() -> None:
     positive = torch.linspace(0.5, 1.5, 16)[None]
     asymmetric, symmetric = Codec("int", 4, 16, False), Codec("int", 4, 16, True)
-    awq, gptq = (quantize(positive, asymmetric, "w", preset) for preset in (AWQ, GPTQ))
+    awq, gptq = (quantize(positive, asymmetric, "w", preset) for preset in (MIN_MAX, MIN_MAX_ZERO_WEIGHED))
     assert awq.scale.item() == pytest.approx(1 / 15, rel=1e-3) and gptq.scale.item() == pytest.approx(1.5 / 15, rel=1e-3)
-    assert quantize(positive, symmetric, "w", AWQ).scale.item() == pytest.approx(1.5 / 7, rel=1e-3)
-    assert quantize(positive, symmetric, "w", GPTQ).scale.item() == pytest.approx(3 / 15, rel=1e-3)
-    names = [preset.title(codec) for preset in (AWQ, GPTQ, QUAROT) for codec in (asymmetric, symmetric)]
+    assert quantize(positive, symmetric, "w", MIN_MAX).scale.item() == pytest.approx(1.5 / 7, rel=1e-3)
+    assert quantize(positive, symmetric, "w", MIN_MAX_ZERO_WEIGHED).scale.item() == pytest.approx(3 / 15, rel=1e-3)
+    names = [
+        preset.title(codec) for preset in (MIN_MAX, MIN_MAX_ZERO_WEIGHED, ABSMAX_SEARCH) for codec in (asymmetric, symmetric)
+    ]
     assert names == ["min-max", "absmax", "min-max-zero-weighed", "absmax-full-weighed", "min-max-search", "absmax-search"]
 
 
@@ -198,7 +201,7 @@ def test_the_searched_range_never_loses_more_than_the_whole_one(codec: Codec) ->
         error = (fake(weight, codec, preset) - weight).abs().pow(2.4)
         return error.reshape(20, codec.groups(128), -1).sum(-1)
 
-    searched, whole = loss(QUAROT), loss(AWQ)
+    searched, whole = loss(ABSMAX_SEARCH), loss(MIN_MAX)
     assert (searched <= whole * (1 + 1e-5)).all() and searched.mean() < 0.97 * whole.mean()
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from edgeq.converters.convert import ConvertOptions, carry_out, convert, preflight
-from edgeq.converters.output import check_output
+from edgeq.converters.planning.output import check_output
 from edgeq.errors import InputError
-from edgeq.partial import Partial
+from edgeq.format.partial import Partial
 
 Checkpoint = Callable[..., Path]
 
@@ -132,7 +132,7 @@ def test_the_second_of_two_conversions_is_told_of_the_first(source: Path, tmp_pa
 def test_options_and_output_are_refused_before_torch_is_imported(source: Path, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     code = (
-        "import sys\nfrom edgeq.tools.cli import main\ntry:\n    main()\nfinally:\n"
+        "import sys\nfrom edgeq.tools.cli.main import main\ntry:\n    main()\nfinally:\n"
         "    assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     for arguments in (

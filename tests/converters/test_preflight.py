@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from edgeq.converters import preflight as preflight_module
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import recognise
 from edgeq.converters.methods import chosen
+from edgeq.converters.planning import preflight as preflight_module
 from edgeq.errors import CheckpointError, EdgeqError, FormatError, InputError, ResourceError, UnsupportedError
-from edgeq.generation import SAMPLING, check_generation
-from edgeq.rope import Rope
+from edgeq.network.generation import SAMPLING, check_generation
+from edgeq.network.rope import Rope
 from edgeq.runtime.sampling import Sampling
 
 RTN = ConvertOptions(group_size=32)

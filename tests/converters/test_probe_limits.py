@@ -14,19 +14,19 @@ import pytest
 import torch
 from vision_checkpoints import build
 
-from edgeq.converters.allocation import record as records
-from edgeq.converters.allocation.allocate import allocate
-from edgeq.converters.allocation.budget import Budget
-from edgeq.converters.allocation.probe import Probe, probe_rows
-from edgeq.converters.allocation.record import Record
+from edgeq.converters.budget.budget import Budget
 from edgeq.converters.calibration import choose_precision
 from edgeq.converters.calibration.choose_precision import head_slabs
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import carry_out, convert
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.preflight import preflight
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import preflight
+from edgeq.converters.probing import record as records
+from edgeq.converters.probing.allocate import allocate
+from edgeq.converters.probing.probe import Probe, probe_rows
+from edgeq.converters.probing.record import Record
 from edgeq.errors import CheckpointError, InputError
-from edgeq.tools.report import bits_per_weight, in_tower, overall_bits
+from edgeq.tools.measure.report import bits_per_weight, in_tower, overall_bits
 
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 
@@ -61,7 +61,7 @@ def test_one_pass_of_the_text_serves_all_parts_of_a_layer(folder: Path, monkeypa
     Probe(plan, layer, lambda part: part.candidates()[:1], rows[:2], silent).run(found)
     assert sorted(tokens) == [256, 1024] and len(found.found) == len(layer) == 4
     # In as many passes as the memory for moments asks for, the same is measured.
-    monkeypatch.setattr("edgeq.converters.allocation.probe.MOMENT_BYTES", 1)
+    monkeypatch.setattr("edgeq.converters.probing.probe.MOMENT_BYTES", 1)
     again = Record.of({})
     Probe(plan, layer, lambda part: part.candidates()[:1], rows[:2], silent).run(again)
     assert sorted(tokens[2:]) == [256, 1024, 1024, 1024, 1024] and again.found == found.found
@@ -73,7 +73,7 @@ def test_a_divergence_that_is_no_number_is_refused_by_part_and_codec(
 ) -> None:
     plan = preflight(str(folder), SMALL)
     monkeypatch.setattr(
-        "edgeq.converters.allocation.probe.divergences_through",
+        "edgeq.converters.probing.probe.divergences_through",
         lambda plan, exact, ends: [0.1, value] + [0.1] * (len(ends) - 2),
     )
     found = Record.of({})
@@ -196,7 +196,7 @@ def test_a_file_of_other_code_is_not_taken_for_the_present_one(
     output = tmp_path / "o.edgeq"
     first = convert(str(folder), output, ConvertOptions(), silent)
     assert carry_out(preflight(str(folder), ConvertOptions()), output, silent).found
-    monkeypatch.setattr("edgeq.converters.plan.quantizing_code", lambda: "other")
+    monkeypatch.setattr("edgeq.converters.planning.plan.quantizing_code", lambda: "other")
     with pytest.raises(InputError, match=r"made by other code of edgeq .*, whose files may differ; pass --force"):
         convert(str(folder), output, ConvertOptions(), silent)
     again = convert(str(folder), output, ConvertOptions(force=True), silent)
@@ -214,7 +214,7 @@ def test_a_conversion_that_other_code_began_is_not_resumed(
 
     with pytest.raises(KeyboardInterrupt):
         convert(str(folder), output, ConvertOptions(), stop)
-    monkeypatch.setattr("edgeq.converters.plan.quantizing_code", lambda: "other")
+    monkeypatch.setattr("edgeq.converters.planning.plan.quantizing_code", lambda: "other")
     with pytest.raises(InputError, match=r"other code of edgeq .* had begun; pass --restart to start over"):
         convert(str(folder), output, ConvertOptions(), silent)
     convert(str(folder), output, ConvertOptions(restart=True), silent)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.records import Mode
+from edgeq.format.records import Mode
 from edgeq.runtime import Model
-from edgeq.tools.corpus import evaluation_code
+from edgeq.tools.quality.corpus import evaluation_code
 
 SOURCE = Path(__file__).parents[2] / "models" / "tiny-llama"
 
@@ -53,6 +53,7 @@ def test_awq_at_2_bits_loses_less_than_rounding(tmp_path: Path) -> None:
     assert losses["awq"] < losses["rtn"] - 0.015, losses
 
 
+@pytest.mark.exhaustive
 def test_at_4_bits_of_everything_rotations_lose_less_and_resq_least(tmp_path: Path) -> None:
     """Weights, activations and cache; ResQ's excess is at most half of QuaRot's, as in its paper's table."""
     text = tmp_path / "calibration.py"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq.codec import BITS, Codec, dequantize, pack_groups, pack_integers
-from edgeq.converters.quantizer import fake, quantize
+from edgeq.converters.rounding.quantizer import fake, quantize
 from edgeq.errors import CheckpointError
+from edgeq.format.codec import BITS, Codec, dequantize, pack_groups, pack_integers
 
 CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, 16, 64) for symmetric in (True, False)]
 
@@ -19,9 +19,10 @@ def test_fake_quantization_is_bit_for_bit_what_the_packed_arrays_dequantize_to(c
     weight = torch.randn(37, 192, generator=generator) * torch.logspace(-6, 3, 37)[:, None]
     weight[3] = 0
     stored = quantize(weight, codec, "w")
-    zero = None if stored.zero is None else pack_groups(stored.zero.numpy())
-    packed = pack_integers(stored.q.numpy(), codec.bits)
-    read = dequantize(codec, 37, 192, packed, pack_groups(stored.scale.numpy()), zero)
+    arrays = {"q": pack_integers(stored.q.numpy(), codec.bits), "scale": pack_groups(stored.scale.numpy())}
+    if stored.zero is not None:
+        arrays["zero"] = pack_groups(stored.zero.numpy())
+    read = dequantize(codec, 37, 192, arrays)
     assert np.array_equal(read.view(np.uint32), fake(weight, codec).numpy().view(np.uint32))
 
 

@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from edgeq.codec import from_bf16
-from edgeq.container import ModelFile
 from edgeq.converters.calibration.forward import BlockForward
-from edgeq.converters.checkpoint import Checkpoint, HubAccess
+from edgeq.converters.checkpoint.checkpoint import Checkpoint
+from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.converters.families import HEAD, NORM, recognise
+from edgeq.converters.importers import open_source
 from edgeq.converters.methods.quarot import QuaRot
 from edgeq.converters.methods.resq import ResQ, high_columns, output_order
 from edgeq.converters.methods.rotated import Rotated
 from edgeq.converters.rotation.hadamard import hadamard
 from edgeq.converters.rotation.orthogonal import signs
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.records import Activation, KvCodec
+from edgeq.format.codec import from_bf16
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Activation, KvCodec
 
 METHODS = {"quarot": QuaRot, "resq": ResQ}
 Folders = Callable[..., Path]
@@ -40,8 +42,7 @@ def tokens() -> Tensor:
 
 
 def opened(folder: Path) -> tuple[Checkpoint, Any, Any]:
-    source = Checkpoint.open(str(folder), HubAccess())
-    source.open_weights()
+    source = Checkpoint(open_source(str(folder), HubAccess()))
     family, config = recognise(source.config)
     source.arrange(family.sources())
     return source, family, config

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from edgeq.config import ModelConfig
 from edgeq.converters.families import EMBEDDING, HEAD, LINEARS, recognise
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation, dense
 from edgeq.converters.rotation.hadamard import Hadamard, base_matrix, hadamard
 from edgeq.converters.rotation.model import RotatedModel
 from edgeq.converters.rotation.orthogonal import haar, principal_axes, signs, split_rotation
 from edgeq.errors import UnsupportedError
-from edgeq.safetensors import read_json
+from edgeq.format.safetensors import read_json
+from edgeq.network.config import ModelConfig
 
 PUBLISHED_SIZES = (11008, 18944, 4864, 14336, 768, 8192, 3072, 5120, 896)
 

@@ -14,13 +14,13 @@ from PIL import Image
 from vision_checkpoints import IMAGE, TRAINED
 
 from edgeq.converters.calibration.samples import FILE, PictureSamples, read_samples
-from edgeq.converters.checkpoint import Checkpoint
-from edgeq.converters.download import HubAccess
-from edgeq.converters.method_options import check_method_options
-from edgeq.converters.network import described
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.preflight import preflight
-from edgeq.converters.tokenizer import TextAssets, read_text
+from edgeq.converters.checkpoint.download import HubAccess
+from edgeq.converters.checkpoint.tokenizer import TextAssets, read_text
+from edgeq.converters.families.network import described
+from edgeq.converters.importers import open_source
+from edgeq.converters.planning.method_options import check_method_options
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import preflight
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
 
 GOOD = {"image": "a.png", "question": "What does the sign say?", "answer": "A B"}
@@ -28,9 +28,9 @@ GOOD = {"image": "a.png", "question": "What does the sign say?", "answer": "A B"
 
 @pytest.fixture(scope="module")
 def model() -> tuple[Any, TextAssets]:
-    checkpoint = Checkpoint.open(str(TRAINED), HubAccess())
-    _, config = described(checkpoint)
-    return config, read_text(checkpoint, config.vocab_size)
+    source = open_source(str(TRAINED), HubAccess())
+    _, config = described(source)
+    return config, read_text(source, config.vocab_size)
 
 
 @pytest.fixture

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from edgeq.container import ModelFile
 from edgeq.converters.calibration.choose_precision import beginnings
-from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.checkpoint.sentence_transformers import embedding_settings
+from edgeq.converters.checkpoint.tokenizer import read_text
 from edgeq.converters.convert import convert
 from edgeq.converters.families import recognise
+from edgeq.converters.importers.safetensors_folder import SafetensorsFolder
 from edgeq.converters.methods import METHODS
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.preflight import preflight
-from edgeq.converters.sentence_transformers import embedding_settings
-from edgeq.converters.tokenizer import read_text
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import preflight
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
-from edgeq.pooling import Pooling
-from edgeq.text import Text
+from edgeq.format.container import ModelFile
+from edgeq.network.pooling import Pooling
+from edgeq.text.tokenizer import Tokenizer
 from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint, write_settings
 
 Change = Callable[[Path], Any]
@@ -34,8 +34,8 @@ CONFIG = {
 }
 
 
-def opened(folder: Path) -> Checkpoint:
-    return Checkpoint(folder, "any", CONFIG)
+def opened(folder: Path) -> SafetensorsFolder:
+    return SafetensorsFolder(folder, "any", CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -235,5 +235,5 @@ def test_an_end_that_only_transformers_puts_is_recorded(qwen3: Path, tmp_path: P
         read_text(source, 2048)
     found = read_text(source, 2048, {"prompts": {}})
     assert found.generation["end_token_id"] == 1
-    text = Text(found.blobs["tokenizer.json"], found.generation)
+    text = Tokenizer(found.blobs["tokenizer.json"], found.generation)
     assert text.encode("a b") == [*text.encode_part("a b"), 1]

@@ -13,15 +13,24 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from edgeq.codec import Codec, unpack_groups, unpack_integers
-from edgeq.container import ModelFile
-from edgeq.converters import linears
 from edgeq.converters.calibration.moments import Moments
-from edgeq.converters.columns import factorize, quantize_matrix
 from edgeq.converters.convert import ConvertOptions, convert, preflight
-from edgeq.converters.linears import Recipe
 from edgeq.converters.methods.awq import clip_limits
-from edgeq.converters.quantizer import AWQ, GPTQ, QUAROT, Preset, Quantized, fake, fitting_group_size, quantize
+from edgeq.converters.rounding import linears
+from edgeq.converters.rounding.columns import factorize, quantize_matrix
+from edgeq.converters.rounding.linears import Recipe
+from edgeq.converters.rounding.quantizer import (
+    ABSMAX_SEARCH,
+    MIN_MAX,
+    MIN_MAX_ZERO_WEIGHED,
+    Preset,
+    Quantized,
+    fake,
+    fitting_group_size,
+    quantize,
+)
+from edgeq.format.codec import Codec, unpack_groups, unpack_integers
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
 
 TEXT = Path(__file__).read_text(encoding="utf-8")
@@ -106,10 +115,10 @@ def assert_same(found: Quantized, expected: tuple[Any, Any, Any]) -> None:
 
 @pytest.mark.parametrize("columns", [9, 72, 172, 200, 400])
 @pytest.mark.parametrize("size", [16, 32, 128])
-@pytest.mark.parametrize("preset", [AWQ, GPTQ, QUAROT], ids=["awq", "gptq", "quarot"])
+@pytest.mark.parametrize("preset", [MIN_MAX, MIN_MAX_ZERO_WEIGHED, ABSMAX_SEARCH], ids=["awq", "gptq", "quarot"])
 def test_every_group_is_rounded_for_itself(columns: int, size: int, preset: Preset) -> None:
     weight = torch.randn(20, columns, generator=torch.Generator().manual_seed(columns))
-    for symmetric in (True,) if preset == QUAROT else (True, False):
+    for symmetric in (True,) if preset == ABSMAX_SEARCH else (True, False):
         codec = Codec("int", 4, size, symmetric)
         found = quantize(weight, codec, "w", preset)
         assert found.scale.shape == (20, -(-columns // size))
@@ -124,14 +133,14 @@ def test_every_group_is_rounded_for_itself(columns: int, size: int, preset: Pres
 def test_gptq_rounds_column_by_column_over_groups_with_a_short_last_one(
     monkeypatch: pytest.MonkeyPatch, columns: int, size: int, act_order: bool
 ) -> None:
-    monkeypatch.setattr("edgeq.converters.columns.SWEEPS", 0)
+    monkeypatch.setattr("edgeq.converters.rounding.columns.SWEEPS", 0)
     generator = torch.Generator().manual_seed(columns)
     weight = torch.randn(24, columns, generator=generator)
     x = torch.randn(600, columns, generator=generator) @ torch.randn(columns, columns, generator=generator) / columns**0.5
     codec = Codec("int", 4, size, symmetric=False)
-    factor = factorize(x.T @ x, Recipe(codec, GPTQ), act_order)
+    factor = factorize(x.T @ x, Recipe(codec, MIN_MAX_ZERO_WEIGHED), act_order)
     assert factor is not None
-    (found,), rounded = quantize_matrix(weight, factor, Recipe(codec, GPTQ), "w")
+    (found,), rounded = quantize_matrix(weight, factor, Recipe(codec, MIN_MAX_ZERO_WEIGHED), "w")
     # The algorithm of the paper without its blocks, in float64.
     w, q = weight.double().numpy().copy(), np.zeros(weight.shape)
     order, grids = factor.order.numpy(), {}
@@ -152,7 +161,7 @@ def test_gptq_rounds_column_by_column_over_groups_with_a_short_last_one(
     # A float32 sum in another order moves a weight over a rounding boundary now and then, and with it those after it.
     assert (found.q.numpy() == q).mean() > 0.99
     assert found.scale.shape == (24, -(-columns // size))
-    plain = fake(weight, codec, GPTQ)
+    plain = fake(weight, codec, MIN_MAX_ZERO_WEIGHED)
     assert (x @ (rounded - weight).T).square().sum() < (x @ (plain - weight).T).square().sum()
 
 
@@ -189,7 +198,7 @@ def test_a_file_of_odd_widths_has_the_codes_of_its_groups_and_the_logits_of_its_
 ) -> None:
     checked: list[tuple[int, int]] = []
 
-    def checking(weight: torch.Tensor, codec: Codec, name: str, preset: Preset = AWQ) -> Quantized:
+    def checking(weight: torch.Tensor, codec: Codec, name: str, preset: Preset = MIN_MAX) -> Quantized:
         found = quantize(weight, codec, name, preset)
         checked.append((weight.shape[1], codec.group_size))
         if len(checked) <= 12:
@@ -204,7 +213,7 @@ def test_a_file_of_odd_widths_has_the_codes_of_its_groups_and_the_logits_of_its_
     assert "gptq" in options["method"] or options.get("gptq") or len(checked) >= 8
     down = file.metadata.linears["layers.0.down"].weights[0]
     assert down.codec.group_size == group_size
-    assert down.scale is not None and down.scale.shape[1] == -(-sizes["intermediate_size"] // group_size)
+    assert down.arrays["scale"].shape[1] == -(-sizes["intermediate_size"] // group_size)
 
     tokens = torch.randint(0, 2048, (1, 40), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -219,11 +228,11 @@ def test_rounding_stores_the_codes_of_the_source(checkpoint: Callable[..., Path]
     file = convert(str(folder), tmp_path / "o.edgeq", ConvertOptions(group_size=32), silent)
     source = load_file(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"].float().numpy()
     weight = file.metadata.linears["layers.1.down"].weights[0]
-    q, scale, zero = group_by_group(source, weight.codec, AWQ)
-    assert scale.shape == (72, 6) and weight.scale is not None and weight.zero is not None
-    assert np.array_equal(unpack_integers(file.array(weight.q), 72, 172), q)
-    assert np.array_equal(unpack_groups(file.array(weight.scale), 72), scale)
-    assert np.array_equal(unpack_groups(file.array(weight.zero), 72), zero)
+    q, scale, zero = group_by_group(source, weight.codec, MIN_MAX)
+    assert scale.shape == (72, 6)
+    assert np.array_equal(unpack_integers(file.array(weight.arrays["q"]), 72, 172), q)
+    assert np.array_equal(unpack_groups(file.array(weight.arrays["scale"]), 72), scale)
+    assert np.array_equal(unpack_groups(file.array(weight.arrays["zero"]), 72), zero)
 
 
 def sizes_of(file: ModelFile) -> dict[str, int]:

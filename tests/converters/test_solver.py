@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from edgeq.converters.allocation import solver
-from edgeq.converters.allocation.solver import solve
+from edgeq.converters.probing import solver
+from edgeq.converters.probing.solver import solve
 
 Table = list[list[float]]
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq.codec import Codec, dequantize
-from edgeq.container import ModelFile
 from edgeq.converters.convert import ConvertOptions, convert, preflight
-from edgeq.converters.quantizer import QUAROT, fake
 from edgeq.converters.rotation.hadamard import hadamard
+from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, fake
+from edgeq.format.codec import Codec, dequantize
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
 
 BASES = (1, 20, 28, 36, 108, 140, 156, 172)
@@ -42,7 +42,7 @@ def test_the_error_falls_to_a_quarter_where_means_are_large(base: int) -> None:
     codec = Codec("int", 4, 0, symmetric=True)
     split = rotated.clone()
     split[:, 0] = 0
-    plain, without = ((fake(w, codec, QUAROT) - w).square().sum() for w in (rotated, split))
+    plain, without = ((fake(w, codec, ABSMAX_SEARCH) - w).square().sum() for w in (rotated, split))
     assert without < 0.25 * plain
 
 
@@ -77,9 +77,9 @@ def test_gptq_leaves_the_column_alone(checkpoint: Callable[..., Path], tmp_path:
     for gptq in (False, True):
         file = made(source, tmp_path / f"{gptq}.edgeq", bits=4, kv_bits=16, split_row=True, gptq=gptq, **(text if gptq else {}))
         linear = file.metadata.linears["layers.0.down"]
-        assert linear.split_row and linear.weights[0].scale and linear.weights[0].codec.symmetric
-        q, scale = (file.array(ref) for ref in (linear.weights[0].q, linear.weights[0].scale))
-        weight = dequantize(linear.weights[0].codec, linear.rows, linear.columns, q, scale, None)
+        assert linear.split_row and linear.weights[0].codec.integer and linear.weights[0].codec.symmetric
+        arrays = {name: file.array(ref) for name, ref in linear.weights[0].arrays.items()}
+        weight = dequantize(linear.weights[0].codec, linear.rows, linear.columns, arrays)
         assert not weight[:, 0].any() and weight[:, 1].any()
         down[gptq] = weight, file.array(linear.split_row.row)
     assert np.array_equal(down[True][1], down[False][1]) and not np.array_equal(down[True][0], down[False][0])

@@ -11,14 +11,14 @@ import pytest
 import torch
 from vision_checkpoints import build
 
-from edgeq.container import ModelFile
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import ConvertOptions, convert, preflight
-from edgeq.converters.readback import stored_tensors
+from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import InputError, UnsupportedError
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
 
-LIMITS: dict[str, Any] = {"calibration_rows": 4, "calibration_length": 64}
+CALIBRATION: dict[str, Any] = {"calibration_rows": 4, "calibration_length": 64}
 
 
 class Interrupted(Exception):
@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 def made(source: Path, output: Path, on_progress: Callable[..., None] = lambda *_: None, **options: Any) -> ModelFile:
-    return convert(str(source), output, ConvertOptions(method="smoothquant", **options, **LIMITS), on_progress)
+    return convert(str(source), output, ConvertOptions(method="smoothquant", **options, **CALIBRATION), on_progress)
 
 
 def test_every_layer_has_one_scale_that_fills_its_integers(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_every_layer_has_one_scale_that_fills_its_integers(checkpoint: Callable[
         if linear.activation and linear.activation.scales:
             (found[name],) = file.array(linear.activation.scales).tolist()
     # The largest inputs of the first layer's products as it is stored, on the same text.
-    plan = preflight(str(source), ConvertOptions(method="smoothquant", activations="static", **LIMITS))
+    plan = preflight(str(source), ConvertOptions(method="smoothquant", activations="static", **CALIBRATION))
     assert plan.calibration
     forward = BlockForward(plan.checkpoint, plan.method.family, plan.method.config, plan.calibration.rows)
     items = [item for step in plan.steps for item in step.items]
@@ -59,11 +59,11 @@ def test_every_layer_has_one_scale_that_fills_its_integers(checkpoint: Callable[
 def test_a_run_by_constant_scales_is_near_the_source(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = checkpoint("llama_gqa", dtype="float32")
     # Of the calibration text: a random model's inputs are larger for random tokens, and would be limited.
-    plan = preflight(str(source), ConvertOptions(method="smoothquant", **LIMITS))
+    plan = preflight(str(source), ConvertOptions(method="smoothquant", **CALIBRATION))
     assert plan.calibration
     tokens, logits = plan.calibration.rows[1].tolist(), []
     for name, options in (("exact", {"method": "none"}), ("static", {"method": "smoothquant", "activations": "static"})):
-        limits = LIMITS if name == "static" else {}
+        limits = CALIBRATION if name == "static" else {}
         path = convert(str(source), tmp_path / f"{name}.edgeq", ConvertOptions(**options, **limits), lambda *_: None).path
         logits.append(next(Model.load(path, target="cpu", max_logits=64, context=128).session().all_logits(tokens)).copy())
     exact, static = logits

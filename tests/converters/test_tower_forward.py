@@ -12,19 +12,19 @@ import torch
 from PIL import Image
 from vision_checkpoints import build
 
-from edgeq.codec import unpack_floats
-from edgeq.container import ModelFile
 from edgeq.converters.calibration.sample_forward import SampleForward
 from edgeq.converters.calibration.samples import PictureSamples
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.method import features_of
-from edgeq.prompt import Prompt
+from edgeq.format.codec import unpack_floats
+from edgeq.format.container import ModelFile
+from edgeq.pictures.prompt import Prompt
 from edgeq.runtime import Model
-from edgeq.runtime.pictures import Seen
-from edgeq.runtime.session import BatchItem, run_together
+from edgeq.runtime.network.pictures import PictureFeatures
+from edgeq.runtime.session.runs import BatchItem, run_together
 
 TOLERANCE = 1e-3
-"""Of the largest; the runtime keeps keys and values in f16."""
+"""As a share of the largest; the runtime keeps keys and values in f16."""
 FAMILIES, OTHERS = ("taps", "clip_llama"), ("siglip_qwen2", "clip_mistral", "windows")
 
 
@@ -58,7 +58,7 @@ def test_features_and_states_are_the_runtimes(tmp_path: Path, name: str) -> None
     for sample, states in zip(plan.calibration.samples, forward.states, strict=True):
         prompt = Prompt(sample.tokens, tuple(picture.read() for picture in sample.pictures), sample.places)
         assert model.pictures
-        seen = Seen(model.pictures, prompt, prompt.places, Lock())
+        seen = PictureFeatures(model.pictures, prompt, prompt.places, Lock())
         vectors = seen.between(0, len(sample.tokens))
         assert vectors is not None
         mine = np.concatenate([next(given)[0].numpy() for _ in sample.pictures])
@@ -71,7 +71,7 @@ def head(file: ModelFile, states: np.ndarray) -> np.ndarray:
     """Logits of the states after the last layer."""
     config, table = file.metadata.config, file.metadata.linears["head"].weights[0]
     norm = file.array(file.metadata.arrays["norm"])
-    weight = unpack_floats(file.array(table.q), "f32", table.rows, table.columns)
+    weight = unpack_floats(file.array(table.arrays["q"]), "f32", table.rows, table.columns)
     return states / np.sqrt((states**2).mean(1, keepdims=True) + config.rms_norm_eps) * norm @ weight.T
 
 

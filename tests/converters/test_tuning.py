@@ -12,16 +12,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
-from edgeq.converters import tuning, tuning_time
 from edgeq.converters.convert import convert
-from edgeq.converters.method_options import check_method_options
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.preflight import preflight
-from edgeq.converters.quantizer import quantize, restored
-from edgeq.converters.tuning_time import tuning_seconds
+from edgeq.converters.methods import tuning
+from edgeq.converters.planning import tuning_time
+from edgeq.converters.planning.method_options import check_method_options
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import preflight
+from edgeq.converters.planning.tuning_time import tuning_seconds
+from edgeq.converters.rounding.quantizer import quantize, restored
 from edgeq.errors import InputError
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
 
 SMALL: dict[str, Any] = {
     "method": "gptq",
@@ -65,8 +66,8 @@ def test_gradients_are_those_of_the_weights_written_out(codec: Codec) -> None:
 
 def arrays(file: ModelFile, name: str) -> tuple[Any, Any, Any]:
     (weight,) = file.metadata.linears[name].weights
-    assert weight.scale and weight.zero
-    return tuple(np.asarray(file.array(ref)) for ref in (weight.q, weight.scale, weight.zero))  # type: ignore[return-value]
+    q, scale, zero = (np.asarray(file.array(weight.arrays[name])) for name in ("q", "scale", "zero"))
+    return q, scale, zero
 
 
 @pytest.mark.usefixtures("_quick")

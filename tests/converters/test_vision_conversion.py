@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from vision_checkpoints import build
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
-from edgeq.converters.checkpoint import Checkpoint
+from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import EMBEDDING, recognise
 from edgeq.errors import CheckpointError, InputError, UnsupportedError
-from edgeq.safetensors import read_json
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.format.safetensors import read_json
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +96,10 @@ def test_the_tower_has_8_bits_unless_options_say_otherwise(source: Path, tmp_pat
 
 def test_without_a_method_every_tensor_of_the_tower_is_exact(source: Path, tmp_path: Path) -> None:
     file, tensors = made(source, tmp_path / "m.edgeq", method="none"), load_file(source / "model.safetensors")
-    matrix = file.array(file.metadata.linears["vision.layers.1.qkv"].weights[0].q)
+    matrix = file.array(file.metadata.linears["vision.layers.1.qkv"].weights[0].arrays["q"])
     stored = matrix.transpose(0, 2, 1).reshape(-1, 120)[:360]
     assert np.array_equal(stored, tensors["visual.blocks.1.attn.qkv.weight"].numpy())
-    patch = file.array(file.metadata.linears["vision.patch"].weights[0].q).transpose(0, 2, 1).reshape(-1, 216)[:120]
+    patch = file.array(file.metadata.linears["vision.patch"].weights[0].arrays["q"]).transpose(0, 2, 1).reshape(-1, 216)[:120]
     assert np.array_equal(patch, tensors["visual.patch_embed.proj.weight"].flatten(1).numpy())
     assert file.metadata.linears["vision.patch"].weights[0].codec == Codec("f32")
     bias = file.metadata.linears["vision.layers.1.qkv"].bias

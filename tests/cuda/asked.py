@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.supply.pack import Variant
 
 FOLDER = Path(__file__).parent / "asked"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeq.records import KvCodec, Mode
+from edgeq.format.records import KvCodec, Mode
 from edgeq.targets import load
 from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.graph import Graph
@@ -42,7 +42,7 @@ def read(program: Program, count: int, chunks: Sequence[int] = (), modality: np.
 
 
 def both(graph: Graph, arrays: Arrays, count: int, **options: object) -> tuple[np.ndarray, np.ndarray]:
-    """Of the reference and of the device."""
+    """Results of the reference and of the device."""
     with np.errstate(all="ignore"):
         oracle = read(program_of(graph, arrays, count, order=None, **options), count)  # type: ignore[arg-type]
     return oracle, read(program_of(graph, arrays, count, **options), count)  # type: ignore[arg-type]

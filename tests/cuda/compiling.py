@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from edgeq.targets.cuda import build, nvrtc
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.supply import build, nvrtc
+from edgeq.targets.cuda.supply.pack import Variant
 
 SMS = (80, 87, 90)
 GATHERED = re.compile(r"make_(uint|int|float)[24]\(")

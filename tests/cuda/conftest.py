@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgeq.errors import EdgeqError
-from edgeq.targets.cuda import build
+from edgeq.targets.cuda.supply import build
 from tests.cuda import emulated, real
 from tests.cuda.asked import Asked
 from tests.runtime.conftest import model_path

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import DeviceError
-from edgeq.targets.cuda.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
-from edgeq.targets.cuda.pack import POINTER, Generated, Variant
+from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
+from edgeq.targets.cuda.supply.pack import POINTER, Generated, Variant
 
 HERE = Path(__file__).parent / "emulator"
 BUILD = Path(__file__).parents[2] / "build" / "emulator"
@@ -42,7 +42,7 @@ GUARD = 256
 """Bytes after an allocation that nothing may write."""
 ALIGNMENT = 256
 UNWRITTEN = 0xFF
-LARGEST_BLOCK, LARGEST_GRID = 1024, (2**31 - 1, 65535, 65535)
+MAX_BLOCK, MAX_GRID = 1024, (2**31 - 1, 65535, 65535)
 
 CTYPES = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 CASTS = {"int32": "int", "int64": "int64_t", "float32": "float"}
@@ -237,7 +237,7 @@ class EmulatedDevice:
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None:
         assert isinstance(kernel, EmulatedKernel)
         generated = kernel.generated
-        if not all(0 < n <= most for n, most in zip(grid, LARGEST_GRID, strict=True)) or tuple(block[1:]) != (1, 1):
+        if not all(0 < n <= most for n, most in zip(grid, MAX_GRID, strict=True)) or tuple(block[1:]) != (1, 1):
             raise DeviceError(f"{generated.variant.symbol}: a grid of {list(grid)} blocks of {list(block)} threads")
         values = [
             ctypes.c_void_p(int(value)) if parameter.type == POINTER else CTYPES[parameter.type](value)

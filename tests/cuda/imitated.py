@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from edgeq.targets.cuda import build, discover
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.device import discover
+from edgeq.targets.cuda.supply import build
+from edgeq.targets.cuda.supply.pack import Variant
 from tests.cuda import emulated
 
 HERE = Path(__file__).parent / "imitation"

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgeq.targets.cuda import build, nvrtc, pack_file, parallel
-from edgeq.targets.cuda.pack import Variant
-from edgeq.targets.cuda.pack_file import Pack
-from edgeq.tools.terminal import note, progress
-from edgeq.whole_file import write_whole
+from edgeq.system.whole_file import write_whole
+from edgeq.targets.cuda.supply import build, nvrtc, pack_file, parallel
+from edgeq.targets.cuda.supply.pack import Variant
+from edgeq.targets.cuda.supply.pack_file import Pack
+from edgeq.tools.cli.terminal import note, progress
 from tests.cuda import asked
 from tests.cuda.real import PACK
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeq.codec import Codec, dequantize, pack_groups, pack_integers
-from edgeq.quantization import activation_block
-from edgeq.targets.cuda.device import upload
-from edgeq.targets.cuda.pack import Generated, Variant
+from edgeq.format.codec import Codec, dequantize, pack_groups, pack_integers
+from edgeq.format.quantization import activation_block
+from edgeq.targets.cuda.device.device import upload
+from edgeq.targets.cuda.supply.pack import Generated, Variant
 from tests.cuda.emulated import FORWARD, EmulatedDevice
 from tests.targets.cases import integers
 
@@ -46,11 +46,11 @@ class Product:
         return activation_block(self.codec)
 
     def variant(self, kernel: str) -> Variant:
-        if kernel == "form":
-            return Variant("form", (self.integer, self.group))
+        if kernel == "quantize_input":
+            return Variant("quantize_input", (self.integer, self.group))
         return Variant(kernel, (self.codec.bits, not self.codec.symmetric, self.integer, self.group))
 
-    def formed(self, form: Generated, x: np.ndarray, limit: int, order: int = FORWARD) -> Arrays:
+    def quantized(self, quantize_input: Generated, x: np.ndarray, limit: int, order: int = FORWARD) -> Arrays:
         """What the product reads: data, scales and sums of x f32 [tokens, columns]."""
         tokens, columns = x.shape
         padded, groups = -(-tokens // 64) * 64, -(-columns // self.group)
@@ -61,20 +61,20 @@ class Product:
             "xn": np.full(groups * padded, -1, np.int32),
         }
         scalars = {"tokens": tokens, "columns": columns, "width": columns, "padded": padded, "groups": groups, "limit": limit}
-        return launched(form, {"x": x, **room}, scalars, order)
+        return launched(quantize_input, {"x": x, **room}, scalars, order)
 
     def product(
-        self, kernel: Generated, formed: Arrays, tokens: int, y: np.ndarray, bias: np.ndarray | None, order: int = FORWARD
+        self, kernel: Generated, quantized: Arrays, tokens: int, y: np.ndarray, bias: np.ndarray | None, order: int = FORWARD
     ) -> np.ndarray:
         """W x, plus `bias`, added to y f32 [tokens, output channels] where y is not NaN."""
         rows, columns = self.matrix.shape
         groups = -(-columns // self.group)
         scalars = {
-            "tokens": tokens, "rows": rows, "width": rows, "groups": groups, "padded": len(formed["xs"]) // groups,
+            "tokens": tokens, "rows": rows, "width": rows, "groups": groups, "padded": len(quantized["xs"]) // groups,
             "chunks": -(-columns // 32), "stride": 1 if self.codec.group_size else 0,
             "add": int(not np.isnan(y).any()), "has_bias": int(bias is not None),
         }  # fmt: skip
-        arrays = {**self.arrays, "x": formed["data"], "xs": formed["xs"], "xn": formed["xn"], "y": y}
+        arrays = {**self.arrays, "x": quantized["data"], "xs": quantized["xs"], "xn": quantized["xn"], "y": y}
         arrays["bias"] = np.zeros(1, np.float32) if bias is None else bias
         return launched(kernel, arrays, scalars, order)["y"]
 
@@ -82,7 +82,8 @@ class Product:
 def product_of(codec: Codec, integer: bool, rows: int, columns: int, values: str = "random", seed: int = 0) -> Product:
     """A random matrix [rows, columns] of the kind of values that tests/targets/cases.py has."""
     q, scale, zero = integers(np.random.default_rng(seed), codec, rows, columns, values)
-    packed, scales = pack_integers(q, codec.bits), pack_groups(scale)
-    zeros = None if codec.symmetric else pack_groups(zero)
-    arrays = {"q": packed, "s": scales, "z": np.zeros(1, np.uint8) if zeros is None else zeros}
-    return Product(codec, integer, dequantize(codec, rows, columns, packed, scales, zeros), arrays)
+    stored = {"q": pack_integers(q, codec.bits), "scale": pack_groups(scale)}
+    if not codec.symmetric:
+        stored["zero"] = pack_groups(zero)
+    arrays = {"q": stored["q"], "s": stored["scale"], "z": stored.get("zero", np.zeros(1, np.uint8))}
+    return Product(codec, integer, dequantize(codec, rows, columns, stored), arrays)

@@ -12,12 +12,13 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from edgeq.errors import InputError
-from edgeq.targets.cuda import discover, pack_file, supply
-from edgeq.targets.cuda.device import Kernel
-from edgeq.targets.cuda.driver import DriverDevice, DriverRecording
-from edgeq.targets.cuda.pack import Generated, Variant
-from edgeq.targets.cuda.pack_file import Pack
-from edgeq.targets.cuda.supply import preferred
+from edgeq.targets.cuda.device import discover
+from edgeq.targets.cuda.device.device import Kernel
+from edgeq.targets.cuda.device.driver import DriverDevice, DriverRecording
+from edgeq.targets.cuda.supply import pack_file, supply
+from edgeq.targets.cuda.supply.pack import Generated, Variant
+from edgeq.targets.cuda.supply.pack_file import Pack
+from edgeq.targets.cuda.supply.supply import preferred
 
 PACK = Path(__file__).parents[2] / "build" / "kernels" / "tests.kernels"
 
@@ -54,7 +55,7 @@ class RealDevice(DriverDevice):
 
 
 def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:
-    """Of the emulated device, and of what generates.
+    """Replace the emulated device, and what generates.
 
     path   of the pack
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from edgeq.records import KvCodec
-from edgeq.targets.cuda.graphs import ROW_CLASSES
+from edgeq.format.records import KvCodec
 from edgeq.targets.cuda.lowering import attention
 from edgeq.targets.cuda.lowering.attention import PART
-from edgeq.targets.cuda.program import CudaProgram
-from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, Linear, Select
+from edgeq.targets.cuda.run.graphs import ROW_CLASSES
+from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.graph import Attention, CacheSpec, CacheWrite, Embed, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Rows
 from tests.cuda.comparing import program_of
 from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures(
 
 HEADS, KV_HEADS, HEAD = 6, 2, 20
 LENGTHS = (3, PART, PART + 1, 2 * PART + 70, 3 * PART - 1)
-"""Of the contexts of five sessions: one part or several, and ends of them."""
+"""Contexts of five sessions: one part or several, and ends of them."""
 
 
 def graph_of(arrays: Arrays, window: int) -> Graph:
@@ -37,7 +37,7 @@ def graph_of(arrays: Arrays, window: int) -> Graph:
         Select(-1, ("a",)),
         Linear(-1, "a", identity(arrays, q), "y"),
     )
-    return Graph({"x": q + 2 * k, "a": q, "y": q}, operations, "y", 1, KV_HEADS, HEAD)
+    return Graph({"x": q + 2 * k, "a": q, "y": q}, operations, "y", (CacheSpec(KV_HEADS, HEAD, HEAD),))
 
 
 def filled(program: CudaProgram, length: int) -> list[object]:
@@ -79,7 +79,7 @@ def test_parts_side_by_side_give_the_bits_of_parts_in_turn_alone_and_together(
     together = run(program, pages, range(5))
     for i in range(5):
         assert np.array_equal(run(program, pages, [i])[0], together[i]), LENGTHS[i]
-    monkeypatch.setattr("edgeq.targets.cuda.program.SIDE_BY_SIDE", 0)
+    monkeypatch.setattr("edgeq.targets.cuda.run.program.SIDE_BY_SIDE", 0)
     assert np.array_equal(run(program, pages, range(5)), together)
     monkeypatch.undo()
     # What has arrived is counted from zero again.

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from edgeq import machine
-from edgeq.container import ModelFile
 from edgeq.errors import InputError
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model, Sampling
-from edgeq.targets.cuda import build as kernels
-from edgeq.targets.cuda import nvrtc, pack_file, supply
-from edgeq.tools.build import build
-from edgeq.trust import trusted
+from edgeq.system import machine
+from edgeq.system.trust import trusted
+from edgeq.targets.cuda.supply import build as kernels
+from edgeq.targets.cuda.supply import nvrtc, pack_file, supply
+from edgeq.tools.commands.build import build
 from tests.cuda import imitated
 from tests.cuda.comparing import adapter
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_generator")]
 
-BARE = "import sys; sys.modules['tvm'] = sys.modules['nvidia'] = None; from edgeq.tools.cli import main; main()"
+BARE = "import sys; sys.modules['tvm'] = sys.modules['nvidia'] = None; from edgeq.tools.cli.main import main; main()"
 """The command line as on a board: without TVM and NVRTC."""
 PROMPT = ("-p", "def f(", "-n", "3", "--mode", "a16", "--kv", "f16")
 
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama by rtn, with its pack for sm_87 and an a16 mode."""
     pytest.importorskip("torch")
     from edgeq.converters.convert import convert
-    from edgeq.converters.options import ConvertOptions
+    from edgeq.converters.planning.options import ConvertOptions
 
     folder = tmp_path_factory.mktemp("built")
     source = Path(__file__).parents[2] / "models" / "tiny-llama"
@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of it, and a place of its own for what is trusted."""
-    monkeypatch.setattr("edgeq.trust._folder", lambda: tmp_path / "trusted")
+    monkeypatch.setattr("edgeq.system.trust._folder", lambda: tmp_path / "trusted")
     return Path(shutil.copy(made, tmp_path / "tiny.edgeq"))
 
 
@@ -69,7 +69,8 @@ def test_a_second_build_has_the_same_bytes_and_compiles_nothing(model: Path, cap
     assert second["compiled"] == 0 and model.with_name("other.kernels").read_bytes() == data
     assert first["packs"][0]["digest"] == second["packs"][0]["digest"] and trusted(first["packs"][0]["digest"])
     pack = pack_file.decode(data, "pack")
-    assert pack.archs == ["compute_80", "sm_87"] and {v.kernel for v in pack.kernels} >= {"few", "many", "attend", "form"}
+    assert pack.archs == ["compute_80", "sm_87"]
+    assert {v.kernel for v in pack.kernels} >= {"matvec", "matmul", "attend", "quantize_input"}
     assert not any(image.spilled for kernel in pack.kernels.values() for image in kernel.images.values())
 
 
@@ -90,15 +91,15 @@ def test_a_build_adds_to_a_pack_that_is_trusted(model: Path, capsys: pytest.Capt
 @pytest.mark.exhaustive
 def test_bytes_in_flight_are_computed_for_a_named_device(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = built(model, capsys, "jetson-agx-orin-64gb")["kernels"]
-    (few,) = [row for row in rows if row["kernel"] == "few_4_1_0_128"]
+    (matvec,) = [row for row in rows if row["kernel"] == "matvec_4_1_0_128"]
     # 4 warps ask for 128 channels of 16 output channels each: 1 KB at 4 bits.
-    assert few["in_flight"] == few["blocks"] * 4 * 1024
-    assert few["needed"] == round(204.8e9 / 16 * 0.8e-6) and few["spilled"] == 0
+    assert matvec["in_flight"] == matvec["blocks"] * 4 * 1024
+    assert matvec["needed"] == round(204.8e9 / 16 * 0.8e-6) and matvec["spilled"] == 0
     (fused,) = [row for row in rows if row["kernel"].startswith("fused_heads")]
     # Four warps, and the two steps of each in the next 16 output channels.
     assert fused["in_flight"] == fused["blocks"] * (4 + 8) * 1024 and not any(row["spilled"] for row in rows)
-    registers = -(-few["registers"] * 32 // 256) * 256 * 4
-    assert few["blocks"] == min(16, 1536 // 128, 65536 // registers, (164 << 10) // (few["shared"] + 1024))
+    registers = -(-matvec["registers"] * 32 // 256) * 256 * 4
+    assert matvec["blocks"] == min(16, 1536 // 128, 65536 // registers, (164 << 10) // (matvec["shared"] + 1024))
 
 
 @pytest.mark.exhaustive
@@ -127,9 +128,9 @@ def test_a_cache_that_cannot_be_written_costs_time_and_no_pack(
     (tmp_path / "file").write_text("a file where the folder should be")
     monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path / "file")
     monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path / "file")
-    monkeypatch.setattr("edgeq.trust._folder", lambda: tmp_path / "file" / "trusted")
+    monkeypatch.setattr("edgeq.system.trust._folder", lambda: tmp_path / "file" / "trusted")
     variants = [kernels.Variant("select"), kernels.Variant("scale")]
-    monkeypatch.setattr("edgeq.tools.build.needed", lambda *_: variants)
+    monkeypatch.setattr("edgeq.tools.commands.build.needed", lambda *_: variants)
     found = built(model, capsys, "sm_87")
     assert found["compiled"] == 2 and pack_file.decode(pack_file.beside(model).read_bytes(), "pack").archs
     assert not any(pack.refused is None for pack in supply.packs(ModelFile.open(model)))

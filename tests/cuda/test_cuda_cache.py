@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.records import KvCodec
+from edgeq.format.records import KvCodec
 from edgeq.targets.graph import Attention, HeadNorm, HeadRotate, Linear, Select
 from edgeq.targets.rows import PAGE
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import SHUFFLED
 from tests.targets.cases import Arrays, rows_of
-from tests.targets.test_cache import Heads
+from tests.targets.test_cache import Heads, beside, dropping
 from tests.targets.test_cpu_kernels import identity
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -39,6 +39,14 @@ def test_attention_equals_the_reference_however_it_is_cut(
     program = program_of(graph, arrays, positions, kv=kv, order=SHUFFLED)
     assert np.array_equal(read(program, positions, [5, 1, 3, positions - 10, 1]), y), "chunks must not change a bit"
     assert graph.page_bytes(kv) == len(program.save_page(program.new_page()))
+
+
+@pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
+def test_layers_of_other_shapes_lie_in_pages_together(kv: KvCodec) -> None:
+    arrays, chunks = Arrays(), [80, 1, 60, 40, 19]
+    graph, alone = beside(arrays, 200)
+    wanted = np.concatenate([read(program_of(each, arrays, 200, kv=kv), 200, chunks) for each in alone], axis=1)
+    assert np.array_equal(dropping(program_of(graph, arrays, 200, kv=kv), 70, chunks), wanted)
 
 
 @pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)

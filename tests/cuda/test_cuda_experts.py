@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats
-from edgeq.targets.graph import Graph, Linear, Select
+from edgeq.format.codec import Codec, pack_floats
+from edgeq.targets.graph import CacheSpec, Graph, Linear, Select
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import SHUFFLED
 from tests.targets.cases import Arrays
@@ -43,7 +43,7 @@ def test_experts_of_two_layers_and_of_other_codecs_and_parts() -> None:
 
 @pytest.mark.parametrize("experts", [4, 33, 64])
 def test_routing(experts: int) -> None:
-    """Of equals the first; by logits where shares are too small for f32; NaN where a logit is none."""
+    """Ties go to the first; by logits where shares are too small for f32; NaN where a logit is none."""
     arrays, chosen = Arrays(), 3
     x = np.random.default_rng(0).standard_normal((6, experts)).astype(np.float32)
     x[0], x[1], x[1, -1] = 0, -200, 5
@@ -52,7 +52,7 @@ def test_routing(experts: int) -> None:
     table = replace(graph.operations[0], table=arrays.add(x, "f32"), out="router")  # type: ignore[call-arg]
     route = replace(graph.operations[2], normalized=False)  # type: ignore[call-arg]
     show = (table, route, Select(-1, ("routing",)), Linear(-1, "routing", identity(arrays, 2 * chosen), "y"))
-    shown = Graph({"router": experts, "routing": 2 * chosen, "y": 2 * chosen}, show, "y", 1, 1, 2)
+    shown = Graph({"router": experts, "routing": 2 * chosen, "y": 2 * chosen}, show, "y", (CacheSpec(1, 2, 2),))
     oracle, y = both(shown, arrays, 6)
     assert np.array_equal(y[:, chosen:], oracle[:, chosen:]) and np.allclose(y, oracle, rtol=1e-5, atol=1e-30)
     arrays.array(table.table)[4, 1] = np.nan  # type: ignore[attr-defined]
@@ -64,6 +64,6 @@ def test_an_expert_that_no_row_chose_is_not_read() -> None:
     arrays, x = Arrays(), np.abs(inputs(3))
     graph = graph_of(arrays, Codec("f32"), x, 3, 2)
     router = pack_floats(np.outer([-20, 20, -10], np.ones(HIDDEN)).astype(np.float32), "f32")
-    arrays.array(graph.operations[1].linear.weights[0].q)[...] = router  # type: ignore[attr-defined]
-    arrays.array(graph.operations[4].projections[0][0].weights[0].q)[...] = np.nan  # type: ignore[attr-defined]
+    arrays.array(graph.operations[1].linear.weights[0].arrays["q"])[...] = router  # type: ignore[attr-defined]
+    arrays.array(graph.operations[4].projections[0][0].weights[0].arrays["q"])[...] = np.nan  # type: ignore[attr-defined]
     assert np.isfinite(both(graph, arrays, 3)[1]).all()

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.container import ModelFile
 from edgeq.converters.convert import convert
-from edgeq.converters.options import ConvertOptions
-from edgeq.records import KvCodec, Mode
-from edgeq.runtime.decoder import decoder
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KvCodec, Mode
+from edgeq.runtime.network.decoder import decoder
 from edgeq.targets import load
 from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.target import Options
@@ -28,8 +28,8 @@ FAMILIES = (
     "qwen3_moe",
 )  # fmt: skip
 LENGTH = 70
-LARGEST_ERROR = 1e-2
-"""Of the largest logit of the reference, in a16."""
+MAX_ERROR = 1e-2
+"""As a share of the largest logit of the reference, in a16."""
 
 
 def logits(target: Any, file: ModelFile, count: int, mode: Mode, kv: KvCodec, chunks: tuple[int, ...] = ()) -> np.ndarray:
@@ -45,7 +45,7 @@ def test_a_model_of_every_family(family: str, model_path: Callable[..., Path]) -
     wanted, found = (logits(t, file, LENGTH, "a16", f16) for t in (load("reference"), CudaTarget(EmulatedDevice())))
     error = np.abs(found - wanted).max() / np.abs(wanted).max()
     print(f"{family}: largest error {error:.1e} of the largest logit")
-    assert error <= LARGEST_ERROR
+    assert error <= MAX_ERROR
     for cuts in ((1, 17, 52),):
         assert np.array_equal(logits(CudaTarget(EmulatedDevice()), file, LENGTH, "a16", f16, cuts), found)
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.container import ModelFile
-from edgeq.records import KvCodec, Mode
-from edgeq.runtime.adapted import adapted
-from edgeq.runtime.decoder import decoder
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KvCodec, Mode
+from edgeq.runtime.network.adapted import adapted
+from edgeq.runtime.network.decoder import decoder
 from edgeq.targets import load
 from edgeq.targets.cuda import CudaTarget
-from edgeq.targets.cuda.program import CudaProgram
+from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.rows import PAGE, Page
 from edgeq.targets.target import Options
 from tests.cuda.comparing import adapter, read
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures(
 F16, INT8, INT4 = KvCodec(), KvCodec("int8"), KvCodec("int4")
 RUNS = (20, 1, 3, 16)
 """Rows of the runs of a session: more than fused launches take, one token, and tiles of 8 in part and in full."""
-BESIDE = 4
+NEIGHBOURS = 4
 """Launches of a token outside of the layers: embedding, what is added to it, the choice of rows, the head."""
 
 
@@ -62,7 +62,7 @@ def equal(file: ModelFile, mode: Mode, kv: KvCodec, order: int = 0) -> float:
     assert together[0] <= apart[0] and together[1] < apart[1]
     # The host starts experts by what it reads of their routing.
     assert program.kernels_per_token == together[1] or file.metadata.config.num_experts
-    return (together[1] - BESIDE) / file.metadata.config.num_hidden_layers
+    return (together[1] - NEIGHBOURS) / file.metadata.config.num_hidden_layers
 
 
 FAMILIES = {
@@ -129,4 +129,4 @@ def test_a_token_with_requantized_weights(model_path: Callable[..., Path]) -> No
             logits = program.run_requantized(rows_of(program, count, first, pages), weights).copy()
         results.append(logits)
     assert np.array_equal(*results)
-    assert sum(device.launches.values()) <= 5 * file.metadata.config.num_hidden_layers + BESIDE
+    assert sum(device.launches.values()) <= 5 * file.metadata.config.num_hidden_layers + NEIGHBOURS

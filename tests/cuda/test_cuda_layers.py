@@ -7,10 +7,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.records import LinearSpec
+from edgeq.format.codec import Codec
+from edgeq.format.records import LinearSpec
 from edgeq.targets.graph import (
     Activate,
+    CacheSpec,
     Embed,
     Function,
     GatedAdd,
@@ -127,7 +128,7 @@ def test_a_gated_addition(arrays: Arrays, x: np.ndarray) -> None:
 def test_rows_of_a_tied_head_of_floats(arrays: Arrays, kind: str, width: int) -> None:
     head = LinearSpec("head", (weight(arrays, np.random.default_rng(0), Codec(kind), 19, width),))  # type: ignore[arg-type]
     last = Select(-1, ("x",)), Linear(-1, "x", identity(arrays, width), "y")
-    graph = Graph({"x": width, "y": width}, (Embed(-1, head, "x"), *last), "y", 1, 1, 2)
+    graph = Graph({"x": width, "y": width}, (Embed(-1, head, "x"), *last), "y", (CacheSpec(1, 2, 2),))
     oracle, y = both(graph, arrays, 19)
     assert np.array_equal(y, oracle)
 

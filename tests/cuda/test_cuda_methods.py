@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.container import ModelFile
-from edgeq.records import KvCodec, Mode
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KvCodec, Mode
 from edgeq.runtime import Model
-from edgeq.runtime.decoder import decoder
-from edgeq.runtime.tokenizer import Text
-from edgeq.targets import Choice, load
+from edgeq.runtime.answers.tokenizer import Tokenizer
+from edgeq.runtime.network.decoder import decoder
+from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.target import Options, Target
 from tests.cuda.comparing import kl
@@ -24,9 +24,9 @@ from tests.targets.cases import rows_of
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
 TOKENS, GREEDY = 256, 24
-LARGEST_ERROR = 1e-2
-"""Of the largest logit of the reference, in a16 with a cache of f16."""
-LARGEST_KL = 1e-3
+MAX_ERROR = 1e-2
+"""As a share of the largest logit of the reference, in a16 with a cache of f16."""
+MAX_KL = 1e-3
 """Nats in the mean: in integer modes and caches a last bit can turn a code."""
 TIE = 1e-2
 """Between the two logits, of which rounding decides."""
@@ -45,7 +45,7 @@ def test_256_tokens_of_code(method: str, model_path: Callable[..., Path]) -> Non
     """In a16 with a cache of f16 the logits; in a8 with caches of integers the distributions, beside those of the CPU."""
     file = ModelFile.open(model_path("tiny-llama", method=method, **METHODS[method]))
     text = (Path(__file__).parents[2] / "runtime" / "sampling.py").read_text(encoding="utf-8")
-    tokens = np.array(Text.from_file(file).encode(text)[:TOKENS], np.int32)
+    tokens = np.array(Tokenizer.from_file(file).encode(text)[:TOKENS], np.int32)
     graph = decoder(file.metadata, 512)
 
     def run(target: Target, mode: Mode, kv: KvCodec) -> np.ndarray:
@@ -57,14 +57,14 @@ def test_256_tokens_of_code(method: str, model_path: Callable[..., Path]) -> Non
     wanted, found = (run(target, "a16", KvCodec()) for target in (load("reference"), CudaTarget(EmulatedDevice())))
     error = np.abs(found - wanted).max() / np.abs(wanted).max()
     print(f"{method}: largest error {error:.1e} of the largest logit")
-    assert error <= LARGEST_ERROR
+    assert error <= MAX_ERROR
     of_4_bits = any(each.activation and each.activation.bits < 8 for each in file.metadata.linears.values())
     for kv in (KvCodec("int8"), KvCodec("int4", file.metadata.kv.high)):
         wanted, found, cpu = (run(t, "a8", kv) for t in (load("reference"), CudaTarget(EmulatedDevice()), load("cpu")))
         ours, theirs = kl(wanted, found), kl(wanted, cpu)
         print(f"{method}, a8, {kv.name}: KL {ours:.1e} nats, of the CPU {theirs:.1e}")
         # Codes of 4 bits turn a last bit into a sixteenth of a range, on every target.
-        assert ours <= (2 * max(LARGEST_KL, theirs) if kv.kind == "int4" or of_4_bits else LARGEST_KL)
+        assert ours <= (2 * max(MAX_KL, theirs) if kv.kind == "int4" or of_4_bits else MAX_KL)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,7 +74,7 @@ def test_greedy_tokens_are_those_of_the_reference_but_for_ties(
     """Each after those that the reference chose, so that a tie changes none of the others and all are counted."""
     monkeypatch.setattr(
         "edgeq.runtime.model.pick",
-        lambda name, file: Choice(CudaTarget(EmulatedDevice()) if name == "cuda" else load(name), []),
+        lambda name, file: TargetChoice(CudaTarget(EmulatedDevice()) if name == "cuda" else load(name), []),
     )
     path = model_path("tiny-llama", method=method, **METHODS[method])
     options: dict[str, Any] = {"mode": "a16", "kv": "f16", "context": 192}

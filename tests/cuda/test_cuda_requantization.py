@@ -1,4 +1,4 @@
-"""Masters rounded again on the emulated device: the bits of edgeq/quantization.py, and the sums of the reference."""
+"""Masters rounded again on the emulated device: the bits of edgeq/format/quantization.py, and the sums of the reference."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats, unpack_groups, unpack_integers
-from edgeq.quantization import rounded
-from edgeq.records import LinearSpec, Weight
+from edgeq.format.codec import Codec, pack_floats, unpack_groups, unpack_integers
+from edgeq.format.quantization import rounded
+from edgeq.format.records import KvCodec, LinearSpec, Weight
 from edgeq.targets import load
-from edgeq.targets.cuda import CudaTarget, plan
-from edgeq.targets.cuda.program import CudaProgram
-from edgeq.targets.cuda.requantized import CudaWeights
+from edgeq.targets.cuda import CudaTarget
+from edgeq.targets.cuda.run import plan
+from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.cuda.run.requantized import CudaWeights
 from edgeq.targets.graph import Graph
 from edgeq.targets.requantization import requantized_arrays, shared_inputs
 from edgeq.targets.target import Options, Requantizable
@@ -60,7 +61,7 @@ def test_a_master_is_rounded_to_the_same_bits(codec: Codec, master: Codec) -> No
             made = arrays_of(program, weights, graph)
             assert spec.master
             expected = rounded(matrix(file, spec.master) * s, codec)
-            for name, ref in spec.weights[0].arrays():
+            for name, ref in spec.weights[0].arrays.items():
                 assert np.array_equal(made[ref], expected[name]), (name, rows, columns)
             inverse = np.empty(columns, np.float32)
             program._device.read(weights.address(("factors", 0)), inverse)
@@ -73,7 +74,7 @@ def test_what_is_not_finite_makes_the_scale_of_its_group_nan_and_no_other(codec:
     file = File()
     w = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
     w[4, 3], w[5, 40] = np.nan, -np.inf
-    kept = Weight(Codec("f32"), 16, 64, file.add(pack_floats(w, "f32"), "f32"))
+    kept = Weight(Codec("f32"), 16, 64, {"q": file.add(pack_floats(w, "f32"), "f32")})
     clean = np.where(np.isfinite(w), w, 0).astype(np.float32)
     spec = LinearSpec("layer", (stored(file, clean, codec),), master=kept)
     graph = graph_of(file, np.ones((1, 64), np.float32), [spec], 64)
@@ -81,7 +82,7 @@ def test_what_is_not_finite_makes_the_scale_of_its_group_nan_and_no_other(codec:
     weights = program.new_weights()
     program.requantize(weights, [np.ones(64, np.float32)] * 2)
     made = arrays_of(program, weights, graph)
-    q, scale = (made[ref] for _, ref in list(spec.weights[0].arrays())[:2])
+    q, scale = (made[ref] for ref in list(spec.weights[0].arrays.values())[:2])
     assert np.argwhere(np.isnan(unpack_groups(scale, 16))).tolist() == [[4, 0], [5, 1]]
     assert unpack_integers(q, 16, 64).max() < 1 << codec.bits
     others = np.delete(np.arange(16), [4, 5])
@@ -157,7 +158,7 @@ def test_scales_of_one_give_the_bits_of_the_files_own_weights() -> None:
 def test_masters_are_brought_layer_by_layer_where_they_do_not_fit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In less memory the same sums in any chunks, the same results, the same requantized weights."""
     counted = np.arange(30) % 3 != 0
-    options = Options("a16", max_rows=40, max_logits=40, requantize=True, context=64)
+    options = Options("a16", max_rows=40, max_logits=40, requantize=True, cache_bytes=case.graph.page_bytes(KvCodec()))
     needed = [
         CudaTarget(EmulatedDevice()).room(case.graph, case.file, replace(options, requantize=each)).needed  # type: ignore[arg-type]
         for each in (False, True)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeq.targets.cuda import discover
-from edgeq.targets.cuda.arguments import packed
-from edgeq.targets.cuda.pack import Parameter
+from edgeq.targets.cuda.device import discover
+from edgeq.targets.cuda.device.arguments import packed
+from edgeq.targets.cuda.supply.pack import Parameter
 from edgeq.targets.target import Absence
 from tests.cuda import imitated
 
@@ -26,8 +26,8 @@ START = """
 import json, threading
 import numpy as np
 from edgeq.errors import DeviceError, ResourceError, UnsupportedError
-from edgeq.targets.cuda import discover, driver
-from edgeq.targets.cuda.pack import Generated, Variant
+from edgeq.targets.cuda.device import discover, driver
+from edgeq.targets.cuda.supply.pack import Generated, Variant
 def failing(function, *arguments):
     try:
         function(*arguments)
@@ -112,7 +112,7 @@ def test_where_a_gpu_shares_the_memory_what_linux_can_give_is_free(tmp_path: Pat
     found = on_gpu(
         tmp_path,
         """
-        from edgeq import machine
+        from edgeq.system import machine
         machine.available_bytes = lambda: 12345678
         device = driver.DriverDevice()
         found["memory"], found["integrated"] = device.memory(), device.integrated
@@ -157,7 +157,7 @@ def test_what_is_recorded_is_replayed_and_finalizers_leave_the_context_of_the_th
         tmp_path,
         """
         import ctypes
-        from edgeq.targets.cuda.device import Copy
+        from edgeq.targets.cuda.device.device import Copy
         from cuda.bindings import driver as cuda
         device = driver.DriverDevice()
         block, result, memory = device.pinned(64), device.pinned(32), device.allocate(128)
@@ -201,7 +201,7 @@ def test_times_are_those_of_the_device_in_a_recording_and_outside(tmp_path: Path
     found = on_gpu(
         tmp_path,
         """
-        from edgeq.targets.cuda.device import Copy
+        from edgeq.targets.cuda.device.device import Copy
         device = driver.DriverDevice()
         memory = device.allocate(1 << 24)
         half = 1 << 23
@@ -231,7 +231,7 @@ def test_a_graph_without_memory_is_no_failure_of_the_device(tmp_path: Path) -> N
     found = on_gpu(
         tmp_path,
         """
-        from edgeq.targets.cuda.device import Copy
+        from edgeq.targets.cuda.device.device import Copy
         device = driver.DriverDevice()
         block, memory = device.pinned(64), device.allocate(64)
         found["full"] = failing(device.record, [Copy("in", memory.address, block.address, 64)])
@@ -247,7 +247,7 @@ def test_a_graph_without_memory_to_start_is_no_failure_of_the_device(tmp_path: P
     found = on_gpu(
         tmp_path,
         """
-        from edgeq.targets.cuda.device import Copy
+        from edgeq.targets.cuda.device.device import Copy
         device = driver.DriverDevice()
         block, memory = device.pinned(64), device.allocate(64)
         recording = device.record([Copy("in", memory.address, block.address, 64)])
@@ -355,10 +355,11 @@ def test_without_a_gpu_its_driver_is_not_imported() -> None:
     """Every run on a machine without one would pay for it: 9 ms of processor time."""
     code = """
 import sys
-from edgeq.targets.cuda import discover
+from edgeq.targets.cuda.device import discover
 discover.LIBRARY, discover.SIGNS, discover.PCI = "libcuda-of-no-machine.so.1", (), discover.Path("/no/bus")
 assert discover.find().refused
-print([name for name in sys.modules if name in ("cuda.bindings", "edgeq.targets.cuda.driver", "edgeq.targets.cuda.pack")])
+heavy = ("cuda.bindings", "edgeq.targets.cuda.device.driver", "edgeq.targets.cuda.supply.pack")
+print([name for name in sys.modules if name in heavy])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from edgeq.errors import DeviceError
-from edgeq.targets.cuda.device import upload
-from edgeq.targets.cuda.pack import Generated, Parameter, Variant
+from edgeq.targets.cuda.device.device import upload
+from edgeq.targets.cuda.supply.pack import Generated, Parameter, Variant
 from tests.cuda.emulated import BACKWARD, CHECKED, FORWARD, SHUFFLED, EmulatedDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_emulator")]

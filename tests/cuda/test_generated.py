@@ -10,13 +10,13 @@ from typing import get_args
 
 import pytest
 
-from edgeq.codec import BITS
 from edgeq.errors import UnsupportedError
-from edgeq.records import KV_KINDS
-from edgeq.targets.cuda import build, nvrtc
+from edgeq.format.codec import BITS
+from edgeq.format.records import KV_KINDS
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.largest import SLICE
-from edgeq.targets.cuda.pack import Variant, encode
+from edgeq.targets.cuda.supply import build, nvrtc
+from edgeq.targets.cuda.supply.pack import Variant, encode
 from edgeq.targets.graph import Function
 from tests.cuda.compiling import compiles_for_every_gpu
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.cuda
 
 HEADS = (20, 32, 64, 72, 80, 96, 128, 256)
 ATTENDED = (20, 80, 100, 128, 256)
-"""Of these two have no whole words of 16 bytes, one an odd number of chunks; the last three take the most registers."""
-FORMS = [Variant("form", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)]
+"""Two of these have no whole words of 16 bytes, one an odd number of chunks; the last three take the most registers."""
+INPUTS = [Variant("quantize_input", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)]
 EMBEDS = [Variant("embed", (bits, zero)) for bits in BITS for zero in (False, True)]
 FUNCTIONS = (
     "rms_norm", "layer_norm", "head_norm", "scale", "inject", "select", "rope", "cache_write", "cache_write_int8",
@@ -49,16 +49,16 @@ FUSED = [
     *(Variant("fused_heads", (kv, True, "token", *TWO)) for kv in KV_KINDS),
     *(Variant("fused_heads", ("int4", True, "group", *(4, True, False, group) * 2)) for group in (16, 64)),
 ]
-"""One or two of each kind: their inner loop is that of `few`."""
+"""One or two of each kind: their inner loop is that of `matvec`."""
 MASTERS = [
     *(("int", bits, zero) for bits in (4, 5, 8) for zero in (False, True)),
     *((kind, 0, False) for kind in ("f16", "bf16", "f32")),
 ]
 OTHERS = [
-    *(Variant("attend", (head_dim, kv, PART, many)) for head_dim in ATTENDED for kv in KV_KINDS for many in (False, True)),
+    *(Variant("attend", (head_dim, kv, PART, packed)) for head_dim in ATTENDED for kv in KV_KINDS for packed in (False, True)),
     *(Variant("head_rotate", (head_dim,)) for head_dim in HEADS),
-    *(Variant("form_token", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)),
-    *(Variant("form_static", (group,)) for group in (16, 32, 64, 128)),
+    *(Variant("quantize_input_token", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)),
+    *(Variant("quantize_input_static", (group,)) for group in (16, 32, 64, 128)),
     *(Variant(name, (kind,)) for name in ("float_product", "embed_float", "low_rank") for kind in ("f16", "bf16", "f32")),
     *(Variant("activate", (function, gated)) for function in get_args(Function) for gated in (False, True)),
     *(Variant("requantize", (*master, 4, zero)) for master in MASTERS for zero in (False, True)),
@@ -73,7 +73,8 @@ SHARE = {
 }
 """What `make test` compiles; the rest is for `make test-cuda`."""
 VARIANTS = [
-    pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol) for v in (*FORMS, *FUSED, *EMBEDS, *OTHERS)
+    pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol)
+    for v in (*INPUTS, *FUSED, *EMBEDS, *OTHERS)
 ]
 
 
@@ -91,9 +92,9 @@ def test_a_kernel_compiles_for_every_gpu_and_spills_nothing(variant: Variant) ->
 @pytest.mark.exhaustive
 def test_text_and_machine_code_are_the_same_each_time(tmp_path: Path) -> None:
     """In processes of their own, whose hashes of strings differ, with nothing kept."""
-    variant = Variant("few", (3, True, True, 16))
+    variant = Variant("matvec", (3, True, True, 16))
     code = (
-        "from edgeq.targets.cuda.kernels.generate import generate; from edgeq.targets.cuda.pack import Variant, encode;"
+        "from edgeq.targets.cuda.kernels.generate import generate; from edgeq.targets.cuda.supply.pack import Variant, encode;"
         f"print(encode(generate(Variant({variant.kernel!r}, {variant.literals!r}))))"
     )
     (generated,) = build.kernels([variant])
@@ -121,5 +122,5 @@ def test_a_kernel_is_kept_and_a_damaged_one_is_generated_again(tmp_path: Path, m
 
 def test_without_tvm_the_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "refusal", lambda: "apache-tvm is not installed; run: pip install edgeq[build]")
-    with pytest.raises(UnsupportedError, match=r"few_4_1_0_128 .* pip install edgeq\[build\]"):
-        build.kernels([Variant("few", (4, True, False, 128))])
+    with pytest.raises(UnsupportedError, match=r"matvec_4_1_0_128 .* pip install edgeq\[build\]"):
+        build.kernels([Variant("matvec", (4, True, False, 128))])

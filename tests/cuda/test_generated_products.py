@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 
-from edgeq.codec import BITS
-from edgeq.targets.cuda import nvrtc
-from edgeq.targets.cuda.pack import Variant
+from edgeq.format.codec import BITS
+from edgeq.targets.cuda.supply import nvrtc
+from edgeq.targets.cuda.supply.pack import Variant
 from tests.cuda.compiling import compiles_for_every_gpu
 
 pytestmark = pytest.mark.cuda
 
 FLAGS, GROUPS = (False, True), (16, 32, 64, 128)
-PRODUCTS = [Variant(*each) for each in itertools.product(("few", "many"), itertools.product(BITS, FLAGS, FLAGS, GROUPS))]
-SHARE = {Variant("few", (4, True, True, 128)), Variant("many", (4, True, False, 128))}
+PRODUCTS = [Variant(*each) for each in itertools.product(("matvec", "matmul"), itertools.product(BITS, FLAGS, FLAGS, GROUPS))]
+SHARE = {Variant("matvec", (4, True, True, 128)), Variant("matmul", (4, True, False, 128))}
 """What `make test` compiles; the rest is for `make test-cuda`."""
-ON_89 = {*SHARE, *(Variant("many", (bits, True, True, 32)) for bits in BITS)}
+ON_89 = {*SHARE, *(Variant("matmul", (bits, True, True, 32)) for bits in BITS)}
 VARIANTS = [pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol) for v in PRODUCTS]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from edgeq.runtime import Batch, Model, Sampling
-from edgeq.targets import Choice
+from edgeq.targets import TargetChoice
 from edgeq.targets.cuda import CudaTarget
-from edgeq.targets.cuda.requantized import CudaWeights
+from edgeq.targets.cuda.run.requantized import CudaWeights
 from tests.cuda.emulated import EmulatedDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -32,7 +32,7 @@ def loaded(model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> 
 
     def get(mode: Any, **options: Any) -> Model:
         path = model_path("tiny-llama", **{"bits": 4, "group_size": 32, **options})
-        monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: Choice(CudaTarget(EmulatedDevice()), []))
+        monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: TargetChoice(CudaTarget(EmulatedDevice()), []))
         models.append(Model.load(path, target="cuda", mode=mode, context=192, max_rows=64, max_logits=8))
         return models[-1]
 

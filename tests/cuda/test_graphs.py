@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeq.container import ModelFile
 from edgeq.errors import ResourceError
-from edgeq.records import Mode
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Mode
 from edgeq.runtime import Model, Sampling
-from edgeq.runtime.decoder import decoder
-from edgeq.targets import Choice
-from edgeq.targets.cuda import CudaTarget, graphs
-from edgeq.targets.cuda.graphs import LARGEST_BYTES, Recordings, parts_of, repeats, row_class
-from edgeq.targets.cuda.program import CudaProgram
+from edgeq.runtime.network.decoder import decoder
+from edgeq.targets import TargetChoice
+from edgeq.targets.cuda import CudaTarget
+from edgeq.targets.cuda.run import graphs
+from edgeq.targets.cuda.run.graphs import MAX_BYTES, Recordings, parts_of, repeats, row_class
+from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options
 from tests.cuda.emulated import EmulatedDevice, EmulatedRecording
@@ -33,7 +34,7 @@ Compiled = Callable[..., CudaProgram]
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("torch")
     from edgeq.converters.convert import convert
-    from edgeq.converters.options import ConvertOptions
+    from edgeq.converters.planning.options import ConvertOptions
 
     made = tmp_path_factory.mktemp("graphs") / "rtn.edgeq"
     source = Path(__file__).parents[2] / "models" / "tiny-llama"
@@ -206,8 +207,7 @@ def test_classes() -> None:
     device = EmulatedDevice()
     device.integrated = True
     assert (
-        Recordings(device, 8, 100, 10).reserved
-        == Recordings(EmulatedDevice(), 8, 100, 10).reserved + 8 * 100 * 4 + LARGEST_BYTES
+        Recordings(device, 8, 100, 10).reserved == Recordings(EmulatedDevice(), 8, 100, 10).reserved + 8 * 100 * 4 + MAX_BYTES
     )
     assert Recordings(device, 8, 100, 0).reserved == 0
 
@@ -236,7 +236,7 @@ NARROW = Sampling(temperature=1.1, top_k=9, top_p=0.8, min_p=0.02)
 def test_tokens_drawn_from_the_largest_logits_are_those_drawn_from_all(
     path: Path, device: EmulatedDevice, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: Choice(CudaTarget(device), []))
+    monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: TargetChoice(CudaTarget(device), []))
     texts = []
     with Model.load(path, target="cuda", mode="a16", context=128, max_rows=32) as model:
         for most in (64, 0):

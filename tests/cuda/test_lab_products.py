@@ -97,7 +97,7 @@ def test_products_of_edgeq_are_timed_by_the_device() -> None:
     assert contestant.refusal() is None
     prepared = contestant.prepare(32, 256, 3, 20)
     assert prepared.nbytes == CODEC.nbytes(32, 256)
-    for tokens, kernel, calls in ((2, "fused_rows", 6), (20, "many", 6)):
+    for tokens, kernel, calls in ((2, "fused_rows", 6), (20, "matmul", 6)):
         device.launches.clear()
         found = prepared.seconds(tokens, 4, 1)
         assert len(found) == 1 and found[0] > 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeq.targets.cuda import build
-from edgeq.targets.cuda.device import upload
+from edgeq.targets.cuda.device.device import upload
 from edgeq.targets.cuda.lowering.largest import SLICE, largest, most
-from edgeq.targets.cuda.storage import Storage
+from edgeq.targets.cuda.run.storage import Storage
+from edgeq.targets.cuda.supply import build
 from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED, EmulatedDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]

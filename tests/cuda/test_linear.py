@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats
-from edgeq.records import Activation, LinearSpec, SplitRow, Transform, Weight
-from edgeq.targets.graph import Activate, Embed, Graph, Linear, Scale
+from edgeq.format.codec import Codec, pack_floats
+from edgeq.format.records import Activation, LinearSpec, SplitRow, Transform, Weight
+from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, Scale
 from edgeq.targets.reference.linear import transformed
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import BACKWARD, SHUFFLED
@@ -149,7 +150,7 @@ def test_transform_of_every_order_equals_its_matrix(size: int, order: int, strid
     shown = rng.choice(columns, min(columns, 48), replace=False)
     picks = np.zeros((len(shown), columns), np.float32)
     picks[np.arange(len(shown)), shown] = 1
-    w = Weight(Codec("f32"), *picks.shape, arrays.add(pack_floats(picks, "f32"), "f32"))
+    w = Weight(Codec("f32"), *picks.shape, {"q": arrays.add(pack_floats(picks, "f32"), "f32")})
     turn = rng.permutation(columns).astype(np.int32)
     for ordered in (False, True):
         spec = LinearSpec("layer", (w,), transform=part, input_order=arrays.add(turn, "i32") if ordered else None)
@@ -175,7 +176,7 @@ def test_a_channel_whose_weights_are_kept_apart(codec: Codec, dtype: str, index:
         Linear(0, "active", each, "y", 3),
         Linear(0, "active", each, "y", 3, add=True),
     )
-    graph = Graph({"x": 64, "active": 64, "y": 42}, operations, "y", 1, 1, 2)
+    graph = Graph({"x": 64, "active": 64, "y": 42}, operations, "y", (CacheSpec(1, 2, 2),))
     oracle, y = both(graph, arrays, 19)
     assert np.abs(y - oracle).max() < A16 * np.abs(oracle).max()
     assert not y[:, :3].any() and not y[:, 40:].any()
@@ -203,8 +204,9 @@ def test_layers_of_the_same_parts_share_what_is_made_of_their_input() -> None:
     program = program_of(graph, arrays, 5, "a8")
     with recording(program) as times:
         program.run(rows_of(program, 5))
-    made = [step.kernel.partition("_")[0] for step in times[0].steps]
-    assert made == ["butterflies", "form", *["few"] * 3, "butterflies", "arrange", "form", "few"]
+    made = [re.split(r"_\d", step.kernel)[0] for step in times[0].steps]
+    quantized = "quantize_input_token"
+    assert made == ["butterflies", quantized, *["matvec"] * 3, "butterflies", "arrange", quantized, "matvec"]
     agree(arrays, x, *same, other, mode="a8", tolerance=INTEGER)
     # What was made of an input is made again once the input has changed.
     changed = replace(graph, operations=(*graph.operations[:2], Scale(0, "x", 0.5, "x"), *graph.operations[2:]))

@@ -10,10 +10,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
 from edgeq.errors import DeviceError
-from edgeq.targets.cuda import build
-from edgeq.targets.cuda.pack import Generated, Variant
+from edgeq.format.codec import Codec
+from edgeq.targets.cuda.supply import build
+from edgeq.targets.cuda.supply.pack import Generated, Variant
 from tests.cuda.emulated import BACKWARD, CHECKED, FORWARD, SHUFFLED
 from tests.cuda.launching import launched, product_of
 
@@ -27,11 +27,11 @@ Run = Callable[[Generated, int], np.ndarray]
 
 
 def product(kernel: Generated, order: int) -> np.ndarray:
-    """Twenty groups, more than a round of `few`, and two tiles of tokens of `many`."""
+    """Twenty groups, more than a round of `matvec`, and two tiles of tokens of `matmul`."""
     case = product_of(Codec("int", 4, 128), False, 40, 2560)
     x = np.random.default_rng(1).standard_normal((70, 2560)).astype(np.float32)
-    (form,) = build.kernels([case.variant("form")])
-    return case.product(kernel, case.formed(form, x, 0), 70, np.full((70, 40), np.nan, np.float32), None, order)
+    (quantize_input,) = build.kernels([case.variant("quantize_input")])
+    return case.product(kernel, case.quantized(quantize_input, x, 0), 70, np.full((70, 40), np.nan, np.float32), None, order)
 
 
 def norm(kernel: Generated, order: int) -> np.ndarray:
@@ -178,18 +178,18 @@ FUSED = Variant("fused_rows", ("group", 4, False, False, 128))
 HEADS = Variant("fused_heads", ("f16", False, *FUSED.literals))
 ATTEND, TOGETHER = (Variant("attend", (32, "f16", *rest)) for rest in ((64, False), (128, True)))
 LOW_RANK = Variant("low_rank", ("f16",))
-FEW, MANY = Variant("few", (4, False, False, 128)), Variant("many", (4, False, False, 128))
+MATVEC, MATMUL = Variant("matvec", (4, False, False, 128)), Variant("matmul", (4, False, False, 128))
 MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
-    ("few: products are added before all are there", FEW, product, BARRIER, 0),
-    ("few: the next round overwrites what is not yet added", FEW, product, BARRIER, 1),
-    ("many: tokens are read before others have them", MANY, product, BARRIER, 0),
-    ("many: the next tokens overwrite what is still read", MANY, product, BARRIER, 1),
-    ("many: tokens are read before they have come", MANY, product, WAIT.format(1), 0),
-    ("many: the last tokens are read before they have come", MANY, product, WAIT.format(0), 0),
+    ("matvec: products are added before all are there", MATVEC, product, BARRIER, 0),
+    ("matvec: the next round overwrites what is not yet added", MATVEC, product, BARRIER, 1),
+    ("matmul: tokens are read before others have them", MATMUL, product, BARRIER, 0),
+    ("matmul: the next tokens overwrite what is still read", MATMUL, product, BARRIER, 1),
+    ("matmul: tokens are read before they have come", MATMUL, product, WAIT.format(1), 0),
+    ("matmul: the last tokens are read before they have come", MATMUL, product, WAIT.format(0), 0),
     ("fused: the mean is read before it is there", FUSED, fused, BARRIER, 1),
     ("fused: squares of other warps are read too early", FUSED, fused, BARRIER, 2),
     ("fused: the norm is read before it is there", FUSED, fused, BARRIER, 3),
-    ("fused: the form of other warps is read too early", FUSED, fused, BARRIER, 4),
+    ("fused: the quantized input of other warps is read too early", FUSED, fused, BARRIER, 4),
     ("fused: products are added before all are there", FUSED, fused, BARRIER, 5),
     ("fused: the next block overwrites what is not yet added", FUSED, fused, BARRIER, 6),
     ("fused: a head is read before it is there", HEADS, fused, BARRIER, 7),
@@ -198,7 +198,7 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("layer norm: squares of other warps are read too early", Variant("layer_norm"), layer_norm, BARRIER, 1),
     ("transform: numbers are read before others have them", Variant("butterflies"), transform, BARRIER, 0),
     ("transform: the next level reads what is not yet written", Variant("butterflies"), transform, BARRIER, 1),
-    ("token: ranges of other warps are read too early", Variant("form_token", (True, 128)), token, BARRIER, 0),
+    ("token: ranges of other warps are read too early", Variant("quantize_input_token", (True, 128)), token, BARRIER, 0),
     ("floats: parts are added before all are there", Variant("float_product", ("f32",)), float_product, BARRIER, 0),
     ("low rank: squares of other warps are read too early", LOW_RANK, low_rank, BARRIER, 2),
     ("low rank: the next round overwrites what is still read", LOW_RANK, low_rank, BARRIER, 4),
@@ -229,7 +229,7 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
 ]
 
 
-SHARE = "few: products are added before all are there", "attend: weights of other warps are read too early"
+SHARE = "matvec: products are added before all are there", "attend: weights of other warps are read too early"
 CASES = [pytest.param(*rest, id=name, marks=() if name in SHARE else pytest.mark.exhaustive) for name, *rest in MUTATIONS]
 
 

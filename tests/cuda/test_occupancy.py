@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from edgeq.devices import DEVICES
-from edgeq.targets.cuda import build, nvrtc, occupancy
+from edgeq.system.devices import DEVICES
+from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.lowering.fused import IN_FLIGHT, RESIDENT
-from edgeq.targets.cuda.pack import Variant
-from edgeq.tools.lab.gpu_roofline import ENOUGH, GPUS, MODELS, Shape, page, shape
+from edgeq.targets.cuda.supply import build, nvrtc
+from edgeq.targets.cuda.supply.pack import Variant
+from edgeq.tools.lab.gpu_roofline import GPUS, MARGIN, MODELS, Shape, page, shape
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive]
 
@@ -39,10 +40,10 @@ def test_a_busy_multiprocessor_has_half_as_much_again_in_flight_as_it_needs(need
     images = build.compiled(variant, sorted({device.isa for device in GPUS})).images
     for device in GPUS:
         held, needed = occupancy.blocks_held(images[device.isa], 128), occupancy.bytes_needed(device)
-        assert held and needed and ENOUGH * needed <= IN_FLIGHT
+        assert held and needed and MARGIN * needed <= IN_FLIGHT
         # As many blocks as are started, where there is work for them.
         asked = occupancy.bytes_in_flight(variant, min(held, RESIDENT), 128)
-        assert asked and asked >= ENOUGH * needed, device.name
+        assert asked and asked >= MARGIN * needed, device.name
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -55,7 +56,7 @@ def test_every_product_asks_for_half_as_much_again_as_a_device_needs_or_for_all_
     ]
     assert {device.name for device in GPUS} == {name for name, device in DEVICES.items() if device.multiprocessors}
     for row in rows:
-        assert row.share >= ENOUGH, (row.device.name, row.product)
+        assert row.share >= MARGIN, (row.device.name, row.product)
         each, started = row.product, row.held * row.device.multiprocessors
         if row.asked is None:
             assert each.ctas <= started and each.ahead >= each.blocks

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from edgeq.errors import FormatError
-from edgeq.targets.cuda.pack import Generated, Parameter, Variant, decode, encode, evaluate
+from edgeq.targets.cuda.supply.pack import Generated, Parameter, Variant, decode, encode, evaluate
 
 pytestmark = pytest.mark.cuda
 
 KERNEL = Generated(
-    Variant("few", (4, True, 128)),
-    "few_4_1_128_kernel",
+    Variant("matvec", (4, True, 128)),
+    "matvec_4_1_128_kernel",
     "text",
     (Parameter("pointer", "x"), Parameter("int32", ["*", "heads", "pairs"]), Parameter("float32", "eps")),
     (["//", ["+", "rows", 15], 16], 1, 1),
@@ -28,7 +28,7 @@ def test_a_launch_is_bound_by_name() -> None:
 
 def test_a_kernel_is_stored_and_read() -> None:
     assert decode(encode(KERNEL)) == KERNEL
-    assert KERNEL.variant.symbol == "few_4_1_128"
+    assert KERNEL.variant.symbol == "matvec_4_1_128"
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq import machine, trust
-from edgeq.container import ModelFile
 from edgeq.errors import EdgeqError, FormatError, InputError, UnsupportedError
-from edgeq.targets.cuda import build, nvrtc, pack_file, supply
-from edgeq.targets.cuda.embed import embed
-from edgeq.targets.cuda.nvrtc import Compiled
-from edgeq.targets.cuda.pack import Generated, Parameter, Variant
-from edgeq.targets.cuda.pack_file import Pack, Packed
-from edgeq.targets.cuda.supply import Supply, preferred
-from edgeq.writer import Writer
+from edgeq.format.container import ModelFile
+from edgeq.format.writer import Writer
+from edgeq.system import machine, trust
+from edgeq.targets.cuda.supply import build, nvrtc, pack_file, supply
+from edgeq.targets.cuda.supply.embed import embed
+from edgeq.targets.cuda.supply.nvrtc import Compiled
+from edgeq.targets.cuda.supply.pack import Generated, Parameter, Variant
+from edgeq.targets.cuda.supply.pack_file import Pack, Packed
+from edgeq.targets.cuda.supply.supply import Supply, preferred
 from tests.edgeq.sample_file import write_body
 
 HEADER = struct.Struct("<8sII32s")
@@ -40,7 +40,7 @@ def packed(variant: Variant) -> Packed:
     )
 
 
-KERNELS = {variant: packed(variant) for variant in (Variant("few", (4, True, 128)), Variant("select"))}
+KERNELS = {variant: packed(variant) for variant in (Variant("matvec", (4, True, 128)), Variant("select"))}
 WANTED = list(KERNELS)
 
 
@@ -111,8 +111,8 @@ def test_every_truncation_and_every_flipped_byte_is_found() -> None:
 
 def test_a_flipped_byte_in_machine_code_names_the_kernel() -> None:
     data = pack_file.encode(pack())
-    at = data.index(b"\x7fELFsm_87few")
-    with pytest.raises(FormatError, match="few_4_1_128 for sm_87 does not match its digest"):
+    at = data.index(b"\x7fELFsm_87matvec")
+    with pytest.raises(FormatError, match="matvec_4_1_128 for sm_87 does not match its digest"):
         pack_file.decode(data[:at] + b"\x7fELG" + data[at + 4 :], "pack")
 
 
@@ -161,10 +161,10 @@ for _ in range(100):
         lambda about: about["kernels"][0]["images"]["sm_80"].update(registers="many"),
         lambda about: about["kernels"][0].update(images={"../../etc": about["kernels"][0]["images"]["sm_80"]}),
         lambda about: about["kernels"][0].update(images={f"sm_{i}": {} for i in range(100, 200)}),
-        kernel(variant=["../few"]),
-        kernel(variant=["few", 1.5]),
-        kernel(variant=["few", *range(100)]),
-        kernel(variant=[["few"]]),
+        kernel(variant=["../matvec"]),
+        kernel(variant=["matvec", 1.5]),
+        kernel(variant=["matvec", *range(100)]),
+        kernel(variant=[["matvec"]]),
         kernel(name="a\nb"),
         kernel(name=5),
         kernel(grid=["__import__('os').system('true')", 1, 1]),
@@ -197,7 +197,7 @@ def test_a_pipe_a_folder_and_a_huge_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a file"):
         pack_file.read(tmp_path / "pipe")
     with open(tmp_path / "huge", "wb") as file:
-        file.truncate(pack_file.MOST_BYTES + 1)
+        file.truncate(pack_file.MAX_BYTES + 1)
     with pytest.raises(FormatError, match="at most"):
         pack_file.read(tmp_path / "huge")
 
@@ -208,7 +208,7 @@ def test_kernels_come_from_the_pack_beside_the_file_once_it_is_trusted(model: Pa
     reason = Supply(ModelFile.open(model), 87).refusal()
     assert reason is not None and "made elsewhere" in reason and trust.digest_of(data) in reason and "--trust-kernels" in reason
     with pytest.raises(
-        UnsupportedError, match=r"2 kernels for sm_87 are missing: few_4_1_128, select .*build .*model.edgeq --for sm_87"
+        UnsupportedError, match=r"2 kernels for sm_87 are missing: matvec_4_1_128, select .*build .*model.edgeq --for sm_87"
     ):
         kernels(model)
     (accepted,) = supply.accept(model)
@@ -238,7 +238,7 @@ def test_a_huge_segment_is_not_read_as_a_pack(model: Path, monkeypatch: pytest.M
     """A file with a hole can state any size: it takes no memory, and what would be copied of it does."""
     data = pack_file.encode(pack())
     file = embed(ModelFile.open(model), {"sm_87": data}, model)
-    monkeypatch.setattr(pack_file, "MOST_BYTES", len(data) - 1)
+    monkeypatch.setattr(pack_file, "MAX_BYTES", len(data) - 1)
     (found,) = supply.packs(file)
     assert found.pack is None and f"(sm_87): {len(data):,} bytes; a pack of kernels has at most" in str(found.refused)
 

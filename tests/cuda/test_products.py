@@ -7,18 +7,18 @@ import itertools
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.quantization import quantize_blocks
-from edgeq.targets.cuda import build
-from edgeq.targets.cuda.pack import Generated
+from edgeq.format.codec import Codec
+from edgeq.format.quantization import quantize_blocks
+from edgeq.targets.cuda.supply import build
+from edgeq.targets.cuda.supply.pack import Generated
 from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED
 from tests.cuda.launching import Product, product_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
-LIMIT = 120
+MAX_A8 = 120
 TOLERANCES = {True: 2e-6, False: 1e-3}
-"""Of the size of the terms: integers are exact but for the scales; f16 has 11 bits."""
+"""As shares of the size of the terms: integers are exact but for the scales; f16 has 11 bits."""
 SHARE = [
     (Codec("int", 4, 128, False), False),
     (Codec("int", 4, 128, False), True),
@@ -49,7 +49,7 @@ VALUES = [
 
 
 def generated(product: Product) -> list[Generated]:
-    return build.kernels([product.variant(kernel) for kernel in ("form", "few", "many")])
+    return build.kernels([product.variant(kernel) for kernel in ("quantize_input", "matvec", "matmul")])
 
 
 def inputs(tokens: int, columns: int, seed: int = 1) -> np.ndarray:
@@ -62,7 +62,7 @@ def inputs(tokens: int, columns: int, seed: int = 1) -> np.ndarray:
 
 def wanted(product: Product, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """W x in float64 and the size of its terms, sum |W| |x|."""
-    seen = quantize_blocks(x, product.group, LIMIT) if product.integer else x
+    seen = quantize_blocks(x, product.group, MAX_A8) if product.integer else x
     w = product.matrix.astype(np.float64)
     return seen.astype(np.float64) @ w.T, np.abs(seen).astype(np.float64) @ np.abs(w).T
 
@@ -72,12 +72,13 @@ def test_a_product_is_that_of_numpy_for_few_and_for_many(codec: Codec, integer: 
     """Odd numbers of output channels, input channels and tokens, so that every edge is cut somewhere."""
     tokens, rows, columns = 19, 37, 300 - (values == "most") * 131
     product = product_of(codec, integer, rows, columns, values)
-    form, few, many = generated(product)
+    quantize_input, matvec, matmul = generated(product)
     x = inputs(tokens, columns)
-    formed = product.formed(form, x, LIMIT)
+    quantized = product.quantized(quantize_input, x, MAX_A8)
     exact, size = wanted(product, x)
     results = [
-        product.product(kernel, formed, tokens, np.full((tokens, rows), np.nan, np.float32), None) for kernel in (few, many)
+        product.product(kernel, quantized, tokens, np.full((tokens, rows), np.nan, np.float32), None)
+        for kernel in (matvec, matmul)
     ]
     assert np.all(np.abs(results[0] - exact) <= TOLERANCES[integer] * size)
     assert np.array_equal(*results)
@@ -85,38 +86,39 @@ def test_a_product_is_that_of_numpy_for_few_and_for_many(codec: Codec, integer: 
 
 @pytest.mark.parametrize(("codec", "integer"), [case(*each) for each in ALL if each[0] in [share[0] for share in SHARE]])
 def test_a_row_has_the_same_bits_alone_and_among_others(codec: Codec, integer: bool) -> None:
-    """Alone by the kernel for few, among 8, 17, 64, 70 and 200 by both; in every order of threads."""
+    """Alone by the kernel for few rows, among 8, 17, 64, 70 and 200 by both; in every order of threads."""
     rows, columns = 21, 420
     product = product_of(codec, integer, rows, columns)
-    form, few, many = generated(product)
+    quantize_input, matvec, matmul = generated(product)
     x, bias = inputs(200, columns), np.random.default_rng(2).standard_normal(rows).astype(np.float32)
     y = np.random.default_rng(3).standard_normal((200, rows)).astype(np.float32)
 
     def run(first: int, count: int, kernel: Generated, order: int = FORWARD) -> np.ndarray:
         part = x[first : first + count]
-        return product.product(kernel, product.formed(form, part, LIMIT, order), count, y[first : first + count], bias, order)
+        quantized = product.quantized(quantize_input, part, MAX_A8, order)
+        return product.product(kernel, quantized, count, y[first : first + count], bias, order)
 
-    whole = run(0, 200, many)
+    whole = run(0, 200, matmul)
     exact, size = wanted(product, x)
     assert np.all(np.abs(whole - (exact + bias + y)) <= TOLERANCES[integer] * (size + np.abs(bias) + np.abs(y)))
     for count in (1, 8, 17, 64, 70):
-        for kernel in (few, many):
+        for kernel in (matvec, matmul):
             assert np.array_equal(run(200 - count, count, kernel), whole[200 - count :]), count
     for order in (BACKWARD, SHUFFLED):
-        assert np.array_equal(run(183, 17, few, order), whole[183:])
-        assert np.array_equal(run(130, 70, many, order), whole[130:])
+        assert np.array_equal(run(183, 17, matvec, order), whole[183:])
+        assert np.array_equal(run(130, 70, matmul, order), whole[130:])
 
 
 @pytest.mark.parametrize(("codec", "integer"), [case(*each) for each in SHARE[:2]])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_token_that_is_not_finite_becomes_nan_and_no_other(codec: Codec, integer: bool, bad: float) -> None:
     product = product_of(codec, integer, 16, 256)
-    form, few, many = generated(product)
+    quantize_input, matvec, matmul = generated(product)
     x = inputs(4, 256)
     x[2, 200] = bad
-    formed = product.formed(form, x, LIMIT)
-    for kernel in (few, many):
-        y = product.product(kernel, formed, 4, np.full((4, 16), np.nan, np.float32), None)
+    quantized = product.quantized(quantize_input, x, MAX_A8)
+    for kernel in (matvec, matmul):
+        y = product.product(kernel, quantized, 4, np.full((4, 16), np.nan, np.float32), None)
         assert np.isnan(y[2]).all() and np.isfinite(y[[0, 1, 3]]).all()
 
 
@@ -126,11 +128,11 @@ def test_the_integers_of_the_form_are_those_of_the_reference(group: int) -> None
     columns = 260
     product = product_of(Codec("int", 4, group), True, 16, columns)
     x = inputs(9, columns)
-    formed = product.formed(generated(product)[0], x, LIMIT)
+    quantized = product.quantized(generated(product)[0], x, MAX_A8)
     padded, groups = 64, -(-columns // group)
-    codes = formed["data"].view(np.int8).reshape(-1, padded, 32).transpose(1, 0, 2).reshape(padded, -1)[:9, :columns]
-    scales, sums = (formed[name].reshape(groups, padded).T[:9] for name in ("xs", "xn"))
+    codes = quantized["data"].view(np.int8).reshape(-1, padded, 32).transpose(1, 0, 2).reshape(padded, -1)[:9, :columns]
+    scales, sums = (quantized[name].reshape(groups, padded).T[:9] for name in ("xs", "xn"))
     restored = codes * np.repeat(scales, group, axis=1)[:, :columns]
-    assert np.array_equal(restored.astype(np.float32), quantize_blocks(x, group, LIMIT))
+    assert np.array_equal(restored.astype(np.float32), quantize_blocks(x, group, MAX_A8))
     whole = np.pad(codes.astype(np.int32), ((0, 0), (0, groups * group - columns))).reshape(9, groups, group).sum(axis=2)
     assert np.array_equal(sums, whole)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from edgeq.targets.cuda import nvrtc
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.supply import nvrtc
+from edgeq.targets.cuda.supply.pack import Variant
 from tests.cuda import asked, conftest, imitated, kernels
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -84,7 +84,7 @@ def test_a_list_keeps_the_kernels_of_tests_that_were_skipped(skipped: bool) -> N
 def test_a_kernel_that_is_not_in_the_list_is_refused_and_recording_adds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, new = Variant("select"), Variant("few", (4, True, False, 128))
+    known, new = Variant("select"), Variant("matvec", (4, True, False, 128))
     monkeypatch.setattr(asked, "FOLDER", tmp_path)
     for tests, variants, partly in (("all", [known, new], False), ("some", [known], True), ("some", [new], True)):
         asked.listed.cache_clear()

@@ -8,18 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeq.container import ModelFile
 from edgeq.errors import ResourceError
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
-from edgeq.runtime.decoder import decoder
-from edgeq.targets import Choice
-from edgeq.targets.cuda import CudaTarget, bandwidth, build
-from edgeq.targets.cuda.device import Call, Copy, Mark, Recording
-from edgeq.targets.cuda.program import CudaProgram
-from edgeq.targets.target import Options, StepTimes
-from edgeq.tools import bench
-from edgeq.tools.lab import fixed_time
-from edgeq.tools.profile import gpu
+from edgeq.runtime.network.decoder import decoder
+from edgeq.targets import TargetChoice
+from edgeq.targets.cuda import CudaTarget
+from edgeq.targets.cuda.device import bandwidth
+from edgeq.targets.cuda.device.device import Call, Copy, Mark, Recording
+from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.cuda.supply import build
+from edgeq.targets.target import Options
+from edgeq.targets.times import StepTimes
+from edgeq.tools.commands import bench
+from edgeq.tools.measure import gpu
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.launching import launched
 from tests.targets.cases import recording, rows_of
@@ -43,11 +45,11 @@ def test_memory_is_read_to_its_last_word() -> None:
 def test_bandwidths_are_measured_once(
     device: EmulatedDevice, model_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(bandwidth, "LEAST_BLOCK", 1 << 20)
+    monkeypatch.setattr("edgeq.system.measurements.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(bandwidth, "MIN_BLOCK", 1 << 20)
     monkeypatch.setattr(bandwidth, "BLOCK", 1 << 20)
     program = compiled(device, model_path)
-    assert program.copy_bandwidth is None
+    assert program.facts().copy_bandwidth is None
     recorded, record = set[tuple[type, ...]](), device.record
 
     def noted(steps: Sequence[Call | Copy | Mark]) -> Recording:
@@ -58,7 +60,7 @@ def test_bandwidths_are_measured_once(
     reads = program.read_bandwidth()
     # What the host does between a mark and a launch is not in the time.
     assert recorded == {(Mark, Copy, Mark), (Mark, Call, Mark)}
-    copies, count = program.copy_bandwidth, device.launches["read_memory"]
+    copies, count = program.facts().copy_bandwidth, device.launches["read_memory"]
     assert reads and copies and count
     assert program.read_bandwidth() == reads and device.launches["read_memory"] == count
     refreshed = program.read_bandwidth(refresh=True)
@@ -68,7 +70,7 @@ def test_bandwidths_are_measured_once(
 def test_of_a_full_device_nothing_is_measured(
     device: EmulatedDevice, model_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeq.system.measurements.cache_folder", lambda: tmp_path)
     program = compiled(device, model_path)
 
     def full(*_: object) -> None:
@@ -78,9 +80,9 @@ def test_of_a_full_device_nothing_is_measured(
     for name in ("record", "allocate"):
         with monkeypatch.context() as patched:
             patched.setattr(device, name, full)
-            assert program.read_bandwidth() is None and program.copy_bandwidth is None
-    monkeypatch.setattr(device, "memory", lambda: (1 << 32, bandwidth.LEAST_BLOCK))
-    assert program.read_bandwidth() is None and program.copy_bandwidth is None
+            assert program.read_bandwidth() is None and program.facts().copy_bandwidth is None
+    monkeypatch.setattr(device, "memory", lambda: (1 << 32, bandwidth.MIN_BLOCK))
+    assert program.read_bandwidth() is None and program.facts().copy_bandwidth is None
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -138,8 +140,8 @@ def test_experts_are_timed_each(device: EmulatedDevice, model_path: Callable[...
 def test_records_of_a_bench_say_what_they_are_of(
     device: EmulatedDevice, model_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgeq.measurements.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: Choice(CudaTarget(device), []))
+    monkeypatch.setattr("edgeq.system.measurements.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: TargetChoice(CudaTarget(device), []))
     monkeypatch.setattr(gpu, "RELEASE", tmp_path / "no board")
     path = model_path("llama_gqa", {"initializer_range": 0.05}, method="rtn", bits=4, group_size=32)
     with Model.load(path, target="cuda", mode="a16", context=64, max_rows=32) as model:
@@ -151,14 +153,3 @@ def test_records_of_a_bench_say_what_they_are_of(
         assert fields["copy_bandwidth"] > 0 and fields["read_bandwidth"] == bytes_per_s and fields["timed_apart"]
     assert fields["incomplete"][-4:] == ["GPU driver", "GPU clock", "GPU temperature", "GPU power limit or mode"]
     assert "operations one by one" in bench.markdown([row])
-
-
-def test_a_token_is_measured_with_its_launches_and_the_time_of_the_host(
-    device: EmulatedDevice, model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: Choice(CudaTarget(device), []))
-    path = model_path("llama_gqa", {"initializer_range": 0.05}, method="rtn", bits=4, group_size=32)
-    found = fixed_time.measured(path, "any", 3, 2, lambda share: None, target="cuda", mode="a16")
-    assert found.launches and found.host_s is not None and 0 < found.host_s < 100 * found.seconds
-    alone = fixed_time.measured(path, "any", 1, 1, lambda share: None, target="cuda", mode="a16", graphs=False)
-    assert alone.launches and alone.host_s is None

@@ -10,8 +10,8 @@ import flatbuffers
 import pytest
 from sample_file import seal, split, write_body
 
-from edgeq.schema import model_generated as fb
-from edgeq.writer import Writer
+from edgeq.format.schema import model_generated as fb
+from edgeq.format.writer import Writer
 
 
 @pytest.fixture(scope="session")

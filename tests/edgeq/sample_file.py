@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats, pack_groups, pack_integers
-from edgeq.config import ModelConfig
-from edgeq.container import DATA_OFFSET, Header, ModelFile, digest
 from edgeq.errors import EdgeqError
-from edgeq.manifest import array_shapes, fused_shapes
-from edgeq.metadata import Metadata
-from edgeq.records import LinearSpec, Weight
-from edgeq.rope import Rope
-from edgeq.writer import Writer
+from edgeq.format.codec import Codec, pack_floats, pack_groups, pack_integers
+from edgeq.format.container import DATA_OFFSET, FileHeader, ModelFile, digest
+from edgeq.format.manifest import array_shapes, fused_shapes
+from edgeq.format.metadata import Metadata
+from edgeq.format.records import LinearSpec, Weight
+from edgeq.format.writer import Writer
+from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -39,14 +39,14 @@ def write_weight(writer: Writer, name: str, codec: Codec, rows: int, columns: in
     rng = np.random.default_rng(len(writer.segments))
     if codec.kind != "int":
         floats = pack_floats(rng.standard_normal((rows, columns)).astype(np.float32), codec.kind)
-        return LinearSpec(name, (Weight(codec, rows, columns, writer.array(floats, codec.kind)),))
+        return LinearSpec(name, (Weight(codec, rows, columns, {"q": writer.array(floats, codec.kind)}),))
     groups = codec.groups(columns)
     q = writer.array(pack_integers(rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8), codec.bits), "u8")
     scale = writer.array(pack_groups(rng.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)), "f16")
-    zero = None
+    arrays = {"q": q, "scale": scale}
     if not codec.symmetric:
-        zero = writer.array(pack_groups(rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8)), "u8")
-    return LinearSpec(name, (Weight(codec, rows, columns, q, scale, zero),))
+        arrays["zero"] = writer.array(pack_groups(rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8)), "u8")
+    return LinearSpec(name, (Weight(codec, rows, columns, arrays),))
 
 
 def write_body(writer: Writer) -> Metadata:
@@ -64,12 +64,12 @@ def write_body(writer: Writer) -> Metadata:
 
 def seal(data: bytes, metadata: bytes) -> bytes:
     """A file of this data area and this metadata whose header and digest are right."""
-    return Header(len(data), len(metadata), digest(metadata)).encode().ljust(DATA_OFFSET, b"\0") + data + metadata
+    return FileHeader(len(data), len(metadata), digest(metadata)).encode().ljust(DATA_OFFSET, b"\0") + data + metadata
 
 
 def split(file: bytes) -> tuple[bytes, bytes]:
     """(data area, metadata) of a file."""
-    header = Header.decode(file[:64], len(file))
+    header = FileHeader.decode(file[:64], len(file))
     return file[DATA_OFFSET : header.metadata_offset], file[header.metadata_offset :]
 
 

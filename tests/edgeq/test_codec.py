@@ -1,11 +1,12 @@
-"""The bytes of every codec: against the pictures in edgeq/codec.py, worked out by hand or by the naive loop below."""
+"""The bytes of every codec: against the pictures in edgeq/format/codec.py, worked out by hand or by the naive loop below."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from edgeq.codec import (
+from edgeq.errors import UnsupportedError
+from edgeq.format.codec import (
     BITS,
     GROUP_SIZES,
     PLANES,
@@ -21,8 +22,7 @@ from edgeq.codec import (
     unpack_groups,
     unpack_integers,
 )
-from edgeq.errors import UnsupportedError
-from edgeq.records import ArrayRef, LinearSpec, Weight
+from edgeq.format.records import ArrayRef, LinearSpec, Weight
 
 # Rows below, at and above a block of 16; columns below, at and above a chunk of 32; odd group counts of every group size.
 SHAPES = [(1, 16), (16, 32), (17, 48), (15, 80), (33, 96), (5, 128), (31, 384), (3, 640)]
@@ -155,11 +155,11 @@ def test_dequantize_equals_the_formula(codec: Codec, shape: tuple[int, int], kin
     group = np.arange(columns) // (codec.group_size or columns)
     zeros = np.float64(1 << (codec.bits - 1)) if codec.symmetric else zero.astype(np.float64)[:, group]
     expected = scale.astype(np.float64)[:, group] * (q - zeros)
-    result = dequantize(codec, rows, columns, arrays["q"], arrays["scale"], arrays.get("zero"))
+    result = dequantize(codec, rows, columns, arrays)
     assert result.dtype == np.float32
     np.testing.assert_array_equal(result, expected)
     indices = np.array([rows - 1, 0, rows // 2, 0])
-    looked_up = dequantize_rows(codec, columns, indices, arrays["q"], arrays["scale"], arrays.get("zero"))
+    looked_up = dequantize_rows(codec, columns, indices, arrays)
     np.testing.assert_array_equal(looked_up, expected[indices])
 
 
@@ -180,10 +180,12 @@ def test_the_last_group_has_what_is_left_of_the_row(codec: Codec, columns: int) 
             center = np.float32(1 << (codec.bits - 1) if zero is None else zero[row, g])
             part = q[row, start : start + size].astype(np.float32)
             expected[row, start : start + size] = np.float32(scale[row, g]) * (part - center)
-    arrays = (pack_integers(q, codec.bits), pack_groups(scale), None if zero is None else pack_groups(zero))
-    np.testing.assert_array_equal(dequantize(codec, rows, columns, *arrays), expected)
+    arrays = {"q": pack_integers(q, codec.bits), "scale": pack_groups(scale)}
+    if zero is not None:
+        arrays["zero"] = pack_groups(zero)
+    np.testing.assert_array_equal(dequantize(codec, rows, columns, arrays), expected)
     indices = np.array([17, 0, 5])
-    np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, *arrays), expected[indices])
+    np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), expected[indices])
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 1), (17, 33)])
@@ -196,7 +198,7 @@ def test_float_codecs_keep_what_their_type_can_hold(kind: str, shape: tuple[int,
     part = codec.parts(*shape)["q"]
     assert (packed.dtype.name, packed.shape) == (part.dtype, part.shape)
     np.testing.assert_array_equal(unpack_floats(packed, codec.kind, *shape), w)
-    np.testing.assert_array_equal(dequantize(codec, *shape, packed), w)
+    np.testing.assert_array_equal(dequantize(codec, *shape, {"q": packed}), w)
 
 
 def test_a_16_bit_line_holds_two_channels_of_sixteen_rows() -> None:
@@ -229,13 +231,13 @@ def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
 def test_effective_bits_count_scales_and_zero_points(codec: Codec, bits: float) -> None:
     dtypes = {"float32": "f32", "float16": "f16", "uint16": codec.kind, "uint8": "u8"}
     arrays = {name: ArrayRef(dtypes[p.dtype], p.shape, 0) for name, p in codec.parts(32, 256).items()}
-    assert LinearSpec("x", (Weight(codec, 32, 256, **arrays),)).bits_per_weight == bits
+    assert LinearSpec("x", (Weight(codec, 32, 256, arrays),)).bits_per_weight == bits
 
 
 def test_padding_of_an_odd_row_counts_too() -> None:
     codec = Codec("int", 4, 0)
     arrays = {n: ArrayRef({"uint8": "u8", "float16": "f16"}[p.dtype], p.shape, 0) for n, p in codec.parts(1, 32).items()}
-    assert LinearSpec("x", (Weight(codec, 1, 32, **arrays),)).bits_per_weight == 8 * (4 * 64 + 16 * 2) / 32
+    assert LinearSpec("x", (Weight(codec, 1, 32, arrays),)).bits_per_weight == 8 * (4 * 64 + 16 * 2) / 32
 
 
 @pytest.mark.parametrize("bits", [0, 1, 9, 16])

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from edgeq.config import ModelConfig, VisionConfig
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.image_config import ImageConfig
-from edgeq.manifest import array_shapes, fused_shapes, layer_contents
-from edgeq.pooling import Pooling
-from edgeq.rope import Rope, frequencies, picture_positions, rotation
+from edgeq.format.manifest import array_shapes, fused_shapes, layer_contents
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.image_config import ImageConfig
+from edgeq.network.pooling import Pooling
+from edgeq.network.rope import Rope, frequencies, picture_positions, rotation
 
 PLAIN = ModelConfig(
     model_type="any",

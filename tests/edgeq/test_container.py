@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from sample_file import CONFIG, refused, seal, split, write_body
 
-from edgeq.codec import dequantize
-from edgeq.container import DATA_OFFSET, MAGIC, ModelFile
 from edgeq.errors import EdgeqError, FormatError, InputError, UnsupportedError
-from edgeq.metadata_codec import decode, encode
-from edgeq.schema import model_generated as fb
-from edgeq.writer import Writer
+from edgeq.format.codec import dequantize
+from edgeq.format.container import DATA_OFFSET, MAGIC, ModelFile
+from edgeq.format.metadata_codec import decode, encode
+from edgeq.format.schema import model_generated as fb
+from edgeq.format.writer import Writer
 
 Write = Callable[[bytes], Path]
 
@@ -30,10 +30,10 @@ def test_what_was_written_is_read_back(write: Write, sample: bytes) -> None:
     done = list(file.verify())
     assert len(done) == len(file.segments)
     weight = file.metadata.linears["layers.0.qkv"].weights[0]
-    assert weight.scale and weight.zero
-    w = dequantize(weight.codec, 64, 32, file.array(weight.q), file.array(weight.scale), file.array(weight.zero))
+    assert list(weight.arrays) == ["q", "scale", "zero"]
+    w = dequantize(weight.codec, 64, 32, {name: file.array(ref) for name, ref in weight.arrays.items()})
     assert w.shape == (64, 32) and np.isfinite(w).all() and w.any()
-    assert not file.array(weight.q).flags.writeable
+    assert not file.array(weight.arrays["q"]).flags.writeable
     decoded, segments = decode(split(sample)[1])
     assert encode(decoded, segments) == split(sample)[1]
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from sample_file import CONFIG, seal, split
 
-from edgeq.container import DATA_OFFSET, ModelFile
 from edgeq.errors import FormatError
-from edgeq.metadata_codec import MAX_ARRAYS, decode
-from edgeq.schema import model_generated as fb
+from edgeq.format.container import DATA_OFFSET, ModelFile
+from edgeq.format.metadata_codec import MAX_ARRAYS, decode
+from edgeq.format.schema import model_generated as fb
 
 
 def table(builder: Any, name: str, **fields: Any) -> Any:

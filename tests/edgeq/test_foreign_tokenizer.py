@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from edgeq import tokenizer, tokenizer_rules
-from edgeq.confinement import Limits
 from edgeq.errors import FormatError
-from edgeq.tokenizer import MAX_TOKENIZER, load
-from edgeq.tokenizer_rules import LINEAR_PATTERNS, MAX_ADDED, MAX_CONTENT, MAX_PARTS, MAX_TEXT, is_linear
+from edgeq.system.confinement import ConfinementLimits
+from edgeq.text import foreign_tokenizer, tokenizer_rules
+from edgeq.text.foreign_tokenizer import MAX_TOKENIZER, load
+from edgeq.text.tokenizer_rules import LINEAR_PATTERNS, MAX_ADDED, MAX_CONTENT, MAX_PARTS, MAX_TEXT, is_linear
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN: dict[str, Any] = json.loads((ROOT / "models" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8"))
@@ -122,7 +122,7 @@ def test_each_limit_and_one_above_it(within: bytes, beyond: bytes) -> None:
 def test_the_size_of_the_file_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_TOKENIZER == 64 << 20
     data = changed()
-    monkeypatch.setattr(tokenizer, "MAX_TOKENIZER", len(data))
+    monkeypatch.setattr(foreign_tokenizer, "MAX_TOKENIZER", len(data))
     assert encoded(data)
     with pytest.raises(FormatError, match=f"has {len(data) + 1} bytes; at most {len(data)}"):
         encoded(data + b" ")
@@ -131,10 +131,10 @@ def test_the_size_of_the_file_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_tokens_of_a_text_have_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = load(changed())
     count = len(found.encode("abc def", add_special_tokens=False))
-    monkeypatch.setattr(tokenizer, "MAX_TOKENS_PER_BYTE", 0)
-    monkeypatch.setattr(tokenizer, "EXTRA_TOKENS", count)
+    monkeypatch.setattr(foreign_tokenizer, "MAX_TOKENS_PER_BYTE", 0)
+    monkeypatch.setattr(foreign_tokenizer, "EXTRA_TOKENS", count)
     assert len(found.encode("abc def", add_special_tokens=False)) == count
-    monkeypatch.setattr(tokenizer, "EXTRA_TOKENS", count - 1)
+    monkeypatch.setattr(foreign_tokenizer, "EXTRA_TOKENS", count - 1)
     with pytest.raises(FormatError, match=f"makes {count} tokens of 7 bytes"):
         found.encode("abc def", add_special_tokens=False)
 
@@ -188,12 +188,12 @@ def test_what_runs_where() -> None:
 def test_a_tokenizer_is_checked_once_on_this_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, calls = changed(), 0
 
-    def counted(work: Any, limits: Limits) -> str:
+    def counted(work: Any, limits: ConfinementLimits) -> str:
         nonlocal calls
         calls += 1
         return str(work())
 
-    monkeypatch.setattr(tokenizer, "confined", counted)
+    monkeypatch.setattr(foreign_tokenizer, "confined", counted)
     assert load(data).is_linear and load(data).is_linear and calls == 1
     (kept,) = cache.iterdir()
     assert kept.read_text() == "linear"
@@ -201,7 +201,7 @@ def test_a_tokenizer_is_checked_once_on_this_machine(cache: Path, monkeypatch: p
     assert load(data).is_linear and calls == 2
     load(changed() + b" ")
     assert calls == 3 and len(list(cache.iterdir())) == 2
-    monkeypatch.setattr(tokenizer, "_RULES", "2")
+    monkeypatch.setattr(foreign_tokenizer, "_RULES", "2")
     assert load(data).is_linear and calls == 4
 
 

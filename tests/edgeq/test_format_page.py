@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from test_config import CLIP_TOWER, EXPERTS, GEMMA, OPT, PLAIN, TAPPED_TOWER, TOWER
 
-from edgeq import codec, config, container, manifest, metadata, metadata_codec, pooling, quantization, rope, stack
-from edgeq.container import ModelFile
-from edgeq.records import MODES, LinearSpec
+from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization
+from edgeq.format.container import ModelFile
+from edgeq.format.records import MODES, LinearSpec
+from edgeq.network import config, pooling, rope, stack
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
-SCHEMA = (ROOT / "edgeq" / "schema" / "model.fbs").read_text(encoding="utf-8")
+SCHEMA = (ROOT / "edgeq" / "format" / "schema" / "model.fbs").read_text(encoding="utf-8")
 DECLARATIONS = re.sub(r"//.*", "", SCHEMA)
 BODIES = {(kind, name): body for kind, name, body in re.findall(r"(table|enum) (\w+)(?: : \w+)? \{(.*?)\}", DECLARATIONS, re.S)}
 
@@ -147,17 +148,17 @@ def test_all_layers_and_arrays_of_a_tower_are_named() -> None:
 def test_modes_are_named_with_their_limits() -> None:
     page = {named(mode)[0]: text for mode, text in rows(section("Modes: how activations are rounded"), "mode")}
     assert tuple(page) == MODES
-    a8, small, a4 = quantization.A8_LIMIT, quantization.A8_LIMIT_4_BIT_WEIGHTS, quantization.A4_LIMIT
+    a8, small, a4 = quantization.MAX_A8, quantization.MAX_A8_4_BIT_WEIGHTS, quantization.MAX_A4
     assert f"from -{a8} to {a8}; from -{small} to {small} where the weights have 4 bits" in page["a8"]
     assert f"from -{a4} to {a4}." in page["a4"]
     assert f"at most {quantization.MAX_ACTIVATION_BLOCK} channels" in page["a16"]
     assert f"{quantization.MAX_ACTIVATION_BLOCK} where\nthe group size is 0" in PAGE
-    assert f"at most {quantization.LEAST_SPAN:.0e}" in PAGE
+    assert f"at most {quantization.MIN_SPAN:.0e}" in PAGE
     for bits in codec.BITS:
         coded = codec.Codec("int", bits, 32)
-        expected = quantization.A8_LIMIT_4_BIT_WEIGHTS if bits == 4 else quantization.A8_LIMIT
+        expected = quantization.MAX_A8_4_BIT_WEIGHTS if bits == 4 else quantization.MAX_A8
         assert quantization.activation_limit(coded, "a8") == expected
-        assert quantization.activation_limit(coded, "a4") == quantization.A4_LIMIT
+        assert quantization.activation_limit(coded, "a4") == quantization.MAX_A4
 
 
 def test_codecs_are_those_of_the_reader() -> None:
@@ -189,8 +190,8 @@ def test_limits_are_the_constants() -> None:
         "bytes of `default_mode`": metadata_codec.MAX_MODE,
         "rows of the base of a transform": manifest.MAX_BASE,
         "experts of all layers together": stack.MAX_EXPERTS,
-        "pixels of a patch, channels of joined patches": config.MOST_CHANNELS,
-        "rows of learned positions of a tower": config.MOST_POSITIONS,
+        "pixels of a patch, channels of joined patches": config.MAX_CHANNELS,
+        "rows of learned positions of a tower": config.MAX_POSITIONS,
     }
     sizes = dict[str, int]()
     for what, limit in rows(section("Limits"), "what"):
@@ -201,9 +202,9 @@ def test_limits_are_the_constants() -> None:
         else:
             sizes |= dict.fromkeys(named(what), value)
     assert not constants
-    assert sizes.pop("shared_expert_intermediate_size") == stack.LIMITS["intermediate_size"]
-    assert sizes.pop("sliding_windows") == stack.LIMITS["max_position_embeddings"]
-    assert sizes == stack.LIMITS | config.LIMITS_VISION
+    assert sizes.pop("shared_expert_intermediate_size") == stack.MAX_SIZES["intermediate_size"]
+    assert sizes.pop("sliding_windows") == stack.MAX_SIZES["max_position_embeddings"]
+    assert sizes == stack.MAX_SIZES | config.MAX_VISION_SIZES
 
 
 def test_the_header_is_the_readers() -> None:
@@ -215,7 +216,7 @@ def test_the_header_is_the_readers() -> None:
         offset = struct.calcsize(layout)
     text = section("Bytes")
     assert offset == 64 and f"header length, {offset}" in text and f"format version, {container.VERSION}" in text
-    encoded = container.Header(64, 5, bytes(range(16))).encode()
+    encoded = container.FileHeader(64, 5, bytes(range(16))).encode()
     assert struct.unpack(layout, encoded) == (container.MAGIC, 1, 64, 16384, 64, 16448, 5, bytes(range(16)))
     assert f"`{container.MAGIC.hex(' ')}`" in text and f"data offset, {container.DATA_OFFSET}" in text
     assert f"a multiple of {container.ALIGNMENT}" in text and f"{container.MAX_METADATA >> 20} MiB" in text

@@ -11,7 +11,7 @@ import pytest
 from sample_file import CONFIG, refused
 
 from edgeq.errors import EdgeqError, FormatError, UnsupportedError
-from edgeq.schema import model_generated as fb
+from edgeq.format.schema import model_generated as fb
 
 Forge = Callable[..., Path]
 MIB = 1 << 20

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from edgeq.errors import InputError
-from edgeq.image import EXACT_PIXELS, LIMITS, MOST_PIXELS, Picture, read_picture
-from edgeq.image_config import CLIP_MEAN, CLIP_STD, ImageConfig
+from edgeq.network.image_config import CLIP_MEAN, CLIP_STD, ImageConfig
+from edgeq.pictures.image import EXACT_PIXELS, MAX_PIXELS, PICTURE_LIMITS, Picture, read_picture
 
 MODES = ("RGB", "L", "1", "P", "P with alpha", "LA", "RGBA", "CMYK")
 SIZES = ((1, 1), (1, 2), (3, 1), (27, 41), (140, 56), (13, 2000), (401, 300))
@@ -275,7 +275,7 @@ def test_a_hundred_million_pixels_are_shrunk_within_8_bytes_each(kind: str) -> N
     options = {"compress_level": 1} if form == "PNG" else {"progressive": mode == "progressive", "subsampling": 0}
     data = stored(image, form, exif=exif, **options)
     del image
-    assert LIMITS.memory <= 8 * MOST_PIXELS + (64 << 20)
+    assert PICTURE_LIMITS.memory <= 8 * MAX_PIXELS + (64 << 20)
     found = read_picture(data, tower(QWEN), EVERY)
     # By the rule of Qwen2-VL: 10,000 by its factor is a little less than 8 times 28.
     assert found.grid == (1, 14, 14)
@@ -297,7 +297,7 @@ import sys
 sys.modules["PIL"] = None
 from types import SimpleNamespace
 from edgeq.errors import EdgeqError
-from edgeq.image import read_picture
+from edgeq.pictures.image import read_picture
 try:
     read_picture(b"x", SimpleNamespace(image=None, patch_size=1, merge=1), 1)
 except EdgeqError as error:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from edgeq.errors import EdgeqError, FormatError, UnsupportedError
-from edgeq.image_config import CLIP_MEAN, CLIP_STD, ImageConfig
+from edgeq.network.image_config import CLIP_MEAN, CLIP_STD, ImageConfig
 
 SIZES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 QWEN: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056, **SIZES}

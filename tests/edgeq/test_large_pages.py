@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeq.container import ModelFile
+from edgeq.format.container import ModelFile
 
 SMAPS = Path("/proc/self/smaps")
 

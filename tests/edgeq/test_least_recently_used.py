@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeq.least_recently_used import remove_least_recently_used
+from edgeq.system.least_recently_used import remove_least_recently_used
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from edgeq import machine
+from edgeq.system import machine
 
 
 def test_processor_and_memory_are_found():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeq import machine, measurements
+from edgeq.system import machine, measurements
 
 
 def test_measurements_within_measurements_are_kept_and_on_measure_is_called_for_those_alone_that_are_made(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq.codec import Codec, dequantize, pack_groups, pack_integers, unpack_groups
-from edgeq.converters.quantizer import quantize
-from edgeq.quantization import LARGEST_SCALE, rounded
+from edgeq.converters.rounding.quantizer import quantize
+from edgeq.format.codec import Codec, dequantize, pack_groups, pack_integers, unpack_groups
+from edgeq.format.quantization import MAX_SCALE, rounded
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero"])
@@ -62,5 +62,5 @@ def test_weights_too_large_for_a_scale_are_clipped_and_stay_finite() -> None:
     codec = Codec("int", 2, 32, False)
     w = np.linspace(-1e6, 1e6, 64, dtype=np.float32)[None]
     made = rounded(w, codec)
-    assert unpack_groups(made["scale"], 1).max() == LARGEST_SCALE
-    assert np.isfinite(dequantize(codec, 1, 64, made["q"], made["scale"], made["zero"])).all()
+    assert unpack_groups(made["scale"], 1).max() == MAX_SCALE
+    assert np.isfinite(dequantize(codec, 1, 64, made)).all()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edgeq.errors import CheckpointError
-from edgeq.safetensors import MAX_HEADER, read_header
+from edgeq.format.safetensors import MAX_HEADER, read_header
 
 
 def safetensors(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from sample_file import split
 from test_format_page import BODIES, named, rows, section
 
-from edgeq.schema import model_generated as fb
+from edgeq.format.schema import model_generated as fb
 
 SCALARS = {"ubyte": "B", "bool": "?", "uint": "I", "ulong": "Q", "float": "f"}
 ENUMS = {name for kind, name in BODIES if kind == "enum"}

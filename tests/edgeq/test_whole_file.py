@@ -10,7 +10,7 @@ from threading import Barrier, Thread
 
 import pytest
 
-from edgeq.whole_file import write_whole
+from edgeq.system.whole_file import write_whole
 
 
 @pytest.mark.parametrize(("parts", "read"), [("é\n", "é\n".encode()), (b"\x00\xff", b"\x00\xff"), ([b"a", b"", b"bc"], b"abc")])

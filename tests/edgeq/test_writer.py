@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from sample_file import write_body
 
-from edgeq import writer as writer_module
-from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError, ResourceError
-from edgeq.metadata_codec import MAX_KERNELS
-from edgeq.partial import Partial, partial_path
-from edgeq.writer import Writer
+from edgeq.format import writer as writer_module
+from edgeq.format.container import ModelFile
+from edgeq.format.metadata_codec import MAX_KERNELS
+from edgeq.format.partial import Partial, partial_path
+from edgeq.format.writer import Writer
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path, sample: bytes) -> None:
@@ -145,7 +145,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from sample_file import write_body
 from edgeq.errors import ResourceError
-from edgeq.writer import Writer
+from edgeq.format.writer import Writer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 try:

@@ -13,33 +13,36 @@ from mutation import changed_bytes, refused
 from numpy.typing import NDArray
 
 from edgeq.errors import EdgeqError
-from edgeq.prompt import Place
-from edgeq.runtime import page_file, session_file
-from edgeq.runtime.prefix_tree import Node, PrefixTree, key_of
-from edgeq.runtime.prompt_store import LEAST_PAGES, PromptStore
-from edgeq.runtime.session_file import DIGEST_BYTES, Origin
-from edgeq.targets.rows import PAGE, Page
-from edgeq.targets.target import Program
+from edgeq.pictures.prompt import PicturePlace
+from edgeq.runtime.batching import page_file
+from edgeq.runtime.batching.prefix_tree import Node, PrefixTree, key_of
+from edgeq.runtime.batching.prompt_store import MIN_PAGES, PromptStore
+from edgeq.runtime.session import session_file
+from edgeq.runtime.session.session_file import DIGEST_BYTES, Origin
+from edgeq.targets.rows import PAGE, Page, PagePart
+from edgeq.targets.target import Program, ProgramFacts
 
 PAGE_BYTES, VOCABULARY, CONTEXT = 96, 500, 512
 ORIGIN = Origin("0123456789abcdef" * 2, ("target", "mode", "f16", "rope"))
-TOKENS = [(i * i) % VOCABULARY for i in range(LEAST_PAGES * PAGE)]
-PLACES = (Place(10, (1, 4, 5), b"p" * 16, 20), Place(100, (2, 4, 5), b"q" * 16, 40))
+TOKENS = [(i * i) % VOCABULARY for i in range(MIN_PAGES * PAGE)]
+PLACES = (PicturePlace(10, (1, 4, 5), b"p" * 16, 20), PicturePlace(100, (2, 4, 5), b"q" * 16, 40))
 
 
 class Numbers(Page):
     def __init__(self, data: bytes) -> None:
         assert len(data) == PAGE_BYTES
+        super().__init__(PagePart(), PagePart())
         self.data = data
 
 
-PAGES = [Numbers(bytes([i]) * PAGE_BYTES) for i in range(LEAST_PAGES)]
+PAGES = [Numbers(bytes([i]) * PAGE_BYTES) for i in range(MIN_PAGES)]
 
 
 class Pages:
     """What a store needs of a program."""
 
-    isa = ""
+    def facts(self) -> ProgramFacts:
+        return ProgramFacts()
 
     def new_page(self) -> Page:
         return Numbers(bytes(PAGE_BYTES))
@@ -48,7 +51,7 @@ class Pages:
         assert isinstance(page, Numbers)
         return page.data
 
-    def page_memory(self) -> NDArray[np.uint8]:
+    def page_memory(self, windowed: bool = True) -> NDArray[np.uint8]:
         return np.zeros(PAGE_BYTES, np.uint8)
 
     def load_page(self, data: NDArray[np.uint8]) -> Page:
@@ -60,7 +63,10 @@ class Caches:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._of = folder / "session", Pages()
-        session_file.write(self._path, ORIGIN, TOKENS, PLACES, PAGE_BYTES, (page.data for page in PAGES))
+        session_file.write(
+            self._path, ORIGIN, TOKENS, PLACES, (page.data for page in PAGES),
+            sizes=(PAGE_BYTES, PAGE_BYTES), whole=[True] * len(PAGES),
+        )  # fmt: skip
         self._session = self._path.read_bytes()
         self._store = PromptStore(folder / "kept", 1 << 20, ORIGIN, cast(Program, self._of), Lock())
         tree, nodes = PrefixTree(), list[Node]()
@@ -91,8 +97,9 @@ class Caches:
         self._path.write_bytes(data)
         try:
             tokens, places, pages = session_file.read(
-                self._path, ORIGIN, VOCABULARY, CONTEXT, self._of.page_memory, self._of.load_page
-            )
+                self._path, ORIGIN, vocab_size=VOCABULARY, context=CONTEXT, window=0,
+                page_memory=self._of.page_memory, load_page=self._of.load_page,
+            )  # fmt: skip
         except EdgeqError as error:
             return refused(error)
         assert len(tokens) <= CONTEXT and len(pages) == -(-len(tokens) // PAGE) and all(0 <= t < VOCABULARY for t in tokens)

@@ -10,10 +10,10 @@ from typing import Any
 
 from mutation import VALUES, changed_bytes, changed_json, refused
 
-from edgeq.converters.checkpoint import INDEX, Checkpoint
 from edgeq.converters.families import FAMILIES, recognise
+from edgeq.converters.importers.safetensors_folder import INDEX, SafetensorsFolder
 from edgeq.errors import EdgeqError
-from edgeq.safetensors import read_header
+from edgeq.format.safetensors import read_header
 
 COMMON: dict[str, Any] = {
     **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -89,10 +89,9 @@ def index(rng: random.Random, folder: Path) -> str:
     names = (*SHARDS, "../x.safetensors", "/etc/passwd", f"./{SHARDS[0]}", ".safetensors", "t9", f"{SHARDS[1]}\0")
     data = json.dumps(changed_json(rng, value, (*VALUES, *names))).encode("utf-8", "surrogatepass")
     (folder / INDEX).write_bytes(changed_bytes(rng, data) if rng.random() < 0.3 else data)
-    checkpoint = Checkpoint(folder, "shards", {})
     try:
-        checkpoint.open_weights()
+        tensors = SafetensorsFolder(folder, "shards", {}).tensors()
     except EdgeqError as error:
         return refused(error)
-    assert all(tensor.shard in SHARDS for tensor in checkpoint.tensors.values()), checkpoint.tensors
+    assert all(tensor.path.parent == folder and tensor.path.name in SHARDS for tensor in tensors.values()), tensors
     return "read"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeq.records import LinearSpec, Mode
+from edgeq.format.records import LinearSpec, Mode
 from edgeq.targets.reference import linear as linear_module
 from edgeq.targets.reference import program
 from edgeq.targets.reference.matrices import Matrices

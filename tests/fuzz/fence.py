@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.container import ModelFile
+from edgeq.format.container import ModelFile
 from edgeq.targets.cpu import requantized
 from edgeq.targets.cpu.jit import buffers
 

@@ -17,11 +17,11 @@ import flatbuffers
 from model_files import make
 from mutation import EDGES, changed_bytes, changed_json, refused
 
-from edgeq.container import DATA_OFFSET, ModelFile
 from edgeq.errors import EdgeqError, FormatError
-from edgeq.schema import model_generated as fb
-from edgeq.tools.inspect import collect, show
-from edgeq.writer import Writer
+from edgeq.format.container import DATA_OFFSET, ModelFile
+from edgeq.format.schema import model_generated as fb
+from edgeq.format.writer import Writer
+from edgeq.tools.commands.inspect import collect, show
 
 sys.path.append(str(Path(__file__).parent.parent / "edgeq"))
 from sample_file import seal, split, write_body  # noqa: E402

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.partial import partial_path
+from edgeq.format.partial import partial_path
 
 sys.path.append(str(Path(__file__).parent.parent))
 from conftest import build_checkpoint  # noqa: E402
@@ -23,7 +23,7 @@ METHODS: dict[str, ConvertOptions] = {
     "gptq": ConvertOptions("gptq", **CALIBRATED),  # type: ignore[arg-type]
     "ttq": ConvertOptions("ttq"),
 }
-MOST = 300.0
+MAX_SECONDS = 300.0
 """Seconds that a conversion of about one may take before it counts as hung."""
 
 
@@ -89,7 +89,7 @@ class Conversions:
             # A partial file that an earlier run left is cut when this one goes on with it.
             if found is not None and found.st_size and found.st_mtime_ns != before:
                 break
-            assert time.monotonic() - began < MOST, "a conversion does not begin to write"
+            assert time.monotonic() - began < MAX_SECONDS, "a conversion does not begin to write"
             time.sleep(0.0005)
         return time.monotonic()
 

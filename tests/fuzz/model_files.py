@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from edgeq.codec import GROUP_SIZES, Codec, pack_floats, pack_integers, to_bf16
-from edgeq.config import ModelConfig
 from edgeq.errors import FormatError
-from edgeq.manifest import MODALITIES, array_shapes, fused_shapes, rotation_shapes
-from edgeq.metadata import Metadata
-from edgeq.records import Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Transform, Weight
-from edgeq.rope import Rope, frequencies
-from edgeq.writer import Writer
+from edgeq.format.codec import GROUP_SIZES, Codec, pack_floats, pack_integers, to_bf16
+from edgeq.format.manifest import MODALITIES, array_shapes, fused_shapes, rotation_shapes
+from edgeq.format.metadata import Metadata
+from edgeq.format.records import Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Transform, Weight
+from edgeq.format.writer import Writer
+from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope, frequencies
 
 FLOATS = ("f32", "f16", "bf16")
 BAD = (np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-40, 0.0, 65504.0, 1e30)
@@ -139,7 +139,7 @@ class _Maker:
         if codec.kind != "int":
             with np.errstate(all="ignore"):
                 packed = pack_floats(self.numbers((rows, columns), columns**-0.5), codec.kind)
-            return Weight(codec, rows, columns, w.stream([packed], codec.kind, packed.shape))
+            return Weight(codec, rows, columns, {"q": w.stream([packed], codec.kind, packed.shape)})
         parts = codec.parts(rows, columns)
         # The padding of a hostile file is anything.
         q = self.n.integers(0, 256, parts["q"].shape).astype(np.uint8)
@@ -149,11 +149,11 @@ class _Maker:
         scale = scale.astype(np.float16)
         if self.chance(self.hostile / 8):
             scale.reshape(-1)[self.n.integers(0, scale.size, self.r.choice((1, 1, scale.size)))] = self.r.choice(BAD_SCALES)
-        stored, scales, zero = w.array(q, "u8"), w.array(scale, "f16"), None
+        arrays = {"q": w.array(q, "u8"), "scale": w.array(scale, "f16")}
         if not codec.symmetric:
             most = 256 if self.chance(self.hostile) else 1 << codec.bits
-            zero = w.array(self.n.integers(0, most, parts["zero"].shape).astype(np.uint8), "u8")
-        return Weight(codec, rows, columns, stored, scales, zero)
+            arrays["zero"] = w.array(self.n.integers(0, most, parts["zero"].shape).astype(np.uint8), "u8")
+        return Weight(codec, rows, columns, arrays)
 
     def transform(self, columns: int) -> Transform | None:
         sizes = [

@@ -17,12 +17,12 @@ from model_files import make
 from mutation import refused
 from numpy.typing import NDArray
 
-from edgeq import machine
-from edgeq.container import DATA_OFFSET, ModelFile
 from edgeq.errors import EdgeqError
-from edgeq.records import MODES, Mode
+from edgeq.format.container import DATA_OFFSET, ModelFile
+from edgeq.format.records import MODES, Mode
 from edgeq.runtime import Model
-from edgeq.runtime.requantize import Requantization
+from edgeq.runtime.session.requantize import Requantization
+from edgeq.system import machine
 from edgeq.targets import pick
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.target import Options
@@ -36,7 +36,7 @@ LENGTHS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 23)
 DECODED = 2
 FEW, MANY, TIMES = 4, 48, 4.0
 """Disturbed runs, those where a few do not explain a difference, and how much more noise the last of them has."""
-LARGEST = 1 << 24
+MAX_NUMBERS = 1 << 24
 """Numbers in the buffers of a run, of rows that a mutant could claim: more is not run."""
 
 
@@ -174,7 +174,7 @@ def mutant(rng: random.Random, samples: Sequence[Sample], path: Path) -> str:
             refused(error)
             continue
         config = file.metadata.config
-        if config.max_position_embeddings * config.head_dim * config.num_hidden_layers < LARGEST:
+        if config.max_position_embeddings * config.head_dim * config.num_hidden_layers < MAX_NUMBERS:
             return same_numbers(path, rng, [rng.choice(HERE)], [rng.choice((1, 2))], None)
 
 

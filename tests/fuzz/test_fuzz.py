@@ -22,7 +22,7 @@ import pytest
 HERE = Path(__file__).parent
 COUNTS = {"bytes": 2000, "metadata": 500, "template": 40, "tokenizer": 60, "config": 4000, "index": 3000, "header": 4000}
 COUNTS |= {"cache": 500}
-COUNTS |= {"mutant": 6, "sound": 1}
+COUNTS |= {"mutant": 2, "sound": 1}
 
 
 @pytest.mark.parametrize("kind", COUNTS)
@@ -32,7 +32,7 @@ def test_nothing_but_a_result_or_one_clear_error(kind: str) -> None:
     if COUNTS[kind] < 20:
         # Kernels that nothing else needs may have to be compiled.
         command[-1] = "300"
-    done = subprocess.run([*command, "--count", str(COUNTS[kind])], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--count", str(COUNTS[kind])], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " tried: " in done.stdout, done.stdout + done.stderr
 
 
@@ -79,12 +79,12 @@ def test_a_crash_a_hang_and_an_exception_are_named_and_the_other_trials_run(jobs
     shutil.copy(HERE / "run.py", tmp_path)
     (tmp_path / "trials.py").write_text(BROKEN)
     command = [sys.executable, str(tmp_path / "run.py"), "broken", "--jobs", jobs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and "broken: 8 tried: 3 FINDING, 5 well" in done.stdout, done.stdout
     assert "broken --seed 0 --only 2: ends the process (status -6)" in done.stdout
     assert "broken --seed 0 --only 4: does not end" in done.stdout and "in trial" in done.stderr
     assert "broken --seed 0 --only 5: TypeError at trials.py:" in done.stdout
-    one = subprocess.run([*command, "--only", "2"], capture_output=True, text=True, timeout=100)
+    one = subprocess.run([*command, "--only", "2"], capture_output=True, text=True, timeout=600)
     assert one.returncode == 1 and "broken: 1 tried: 1 FINDING" in one.stdout
 
 

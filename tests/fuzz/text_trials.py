@@ -9,18 +9,18 @@ from typing import Any
 
 from mutation import changed_bytes, changed_json, refused
 
-from edgeq.chat_template import ChatTemplate
 from edgeq.errors import EdgeqError
-from edgeq.runtime.tokenizer import TextStream
-from edgeq.text import Text
+from edgeq.runtime.answers.tokenizer import TextStream
+from edgeq.text.chat_template import ChatTemplate
+from edgeq.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 TOKENIZER: dict[str, Any] = json.loads((ROOT / "models" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8"))
 
 
-def plain_text() -> Text:
+def plain_text() -> Tokenizer:
     """The tokenizer that templates are tried with."""
-    return Text(json.dumps(TOKENIZER), {"special_tokens": {"bos_token": "<|begin|>"}})
+    return Tokenizer(json.dumps(TOKENIZER), {"special_tokens": {"bos_token": "<|begin|>"}})
 
 
 NAMES = ("messages", "messages[0].content", "n.s", "'ab'", "[1, 'x']", "{'a': 1}", "range(99999)", "7", "2.5", "bos_token")
@@ -117,7 +117,7 @@ def _block(rng: random.Random, depth: int) -> str:
             return inner + _block(rng, depth - 1)
 
 
-def template(rng: random.Random, text: Text) -> str:
+def template(rng: random.Random, text: Tokenizer) -> str:
     source = f"{{% set n = namespace(s={rng.choice(NAMES)}) %}}{_block(rng, rng.randrange(1, 5))}"
     if rng.random() < 0.1:
         source = changed_bytes(rng, source.encode()).decode("utf-8", "replace")
@@ -183,7 +183,7 @@ def tokenizer(rng: random.Random) -> str:
     if rng.random() < 0.1:
         source = changed_bytes(rng, source.encode()).decode("utf-8", "replace")
     try:
-        text = Text(source, {})
+        text = Tokenizer(source, {})
         text.encode("a" * 40 + " naïve 日本 <|end|>" + "x" * 40)
         text.encode_plain("<|end|>")
         stream = TextStream(text)

@@ -20,7 +20,7 @@ def model_path(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
     "tiny-llama" is the trained model; overrides are of the configuration of the others.
     """
     from edgeq.converters.convert import convert
-    from edgeq.converters.options import ConvertOptions
+    from edgeq.converters.planning.options import ConvertOptions
 
     folder = tmp_path_factory.mktemp("files")
     made: dict[str, Path] = {}

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeq.codec import Codec, pack_floats
-from edgeq.config import ModelConfig, VisionConfig
-from edgeq.image import Picture
-from edgeq.image_config import ImageConfig
-from edgeq.manifest import array_shapes, fused_shapes, patch_contents, projector_contents
-from edgeq.metadata import Metadata
-from edgeq.records import LinearSpec, Weight
-from edgeq.rope import Rope
-from edgeq.writer import Writer
+from edgeq.format.codec import Codec, pack_floats
+from edgeq.format.manifest import array_shapes, fused_shapes, patch_contents, projector_contents
+from edgeq.format.metadata import Metadata
+from edgeq.format.records import LinearSpec, Weight
+from edgeq.format.writer import Writer
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.image_config import ImageConfig
+from edgeq.network.rope import Rope
+from edgeq.pictures.image import Picture
 
 IMAGE_TOKEN = 90
 VISION = VisionConfig(
@@ -61,7 +61,7 @@ def write(path: Path) -> Path:
 
     def linear(name: str, rows: int, columns: int) -> None:
         values = pack_floats((rng.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns)).astype(np.float32), "f32")
-        linears[name] = LinearSpec(name, (Weight(Codec("f32"), rows, columns, writer.array(values, "f32")),))
+        linears[name] = LinearSpec(name, (Weight(Codec("f32"), rows, columns, {"q": writer.array(values, "f32")}),))
 
     stacks = [(VISION, range(VISION.num_hidden_layers)), (CONFIG, range(CONFIG.num_hidden_layers))]
     fused = [part for config, layers in stacks for layer in layers for part in fused_shapes(config, layer)]

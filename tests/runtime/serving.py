@@ -12,7 +12,7 @@ from typing import Any
 
 from edgeq.runtime import Model
 from edgeq.runtime.server.app import Server
-from edgeq.runtime.server.serve import running
+from edgeq.runtime.server.serve import bound, running
 from edgeq.runtime.server.settings import Settings
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -44,9 +44,11 @@ class Served:
         )
         return status, found, json.loads(text) if "json" in found.get("content-type", "") else text
 
-    def idle(self, seconds: float = 5) -> bool:
-        """Whether nothing runs or waits within so long, and no page is held but by the prefix tree."""
-        end = time.monotonic() + seconds
+    def idle(self) -> bool:
+        """Whether nothing runs or waits any more, and no page is held but by the prefix tree, after however long the machine
+        takes: two minutes are taken for never.
+        """
+        end = time.monotonic() + 120
         while time.monotonic() < end:
             _, held, unused = self.server.scheduler.pages
             if not self.server.scheduler.busy and held == unused:
@@ -72,10 +74,11 @@ def answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
 def serving(
     model: Model, *, cache_pages: int | None = None, on_failure: Callable[[], None] = print, **settings: Any
 ) -> Iterator[Served]:
-    server = Server(model, Settings(port=0, **settings), cache_pages, on_failure)
+    made = Settings(port=0, **settings)
+    server = Server(model, made, cache_pages, on_failure)
     ports: list[int] = []
     http = running(server, ports.append)
-    thread = threading.Thread(target=http.run, daemon=True)
+    thread = threading.Thread(target=http.run, args=(bound(made),), daemon=True)
     thread.start()
     while not ports and thread.is_alive():
         time.sleep(0.01)
@@ -83,5 +86,5 @@ def serving(
         yield Served(server, ports[0])
     finally:
         http.should_exit = True
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()

@@ -13,16 +13,16 @@ import random_vlm
 from numpy.typing import NDArray
 from with_masters import with_masters
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
-from edgeq.prompt import Prompt
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.pictures.prompt import Prompt
 from edgeq.runtime import Model, Sampling
-from edgeq.runtime.adapted import adapted, balanced
-from edgeq.runtime.job import Job
-from edgeq.runtime.requantize import Requantization
+from edgeq.runtime.batching.job import Job
+from edgeq.runtime.batching.scheduler import Scheduler
+from edgeq.runtime.network.adapted import adapted, balanced
 from edgeq.runtime.request import Request
-from edgeq.runtime.scheduler import Scheduler
+from edgeq.runtime.session.requantize import Requantization
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(2, 2048, 90)]
 WEIGHTS = {"initializer_range": 0.02}
@@ -70,7 +70,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted_logits(folder: Path, adapter: Path, by_root: bool = False) -> NDArray[np.float32]:
-    """Of transformers, each weight plus the product of its factors."""
+    """Logits of transformers, each weight plus the product of its factors."""
     import torch
     from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM

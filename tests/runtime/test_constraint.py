@@ -12,11 +12,11 @@ import pytest
 
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime import Model, Sampling
-from edgeq.runtime import constraint as constraints
-from edgeq.runtime.job import Job
+from edgeq.runtime.answers import constraint as constraints
+from edgeq.runtime.batching.job import Job
+from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
-from edgeq.runtime.scheduler import Scheduler
-from edgeq.text import Text
+from edgeq.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -194,7 +194,7 @@ def test_a_text_that_made_room_goes_on_in_its_grammar(model: Model) -> None:
     jobs = list[Job]()
     for seed in range(3):
         asked = Request(max_tokens=120, response_format=held((long, word)[seed % 2]))
-        jobs.append(Job(prompt, asked.compiled(model.constraints, model.text), Sampling(temperature=1.0, seed=seed)))
+        jobs.append(Job(prompt, asked.compiled(model.constraints.compile, model.text), Sampling(temperature=1.0, seed=seed)))
     scheduler = Scheduler(model, 4, pages=8, shares_prefixes=True)
     found = {scheduler.submit(job): list[int]() for job in jobs}
     tickets = list(found)
@@ -211,7 +211,7 @@ def test_a_text_that_made_room_goes_on_in_its_grammar(model: Model) -> None:
 
 
 def test_compiled_grammars_are_kept_but_not_without_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "MOST_COMPILED", 2)
+    monkeypatch.setattr(constraints, "MAX_COMPILED", 2)
     kept, grammars = model.constraints, [constraints.of_lark(f"start: /a{{{i}}}/") for i in (1, 2, 3)]
     first = kept.compile(grammars[0])
     assert kept.compile(grammars[0]) is first
@@ -223,15 +223,16 @@ def test_compiled_grammars_are_kept_but_not_without_end(model: Model, monkeypatc
 
 def test_bytes_and_spaces_of_sentencepiece() -> None:
     """As Llama 2's: a space comes before what is encoded, and is none of what the grammar has; other characters are bytes."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer as ForeignTokenizer
+    from tokenizers import decoders, models, normalizers
 
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcdefgh", "\u2581ab", "cd"]
-    tokenizer = Tokenizer(models.Unigram([(w, -float(i)) for i, w in enumerate(words)], unk_id=0, byte_fallback=True))
+    tokenizer = ForeignTokenizer(models.Unigram([(w, -float(i)) for i, w in enumerate(words)], unk_id=0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    text, draw = Text(tokenizer.to_str(), {"eos_token_ids": [2]}), np.random.default_rng(0)
+    text, draw = Tokenizer(tokenizer.to_str(), {"eos_token_ids": [2]}), np.random.default_rng(0)
     compiled = constraints.Constraints(lambda: text, len(words))
     for wanted in ("cd ab", "\u65e5\U0001f642 ab"):
         matcher = compiled.compile(constraints.of_schema(constraints.schema_text({"const": wanted}))).begin(1, text.eos)

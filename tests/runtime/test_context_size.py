@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from edgeq import machine as facts
 from edgeq.errors import InputError, ResourceError
-from edgeq.records import KvCodec
+from edgeq.format.records import KvCodec
 from edgeq.runtime import Model
+from edgeq.system import machine as facts
 from edgeq.targets.host import buffer_bytes
 
 MIB = 1 << 20

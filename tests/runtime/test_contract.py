@@ -15,16 +15,18 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
 from edgeq import targets
-from edgeq.container import ModelFile
 from edgeq.errors import DeviceError, InputError, ResourceError
-from edgeq.records import KvCodec, Mode
-from edgeq.runtime import Batch, Model, session
-from edgeq.runtime.prefill_rate import PrefillRate
-from edgeq.targets import Choice
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KvCodec, Mode
+from edgeq.runtime import Batch, Model
+from edgeq.runtime.session import session
+from edgeq.runtime.session.prefill_rate import PrefillRate
+from edgeq.targets import TargetChoice
 from edgeq.targets.graph import Graph
-from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import OnProgress, Options, Program, Recorded, Room, no_progress
-from edgeq.tools.cli import main
+from edgeq.targets.rows import Page, PagePart, Rows
+from edgeq.targets.target import MemoryNeed, OnProgress, Options, Program, ProgramFacts, no_progress
+from edgeq.targets.times import RecordedRun
+from edgeq.tools.cli.main import main
 
 LOST = "the GPU has fallen off the bus"
 LETTER = 66
@@ -34,31 +36,34 @@ LETTER = 66
 class IdleProgram:
     """Every token is followed by LETTER.  After so many runs as `last` says the device is lost."""
 
-    threads, tile, description = 1, 64, "idle"
+    threads, tile, window, most_largest, description = 1, 64, 0, 0, "idle"
 
     def __init__(self, graph: Graph, options: Options, last: int) -> None:
         self.options = replace(options, max_rows=options.max_rows or 1024)
         self.runs: list[int] = []
         self._last, self._width = last, graph.buffers[graph.result]
 
+    def facts(self) -> ProgramFacts:
+        return ProgramFacts()
+
     def prepare(self, mode: Mode, on_progress: OnProgress = no_progress) -> None:
         """Nothing is compiled."""
 
     def new_page(self) -> Page:
         self._check_device()
-        return Page()
+        return Page(PagePart(), PagePart())
 
     def copy_page(self, page: Page) -> Page:
-        return Page()
+        return Page(PagePart(), PagePart())
 
     def save_page(self, page: Page) -> bytes:
         return b""
 
-    def page_memory(self) -> NDArray[np.uint8]:
+    def page_memory(self, windowed: bool = True) -> NDArray[np.uint8]:
         return np.zeros(0, np.uint8)
 
     def load_page(self, data: NDArray[np.uint8]) -> Page:
-        return Page()
+        return Page(PagePart(), PagePart())
 
     def read_bandwidth(self, refresh: bool = False) -> float | None:
         return None
@@ -66,7 +71,7 @@ class IdleProgram:
     def record(self, on: bool) -> None:
         """Nothing takes time."""
 
-    def recorded(self) -> list[Recorded]:
+    def recorded(self) -> list[RecordedRun]:
         return []
 
     def run(self, rows: Rows, mode: Mode | None = None) -> Any:
@@ -85,13 +90,13 @@ class IdleProgram:
 class IdleTarget:
     name = "idle"
 
-    def __init__(self, room: Room | None = None, last: int = 1 << 30) -> None:
-        self._room, self._last = room or Room(1 << 40, 0), last
+    def __init__(self, room: MemoryNeed | None = None, last: int = 1 << 30) -> None:
+        self._room, self._last = room or MemoryNeed(1 << 40, 0), last
 
     def refusal(self, file: ModelFile | None = None) -> str | None:
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> Room:
+    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
         return self._room
 
     def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
@@ -99,7 +104,7 @@ class IdleTarget:
 
 
 def loaded(path: Path, target: IdleTarget, context: int | None = None, **options: Any) -> Model:
-    return Model(ModelFile.open(path), Choice(target, ()), Options("a16", **options), context=context)
+    return Model(ModelFile.open(path), TargetChoice(target, ()), Options("a16", **options), context=context)
 
 
 def runs(model: Model) -> list[int]:
@@ -109,14 +114,14 @@ def runs(model: Model) -> list[int]:
 
 def test_the_context_is_what_the_target_has_room_for(tiny_path: Path) -> None:
     page = loaded(tiny_path, IdleTarget()).graph.page_bytes(KvCodec())
-    target = IdleTarget(Room(5000 + 4 * page - 1, 5000))
+    target = IdleTarget(MemoryNeed(5000 + 4 * page - 1, 5000))
     assert loaded(tiny_path, target).context == 192
     with pytest.raises(ResourceError, match="largest context that fits is 192"):
         loaded(tiny_path, target, context=193)
     with pytest.raises(ResourceError, match="no context fits"):
-        loaded(tiny_path, IdleTarget(Room(4999, 5000)))
+        loaded(tiny_path, IdleTarget(MemoryNeed(4999, 5000)))
     with pytest.raises(ResourceError, match=r"pass `context=192`, or draw less of it$"):
-        loaded(tiny_path, IdleTarget(Room(5000 + 4 * page - 1, 5000, "draw less of it")), context=193)
+        loaded(tiny_path, IdleTarget(MemoryNeed(5000 + 4 * page - 1, 5000, "draw less of it")), context=193)
 
 
 def test_a_prompt_runs_in_whole_tiles_of_the_target(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
-from edgeq.manifest import fused_shapes
-from edgeq.metadata import Metadata
-from edgeq.records import ArrayRef, KvCodec, LinearSpec, Weight
-from edgeq.runtime.decoder import decoder
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.format.manifest import fused_shapes
+from edgeq.format.metadata import Metadata
+from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Weight
+from edgeq.runtime.network.decoder import decoder
 from edgeq.targets.graph import Embed, Graph, Linear
 
 
@@ -54,7 +54,7 @@ def test_projections_stored_apart_lie_side_by_side(metadata: Metadata) -> None:
     for name, linear in metadata.linears.items():
         parts = next((p for layer in range(6) for fused, p in fused_shapes(config, layer) if fused == name), {name: (0, 0)})
         for part, (rows, columns) in parts.items():
-            weight = Weight(Codec("f32"), rows, columns, ArrayRef("f32", (1,), 0))
+            weight = Weight(Codec("f32"), rows, columns, {"q": ArrayRef("f32", (1,), 0)})
             linears[part] = LinearSpec(part, (weight,)) if len(parts) > 1 else linear
     graph = decoder(replace(metadata, linears=linears))
     written = [(op.linear.name, op.out, op.offset) for op in graph.operations if isinstance(op, Linear) and op.layer == 2]

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_package_has_what_the_runtime_has_and_imports_it_late() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    assert loaded.stdout.split() == ["edgeq", "edgeq.version"]
+    assert loaded.stdout.split() == ["edgeq", "edgeq.folders", "edgeq.version"]
 
 
 def test_text_is_all_of_it_however_much_was_iterated_over(model: Model) -> None:
@@ -145,11 +146,16 @@ def test_the_file_recommends_sampling_and_one_rule_serves_all(tiny_path: Path) -
     model = Model.load(tiny_path, target="reference", context=64)
     greedy = model.generate(PROMPT, max_tokens=16).text()
     assert Sampling.recommended(model) == Sampling()
+    usual = Sampling(temperature=0.7, top_p=0.95, min_p=0.05, dry_multiplier=0.8)
+    assert Sampling.recommended(model, chat=True) == usual
+    assert Sampling.recommended(model, chat=True, temperature=0.0) == replace(usual, temperature=0.0)
     stored = {**model.file.metadata.generation, "temperature": 1.3, "top_p": 0.95, "repetition_penalty": 1.1}
     object.__setattr__(model.file.metadata, "generation", stored)
     wanted = Sampling(temperature=1.3, top_p=0.95, repeat_penalty=1.1)
     assert Sampling.recommended(model) == wanted
     assert Sampling.recommended(model, top_p=0.5, seed=9) == Sampling(temperature=1.3, top_p=0.5, repeat_penalty=1.1, seed=9)
+    # What a file says of how to draw is not mixed with what is usual where it says nothing.
+    assert Sampling.recommended(model, chat=True) == replace(wanted, dry_multiplier=0.8)
     text = model.generate(PROMPT, max_tokens=16).text()
     assert text == model.generate(PROMPT, max_tokens=16, sampling=wanted).text() != greedy
     assert [answer.text for answer in Batch(model, 1, max_tokens=16).run([PROMPT])] == [text]

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from edgeq.container import ModelFile
-from edgeq.records import KvCodec
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KvCodec
 from edgeq.runtime import Model
 from edgeq.targets import host, pick
 from edgeq.targets.target import Options
-from edgeq.tools import corpus
-from edgeq.tools.cli import main
-from edgeq.tools.statistics import log_sum_exp
+from edgeq.tools.cli.main import main
+from edgeq.tools.measure.statistics import log_sum_exp
+from edgeq.tools.quality import corpus
 
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(2, 2048, 150)]
 CODECS = (KvCodec("f16"), KvCodec("int8"), KvCodec("int4"), KvCodec("int4", 4))
@@ -63,7 +63,7 @@ def test_a_prompt_gives_the_same_bits_however_it_is_run(path: Path, kv: KvCodec)
         if other.left:
             other.decode(token)
     assert np.array_equal(wanted, logits)
-    session.trim(67)
+    session.rewind(67)
     assert np.array_equal(wanted, session.prefill(TOKENS[67:]))
     changed = [*TOKENS[:80], 7, 8, 9]
     assert session.keep_prefix(changed) == 80
@@ -71,7 +71,7 @@ def test_a_prompt_gives_the_same_bits_however_it_is_run(path: Path, kv: KvCodec)
 
 
 def test_a_smaller_cache_holds_a_longer_context_in_the_same_memory(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgeq.runtime import context_size
+    from edgeq.runtime.session import context_size
 
     monkeypatch.setattr(context_size, "DEFAULT_CONTEXT", 1 << 20)
     file = ModelFile.open(tiny_path)

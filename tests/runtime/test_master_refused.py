@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from with_masters import with_masters
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.format.writer import Writer
 from edgeq.runtime import Model
-from edgeq.runtime.requantize import Requantization
-from edgeq.writer import Writer
+from edgeq.runtime.session.requantize import Requantization
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeq.container import ModelFile
 from edgeq.converters.convert import convert
-from edgeq.converters.options import ConvertOptions
-from edgeq.records import Mode
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Mode
 from edgeq.runtime import Model
-from edgeq.tools.inspect import layers
+from edgeq.tools.commands.inspect import layers
 
 TWO_WIDTHS = {
     f"layers.{layer}.{part}": codec

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeq import rope
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.rope import Rope
+from edgeq.network import rope
+from edgeq.network.rope import Rope
 from edgeq.runtime import Measurement, Model, Sampling
 
 PROMPT = "def main():"

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from edgeq.runtime import Model
 from edgeq.targets.graph import Linear, Select
 from edgeq.targets.rows import Rows
-from edgeq.tools import breakdown
-from edgeq.tools.cli import main
+from edgeq.tools.cli.main import main
+from edgeq.tools.measure import breakdown
 from tests.targets.cases import recording
 
 

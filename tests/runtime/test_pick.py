@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from edgeq import targets
-from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
 from edgeq.targets import pick
 from edgeq.targets.reference import ReferenceTarget

@@ -14,18 +14,18 @@ import pytest
 import xxhash
 from random_vlm import CONFIG, IMAGE_TOKEN, VISION, picture, write
 
-from edgeq.container import ModelFile
 from edgeq.errors import FormatError, InputError
-from edgeq.image import Picture
-from edgeq.image_config import ImageConfig
-from edgeq.prompt import Place, positions, with_pictures
-from edgeq.rope import picture_positions
+from edgeq.format.container import ModelFile
+from edgeq.network.image_config import ImageConfig
+from edgeq.network.rope import picture_positions
+from edgeq.pictures.image import Picture
+from edgeq.pictures.prompt import PicturePlace, positions, with_pictures
 from edgeq.runtime import Model, Prompt, Session
 from edgeq.runtime import model as model_module
-from edgeq.runtime import vision as vision_module
-from edgeq.runtime.pictures import Pictures, check_image_tokens
-from edgeq.runtime.session import BatchItem, run_together
-from edgeq.targets import Choice, pick
+from edgeq.runtime.network import vision as vision_module
+from edgeq.runtime.network.pictures import Pictures, check_image_tokens
+from edgeq.runtime.session.runs import BatchItem, run_together
+from edgeq.targets import TargetChoice, pick
 from edgeq.targets.rows import VISION as SEEN
 from edgeq.targets.rows import Rows
 from edgeq.targets.target import Target
@@ -122,7 +122,7 @@ def test_what_follows_a_picture_goes_on_after_its_largest_position() -> None:
 def test_after_a_part_of_a_picture_the_next_position_is_one_above_the_largest_kept(model: Model) -> None:
     session = model.session()
     session.prefill(prompt(3, WIDE, 4))
-    session.trim(5)
+    session.rewind(5)
     assert [(p.start, p.kept) for p in session.places] == [(1, 4)]
     # One row of 9 columns, of which 4 are kept: columns 1 to 4.
     assert positions(session.places, 5, 7, 3).tolist() == [[5, 6]] * 3
@@ -184,7 +184,7 @@ def test_a_fork_has_the_pictures(model: Model) -> None:
     session = model.session()
     session.prefill(prompt(3, A, 4))
     forked = session.fork()
-    session.trim(1)
+    session.rewind(1)
     assert np.array_equal(forked.decode(5), model.session().prefill(prompt(3, A, 4, 5)))
     assert forked.keep_prefix(prompt(3, B, 4)) == 1
 
@@ -203,7 +203,7 @@ def test_a_saved_session_has_the_pictures(model: Model, tmp_path: Path, encoded:
 def test_a_session_cut_within_a_picture_is_saved_as_it_is(model: Model, tmp_path: Path) -> None:
     session = model.session()
     session.prefill(prompt(3, A, 4))
-    session.trim(6)
+    session.rewind(6)
     session.save(tmp_path / "cut.session")
     loaded = model.session()
     loaded.load(tmp_path / "cut.session")
@@ -213,7 +213,7 @@ def test_a_session_cut_within_a_picture_is_saved_as_it_is(model: Model, tmp_path
 def test_text_after_a_part_of_a_picture_keeps_its_positions(model: Model, tmp_path: Path) -> None:
     session = model.session()
     session.prefill(prompt(3, A, 4))
-    session.trim(6)
+    session.rewind(6)
     session.prefill([IMAGE_TOKEN, 9])
     session.save(tmp_path / "cut.session")
     loaded = model.session()
@@ -228,7 +228,7 @@ def test_the_span_of_a_part_is_that_of_its_positions() -> None:
     for grid in np.ndindex(3, 3, 4):
         whole = picture_positions(0, (grid[0] + 1, grid[1] + 1, grid[2] + 1))
         for kept in range(1, whole.shape[1] + 1):
-            place = Place(5, (grid[0] + 1, grid[1] + 1, grid[2] + 1), b"", kept)
+            place = PicturePlace(5, (grid[0] + 1, grid[1] + 1, grid[2] + 1), b"", kept)
             assert place.span == whole[:, :kept].max() + 1
 
 
@@ -291,10 +291,10 @@ def turns(model: Model) -> list[np.ndarray[Any, Any]]:
 
 
 def _item(session: Session, whole: Prompt) -> BatchItem:
-    from edgeq.runtime.pictures import Seen
+    from edgeq.runtime.network.pictures import PictureFeatures
 
     assert session._pictures is not None
-    seen = Seen(session._pictures, whole, whole.places, session._lock)
+    seen = PictureFeatures(session._pictures, whole, whole.places, session.lock)
     return BatchItem(session, whole.tokens, [len(whole.tokens) - 1], whole.places, seen.between(0, len(whole.tokens)))
 
 
@@ -323,7 +323,7 @@ def test_a_closed_model_holds_no_target(path: Path, monkeypatch: pytest.MonkeyPa
     """The context of a GPU that failed ends with the last that holds it; the model itself may be held on to."""
     targets: list[weakref.ref[Target]] = []
 
-    def picked(name: str | None, file: ModelFile) -> Choice:
+    def picked(name: str | None, file: ModelFile) -> TargetChoice:
         choice = pick(name, file)
         targets.append(weakref.ref(choice.target))
         return choice

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgeq.runtime import Model, Sampling
-from edgeq.tools.corpus import evaluation_code
+from edgeq.tools.quality.corpus import evaluation_code
 from tests.targets.cases import HERE
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n" * 6
@@ -34,7 +34,7 @@ def test_instruction_sets_and_the_reference_agree_on_greedy_text(tiny_path: Path
 
 
 def test_chunks_of_any_size_give_the_same_logits(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgeq.runtime import session
+    from edgeq.runtime.session import session
 
     model, seen, chunks = Model.load(tiny_path, target="cpu"), [], []
     tokens = model.text.encode(PROMPT * 5)
@@ -63,7 +63,7 @@ def test_8_bit_activations_change_the_perplexity_by_less_than_0_3_percent(tiny_p
 
 
 def test_an_interrupt_ends_a_command_without_a_traceback(tiny_path: Path) -> None:
-    code = "import edgeq.tools.cli; print('ready', flush=True); edgeq.tools.cli.main()"
+    code = "import edgeq.tools.cli.main; print('ready', flush=True); edgeq.tools.cli.main.main()"
     forever = ["bench", str(tiny_path), "-p", "900", "-n", "0", "-r", "1000", "--target", "reference"]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *forever],

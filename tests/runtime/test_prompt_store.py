@@ -19,15 +19,16 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from edgeq.errors import InputError, ResourceError
-from edgeq.runtime import Model, Sampling, page_file, prompt_store
-from edgeq.runtime.job import Job
-from edgeq.runtime.page_file import DIGEST_BYTES
-from edgeq.runtime.prefix_tree import PrefixTree, digest_of, key_of
-from edgeq.runtime.prompt_store import PromptStore
+from edgeq.runtime import Model, Sampling
+from edgeq.runtime.batching import page_file, prompt_store
+from edgeq.runtime.batching.job import Job
+from edgeq.runtime.batching.page_file import DIGEST_BYTES
+from edgeq.runtime.batching.prefix_tree import PrefixTree, digest_of, key_of
+from edgeq.runtime.batching.prompt_store import PromptStore
+from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
-from edgeq.runtime.scheduler import Scheduler
 from edgeq.targets.rows import PAGE
-from edgeq.tools.cli import main
+from edgeq.tools.cli.main import main
 
 TOKENS = [3 + (7 * i * i + i) % 1900 for i in range(6 * PAGE + 5)]
 
@@ -187,15 +188,15 @@ def test_a_page_that_is_removed_after_it_was_read_is_no_error(
 ) -> None:
     """Pages are read ahead, and another thread or process may make room meanwhile."""
     asked(model, store)
-    third, read = files(store)[2], page_file.read_into
+    third, read = files(store)[2], page_file.read
 
-    def removed(page: NDArray[np.uint8], path: Path, head: bytes) -> bool:
-        found = read(page, path, head)
+    def removed(path: Path, *rest: Any) -> NDArray[np.uint8] | None:
+        found = read(path, *rest)
         if path == third:
             path.unlink(missing_ok=True)
         return found
 
-    monkeypatch.setattr(prompt_store, "read_into", removed)
+    monkeypatch.setattr(prompt_store, "read", removed)
     assert asked(model, store) == (alone, 2 * PAGE) and store.errors == 0
 
 

@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from edgeq.runtime.read_ahead import Readers
+from edgeq.runtime.batching.read_ahead import Readers
 
 
 def test_what_is_read_and_what_is_raised_reach_who_asked() -> None:
@@ -36,7 +36,7 @@ def test_what_was_submitted_before_the_end_is_read_and_what_comes_after_is_cance
 
 HANGS = """
 from threading import Event
-from edgeq.runtime.read_ahead import Readers
+from edgeq.runtime.batching.read_ahead import Readers
 readers, begun = Readers(2, "test"), Event()
 readers.submit(lambda: (begun.set(), Event().wait()))
 begun.wait()

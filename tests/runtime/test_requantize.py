@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from with_masters import matrix, with_masters
 
-from edgeq.codec import Codec, dequantize
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.records import LinearSpec
+from edgeq.format.codec import Codec, dequantize
+from edgeq.format.records import LinearSpec
 from edgeq.runtime import Model
-from edgeq.runtime.requantize import Requantization, drifted, scales
-from edgeq.runtime.session import BatchItem, Session, run_together
+from edgeq.runtime.session.requantize import Requantization, drifted, scales
+from edgeq.runtime.session.runs import BatchItem, run_together
+from edgeq.runtime.session.session import Session
 from edgeq.targets.reference import context
 from edgeq.targets.requantization import InputSums, SharedInput, Weights
 from edgeq.targets.rows import Rows
-from edgeq.tools.corpus import evaluation_code
-from edgeq.tools.scorers import FileScorer
+from edgeq.tools.quality.corpus import evaluation_code
+from edgeq.tools.quality.scorers import FileScorer
 
 TINY_LLAMA = Path(__file__).parent.parent.parent / "models" / "tiny-llama"
 CODEC, MASTER = Codec("int", 3, 32, False), Codec("int", 8, 128)
@@ -146,7 +147,7 @@ def test_another_alpha_gives_other_weights(model: Model) -> None:
 def planted_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained model with eight outlier channels in every input of a linear layer."""
     from edgeq.converters.convert import convert
-    from edgeq.converters.options import ConvertOptions
+    from edgeq.converters.planning.options import ConvertOptions
     from edgeq.tools.lab.plant_outliers import Kinds, plant
 
     folder = tmp_path_factory.mktemp("planted")
@@ -179,7 +180,7 @@ def test_the_loss_on_the_prompt_is_lower_than_that_of_plain_rounding(
             assert layer.master
             weight, x = layer.weights[0], np.concatenate(seen[layer.name])
             master, plain = (matrix(model.file, each) for each in (layer.master, weight))
-            ours = dequantize(weight.codec, *master.shape, *(copy.array(ref) for _, ref in weight.arrays())) * factors
+            ours = dequantize(weight.codec, *master.shape, {n: copy.array(ref) for n, ref in weight.arrays.items()}) * factors
             loss, theirs = (np.square((w - master) @ x.T).sum() for w in (ours, plain))
             losses.append(loss / theirs)
     assert np.mean(np.array(losses) <= 1) >= share and np.log(losses).mean() < 0, losses
@@ -254,7 +255,7 @@ def test_turns_add_up(model: Model) -> None:
         session.prefill(TOKENS[first : first + 30])
         session.decode(4)
     assert session.requantized_tokens == 60
-    session.trim(0)
+    session.rewind(0)
     session.prefill(TOKENS[:20])
     session.requantize()
     assert session.requantized_tokens == 20
@@ -354,7 +355,7 @@ def test_compare_evaluates_a_window_with_weights_made_from_it(path: Path, model:
         session = model.session()
         session.prefill(window)
         session.requantize()
-        session.trim(0)
+        session.rewind(0)
         expected = np.concatenate(list(session.all_logits(window)))
         found = np.concatenate([part.copy() for part in scorer.logits(window)])
         assert np.array_equal(found, expected)
@@ -363,7 +364,7 @@ def test_compare_evaluates_a_window_with_weights_made_from_it(path: Path, model:
 
 
 def test_the_command_says_which_weights_were_used(model: Model) -> None:
-    from edgeq.tools.run import summary
+    from edgeq.tools.commands.run import summary
 
     def line(prompt: str, tokens: int) -> list[str]:
         generation = model.generate(prompt, max_tokens=tokens)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from edgeq.errors import EdgeqError, FormatError, InputError, ResourceError
-from edgeq.prompt import Place, Prompt
+from edgeq.pictures.prompt import PicturePlace, Prompt
 from edgeq.runtime import Model, Sampling
-from edgeq.runtime.job import Busy, Job, Ticket, Update
-from edgeq.runtime.prefix_tree import PrefixTree, key_of
+from edgeq.runtime.answers.stopping import Ending
+from edgeq.runtime.batching.job import Busy, Job, Ticket, Update
+from edgeq.runtime.batching.prefix_tree import PrefixTree, key_of
+from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
-from edgeq.runtime.scheduler import Scheduler
-from edgeq.runtime.stopping import Ending
-from edgeq.targets.rows import PAGE, Page, Rows
+from edgeq.targets.rows import PAGE, Page, PagePart, Rows
 from edgeq.targets.target import Largest
 
 WARM = Sampling(temperature=1.0, top_p=0.95, seed=3)
@@ -340,13 +340,18 @@ def test_pictures_are_told_apart_by_their_digests_and_places() -> None:
     keys = {
         key_of(tokens, places, start)
         for start in (0, 64)
-        for places in ((), (Place(3, (1, 8, 8), b"a", 64),), (Place(3, (1, 8, 8), b"b", 64),), (Place(4, (1, 8, 8), b"a", 64),))
+        for places in (
+            (),
+            (PicturePlace(3, (1, 8, 8), b"a", 64),),
+            (PicturePlace(3, (1, 8, 8), b"b", 64),),
+            (PicturePlace(4, (1, 8, 8), b"a", 64),),
+        )
     }
     assert len(keys) == 8
 
 
 def test_the_tree_drops_what_was_unused_longest_from_its_end() -> None:
-    tree, pages = PrefixTree(), [Page() for _ in range(4)]
+    tree, pages = PrefixTree(), [Page(PagePart(), PagePart()) for _ in range(4)]
     old, new = list[Any](), list[Any]()
     tree.extend("", old, list(range(2 * PAGE)), (), pages)
     tree.extend("", new, [*range(PAGE), *range(500, 500 + PAGE)], (), pages)
@@ -362,9 +367,9 @@ def test_the_tree_drops_what_was_unused_longest_from_its_end() -> None:
 
 def test_a_long_text_is_dropped_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     tree, old, new = PrefixTree(), list[Any](), list[Any]()
-    tree.extend("", old, list(range(30 * PAGE)), (), [Page() for _ in range(30)])
+    tree.extend("", old, list(range(30 * PAGE)), (), [Page(PagePart(), PagePart()) for _ in range(30)])
     tree.release(old)
-    tree.extend("", new, [5] * PAGE, (), [Page()])
+    tree.extend("", new, [5] * PAGE, (), [Page(PagePart(), PagePart())])
     tree.release(new)
     nodes, passes = tree._nodes, list[int]()
     monkeypatch.setattr(tree, "_nodes", lambda: [passes.append(1), nodes()][1])

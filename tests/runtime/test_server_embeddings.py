@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeq.converters.convert import convert
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.errors import InputError
 from edgeq.runtime import Model
 from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
@@ -23,7 +23,7 @@ from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
-from edgeq.runtime.server import embeddings  # noqa: E402
+from edgeq.runtime.server.interfaces import embeddings  # noqa: E402
 from tests.runtime.serving import Served, serving  # noqa: E402
 
 PATH = "/v1/embeddings"
@@ -142,7 +142,7 @@ def test_what_cannot_be_embedded_is_refused(case: str, served: Served) -> None:
 
 
 def test_a_request_of_too_many_tokens(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeddings, "MOST_TOKENS", 100)
+    monkeypatch.setattr(embeddings, "MAX_TOKENS", 100)
     assert served.ask(PATH, {"input": [[5] * 50] * 2})[0] == 200
     status, _, found = served.ask(PATH, {"input": [[5] * 50] * 3})
     assert status == 400 and "more than 100 tokens together" in found["error"]["message"]
@@ -175,7 +175,7 @@ def test_a_client_that_leaves_has_nothing_read(served: Served, model: Model) -> 
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         while not served.server.scheduler.busy:
             pass
-    assert served.idle(30)
+    assert served.idle()
     assert served.server.scheduler.pages[1] == 0
 
 

@@ -17,14 +17,14 @@ from typing import Any, cast
 
 import pytest
 
-from edgeq.container import ModelFile
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
 
 msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
 from edgeq.runtime.server import app, connection, watch  # noqa: E402
-from edgeq.runtime.server.answers import Answer  # noqa: E402
+from edgeq.runtime.server.interfaces.answers import RequestAnswer  # noqa: E402
 from tests.runtime.serving import TEMPLATE, Served, serving  # noqa: E402
 
 KEYS = {hashlib.sha256(b"key-ann").digest(): "ann"}
@@ -87,7 +87,7 @@ def held(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, t
     def stopping(*arguments: Any) -> Any:
         found = function(*arguments)
         there.set()
-        assert go_on.wait(5)
+        assert go_on.wait(120)
         return found
 
     monkeypatch.setattr(app, name, stopping)
@@ -96,13 +96,20 @@ def held(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, t
 
 def test_a_client_that_left_before_its_stream_began_leaves_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     read, gone = held(monkeypatch, "completion_jobs")
+    left, lost = threading.Event(), connection.Connection.connection_lost
+
+    def leaving(self: connection.Connection, error: Exception | None) -> None:
+        lost(self, error)
+        left.set()
+
+    monkeypatch.setattr(connection.Connection, "connection_lost", leaving)
     generated = served.server.scheduler.totals.generated_tokens
     with served.connect() as client:
         client.sendall(
             posted("/v1/completions", b'{"prompt": "import ", "stream": true, "max_tokens": 400, "ignore_eos": true}')
         )
-        assert read.wait(5)
-    time.sleep(0.1)
+        assert read.wait(120)
+    assert left.wait(120)
     gone.set()
     time.sleep(0.1)
     assert served.idle() and not served.server.owner._answering
@@ -141,7 +148,7 @@ def test_only_as_many_bodies_are_open_as_there_are_threads(served: Served, monke
 def test_bodies_together_have_a_limit_that_small_ones_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "x": "' + b"x" * 200_000 + b'"}'
     with monkeypatch.context() as patched:
-        patched.setattr(app, "MOST_BODIES", 0)
+        patched.setattr(app, "MAX_BODIES", 0)
         status, headers, found = served.ask("/v1/completions", body)
         assert (status, found["error"]["code"]) == (503, "server_overloaded") and headers["retry-after"]
         assert headers["connection"] == "close"
@@ -151,13 +158,13 @@ def test_bodies_together_have_a_limit_that_small_ones_pass(served: Served, monke
 
 
 def test_a_stream_keeps_nothing_of_what_it_has_sent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = list[Answer]()
+    answers = list[RequestAnswer]()
 
-    def recorded(*arguments: Any) -> Answer:
-        answers.append(Answer(*arguments))
+    def recorded(*arguments: Any, **options: Any) -> RequestAnswer:
+        answers.append(RequestAnswer(*arguments, **options))
         return answers[-1]
 
-    monkeypatch.setattr(app, "Answer", recorded)
+    monkeypatch.setattr(app, "RequestAnswer", recorded)
     asked = {"prompt": "import ", "max_tokens": 20, "seed": 1, "logprobs": 3, "ignore_eos": True}
     whole = served.ask("/v1/completions", asked)[2]["choices"][0]
     streamed = served.ask("/v1/completions", asked | {"stream": True})[2].decode()
@@ -169,7 +176,7 @@ def test_a_stream_keeps_nothing_of_what_it_has_sent(served: Served, monkeypatch:
 
 
 def test_bodies_that_never_come_leave_a_place(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 8)
     slow = list[socket.socket]()
     try:
         for _ in range(12):

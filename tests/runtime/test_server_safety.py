@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from edgeq import machine
 from edgeq.errors import InputError
 from edgeq.runtime import Model
+from edgeq.system import machine
 
 msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
 from edgeq.runtime.server import connection  # noqa: E402
 from edgeq.runtime.server.fields import Chat, Completion, decoded  # noqa: E402
-from edgeq.runtime.server.messages import Messages  # noqa: E402
+from edgeq.runtime.server.interfaces.messages import Messages  # noqa: E402
 from edgeq.runtime.server.serve import cache_pages, check_address  # noqa: E402
 from edgeq.runtime.server.settings import Settings, read_keys  # noqa: E402
 from tests.runtime.serving import TEMPLATE, Served, answer, serving  # noqa: E402
@@ -96,13 +96,14 @@ def test_a_body_that_does_not_come_is_given_up(served: Served, monkeypatch: pyte
     assert status == 408 and json.loads(body)["error"]["code"] == "body_too_slow"
 
 
-def test_three_hundred_silent_connections_leave_a_place(served: Served) -> None:
+def test_three_hundred_silent_connections_leave_a_place(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No place comes of the time limit.
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 1e6)
     held = list[socket.socket]()
     try:
         for _ in range(300):
             held.append(served.connect())
-        started = time.monotonic()
-        assert served.ask("/health")[0] == 200 and time.monotonic() - started < 0.8 * connection.HEADER_SECONDS
+        assert served.ask("/health")[0] == 200
     finally:
         for each in held:
             each.close()
@@ -120,7 +121,7 @@ def test_a_reader_that_does_not_read_is_left(served: Served, monkeypatch: pytest
             f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         lazy.sendall(head.replace("Host: a", "Host: localhost").encode() + body)
-        assert served.idle(20)
+        assert served.idle()
     assert served.ask("/health")[0] == 200
 
 
@@ -131,7 +132,7 @@ def test_clients_that_come_and_leave_leave_nothing(served: Served) -> None:
     for i in range(100):
         with served.connect() as each:
             each.sendall(posted("/v1/completions", body) + body[: len(body) * (i % 3 + 1) // 3])
-    assert served.idle(10) and threading.active_count() <= threads + 2
+    assert served.idle() and threading.active_count() <= threads + 2
 
 
 # Bodies
@@ -288,14 +289,14 @@ def test_other_clients_are_answered_while_a_body_is_read(served: Served, monkeyp
 
     def slow(body: bytearray) -> Any:
         begun.set()
-        assert asked.wait(30), "another client was not answered meanwhile"
+        assert asked.wait(120), "another client was not answered meanwhile"
         return decoded(body)
 
     monkeypatch.setattr(app, "decoded", slow)
     statuses = list[int]()
     reading = threading.Thread(target=lambda: statuses.append(served.ask(CHAT, {"messages": []})[0]))
     reading.start()
-    assert begun.wait(30) and served.ask("/health")[0] == 200
+    assert begun.wait(120) and served.ask("/health")[0] == 200
     asked.set()
     reading.join()
     assert statuses == [400]
@@ -348,6 +349,10 @@ def test_host_origin_and_key_are_looked_at_before_anything_else(served: Served, 
         "localhost@evil",
         "[::]",
         "[::ffff:0.0.0.0]",
+        "[fe80::1%evil.com]",
+        "[fe80::1%evil.com]:8080",
+        "[::1%25lo]",
+        "fe80::1%eth0",
     ):
         assert served.ask("/health", Host=host)[0] in (400, 403), host
     for host in ("localhost", "LOCALHOST:99", "127.0.0.1", "[::1]:8080", "192.168.1.7", "edge.lan:8080"):

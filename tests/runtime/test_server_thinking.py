@@ -11,17 +11,17 @@ from typing import Any
 import jsonschema
 import pytest
 
-from edgeq.prompt import Prompt
+from edgeq.pictures.prompt import Prompt
 from edgeq.runtime import Model, Piece, Sampling
-from edgeq.runtime.job import Job, Ticket, Update
+from edgeq.runtime.answers.thinking import Thinking
+from edgeq.runtime.batching.job import Job, Ticket, Update
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Logprobs
-from edgeq.runtime.server.answers import Answer
 from edgeq.runtime.server.errors import ApiError
-from edgeq.runtime.server.reply import Reply
-from edgeq.runtime.server.responses import Responses
-from edgeq.runtime.server.told import Told
-from edgeq.runtime.thinking import Thinking
+from edgeq.runtime.server.interfaces.answers import RequestAnswer
+from edgeq.runtime.server.interfaces.messages_answer import MessagesAnswer
+from edgeq.runtime.server.interfaces.responses import Responses
+from edgeq.runtime.server.interfaces.responses_answer import ResponsesAnswer
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -155,7 +155,7 @@ def test_messages_have_blocks_of_thinking(claude: Any) -> None:
 def test_a_stop_string_of_the_thinking_did_not_end_the_answer(model_path: Callable[..., Path]) -> None:
     text = Model.load(model_path("tiny-llama", bits=4, group_size=32), mode="a16", threads=1).text
     job = Job(Prompt([5]), Request(stop=["path", "return"]), Sampling())
-    reply = Reply("tiny", job, text)
+    reply = MessagesAnswer("tiny", job, text)
     pieces = [Piece("", token, said == "path") for said in ("path", "return") for token in text.encode_plain(said)]
     reply.take(Update(Ticket(job), 0, pieces, reason="stop"))
     ended = reply.whole(0)
@@ -185,8 +185,8 @@ def streamed(events: Callable[[AsyncIterator[tuple[int, Update]]], AsyncIterator
     return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
-def answered(served: Served, ticket: Ticket) -> Answer:
-    return Answer("chat", "tiny", "x", served.server.model.text, [ticket], frozenset({STOP}), keeps=True)
+def answered(served: Served, ticket: Ticket) -> RequestAnswer:
+    return RequestAnswer("chat", "tiny", "x", served.server.model.text, [ticket], stops=frozenset({STOP}), keeps=True)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -206,7 +206,7 @@ def test_log_probabilities_of_the_empty_line_are_streamed(served: Served, togeth
     whole = [json.loads(bytes(each)) for each in answer.choices[0].logprobs]
     assert len(whole) == 2 and [each for chunk in chunks for each in (chunk["logprobs"] or {}).get("content", [])] == whole
     assert not any(chunk["logprobs"]["content"] for chunk in chunks if "reasoning_content" in chunk["delta"])
-    shown = Told(Responses(model="tiny", input="?"), answered(served, ticket))
+    shown = ResponsesAnswer(Responses(model="tiny", input="?"), answered(served, ticket))
     events = streamed(lambda come: shown.events(come, told), updates())
     assert [each for event in events if event["type"].endswith("text.delta") for each in event.get("logprobs", [])] == whole
 
@@ -217,11 +217,11 @@ def test_an_empty_message_is_streamed_as_it_is_whole(served: Served, thoughts: s
     ticket = Ticket(job)
     pieces = [Piece("", BEGIN, True), Piece(thoughts, 9, True), Piece("", END, True)] if thoughts else []
     updates = [Update(ticket, 0, [*pieces, Piece("", STOP)], reason="stop")]
-    reply = Reply("tiny", job, served.server.model.text)
+    reply = MessagesAnswer("tiny", job, served.server.model.text)
     events = streamed(lambda come: reply.events(come, lambda: 0, told), updates)
     begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert begun == [block["type"] for block in reply.whole(0)["content"]] == (["thinking"] if thoughts else ["text"])
-    shown = Told(Responses(model="tiny", input="?"), answered(served, ticket))
+    shown = ResponsesAnswer(Responses(model="tiny", input="?"), answered(served, ticket))
     events = streamed(lambda come: shown.events(come, told), updates)
     items = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
     assert items == [item["type"] for item in events[-1]["response"]["output"]] == (["reasoning"] if thoughts else ["message"])

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from edgeq.runtime import Model, Sampling
-from edgeq.runtime.tools import tools_of
+from edgeq.runtime.answers.tools import tools_of
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -76,16 +76,16 @@ def test_answers_are_json_of_the_schema(client: Any) -> None:
 
 
 def test_what_a_grammar_leaves_no_choice_about_is_drafted(model: Model, served: Served, client: Any) -> None:
-    before = served.ask("/metrics")[2].decode()
-    answer = client.chat.completions.create(model="tiny", messages=ASKED, response_format=HELD, **SAMPLED)
+    before, fully = served.ask("/metrics")[2].decode(), {"min_p": 0, "dry_multiplier": 0}
+    given: dict[str, Any] = {"model": "tiny", "messages": ASKED, "response_format": HELD, **SAMPLED, "top_p": 1}
+    answer = client.chat.completions.create(**given, extra_body=fully)
     after = served.ask("/metrics")[2].decode()
     accepted = [int(float(re.findall(r'edgeq_tokens_total{kind="accepted"} (\S+)', text)[0])) for text in (before, after)]
     assert accepted[1] - accepted[0] > 3
     alone = model.chat(ASKED, max_tokens=100, sampling=Sampling(temperature=1.0, seed=5), response_format=HELD)
     assert answer.choices[0].message.content == alone.text()
     with serving(model, names=("tiny",), draft="lookup", gamma=3) as looks_up:
-        given = {"model": "tiny", "messages": ASKED, "response_format": HELD, **SAMPLED}
-        assert looks_up.ask(CHAT, given)[2]["choices"][0]["message"]["content"] == alone.text()
+        assert looks_up.ask(CHAT, given | fully)[2]["choices"][0]["message"]["content"] == alone.text()
         free = {"model": "tiny", "messages": ASKED, **SAMPLED}
         assert looks_up.ask(CHAT, free)[2]["choices"] == served.ask(CHAT, free)[2]["choices"]
         assert sum(looks_up.server.scheduler._speculator.statistics.drafted) > 10

@@ -48,10 +48,10 @@ def test_nothing_in_common_keeps_nothing(model: Model) -> None:
 def test_trim_forgets_the_tail(model: Model) -> None:
     session = model.session()
     session.prefill(TOKENS)
-    session.trim(65)
+    session.rewind(65)
     assert np.array_equal(session.prefill(TOKENS[65:80]), model.session().prefill(TOKENS[:80]))
     with pytest.raises(ValueError, match="81"):
-        session.trim(81)
+        session.rewind(81)
 
 
 def test_progress_counts_chunks(tiny_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_fork_and_its_origin_do_not_disturb_each_other(tiny_path: Path, target
     assert all(page is other for page, other in zip(first._cache.pages, third._cache.pages, strict=True))
     # Writes into the half full page, then after going back into one that was full.
     assert np.array_equal(first.prefill([7, 8, 9]), fresh([*TOKENS[:100], 7, 8, 9]))
-    second.trim(40)
+    second.rewind(40)
     assert np.array_equal(second.prefill(TOKENS[120:150]), fresh([*TOKENS[:40], *TOKENS[120:150]]))
     assert np.array_equal(third.prefill(TOKENS[100:110]), fresh(TOKENS[:110]))
     assert np.array_equal(first.decode(5), fresh([*TOKENS[:100], 7, 8, 9, 5]))
@@ -271,8 +271,8 @@ def test_damaged_and_hostile_sessions_are_refused_and_change_nothing(model: Mode
     for length in (0, 7, 79, 80, 100, 5000, len(sound) - 1):
         refused(sound[:length], "not a saved session|header|implies")
     refused(sound + b"\0", "implies")
-    refused(sound[:8] + struct.pack("<I", 4) + sound[12:], "upgrade edgeq", UnsupportedError)
-    refused(sound[:8] + struct.pack("<I", 2) + sound[12:], "version 2; this edgeq reads 3: save", UnsupportedError)
+    refused(sound[:8] + struct.pack("<I", 5) + sound[12:], "upgrade edgeq", UnsupportedError)
+    refused(sound[:8] + struct.pack("<I", 3) + sound[12:], "version 3; this edgeq reads 4: save", UnsupportedError)
     for count in (71, 201, 1 << 40, (1 << 64) - 1):
         refused(sound[:16] + struct.pack("<Q", count) + sound[24:], ".", EdgeqError)
 

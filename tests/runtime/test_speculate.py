@@ -13,13 +13,13 @@ from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model, Sampling
 from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Rules, Sampler, distribution
-from edgeq.runtime.session import run_together
+from edgeq.runtime.session.runs import run_together
 from edgeq.runtime.speculative import drafts
 from edgeq.runtime.speculative.drafts import Draft
 from edgeq.runtime.speculative.lookup import Lookup
 from edgeq.runtime.speculative.planner import DraftPlanner, expected_tokens
 from edgeq.runtime.speculative.speculator import Speculator, accept, residual
-from edgeq.runtime.stats import LONGEST_DRAFT
+from edgeq.runtime.stats import MAX_DRAFT
 
 CODE = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
 PROMPTS = (CODE * 2 + "def read_", "class Point:\n    def __init__(self, x", "The return value is a tuple of")
@@ -328,9 +328,9 @@ def test_expected_tokens_of_a_cycle() -> None:
 
 def paced(beta: float, c: float, v: float, cycles: int = 400) -> tuple[DraftPlanner, list[int]]:
     """Gammas that are chosen where a plain step takes 1, a draft step c and each further row of a verification v."""
-    pace, random, gammas = DraftPlanner(None, LONGEST_DRAFT), np.random.default_rng(1), []
+    pace, random, gammas = DraftPlanner(None, MAX_DRAFT), np.random.default_rng(1), []
     for _ in range(cycles):
-        plan = pace.plan(1, LONGEST_DRAFT, None, True)
+        plan = pace.plan(1, MAX_DRAFT, None, True)
         gammas.append(plan.gamma)
         if plan.gamma:
             pace.record(False, 1, c)
@@ -352,7 +352,7 @@ def test_drafting_that_is_never_accepted_is_tried_seldom() -> None:
 
 def test_drafting_that_pays_is_found_with_the_gamma_that_pays_most() -> None:
     _, gammas = paced(beta=0.9, c=0.2, v=0.05)
-    speed = {g: expected_tokens(0.9, g) / (g * 0.2 + 1 + 0.05 * g) for g in range(LONGEST_DRAFT + 1)}
+    speed = {g: expected_tokens(0.9, g) / (g * 0.2 + 1 + 0.05 * g) for g in range(MAX_DRAFT + 1)}
     assert max(speed.values()) / np.mean([speed[g] for g in gammas[50:]]) < 1.05
 
 

@@ -45,7 +45,7 @@ if not hasattr(edgeq, "targets"):
     edgeq.__path__.append(sys.argv[1])
 """
 RUNS = """
-from edgeq import Model, machine
+from edgeq import Model; from edgeq.system import machine
 assert machine.cpu().cores >= 1 and machine.memory().total > 0 and machine.big_cores() == [] and machine.process_memory() == {}
 model = Model.load(sys.argv[2], target=sys.argv[3], context=128)
 assert len(model.generate("def main():", max_tokens=4).text()) > 0, "no text"
@@ -58,7 +58,7 @@ from transformers import AutoTokenizer
 AutoTokenizer.from_pretrained(sys.argv[2])
 """
 CONVERTS = """
-from edgeq.tools.cli import main
+from edgeq.tools.cli.main import main
 main(["convert", sys.argv[2], "-o", sys.argv[3], "--dry-run"])
 """
 
@@ -84,7 +84,7 @@ def test_a_conversion_is_planned_without_what_macos_lacks(tmp_path: Path) -> Non
 
 def test_windows_is_refused_in_one_line() -> None:
     windows = "import sys\nimport numba, click, rich.progress\nsys.platform = 'win32'\n"
-    command = run(windows + "from edgeq.tools.cli import main\nmain(['devices'])")
+    command = run(windows + "from edgeq.tools.cli.main import main\nmain(['devices'])")
     said = "error: edgeq runs on Linux and macOS, not on Windows; install it in WSL, where Windows runs Linux\n"
     assert (command.returncode, command.stdout, command.stderr) == (1, "", said)
     library = run(windows + "import edgeq.runtime")

@@ -13,12 +13,12 @@ import pytest
 
 from edgeq.errors import InputError
 from edgeq.runtime import Model, Sampling
-from edgeq.runtime.job import Job
+from edgeq.runtime.answers.thinking import Section, Thinking
+from edgeq.runtime.batching.job import Job
+from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
-from edgeq.runtime.scheduler import Scheduler
-from edgeq.runtime.thinking import Section, Thinking
-from edgeq.thinking_formats import thinking_format
-from edgeq.tools.chat import Conversation
+from edgeq.text.thinking_formats import thinking_format
+from edgeq.tools.commands.chat import Conversation
 
 pytest.importorskip("llguidance")
 
@@ -95,7 +95,7 @@ def test_the_half_that_is_kept_has_room_in_the_context(opened: Model) -> None:
     jsonschema.validate(json.loads(answer.text()), PERSON)
     request = Request(max_tokens=100_000, response_format=HELD, thinking=opened.prompts.thinking(prompt, None))
     scheduler, tokens = Scheduler(opened, 1), list[int]()
-    scheduler.submit(Job(prompt, request.compiled(opened.constraints, opened.text), DRAWN))
+    scheduler.submit(Job(prompt, request.compiled(opened.constraints.compile, opened.text), DRAWN))
     while scheduler.busy:
         tokens += [piece.token for update in scheduler.step() for piece in update.pieces]
     assert tokens == answer.tokens
@@ -149,7 +149,7 @@ def test_a_scheduler_gives_the_same(opened: Model) -> None:
         answer.text()
     prompt = opened.chat_prompt(ASKED)
     request = Request(max_tokens=120, response_format=HELD, thinking=opened.prompts.thinking(prompt, 60))
-    request = request.compiled(opened.constraints, opened.text)
+    request = request.compiled(opened.constraints.compile, opened.text)
     for speculator in (None, opened.speculator("lookup", 3)):
         # Each text needs a second page.
         scheduler, found = Scheduler(opened, 8, pages=12, speculator=speculator), dict[Any, list[Any]]()

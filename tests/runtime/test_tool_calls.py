@@ -14,11 +14,11 @@ import pytest
 
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.runtime import Model, Sampling
-from edgeq.runtime.call_reader import CallReader, call_id, message_of
+from edgeq.runtime.answers.call_reader import CallReader, call_id, message_of
+from edgeq.runtime.answers.tools import ToolUse, conversation, tool_use
 from edgeq.runtime.request import Request
 from edgeq.runtime.start import start
-from edgeq.runtime.tools import ToolUse, conversation, tool_use
-from edgeq.tool_formats import FORMATS, ToolFormat, tool_format
+from edgeq.text.tool_formats import FORMATS, ToolFormat, tool_format
 
 pytest.importorskip("llguidance")
 
@@ -79,7 +79,7 @@ def test_a_call_that_was_cut_off_has_its_beginning(model: Model) -> None:
 
 def answers(model: Model, use: ToolUse, seeds: range, **given: Any) -> Any:
     """Answers that are held to the tools, and why each ended."""
-    request = Request(Sampling(temperature=1.0), 160, tools=use, **given).compiled(model.constraints, model.text)
+    request = Request(Sampling(temperature=1.0), 160, tools=use, **given).compiled(model.constraints.compile, model.text)
     for seed in seeds:
         drawn = replace(request, sampling=Sampling(temperature=1.0, seed=seed))
         generation = start(model, model.prompt("tool_call: "), drawn, None, None, 0.0)
@@ -107,7 +107,7 @@ def test_required_calls_fit_their_schemas(model: Model, form: ToolFormat) -> Non
 
 def fits(model: Model, use: ToolUse, text: str) -> bool:
     """Whether the grammar has an answer, to its end."""
-    held = use.compiled(model.constraints, model.text, None)
+    held = use.compiled(model.constraints.compile, model.text, None)
     matcher, tokens = held.begin(0, model.text.eos), [*model.text.encode_plain(text), min(model.text.eos)]
     return all(matcher.allowed(tokens[:i])[token] for i, token in enumerate(tokens))
 
@@ -138,7 +138,7 @@ def test_a_control_token_begins_a_call(model: Model) -> None:
     assert special and model.text.bos is not None
     # A bias makes one begin in free text.
     sampling = Sampling(temperature=1.0, seed=1, logit_bias={model.text.bos: 100.0})
-    request = Request(sampling, 100, tools=special).compiled(model.constraints, model.text)
+    request = Request(sampling, 100, tools=special).compiled(model.constraints.compile, model.text)
     generation = start(model, model.prompt("x = "), request, None, None, 0.0)
     message = generation.message()
     assert model.text.bos in generation.tokens and generation.finish_reason == "stop"
@@ -154,7 +154,7 @@ def test_an_answer_without_calls_can_be_held_to_a_schema(model: Model) -> None:
     other = tool_use(BY_NAME["llama3"], TOOLS)
     assert other
     with pytest.raises(InputError, match="leave out `response_format`"):
-        other.compiled(model.constraints, model.text, held)
+        other.compiled(model.constraints.compile, model.text, held)
 
 
 def test_keywords_that_are_not_supported_are_ignored_unless_strict(model: Model) -> None:
@@ -168,7 +168,7 @@ def test_keywords_that_are_not_supported_are_ignored_unless_strict(model: Model)
     use = tool_use(BY_NAME["hermes"], [odd], "required")
     assert use
     with pytest.raises(InputError, match="not|a-city"):
-        use.compiled(model.constraints, model.text, None)
+        use.compiled(model.constraints.compile, model.text, None)
 
 
 def test_a_chat_calls_and_reads_the_result(model: Model) -> None:

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeq.container import ModelFile
 from edgeq.converters.convert import convert
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.errors import FormatError, InputError
-from edgeq.pooling import EmbeddingPrompts, Pooling
-from edgeq.prompt import Prompt
+from edgeq.format.container import ModelFile
+from edgeq.network.pooling import EmbeddingPrompts, Pooling
+from edgeq.pictures.prompt import Prompt
 from edgeq.runtime import Batch, Model
-from edgeq.runtime.embedding import check_embeds, finished
-from edgeq.runtime.embedding_scheduler import EmbeddingScheduler
-from edgeq.runtime.job import Busy, Job
+from edgeq.runtime.batching.embedding_scheduler import EmbeddingScheduler
+from edgeq.runtime.batching.job import Busy, Job
+from edgeq.runtime.network.embedding import check_embeds, finished
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import NOT_FINITE, Sampling
 from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from vision_checkpoints import TRAINED
 
-from edgeq.config import VisionConfig
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.errors import InputError, ResourceError
-from edgeq.frames import FRAME, WINDOW, Frame
-from edgeq.rope import Rope
+from edgeq.network.config import VisionConfig
+from edgeq.network.rope import Rope
+from edgeq.pictures.frames import FRAME, WINDOW, Frame
 from edgeq.runtime import Model
-from edgeq.runtime.vision import Tower, tower
+from edgeq.runtime.network.vision import Tower, tower
 from edgeq.targets import load
-from edgeq.targets.target import Options, Room
+from edgeq.targets.target import MemoryNeed, Options
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_what_a_tower_refuses(path: Path, config: VisionConfig, monkeypatch: pyt
             made.encode(pixels[: grid[1] * grid[2]], [grid])
     with pytest.raises(ValueError, match="pictures of 16 patches"):
         made.encode(pixels, [(1, 4, 4)])
-    monkeypatch.setattr(type(target), "room", lambda *_: Room(1 << 20, 1 << 20))
+    monkeypatch.setattr(type(target), "room", lambda *_: MemoryNeed(1 << 20, 1 << 20))
     with pytest.raises(ResourceError, match="allow fewer tokens a picture"):
         Tower(file, target, Options("a16"), 4000)
 

@@ -18,17 +18,17 @@ import pytest
 from numpy.typing import NDArray
 from vision_checkpoints import END, IMAGE, MODELS, START, TRAINED, build, reference
 
-from edgeq.config import VisionConfig
-from edgeq.container import ModelFile
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.frames import Frame, Grid
-from edgeq.image import Picture
-from edgeq.prompt import Prompt, positions, with_pictures
-from edgeq.records import KvCodec
+from edgeq.format.container import ModelFile
+from edgeq.format.records import KvCodec
+from edgeq.network.config import VisionConfig
+from edgeq.pictures.frames import Frame, Grid
+from edgeq.pictures.image import Picture
+from edgeq.pictures.prompt import Prompt, positions, with_pictures
 from edgeq.runtime import Model
-from edgeq.runtime.pictures import Seen
-from edgeq.runtime.session import BatchItem, run_together
-from edgeq.runtime.vision import Tower, tower
+from edgeq.runtime.network.pictures import PictureFeatures
+from edgeq.runtime.network.vision import Tower, tower
+from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.targets import load
 from edgeq.targets.graph import Select
 from edgeq.targets.target import Options
@@ -172,7 +172,7 @@ def near(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
 def logits_of(model: Model, prompt: Prompt, rows: int) -> NDArray[np.float32]:
     """The logits after every token, in runs of at most so many rows."""
     session = model.session()
-    seen = Seen(model.pictures, prompt, prompt.places, Lock()) if model.pictures and prompt.places else None
+    seen = PictureFeatures(model.pictures, prompt, prompt.places, Lock()) if model.pictures and prompt.places else None
     found = []
     for start in range(0, len(prompt.tokens), rows):
         chunk = prompt.tokens[start : start + rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from edgeq.runtime import Model
-from edgeq.text import Text
+from edgeq.text.tokenizer import Tokenizer
 
 SAID = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SKIPPED = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
@@ -24,5 +24,5 @@ def with_marks(model: Model, special: bool = False) -> Model:
         inner["vocab"][literal] = inner["vocab"].pop(name)
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
         found["added_tokens"].append({"id": inner["vocab"][literal], "content": literal, **flags})
-    model.text = Text(json.dumps(found), model.file.metadata.generation)
+    model.text = Tokenizer(json.dumps(found), model.file.metadata.generation)
     return model

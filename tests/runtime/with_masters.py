@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from edgeq.codec import Codec, dequantize, pack_floats
-from edgeq.container import ModelFile
-from edgeq.metadata import Metadata
-from edgeq.quantization import rounded
-from edgeq.records import DTYPES, ArrayRef, LinearSpec, LowRank, Weight
-from edgeq.writer import Writer
+from edgeq.format.codec import Codec, dequantize, pack_floats
+from edgeq.format.container import ModelFile
+from edgeq.format.metadata import Metadata
+from edgeq.format.quantization import rounded
+from edgeq.format.records import DTYPES, ArrayRef, LinearSpec, LowRank, Weight
+from edgeq.format.writer import Writer
 
 
 def append(writer: Writer, codec: Codec, w: np.ndarray) -> tuple[Weight, np.ndarray]:
@@ -21,13 +21,13 @@ def append(writer: Writer, codec: Codec, w: np.ndarray) -> tuple[Weight, np.ndar
     parts = rounded(w, codec) if codec.kind == "int" else {"q": pack_floats(w, codec.kind)}
     dtypes = {"q": codec.kind if codec.kind != "int" else "u8", "scale": "f16", "zero": "u8"}
     refs = {name: writer.array(a.view(DTYPES[dtypes[name]]), dtypes[name]) for name, a in parts.items()}
-    back = dequantize(codec, *w.shape, parts["q"], parts.get("scale"), parts.get("zero"))
-    return Weight(codec, *w.shape, refs["q"], refs.get("scale"), refs.get("zero")), back
+    back = dequantize(codec, *w.shape, parts)
+    return Weight(codec, *w.shape, refs), back
 
 
 def matrix(file: ModelFile, weight: Weight) -> np.ndarray:
-    arrays = {name: file.array(ref) for name, ref in weight.arrays()}
-    return dequantize(weight.codec, weight.rows, weight.columns, arrays["q"], arrays.get("scale"), arrays.get("zero"))
+    arrays = {name: file.array(ref) for name, ref in weight.arrays.items()}
+    return dequantize(weight.codec, weight.rows, weight.columns, arrays)
 
 
 def with_masters(

@@ -10,14 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq import machine
-from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
-from edgeq.records import ArrayRef, LinearSpec, Weight
+from edgeq.format.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
+from edgeq.format.records import ArrayRef, LinearSpec, Weight
+from edgeq.system import machine
 from edgeq.targets import load
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.graph import Embed, Graph, Linear, Operation, Select
+from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Operation, Select
 from edgeq.targets.rows import PAGE, Rows
-from edgeq.targets.target import Options, Program, StepTimes
+from edgeq.targets.target import Options, Program
+from edgeq.targets.times import StepTimes
 
 HERE = [
     isa.name
@@ -64,19 +65,16 @@ def integers(rng: np.random.Generator, codec: Codec, rows: int, columns: int, va
 def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, columns: int, values: str = "random") -> Weight:
     if codec.kind != "int":
         w = rng.standard_normal((rows, columns)).astype(np.float32)
-        return Weight(codec, rows, columns, arrays.add(pack_floats(w, codec.kind), codec.kind))
+        return Weight(codec, rows, columns, {"q": arrays.add(pack_floats(w, codec.kind), codec.kind)})
     q, scale, zero = integers(rng, codec, rows, columns, values)
-    return Weight(
-        codec, rows, columns,
-        arrays.add(pack_integers(q, codec.bits), "u8"),
-        arrays.add(pack_groups(scale), "f16"),
-        None if codec.symmetric else arrays.add(pack_groups(zero), "u8"),
-    )  # fmt: skip
+    parts = {"q": arrays.add(pack_integers(q, codec.bits), "u8"), "scale": arrays.add(pack_groups(scale), "f16")}
+    if not codec.symmetric:
+        parts["zero"] = arrays.add(pack_groups(zero), "u8")
+    return Weight(codec, rows, columns, parts)
 
 
 def matrix(arrays: Arrays, w: Weight) -> np.ndarray:
-    parts = [None if ref is None else arrays.array(ref) for ref in (w.q, w.scale, w.zero)]
-    return dequantize(w.codec, w.rows, w.columns, *parts)
+    return dequantize(w.codec, w.rows, w.columns, {name: arrays.array(ref) for name, ref in w.arrays.items()})
 
 
 def product(arrays: Arrays, x: np.ndarray, w: Weight, bias: np.ndarray | None = None, extra: Sequence[Operation] = ()) -> Graph:
@@ -84,7 +82,7 @@ def product(arrays: Arrays, x: np.ndarray, w: Weight, bias: np.ndarray | None = 
     table = arrays.add(x, "f32")
     linear = LinearSpec("layer", (w,), None if bias is None else arrays.add(bias, "f32"))
     operations = (Embed(-1, table, "x"), *extra, Select(-1, ("x",)), Linear(-1, "x", linear, "y"))
-    return Graph({"x": w.columns, "y": w.rows}, operations, "y", layers=1, kv_heads=1, head_dim=2)
+    return Graph({"x": w.columns, "y": w.rows}, operations, "y", cache=(CacheSpec(1, 2, 2),))
 
 
 def rows_of(program, count: int, first: int = 0, pages=None) -> Rows:
@@ -106,16 +104,21 @@ INTEGER_CODECS = [
 ]
 
 
+def case(*values: object, common: bool, id: str):
+    """Parameters of a test; one that is not `common` is left to the exhaustive run."""
+    return pytest.param(*values, marks=() if common else pytest.mark.exhaustive, id=id)
+
+
 def product_case(isa: str, codec: Codec):
     """Parameters of a test of integer products; those whose kernels few other tests need are left to the exhaustive run.
 
     A kernel depends on the instruction set, the bits, whether there are zero points and whether groups have 16 channels: 140
-    kernels for decode and as many for prefill, in two modes, each compiled in about a second.
+    kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Four bits are tried on every
+    instruction set, every width on the best one.
     """
     best, small = isa == HERE[0], codec.group_size == 16
-    common = codec.bits == 4 or (not codec.symmetric and (best or not small)) or (best and not small)
-    marks = [] if common else [pytest.mark.exhaustive]
-    return pytest.param(isa, codec, marks=marks, id=f"{codec.name}-{isa}".replace(" ", "-"))
+    common = codec.bits == 4 and (best or not small or not codec.symmetric) or best and not codec.symmetric and not small
+    return case(isa, codec, common=common, id=f"{codec.name}-{isa}".replace(" ", "-"))
 
 
 FLOAT_CODECS = [Codec("f32"), Codec("f16"), Codec("bf16")]

@@ -15,21 +15,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeq import machine
-from edgeq.devices import DEVICES, Device
 from edgeq.errors import EdgeqError, FormatError, InputError, UnsupportedError
+from edgeq.system import machine
+from edgeq.system.devices import DEVICES, DeviceSpec
+from edgeq.system.trust import digest_of
 from edgeq.targets.cpu.jit import archive, compile, pipeline
 from edgeq.targets.cpu.jit.archive import Archive
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.parallel import compile_by
 from edgeq.targets.cpu.jit.processor import of_device
-from edgeq.targets.cpu.jit.threadpool import Pool
-from edgeq.targets.cpu.kernels.norms import ScaleArgs, scale
+from edgeq.targets.cpu.kernels.rows.norms import ScaleArgs, scale
+from edgeq.targets.cpu.threads.threadpool import ThreadPool
 from edgeq.targets.target import no_progress
-from edgeq.trust import digest_of
 
 
-def like_this_machine() -> Device | None:
+def like_this_machine() -> DeviceSpec | None:
     for device in DEVICES.values():
         if (
             device.supported
@@ -76,7 +76,7 @@ def test_what_was_compiled_elsewhere_runs_once_it_is_trusted(whole: bytes, path:
     )
     place = compile.address(scale)
     monkeypatch.undo()
-    Pool(1, 1, RECORD_SLOTS).run(np.array([args.record(place)], np.int64), 1)
+    ThreadPool(1, 1, RECORD_SLOTS).run(np.array([args.record(place)], np.int64), 1)
     assert np.array_equal(x.ravel(), np.arange(32) / 2)
 
 
@@ -135,9 +135,9 @@ REFUSED: dict[str, tuple[Callable[[bytes], bytes], type[EdgeqError], str]] = {
     "a folder": (of("a-b.o/"), FormatError, "no name of a kernel"),
     "an endless name": (of("a-" + "b" * 60000 + ".o"), FormatError, "no name of a kernel"),
     "a name with a line break": (of("a-b.o\n"), FormatError, "no name of a kernel"),
-    "a large entry": (of("a-b.o", bytes(archive.MOST_OF_FILE + 1)), FormatError, "at most 4,194,304 are read"),
+    "a large entry": (of("a-b.o", bytes(archive.MAX_FILE_BYTES + 1)), FormatError, "at most 4,194,304 are read"),
     "a large description": (
-        lambda whole: zipped({"kernels.json": bytes(archive.MOST_OF_DESCRIPTION + 1)}), FormatError, "at most 1,048,576",
+        lambda whole: zipped({"kernels.json": bytes(archive.MAX_DESCRIPTION_BYTES + 1)}), FormatError, "at most 1,048,576",
     ),
     "many entries": (
         lambda whole: zipped({"kernels.json": b"", **{f"a-{i}.o": b"" for i in range(5000)}}), FormatError, "not a whole file",
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Callable[[bytes], bytes], type[EdgeqError], str]] = {
     "a name that steers the terminal": (lambda whole: changed(whole, device="\x1b[2Jpi"), FormatError, "not sound"),
     "a feature that steers the terminal": (lambda whole: changed(whole, features=["a\n"]), FormatError, "not sound"),
     "many features": (lambda whole: changed(whole, features=["a"] * 1000), FormatError, "not sound"),
-    "entries in one another": (lambda whole: nested(20, archive.MOST_OF_FILE), FormatError, "bytes together"),
+    "entries in one another": (lambda whole: nested(20, archive.MAX_FILE_BYTES), FormatError, "bytes together"),
     "numbers for names": (lambda whole: changed(whole, device=5), FormatError, "not sound"),
     "a kernel too few": (lambda whole: changed(whole, files={}), FormatError, "do not agree"),
     "another architecture": (lambda whole: changed(whole, arch="riscv64"), UnsupportedError, r"\(riscv64\); this processor is"),
@@ -193,7 +193,7 @@ def test_what_is_no_file_is_refused_without_waiting(path: Path) -> None:
     with pytest.raises(InputError, match="cannot read it"):
         Archive(path)
     with open(path, "wb") as file:
-        file.truncate(archive.MOST_BYTES + 1)
+        file.truncate(archive.MAX_BYTES + 1)
     with pytest.raises(FormatError, match="at most 67,108,864"):
         Archive(path)
 

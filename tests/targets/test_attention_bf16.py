@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq import machine
-from edgeq.devices import DEVICES
-from edgeq.records import Mode
+from edgeq.format.records import Mode
+from edgeq.system import machine
+from edgeq.system.devices import DEVICES
 from edgeq.targets import load
 from edgeq.targets.cpu.ahead import jobs_for
 from edgeq.targets.cpu.jit import processor
-from edgeq.targets.cpu.kernels import bf16_panel
-from edgeq.targets.cpu.kernels.bf16_vectors import FEATURE
-from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph
+from edgeq.targets.cpu.kernels.attention import bf16_panel
+from edgeq.targets.cpu.kernels.attention.bf16_vectors import FEATURE
+from edgeq.targets.graph import Attention, CacheSpec, CacheWrite, Embed, Graph
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, recording
@@ -51,7 +51,7 @@ def attention_case(dim: int, count: int, sessions: int, damaged: dict[tuple[int,
             CacheWrite(0, "x", heads * dim, 2 * heads * dim, heads, dim, cache=0),
             Attention(0, "x", 0, "a", heads, heads, dim, dim**-0.5, 0, cache=0, span=span),
         )
-        graph = Graph({"x": 3 * heads * dim, "a": heads * dim}, operations, "a", 1, heads, dim)
+        graph = Graph({"x": 3 * heads * dim, "a": heads * dim}, operations, "a", (CacheSpec(heads, dim, dim),))
         program = load(target).compile(graph, arrays, Options(mode, 2, isa, max_rows=total, max_logits=total))
         pages = [[program.new_page() for _ in range(count // PAGE + 1)] for _ in range(sessions)]
         order = np.arange(total, dtype=np.int32) if order is None else order
@@ -121,7 +121,9 @@ def test_a_device_gets_what_its_own_processor_multiplies(
     monkeypatch.setattr(processor, "current", lambda: replace(here, features=here.features - {FEATURE} | ours))
     monkeypatch.setattr(processor, "of_device", lambda _: replace(there, features=there.features | its))
     monkeypatch.setattr(bf16_panel, "COMPILES", compiles)
-    graph = Graph({"x": 48, "a": 16}, (Attention(0, "x", 0, "a", 1, 1, 16, 0.25, 0, cache=0, span=0),), "a", 1, 1, 16)
+    graph = Graph(
+        {"x": 48, "a": 16}, (Attention(0, "x", 0, "a", 1, 1, 16, 0.25, 0, cache=0, span=0),), "a", (CacheSpec(1, 16, 16),)
+    )
     jobs = jobs_for(device, graph, Arrays(), Options("a8", isa="avx512-vnni"), ["a8"])
     assert {factory.__name__ for factory, _ in jobs} & {"attend", "attend_bf16"} == {
         "attend_bf16" if its and compiles else "attend"

@@ -7,9 +7,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from edgeq.records import KvCodec
+from edgeq.errors import UnsupportedError
+from edgeq.format.records import KvCodec
 from edgeq.targets import load
-from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, HeadNorm, HeadRotate, Linear, Operation, RopeRotate, Select
+from edgeq.targets.graph import (
+    Attention,
+    CacheSpec,
+    CacheWrite,
+    Embed,
+    Graph,
+    HeadNorm,
+    HeadRotate,
+    Linear,
+    Operation,
+    RopeRotate,
+    Select,
+)
 from edgeq.targets.reference.attention import cached
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
@@ -49,7 +62,7 @@ class Heads:
             Linear(-1, "a", identity(arrays, q), "y"),
         )
         buffers = {"x": q + 2 * k, "a": q, "y": q}
-        return Graph(buffers, operations, "y", layers=2, kv_heads=self.kv_heads, head_dim=self.dim)
+        return Graph(buffers, operations, "y", cache=(CacheSpec(self.kv_heads, self.dim, self.dim),) * 2)
 
     def turns(self) -> tuple[Operation, ...]:
         frequencies = tuple(1000.0 ** (-2 * i / self.dim) for i in range(self.dim // 2))
@@ -86,8 +99,9 @@ def test_a_page_takes_the_bytes_that_its_codec_promises(kv, dim):
     graph = shape.graph(arrays, shape.numbers(2))
     page = compiled("cpu", graph, arrays, 2, kv, threads=1).new_page()
     # only whole numbers and those of int8 are padded, to 16 dimensions
-    stored = replace(graph, head_dim=-(-dim // 16) * 16) if kv.kind != "int4" else graph
-    assert page.data.nbytes == stored.page_bytes(kv)
+    width = -(-dim // 16) * 16
+    stored = replace(graph, cache=(CacheSpec(2, width, width),) * 2) if kv.kind != "int4" else graph
+    assert page.full.data.nbytes == stored.page_bytes(kv)
     if kv == KvCodec("int4", 8) and dim == 64:
         assert graph.page_bytes(kv) == 2 * 2 * 2 * PAGE * (28 + 8 + 16)
 
@@ -103,6 +117,62 @@ def test_attention_equals_the_reference_however_it_is_cut(kv, dim, heads, kv_hea
     assert np.abs(y - oracle).max() < 5e-6 * np.abs(oracle).max()
     pieces = run("cpu", graph, arrays, positions, kv, [5, 1, 3, positions - 10, 1])
     assert np.array_equal(y, pieces), "chunks must not change a bit"
+
+
+SHAPES = Heads(4, 2, 32, 70), Heads(2, 1, 72), Heads(6, 3, 20, 40), Heads(2, 2, 32, 7)
+
+
+def beside(arrays: Arrays, positions: int) -> tuple[Graph, list[Graph]]:
+    """A graph with attention of SHAPES side by side, over a cache with a layer for each, and a graph for each alone."""
+    alone, operations, buffers, offset, ends = list[Graph](), list[Operation](), dict[str, int](), 0, 0
+    numbers = [shape.numbers(positions, seed) for seed, shape in enumerate(SHAPES)]
+    for i, (shape, x) in enumerate(zip(SHAPES, numbers, strict=True)):
+        (q, k), heads = shape.widths, (shape.heads, shape.kv_heads, shape.dim)
+        alone.append(shape.graph(arrays, x))
+        operations.append(CacheWrite(i, "x", offset + q, offset + q + k, shape.kv_heads, shape.dim, cache=i))
+        operations.append(Attention(i, "x", offset, f"a{i}", *heads, shape.dim**-0.5, shape.window, cache=i))
+        offset, buffers[f"a{i}"] = offset + q + 2 * k, q
+    operations.append(Select(-1, tuple(buffers)))
+    for name, q in buffers.items():
+        operations.append(Linear(-1, name, identity(arrays, q), "y", ends))
+        ends += q
+    first = Embed(-1, arrays.add(np.concatenate(numbers, axis=1), "f32"), "x")
+    cache = tuple(CacheSpec(each.kv_heads, each.dim, each.dim, each.window or None) for each in SHAPES)
+    return Graph({"x": offset, **buffers, "y": ends}, (first, *operations), "y", cache), alone
+
+
+def dropping(program, window: int, chunks: list[int]) -> np.ndarray:
+    """The results of runs of `chunks` rows over pages of which what no row sees in layers with a window is dropped."""
+    pages, first, seen = [program.new_page() for _ in range((sum(chunks) - 1) // PAGE + 1)], 0, []
+    for part in chunks:
+        for i in range(max(0, first - window + 1) // PAGE):
+            pages[i] = pages[i].without_windows()
+        seen.append(program.run(rows_of(program, part, first, pages)).copy())
+        first += part
+    assert pages[0].windowed is None and pages[-1].windowed is not None
+    copied = [program.copy_page(page) for page in pages]
+    for page, other in zip(pages, copied, strict=True):
+        stored = program.save_page(page)
+        loaded = program.load_page(np.frombuffer(stored, np.uint8))
+        assert len(stored) == len(program.page_memory(page.windowed is not None))
+        assert program.save_page(other) == program.save_page(loaded) == stored
+    return np.concatenate(seen)
+
+
+@pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
+@pytest.mark.parametrize("target", ["reference", "cpu"])
+def test_layers_of_other_shapes_lie_in_pages_together(target, kv):
+    arrays, chunks = Arrays(), [80, 1, 60, 40, 19]
+    graph, alone = beside(arrays, 200)
+    wanted = np.concatenate([run(target, each, arrays, 200, kv, chunks) for each in alone], axis=1)
+    assert np.array_equal(run(target, graph, arrays, 200, kv, chunks), wanted)
+    assert np.array_equal(dropping(compiled(target, graph, arrays, 200, kv), 70, chunks), wanted)
+
+
+def test_the_cpu_target_has_no_values_of_another_width():
+    graph = Graph({"x": 8, "y": 8}, (), "y", (CacheSpec(1, 8, 4),))
+    with pytest.raises(UnsupportedError, match="values of 4 numbers beside keys of 8 yet; run with --target reference"):
+        compiled("cpu", graph, Arrays(), 1, F16)
 
 
 def test_the_portable_kernels_equal_the_reference():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.records import LinearSpec, SplitRow, Transform
-from edgeq.targets.graph import Activate, Embed, Graph, Linear, Select
+from edgeq.format.codec import Codec
+from edgeq.format.records import LinearSpec, SplitRow, Transform
+from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, matrix, run, weight
 
@@ -29,7 +29,7 @@ def network(arrays: Arrays, codec: Codec, dtype: str, index: int, parts: dict[st
         Linear(0, "active", layer, "y", 3, add=True),
         Select(0, ("y",)),
     )
-    return Graph({"x": COLUMNS, "active": COLUMNS, "y": ROWS + 5}, operations, "y", 1, 1, 2), row
+    return Graph({"x": COLUMNS, "active": COLUMNS, "y": ROWS + 5}, operations, "y", (CacheSpec(1, 2, 2),)), row
 
 
 def expected(arrays: Arrays, graph: Graph, row: np.ndarray) -> np.ndarray:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeq.targets.cpu.jit.clock import Clock, Reading
-from edgeq.targets.cpu.jit.pieces import Piece
+from edgeq.targets.cpu.threads.clock import CallTimes, Clock
+from edgeq.targets.cpu.threads.pieces import TablePiece
 
 RATE = 1e-3
 
 
-def reading(before: float, after: float, *counts: list[int], start: int = 0, operations: int = 2, woke: int = 1000) -> Reading:
-    return Reading(Piece(start, np.zeros((operations, 1), np.int64), 0), before, after, woke, np.array(counts, np.int64))
+def reading(
+    before: float, after: float, *counts: list[int], start: int = 0, operations: int = 2, woke: int = 1000
+) -> CallTimes:
+    return CallTimes(TablePiece(start, np.zeros((operations, 1), np.int64), 0), before, after, woke, np.array(counts, np.int64))
 
 
 def test_a_thread_alone_waits_for_nothing() -> None:
@@ -38,7 +40,7 @@ def test_threads_that_came_late_or_not_at_all_have_no_times() -> None:
 
 
 def test_who_waited_for_nobody_noted_nothing_and_went_on() -> None:
-    """Of each operation the first thread is the last to be done, then the second; the third left the run in the second one."""
+    """The first thread ends each operation last, after the second; the third left the run in the second one."""
     slowest, quick, left = [1000, 0, 1500, 1600, 2000], [1000, 1200, 1500, 0, 2001], [1100, 1300, 1500, 0, 0]
     first, second, third = Clock().times(2, [reading(5.0, 6.0, slowest, quick, left)]).threads
     assert first == pytest.approx(np.array([[5.0, 0.5, 0.0], [5.5, 0.1, 0.4]]))

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from edgeq.errors import ResourceError
+from edgeq.system.whole_file import write_whole
 from edgeq.targets.cpu.jit import compile, pipeline
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import Entry, address, is_kept
 from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.parallel import compile_missing
-from edgeq.targets.cpu.jit.threadpool import Pool, publish
-from edgeq.targets.cpu.kernels.elementwise import SelectArgs, select
-from edgeq.targets.cpu.kernels.norms import scale
+from edgeq.targets.cpu.kernels.rows.elementwise import SelectArgs, select
+from edgeq.targets.cpu.kernels.rows.norms import scale
+from edgeq.targets.cpu.threads.threadpool import ThreadPool, publish
 from edgeq.targets.target import no_progress
-from edgeq.whole_file import write_whole
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def call(place: int) -> np.ndarray:
         rows=count.ctypes.data, x=x.ctypes.data, x_stride=64, width=16,
         out=out.ctypes.data, out_stride=64, indices=indices.ctypes.data,
     )  # fmt: skip
-    pool = Pool(1, 1, RECORD_SLOTS)
+    pool = ThreadPool(1, 1, RECORD_SLOTS)
     pool.run(np.array([args.record(place)], np.int64), 1)
     assert np.array_equal(out, x[[2, 0]])
     return out
@@ -62,7 +62,7 @@ AT_ONCE = """
 import sys, threading, time
 from pathlib import Path
 from edgeq.targets.cpu.jit import compile, processor
-from edgeq.targets.cpu.kernels.elementwise import inject, select
+from edgeq.targets.cpu.kernels.rows.elementwise import inject, select
 
 here = processor.current()
 processor.current = lambda: time.sleep(0.5) or here
@@ -132,14 +132,14 @@ def test_what_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pyte
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from edgeq.whole_file import write_whole
+from edgeq.system.whole_file import write_whole
 os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 write_whole(Path(sys.argv[1]) / "elementwise-select.o", b"code")
 """
 
 
 def test_what_a_killed_process_had_begun_to_write_is_removed_later(folder: Path) -> None:
-    """Of another process it is left alone for an hour, in which it may still be written."""
+    """What another process began is left alone for an hour, in which it may still be written."""
     # Other tests may have loaded these kernels, from another folder.
     compile.address.cache_clear()
     subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False)
@@ -198,7 +198,7 @@ def test_threads_that_the_system_does_not_give_are_an_error_and_those_it_gave_en
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(ResourceError, match="gives only 4 of 9 threads; pass fewer `threads`"):
-        Pool(9, 4, 9)
+        ThreadPool(9, 4, 9)
     assert len(given) == 3 and not any(thread.is_alive() for thread in given)
 
 
@@ -213,6 +213,6 @@ def test_an_interrupt_between_the_start_of_a_thread_and_its_entry_ends_it(monkey
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with suppress(KeyboardInterrupt):
-        Pool(2, 4, 9)
-    given[0].join(10)
+        ThreadPool(2, 4, 9)
+    given[0].join(120)
     assert not given[0].is_alive()

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
 from edgeq.errors import FormatError
-from edgeq.quantization import check_scales, quantize_static
-from edgeq.records import Activation, LinearSpec, Transform
+from edgeq.format.codec import Codec
+from edgeq.format.quantization import check_scales, quantize_static
+from edgeq.format.records import Activation, LinearSpec, Transform
 from edgeq.targets import load
-from edgeq.targets.graph import Activate, Embed, Graph, Linear, RmsNorm, Select
+from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, RmsNorm, Select
 from edgeq.targets.rows import TEXT, VISION
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, matrix, rows_of, weight
@@ -29,8 +29,8 @@ def network(arrays: Arrays, scales: tuple[float, ...], codec: Codec, transform: 
     activation = Activation(8, scales=stored)
     up, down = weight(arrays, rng, codec, 2 * INNER, WIDTH), weight(arrays, rng, codec, 24, INNER)
     for each in (up, down):
-        if each.scale:
-            arrays.array(each.scale)[...] = np.abs(arrays.array(each.scale)) * np.float16(0.02)
+        if each.codec.integer:
+            arrays.array(each.arrays["scale"])[...] = np.abs(arrays.array(each.arrays["scale"])) * np.float16(0.02)
     table = arrays.add(rng.standard_normal((COUNT, WIDTH)).astype(np.float32), "f32")
     gain = arrays.add(np.ones(WIDTH, np.float32), "f32")
     changed = Transform(transform) if transform else None
@@ -43,7 +43,7 @@ def network(arrays: Arrays, scales: tuple[float, ...], codec: Codec, transform: 
         Linear(0, "inner", LinearSpec("down", (down,), activation=activation, transform=changed), "y"),
     )
     buffers = {"x": WIDTH, "normed": WIDTH, "gate_up": 2 * INNER, "inner": INNER, "y": 24}
-    return Graph(buffers, operations, "y", layers=1, kv_heads=1, head_dim=2)
+    return Graph(buffers, operations, "y", cache=(CacheSpec(1, 2, 2),))
 
 
 def result(target: str, graph: Graph, arrays: Arrays, modality: np.ndarray | None, isa: str | None = None) -> np.ndarray:
@@ -95,7 +95,7 @@ def test_the_integers_are_those_of_the_definition() -> None:
     layer = LinearSpec("l", (w,), activation=Activation(8, scales=arrays.add(np.array(SCALES, np.float32), "f32")))
     graph = Graph(
         {"x": WIDTH, "y": 16},
-        (Embed(-1, arrays.add(x, "f32"), "x"), Select(0, ("x",)), Linear(0, "x", layer, "y")), "y", 1, 1, 2,
+        (Embed(-1, arrays.add(x, "f32"), "x"), Select(0, ("x",)), Linear(0, "x", layer, "y")), "y", (CacheSpec(1, 2, 2),),
     )  # fmt: skip
     scale = np.array(SCALES, np.float32)[MODALITY][:, None]
     # 4-bit weights: the limit of mode a8.

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats
 from edgeq.errors import ResourceError, UnsupportedError
-from edgeq.records import KvCodec, LinearSpec, Weight
+from edgeq.format.codec import Codec, pack_floats
+from edgeq.format.records import KvCodec, LinearSpec, Weight
 from edgeq.targets import load
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.graph import (
     Activate,
     Attention,
+    CacheSpec,
     CacheWrite,
     Embed,
     Graph,
@@ -28,7 +29,7 @@ from tests.targets.cases import Arrays, rows_of
 
 def identity(arrays, size):
     q = arrays.add(pack_floats(np.eye(size, dtype=np.float32), "f32"), "f32")
-    return LinearSpec(f"identity{size}", (Weight(Codec("f32"), size, size, q),))
+    return LinearSpec(f"identity{size}", (Weight(Codec("f32"), size, size, {"q": q}),))
 
 
 def shown(arrays, x, operations, out, widths):
@@ -37,7 +38,9 @@ def shown(arrays, x, operations, out, widths):
     size = widths[out]
     last = (Select(-1, (out,)), Linear(-1, out, identity(arrays, size), "y"))
     buffers = {"x": x.shape[1], **widths, "y": size}
-    return Graph(buffers, (Embed(-1, table, "x"), *operations, *last), "y", layers=2, kv_heads=2, head_dim=widths["_dim"])
+    return Graph(
+        buffers, (Embed(-1, table, "x"), *operations, *last), "y", cache=(CacheSpec(2, widths["_dim"], widths["_dim"]),) * 2
+    )
 
 
 def both(graph, arrays, count, chunks=None, threads=2, kv="f16"):
@@ -126,7 +129,7 @@ def test_sessions_in_one_run_give_the_bits_they_give_alone():
         Attention(0, "x", 0, "a", heads, heads, dim, dim**-0.5, 0, cache=0),
     ]
     arrays_of = shown(arrays, x, operations, "a", {"a": size, "_dim": dim})
-    graph = Graph(arrays_of.buffers, arrays_of.operations, "y", 1, heads, dim)
+    graph = Graph(arrays_of.buffers, arrays_of.operations, "y", (CacheSpec(heads, dim, dim),))
     program = load("cpu").compile(graph, arrays, Options("a16", 2, None, positions, positions))
     lengths = (70, 20)
     alone, pages = [], []
@@ -164,7 +167,7 @@ def test_tables_too_long_for_a_pool_that_cannot_grow_are_not_kept(monkeypatch):
     wanted = program.run(rows_of(program, 4)).copy()
     # As if the other mode needed more operations.
     program._pool.close()
-    program._pool = module.Pool(2, 1, module.RECORD_SLOTS)
+    program._pool = module.ThreadPool(2, 1, module.RECORD_SLOTS)
     with monkeypatch.context() as patch:
         patch.setattr(program, "_new_pool", refused)
         program.record(True)
@@ -181,7 +184,7 @@ def test_unknown_instruction_set_is_refused_by_name():
 
 
 def test_instruction_set_the_processor_lacks_is_refused_with_what_is_missing(monkeypatch):
-    from edgeq import machine
+    from edgeq.system import machine
 
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("old", "x86_64", frozenset({"avx2", "fma", "f16c"}), 1))
     with pytest.raises(UnsupportedError, match="avx512-vnni needs .*avx512_vnni"):
@@ -194,7 +197,7 @@ def test_instruction_set_the_processor_lacks_is_refused_with_what_is_missing(mon
 
 @pytest.mark.parametrize(("gain", "name"), [(1.2, "avx512-pairs"), (1.0, "avx512-vnni")])
 def test_products_go_by_pairs_of_channels_where_that_was_measured_to_be_faster(gain, name, monkeypatch):
-    from edgeq import machine
+    from edgeq.system import machine
     from edgeq.targets.cpu import probes
 
     features = frozenset.union(*(isa.needs for isa in all_isas() if "x86_64" in isa.machines and not isa.matrix_unit))

@@ -7,18 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats
-from edgeq.quantization import quantize_tokens
-from edgeq.records import Activation, LinearSpec, LowRank, SplitRow, Transform, Weight
+from edgeq.format.codec import Codec, pack_floats
+from edgeq.format.quantization import quantize_tokens
+from edgeq.format.records import Activation, LinearSpec, LowRank, SplitRow, Transform, Weight
 from edgeq.targets import load
 from edgeq.targets.cpu.jit.compile import address
-from edgeq.targets.cpu.kernels import quantize
 from edgeq.targets.cpu.kernels.args import A8
+from edgeq.targets.cpu.kernels.rows import quantize
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
-from edgeq.targets.graph import Activate, Embed, Graph, Linear, RmsNorm
+from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, RmsNorm
 from edgeq.targets.reference.linear import transformed
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, matrix, recording, rows_of, run, weight
+from tests.targets.cases import HERE, Arrays, case, matrix, recording, rows_of, run, weight
 
 I4, I8, ROW4, ROW8 = Codec("int", 4, 32), Codec("int", 8, 16, False), Codec("int", 4, 0), Codec("int", 8, 0)
 NARROW, WIDE = Activation(4, 0, False), Activation(4, 8, False)
@@ -51,7 +51,7 @@ def graph_of(arrays, x, *layers):
     for each in layers:
         operations.append(Linear(0, "x", each, "y", offset=at))
         at += each.rows
-    return Graph({"x": x.shape[1], "y": at}, tuple(operations), "y", layers=1, kv_heads=1, head_dim=2)
+    return Graph({"x": x.shape[1], "y": at}, tuple(operations), "y", cache=(CacheSpec(1, 2, 2),))
 
 
 def whole_numbers(rng, rows, columns):
@@ -100,8 +100,14 @@ PARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize(
+    ("parts", "isa"),
+    [
+        case(parts, isa, common=isa == HERE[0] or name in ("token", "transform and all"), id=f"{name}-{isa}")
+        for name, parts in PARTS.items()
+        for isa in HERE
+    ],
+)
 def test_every_part_equals_the_reference(parts, isa):
     for codec, columns in ((I4, 192), (I8, 64), (ROW4, 320), (Codec("f16"), 64)):
         rng, arrays = np.random.default_rng(columns), Arrays()
@@ -256,7 +262,7 @@ def test_transform_of_every_order_equals_its_matrix(size, order, stride, runs):
     shown = rng.choice(columns, min(columns, 48), replace=False)
     picks = np.zeros((len(shown), columns), np.float32)
     picks[np.arange(len(shown)), shown] = 1
-    w = Weight(Codec("f32"), *picks.shape, arrays.add(pack_floats(picks, "f32"), "f32"))
+    w = Weight(Codec("f32"), *picks.shape, {"q": arrays.add(pack_floats(picks, "f32"), "f32")})
     graph = graph_of(arrays, x, LinearSpec("layer", (w,), transform=t))
     results = [run("cpu", graph, arrays, 6, Options("a16", 2, isa)) for isa in HERE]
     for y in results:
@@ -288,7 +294,7 @@ def test_one_operation_activates_transforms_by_signs_and_rounds(size, order, str
     operations = [Embed(-1, arrays.add(x, "f32"), "inner" if function else "x"), Linear(0, "x", each, "y")]
     if function:
         operations.insert(1, Activate(0, "inner", columns, "x", function, gated))
-    graph = Graph({"inner": x.shape[1], "x": columns, "y": 37}, tuple(operations), "y", layers=1, kv_heads=1, head_dim=2)
+    graph = Graph({"inner": x.shape[1], "x": columns, "y": 37}, tuple(operations), "y", cache=(CacheSpec(1, 2, 2),))
     oracle = run("reference", graph, arrays, 19, Options("a8"))
     program = load("cpu").compile(graph, arrays, Options("a8", 2, isa, 19, 19))
     with recording(program) as times:
@@ -309,7 +315,9 @@ def test_online_transform_undoes_the_one_in_the_weights():
     t = Transform(96, 1, base)
     w, x = rng.standard_normal((30, 192)).astype(np.float32), rng.standard_normal((4, 192)).astype(np.float32)
     turned = transformed(w, t, PALEY_12)
-    each = LinearSpec("layer", (Weight(Codec("f32"), 30, 192, arrays.add(pack_floats(turned, "f32"), "f32")),), transform=t)
+    each = LinearSpec(
+        "layer", (Weight(Codec("f32"), 30, 192, {"q": arrays.add(pack_floats(turned, "f32"), "f32")}),), transform=t
+    )
     for target in ("reference", "cpu"):
         y = run(target, graph_of(arrays, x, each), arrays, 4, Options("a16"))
         assert np.abs(y - x @ w.T).max() < 1e-4
@@ -336,7 +344,7 @@ def test_scaled_input_is_written_by_its_maker():
     gain = arrays.add(rng.uniform(0.5, 2, 96).astype(np.float32), "f32")
     each = layer(arrays, rng, 40, [(I4, 96)], scale=True)
     operations = (Embed(-1, arrays.add(x, "f32"), "x"), RmsNorm(0, "x", gain, 1e-5, "n"), Linear(0, "n", each, "y"))
-    graph = Graph({"x": 96, "n": 96, "y": 40}, operations, "y", 1, 1, 2)
+    graph = Graph({"x": 96, "n": 96, "y": 40}, operations, "y", (CacheSpec(1, 2, 2),))
     program = load("cpu").compile(graph, arrays, Options("a16", 2, None, 5, 5))
     with recording(program) as times:
         y = program.run(rows_of(program, 5))

@@ -3,11 +3,23 @@
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_groups, pack_integers
-from edgeq.quantization import activation_limit
-from edgeq.records import Weight
+from edgeq.format.codec import Codec, pack_groups, pack_integers
+from edgeq.format.quantization import activation_limit
+from edgeq.format.records import Weight
 from edgeq.targets.target import Options
-from tests.targets.cases import FLOAT_CODECS, HERE, INTEGER_CODECS, Arrays, integers, matrix, product, product_case, run, weight
+from tests.targets.cases import (
+    FLOAT_CODECS,
+    HERE,
+    INTEGER_CODECS,
+    Arrays,
+    case,
+    integers,
+    matrix,
+    product,
+    product_case,
+    run,
+    weight,
+)
 
 
 def exact_input(rng, rows, columns, block, limit):
@@ -76,15 +88,17 @@ def test_a16_is_as_exact_as_its_rounding_allows(isa):
     assert (np.abs(y - x.astype(np.float64) @ dense.T.astype(np.float64)) <= bound).all()
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize(
+    ("isa", "bits"),
+    [case(isa, bits, common=isa == HERE[0] or bits in (3, 4), id=f"{isa}-{bits}") for isa in HERE for bits in range(2, 9)],
+)
 def test_sums_of_a16_are_those_of_its_integers(isa, bits):
     """Scales are powers of two, so results are the integer sums to the bit, in tiles of every size."""
     rng, arrays, limit, codec = np.random.default_rng(bits), Arrays(), 256 * 127 + 127, Codec("int", bits, 128)
     q = rng.integers(0, 1 << bits, (40, 128), dtype=np.uint8)
     q[::3], q[1::3] = 0, (1 << bits) - 1
     one = arrays.add(pack_groups(np.ones((40, 1), np.float16)), "f16")
-    w = Weight(codec, 40, 128, arrays.add(pack_integers(q, bits), "u8"), one)
+    w = Weight(codec, 40, 128, {"q": arrays.add(pack_integers(q, bits), "u8"), "scale": one})
     x = rng.integers(-limit, limit + 1, (25, 128))
     x[0], x[3], x[4], x[5] = limit, -limit, -128, 256 * rng.integers(-127, 127, 128) + 128
     x[:, 0] = limit
@@ -137,8 +151,8 @@ def test_result_does_not_depend_on_the_number_of_threads(threads):
 
 
 def test_tied_embedding_of_every_codec_equals_its_dequantized_rows():
-    from edgeq.records import LinearSpec
-    from edgeq.targets.graph import Embed, Graph, Linear, Select
+    from edgeq.format.records import LinearSpec
+    from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Select
 
     rng = np.random.default_rng(7)
     for codec in (*INTEGER_CODECS, *FLOAT_CODECS):
@@ -148,16 +162,16 @@ def test_tied_embedding_of_every_codec_equals_its_dequantized_rows():
         identity = Codec("f32")
         eye = LinearSpec("eye", (_identity(arrays, identity, columns),))
         operations = (Embed(-1, LinearSpec("head", (table,)), "x"), Select(-1, ("x",)), Linear(-1, "x", eye, "y"))
-        graph = Graph({"x": columns, "y": columns}, operations, "y", 1, 1, 2)
+        graph = Graph({"x": columns, "y": columns}, operations, "y", (CacheSpec(1, 2, 2),))
         y = run("cpu", graph, arrays, 19, Options("a16", 2))
         assert np.array_equal(y, matrix(arrays, table)), codec.name
 
 
 def _identity(arrays, codec, size):
-    from edgeq.codec import pack_floats
-    from edgeq.records import Weight
+    from edgeq.format.codec import pack_floats
+    from edgeq.format.records import Weight
 
-    return Weight(codec, size, size, arrays.add(pack_floats(np.eye(size, dtype=np.float32), codec.kind), codec.kind))
+    return Weight(codec, size, size, {"q": arrays.add(pack_floats(np.eye(size, dtype=np.float32), codec.kind), codec.kind)})
 
 
 def test_extreme_integers_reach_both_ends():

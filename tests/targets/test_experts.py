@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats
 from edgeq.errors import UnsupportedError
-from edgeq.records import LinearSpec, Weight
+from edgeq.format.codec import Codec, pack_floats
+from edgeq.format.records import LinearSpec, Weight
 from edgeq.targets import load
-from edgeq.targets.graph import Embed, Experts, GatedAdd, Graph, Linear, Route, Select
+from edgeq.targets.graph import CacheSpec, Embed, Experts, GatedAdd, Graph, Linear, Route, Select
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, matrix, rows_of, weight
 from tests.targets.test_cpu_kernels import identity
@@ -26,15 +26,15 @@ CODECS = [
 
 def layer(arrays, rng, codec, rows, columns, name):
     """Random numbers of a size that keeps the result near 1."""
-    if codec.kind == "int":
+    if codec.integer:
         w = weight(arrays, rng, codec, rows, columns)
-        scale = arrays.array(w.scale)
+        scale = arrays.array(w.arrays["scale"])
         scale[...] = np.abs(scale) * np.float16(0.3 / (1 << codec.bits))
-        if w.zero is not None:
-            arrays.array(w.zero)[...] = 1 << (codec.bits - 1)
+        if "zero" in w.arrays:
+            arrays.array(w.arrays["zero"])[...] = 1 << (codec.bits - 1)
         return LinearSpec(name, (w,))
     values = (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
-    return LinearSpec(name, (Weight(codec, rows, columns, arrays.add(pack_floats(values, codec.kind), codec.kind)),))
+    return LinearSpec(name, (Weight(codec, rows, columns, {"q": arrays.add(pack_floats(values, codec.kind), codec.kind)}),))
 
 
 def graph_of(arrays, codec, x, experts, chosen, normalized=True, fused=True, seed=0):
@@ -56,7 +56,7 @@ def graph_of(arrays, codec, x, experts, chosen, normalized=True, fused=True, see
         Linear(-1, "out", identity(arrays, HIDDEN), "y"),
     )
     buffers = {"x": HIDDEN, "out": HIDDEN, "router": experts, "routing": 2 * chosen, "y": HIDDEN}
-    return Graph(buffers, operations, "y", layers=1, kv_heads=1, head_dim=2)
+    return Graph(buffers, operations, "y", cache=(CacheSpec(1, 2, 2),))
 
 
 def run(target, graph, arrays, chunks, mode="a16", threads=0, isa=None):
@@ -151,7 +151,7 @@ def test_of_equal_logits_the_first_experts_are_chosen():
     arrays, x = Arrays(), np.zeros((2, HIDDEN), np.float32)
     graph = graph_of(arrays, Codec("f32"), x, 4, 2)
     show = (*graph.operations[:3], Select(-1, ("routing",)), Linear(-1, "routing", identity(arrays, 4), "y"))
-    graph = Graph({**graph.buffers, "y": 4}, show, "y", 1, 1, 2)
+    graph = Graph({**graph.buffers, "y": 4}, show, "y", (CacheSpec(1, 2, 2),))
     for target in ("reference", "cpu"):
         assert np.allclose(run(target, graph, arrays, [2]), [[0.5, 0.5, 0, 1]] * 2)
 
@@ -161,9 +161,9 @@ def test_experts_whose_shares_are_0_are_chosen_by_their_logits():
     graph = graph_of(arrays, Codec("f32"), x, 3, 2)
     # The first expert's logit is the least, but both its share and the last one's are too small for a float32.
     router = pack_floats(np.outer([-20, 20, -10], np.ones(HIDDEN)).astype(np.float32), "f32")
-    arrays.array(graph.operations[1].linear.weights[0].q)[...] = router
+    arrays.array(graph.operations[1].linear.weights[0].arrays["q"])[...] = router
     first = graph.operations[4].projections[0][0]
-    arrays.array(first.weights[0].q)[...] = np.nan
+    arrays.array(first.weights[0].arrays["q"])[...] = np.nan
     for target in ("reference", "cpu"):
         assert np.isfinite(run(target, graph, arrays, [3])).all(), target
 
@@ -177,7 +177,7 @@ def test_a_gated_addition():
         Select(-1, ("out",)),
         Linear(-1, "out", identity(arrays, HIDDEN), "y"),
     )
-    graph = Graph({"x": HIDDEN, "out": HIDDEN, "y": HIDDEN}, operations, "y", 1, 1, 2)
+    graph = Graph({"x": HIDDEN, "out": HIDDEN, "y": HIDDEN}, operations, "y", (CacheSpec(1, 2, 2),))
     wanted = x[::-1] + x / (1 + np.exp(-x[:, :1].astype(np.float64)))
     for target in ("reference", "cpu"):
         assert np.abs(run(target, graph, arrays, [5]) - wanted).max() < 1e-4

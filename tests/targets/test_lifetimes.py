@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.records import Activation, LinearSpec, SplitRow, Transform
+from edgeq.format.codec import Codec
+from edgeq.format.records import Activation, LinearSpec, SplitRow, Transform
 from edgeq.targets import load
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.lowering import context as lowering
@@ -16,6 +16,7 @@ from edgeq.targets.cpu.lowering.lifetimes import Buffer, Places, lives, places
 from edgeq.targets.graph import (
     Activate,
     Attention,
+    CacheSpec,
     CacheWrite,
     Embed,
     Graph,
@@ -42,7 +43,7 @@ def spec(rows: int) -> LinearSpec:
 
 
 def graph_of(*operations: Operation, result: str = "y") -> Graph:
-    return Graph({name: 16 for name in ("x", "a", "b", "y")}, operations, result, 1, 1, 2)
+    return Graph({name: 16 for name in ("x", "a", "b", "y")}, operations, result, (CacheSpec(1, 2, 2),))
 
 
 def test_a_buffer_is_needed_from_its_write_to_the_last_read_of_it_and_again_in_every_layer() -> None:
@@ -134,11 +135,11 @@ def model(kind: str) -> tuple[Graph, Arrays]:
         ]
     operations += [RmsNorm(-1, "x", ones(width), 1e-5, "normed"), Linear(-1, "normed", layer(40, width), "y")]
     widths = {"x": width, "normed": width, "qkv": 3 * heads, "attended": heads, "gate_up": inner * (1 + gated), "inner": inner}
-    return Graph(widths | {"y": 40}, tuple(operations), "y", LAYERS, HEADS, DIM), arrays
+    return Graph(widths | {"y": 40}, tuple(operations), "y", (CacheSpec(HEADS, DIM, DIM),) * LAYERS), arrays
 
 
 def results(program) -> list[np.ndarray]:
-    """Of a prompt in two chunks, then of one row."""
+    """Results of a prompt in two chunks, then of one row."""
     pages = [program.new_page()]
     return [program.run(rows_of(program, count, first, pages)).copy() for count, first in ((13, 0), (7, 13), (1, 20))]
 

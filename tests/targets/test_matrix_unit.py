@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.records import Activation, LinearSpec
+from edgeq.format.codec import Codec
+from edgeq.format.records import Activation, LinearSpec
 from edgeq.targets import load
 from edgeq.targets.cpu import program as cpu_program
-from edgeq.targets.cpu.jit.pieces import split
-from edgeq.targets.graph import Activate, Embed, Graph, Linear, RmsNorm, Select
+from edgeq.targets.cpu.threads.pieces import split
+from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, RmsNorm, Select
 from edgeq.targets.rows import Rows
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, matrix, product, recording, rows_of, run, weight
@@ -70,7 +70,7 @@ def test_gate_and_up_are_those_of_the_other_instruction_sets_by_bits(
         Linear(0, "i", LinearSpec("down", (down,), **of_layer), "y"),
         Select(-1, ("y",)),
     )
-    graph = Graph({"x": columns, "n": columns, "g": 2 * width, "i": width, "y": 24}, operations, "y", 1, 1, 2)
+    graph = Graph({"x": columns, "n": columns, "g": 2 * width, "i": width, "y": 24}, operations, "y", (CacheSpec(1, 2, 2),))
     for count in (15, 33, 70):
         found, expected = (run("cpu", graph, arrays, count, Options("a8", 2, isa)) for isa in (AMX, VNNI))
         assert np.array_equal(found, expected), count
@@ -94,7 +94,7 @@ def test_rows_with_one_scale_are_those_of_the_other_instruction_sets_by_bits(bit
         )
         layer = LinearSpec("layer", (w,), bias, activation=Activation(8))
         operations = (Embed(-1, arrays.add(x, "f32"), "x"), Select(-1, ("x",)), Linear(-1, "x", layer, "y"))
-        graph = Graph({"x": columns, "y": rows}, operations, "y", 1, 1, 2)
+        graph = Graph({"x": columns, "y": rows}, operations, "y", (CacheSpec(1, 2, 2),))
         wanted = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64) + 1
         for count in (1, 15, 40):
             found, expected = (run("cpu", graph, arrays, count, Options("a8", 2, isa)) for isa in (AMX, VNNI))
@@ -113,7 +113,7 @@ def test_an_operation_that_is_cut_gives_the_same_bits(threads: int, monkeypatch:
     rows = Rows(slots, slots[None], slots, np.zeros(count, np.int32), pages, slots)
     whole = program.run(rows).copy()
     seen = replace(rows, spans=np.stack([slots * 0, slots * 0 + count])[None])
-    monkeypatch.setattr(cpu_program, "MOST_PRODUCTS", 2 * 100 * 128 * count / 7)
+    monkeypatch.setattr(cpu_program, "MAX_PRODUCTS", 2 * 100 * 128 * count / 7)
     assert np.array_equal(program.run(seen), whole)
     with recording(program) as times:
         assert np.array_equal(program.run(seen), whole)

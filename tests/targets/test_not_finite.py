@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats
-from edgeq.records import Activation, KvCodec, LinearSpec, LowRank, Transform, Weight
+from edgeq.format.codec import Codec, pack_floats
+from edgeq.format.records import Activation, KvCodec, LinearSpec, LowRank, Transform, Weight
 from edgeq.targets import load
 from edgeq.targets.graph import (
     Activate,
     Attention,
+    CacheSpec,
     CacheWrite,
     Embed,
     GatedAdd,
@@ -110,7 +111,7 @@ def test_parts_of_a_layer(part: str, isa: str) -> None:
     layer = LinearSpec("layer", (w,), **parts[part])
     operations = (Embed(-1, arrays.add(x, "f32"), "x"), Select(-1, ("x",)), Linear(-1, "x", layer, "y"))
     for mode in ("a8", "a16"):
-        everywhere(Graph({"x": columns, "y": 37}, operations, "y", 1, 1, 2), arrays, list(PLANTED), [isa], mode)
+        everywhere(Graph({"x": columns, "y": 37}, operations, "y", (CacheSpec(1, 2, 2),)), arrays, list(PLANTED), [isa], mode)
 
 
 WIDTHS = [48, 40]
@@ -154,7 +155,7 @@ def test_operations_on_rows(name: str, codec: Codec, width: int) -> None:
     buffers = {"x": 2 * width, "x2": 2 * width, "s": width, "n": width, "y": 20}
     last = Linear(-1, out, LinearSpec("last", (weight(arrays, rng, codec, 20, buffers[out]),)), "y")
     operations = (Embed(-1, arrays.add(x, "f32"), "x"), *operations, Select(-1, (out,)), last)
-    everywhere(Graph(buffers, operations, "y", 1, 1, 2), arrays, list(PLANTED), HERE[:1], "a8")
+    everywhere(Graph(buffers, operations, "y", (CacheSpec(1, 2, 2),)), arrays, list(PLANTED), HERE[:1], "a8")
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "norm_add"])
@@ -166,7 +167,7 @@ def test_squares_that_overflow_do_not_make_zeros(name: str) -> None:
     buffers = {"x": 2 * width, "x2": 2 * width, "s": width, "n": width, "y": 20}
     last = Linear(-1, out, LinearSpec("last", (weight(arrays, np.random.default_rng(4), ROW, 20, buffers[out]),)), "y")
     operations = (Embed(-1, arrays.add(x, "f32"), "x"), *operations, Select(-1, (out,)), last)
-    graph = Graph(buffers, operations, "y", 1, 1, 2)
+    graph = Graph(buffers, operations, "y", (CacheSpec(1, 2, 2),))
     everywhere(graph, arrays, [3], HERE[:1], "a8")
 
 
@@ -185,7 +186,7 @@ def test_gate_and_up_in_one_pass(mode: str, isa: str) -> None:
         Select(-1, ("i",)),
         Linear(-1, "i", LinearSpec("down", (v,)), "y"),
     )
-    graph = Graph({"x": 256, "n": 256, "g": 512, "i": 256, "y": 40}, operations, "y", 1, 1, 2)
+    graph = Graph({"x": 256, "n": 256, "g": 512, "i": 256, "y": 40}, operations, "y", (CacheSpec(1, 2, 2),))
     everywhere(graph, arrays, list(PLANTED), [isa], mode)
 
 
@@ -219,7 +220,7 @@ def test_cache_and_attention(kv: KvCodec, dim: int, change: str) -> None:
             Select(-1, ("a",)),
             Linear(-1, "a", LinearSpec("last", (weight(arrays, rng, ROW, 20, q),)), "y"),
         )
-        graph = Graph({"x": q + 2 * k, "a": q, "y": 20}, operations, "y", 1, kv_heads, dim)
+        graph = Graph({"x": q + 2 * k, "a": q, "y": 20}, operations, "y", (CacheSpec(kv_heads, dim, dim),))
         affected = [row] if place < q else list(range(row, row + window))
         everywhere(graph, arrays, affected, HERE[:1], "a8", kv=kv, count=count)
 
@@ -238,7 +239,7 @@ def test_experts(codec: Codec, normalized: bool) -> None:
     operations = list(graph.operations)
     operations[0], operations[3] = (Embed(-1, arrays.add(sound, "f32"), out) for out in ("x", "out"))
     operations[1] = Embed(-1, arrays.add(router, "f32"), "router")
-    graph = Graph(graph.buffers, tuple(operations), "y", 1, 1, 2)
+    graph = Graph(graph.buffers, tuple(operations), "y", (CacheSpec(1, 2, 2),))
     everywhere(graph, arrays, list(PLANTED), HERE[:1], "a8")
 
 
@@ -255,7 +256,7 @@ def test_scores_so_low_that_unseen_positions_would_count_give_nan(window: int, k
         x[:, :width] *= -np.float32(size / 10)
         x[:, width : width + dim] *= 0.3
         eye = pack_floats(np.eye(width, dtype=np.float32), "f32")
-        last = LinearSpec("last", (Weight(Codec("f32"), width, width, arrays.add(eye, "f32")),))
+        last = LinearSpec("last", (Weight(Codec("f32"), width, width, {"q": arrays.add(eye, "f32")}),))
         operations = (
             Embed(-1, arrays.add(x, "f32"), "x"),
             CacheWrite(0, "x", width, width + dim, 1, dim, 0),
@@ -263,7 +264,7 @@ def test_scores_so_low_that_unseen_positions_would_count_give_nan(window: int, k
             Select(-1, ("a",)),
             Linear(-1, "a", last, "y"),
         )
-        graph = Graph({"x": width + 2 * dim, "a": width, "y": width}, operations, "y", 1, 1, dim)
+        graph = Graph({"x": width + 2 * dim, "a": width, "y": width}, operations, "y", (CacheSpec(1, dim, dim),))
         for target in ("reference", "cpu"):
             with np.errstate(all="ignore"):
                 y = run(target, graph, arrays, 9, Options("a16", 2 if target == "cpu" else 0, kv=kv))

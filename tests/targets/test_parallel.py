@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from edgeq import machine
+from edgeq.system import machine
 from edgeq.targets.cpu.jit import compile, parallel
 from edgeq.targets.cpu.jit.parallel import compile_by, compile_missing, workers_for
-from edgeq.targets.cpu.jit.threadpool import dismiss
-from edgeq.targets.cpu.kernels.elementwise import select
-from edgeq.targets.cpu.kernels.norms import scale
+from edgeq.targets.cpu.kernels.rows.elementwise import select
+from edgeq.targets.cpu.kernels.rows.norms import scale
+from edgeq.targets.cpu.threads.threadpool import dismiss
 from edgeq.targets.target import no_progress
 
 JOBS = [(select, ()), (scale, ()), (dismiss, ())]

@@ -6,16 +6,16 @@ import os
 import numpy as np
 import pytest
 
-from edgeq import machine, measurements
-from edgeq.codec import Codec
-from edgeq.converters.allocation.part_names import HEAD
-from edgeq.measurements import READ_BANDWIDTH
+from edgeq.converters.budget.part_names import HEAD
+from edgeq.format.codec import Codec
 from edgeq.runtime import Model
+from edgeq.system import machine, measurements
+from edgeq.system.measurements import READ_BANDWIDTH
 from edgeq.targets.cpu import probes, program
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.kernels.args import ProductArgs
-from edgeq.tools.random_file import write_random
+from edgeq.tools.measure.random_file import write_random
 from tests.tools.test_decode_speed import DENSE
 
 ISA = choose()[0]
@@ -128,7 +128,7 @@ def test_weights_are_asked_for_at_the_distance_that_was_measured_to_be_fastest(m
 
 def test_every_codec_of_a_file_is_asked_for_at_its_own_distance(tmp_path, monkeypatch):
     write_random(tmp_path / "two.edgeq", DENSE, Codec("int", 6, 64, False), {HEAD: Codec("int", 8, 128)})
-    monkeypatch.setattr(program, "LEAST_BYTES", 1)
+    monkeypatch.setattr(program, "MIN_THREAD_BYTES", 1)
     monkeypatch.setattr(program, "prefetch_bytes", lambda isa, threads, codec, on_measure: 64 * codec.bits)
     with Model.load(tmp_path / "two.edgeq", target="cpu") as model:
         records = [each for each in model.program._lowered("a8", "file").records if each.reads_weights]

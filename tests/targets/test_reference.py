@@ -8,22 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
-from edgeq.config import ModelConfig
-from edgeq.container import ModelFile
 from edgeq.errors import UnsupportedError
-from edgeq.manifest import array_shapes, fused_shapes
-from edgeq.metadata import Metadata
-from edgeq.quantization import activation_block, activation_limit, quantize_blocks
-from edgeq.records import ArrayRef, LinearSpec, Transform, Weight
-from edgeq.rope import Rope
+from edgeq.format.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
+from edgeq.format.container import ModelFile
+from edgeq.format.manifest import array_shapes, fused_shapes
+from edgeq.format.metadata import Metadata
+from edgeq.format.quantization import activation_block, activation_limit, quantize_blocks
+from edgeq.format.records import ArrayRef, LinearSpec, Transform, Weight
+from edgeq.format.writer import Writer
+from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope
 from edgeq.targets import pick
-from edgeq.targets.graph import Activate, Attention, CacheWrite, Embed, Graph, Linear, Operation, RopeRotate, Select
+from edgeq.targets.graph import Activate, Attention, CacheSpec, CacheWrite, Embed, Graph, Linear, Operation, RopeRotate, Select
 from edgeq.targets.reference import ReferenceTarget, attention, layers, linear, matrices
 from edgeq.targets.reference.program import ReferenceProgram
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options
-from edgeq.writer import Writer
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -54,16 +54,17 @@ def stored_linear(writer: Writer, name: str, codec: Codec, rows: int, columns: i
     if codec.kind != "int":
         q = pack_floats(rng.normal(size=(rows, columns)).astype(np.float32), codec.kind)
         # Writer.array converts numbers: f16 must not arrive as its bits.
-        weight = Weight(codec, rows, columns, writer.array(q.view(np.float16) if codec.kind == "f16" else q, codec.kind))
+        stored = writer.array(q.view(np.float16) if codec.kind == "f16" else q, codec.kind)
+        weight = Weight(codec, rows, columns, {"q": stored})
     else:
         groups = codec.groups(columns)
         values = rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8)
-        scale = writer.array(pack_groups(rng.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)), "f16")
-        zero = None
+        parts = {"scale": writer.array(pack_groups(rng.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)), "f16")}
         if not codec.symmetric:
             zeros = rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8)
-            zero = writer.array(pack_groups(zeros), "u8")
-        weight = Weight(codec, rows, columns, writer.array(pack_integers(values, codec.bits), "u8"), scale, zero)
+            parts["zero"] = writer.array(pack_groups(zeros), "u8")
+        parts = {"q": writer.array(pack_integers(values, codec.bits), "u8"), **parts}
+        weight = Weight(codec, rows, columns, parts)
     return LinearSpec(name, (weight,), writer.array(rng.normal(size=rows).astype(np.float32), "f32"))
 
 
@@ -86,15 +87,19 @@ def rows_of(count: int, pages: list[Page] | None = None) -> Rows:
 
 
 def program_of(
-    file: ModelFile, operations: tuple[Operation, ...], buffers: dict[str, int], mode: str = "a16"
+    file: ModelFile,
+    operations: tuple[Operation, ...],
+    buffers: dict[str, int],
+    cache: tuple[CacheSpec, ...] = (CacheSpec(CONFIG.num_key_value_heads, CONFIG.head_dim, CONFIG.head_dim),),
+    mode: str = "a16",
 ) -> ReferenceProgram:
-    graph = Graph(buffers, operations, "out", 1, CONFIG.num_key_value_heads, CONFIG.head_dim)
+    graph = Graph(buffers, operations, "out", cache)
     return ReferenceTarget().compile(graph, file, Options(mode, max_rows=8, max_logits=8))  # type: ignore[arg-type]
 
 
 def matrix(file: ModelFile, linear: LinearSpec) -> np.ndarray:
     w = linear.weights[0]
-    return dequantize(w.codec, w.rows, w.columns, *(None if a is None else file.array(a) for a in (w.q, w.scale, w.zero)))
+    return dequantize(w.codec, w.rows, w.columns, {name: file.array(ref) for name, ref in w.arrays.items()})
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
@@ -133,7 +138,7 @@ def test_a_run_without_logits_ends_where_they_would_begin(mode: str, tmp_path: P
     file = build(tmp_path / "a.edgeq", Codec("int", 4, 32))
     spec = replace(file.metadata.linears["head"], transform=Transform(16))
     table = Embed(0, spec, "x")
-    program = program_of(file, (table, Select(0, ("x",)), Linear(0, "x", spec, "out")), {"x": 64, "out": 40}, mode)
+    program = program_of(file, (table, Select(0, ("x",)), Linear(0, "x", spec, "out")), {"x": 64, "out": 40}, mode=mode)
     rows = rows_of(3)
     assert program.run(rows).shape == (3, 40)
     assert program.run(replace(rows, wanted=rows.wanted[:0])).shape == (0, 40)
@@ -145,7 +150,9 @@ def test_mode_a8_quantizes_the_input_of_integer_layers_only(tmp_path: Path) -> N
         spec = file.metadata.linears["layers.0.down"]
         x = np.random.default_rng(1).normal(size=(2, spec.columns)).astype(np.float32)
         state = {"x": x}
-        linear.linear(program_of(file, (), {"out": spec.rows}, "a8").context, Linear(0, "x", spec, "out"), rows_of(2), state)
+        linear.linear(
+            program_of(file, (), {"out": spec.rows}, mode="a8").context, Linear(0, "x", spec, "out"), rows_of(2), state
+        )
         seen = quantize_blocks(x, 32, activation_limit(codec, "a8")) if codec.kind == "int" else x
         wanted = seen @ matrix(file, spec).T + file.array(spec.bias)
         assert np.allclose(state["out"], wanted, atol=1e-3)
@@ -211,8 +218,8 @@ def test_attention_reads_the_window_across_pages(window: int, tmp_path: Path) ->
     x = rng.normal(size=(1, 64 + 32 + 32)).astype(np.float32)
     keys, values = (rng.normal(size=(slot + 1, 2, 16)).astype(np.float16) for _ in range(2))
     for t in range(slot):
-        pages[t // PAGE].data[0, 0, :, t % PAGE] = keys[t]  # type: ignore[attr-defined]
-        pages[t // PAGE].data[0, 1, :, t % PAGE] = values[t]  # type: ignore[attr-defined]
+        pages[t // PAGE].full.layers[0][0][:, t % PAGE] = keys[t]  # type: ignore[attr-defined]
+        pages[t // PAGE].full.layers[0][1][:, t % PAGE] = values[t]  # type: ignore[attr-defined]
     keys[slot], values[slot] = x[0, 64:96].reshape(2, 16), x[0, 96:].reshape(2, 16)
     rows = rows_of(1, pages)
     rows.slots = np.array([slot], np.int32)
@@ -231,8 +238,23 @@ def test_the_cache_holds_the_largest_f16_instead_of_infinity(tmp_path: Path) -> 
     page = program.new_page()
     state = {"x": np.array([[1e6] * 32 + [-1e6] * 32], np.float32)}
     attention.cache_write(program.context, CacheWrite(0, "x", 0, 32, 2, 16, cache=0), rows_of(1, [page]), state)
-    written = page.data[0, :, :, 0]  # type: ignore[attr-defined]
-    assert (written[0] == 65504).all() and (written[1] == -65504).all()
+    keys, values = page.full.layers[0]  # type: ignore[attr-defined]
+    assert (keys[:, 0] == 65504).all() and (values[:, 0] == -65504).all()
+
+
+def test_values_may_be_narrower_than_keys(tmp_path: Path) -> None:
+    cache = (CacheSpec(2, 16, 12),)
+    program = program_of(build(tmp_path / "a.edgeq", Codec("f32")), (), {"out": 48}, cache)
+    x = np.random.default_rng(5).normal(size=(3, 64 + 32 + 24)).astype(np.float16).astype(np.float32)
+    rows, state = rows_of(3, [program.new_page()]), {"x": x}
+    attention.cache_write(program.context, CacheWrite(0, "x", 64, 96, 2, 16, cache=0), rows, state)
+    attention.attention(program.context, Attention(0, "x", 0, "out", 4, 2, 16, 0.25, 0, cache=0), rows, state)
+    keys, values = x[:, 64:96].reshape(3, 2, 16), x[:, 96:].reshape(3, 2, 12)
+    for head in range(4):
+        weights = np.exp(keys[:, head // 2] @ x[2, head * 16 : head * 16 + 16] * 0.25)
+        by_hand = weights / weights.sum() @ values[:, head // 2]
+        assert np.allclose(state["out"][2, head * 12 : head * 12 + 12], by_hand, atol=1e-5)
+    assert len(program.save_page(program.new_page())) == 4 * PAGE * 2 * (16 + 12)
 
 
 def test_more_rows_than_compiled_for_are_refused(tmp_path: Path) -> None:
@@ -244,5 +266,5 @@ def test_more_rows_than_compiled_for_are_refused(tmp_path: Path) -> None:
 def test_an_instruction_set_is_refused(tmp_path: Path) -> None:
     file = build(tmp_path / "a.edgeq", Codec("f32"))
     with pytest.raises(UnsupportedError, match="isa 'avx2'"):
-        ReferenceTarget().compile(Graph({}, (), "out", 1, 2, 16), file, Options("a16", isa="avx2"))
+        ReferenceTarget().compile(Graph({}, (), "out", (CacheSpec(2, 16, 16),)), file, Options("a16", isa="avx2"))
     assert pick("reference").target.name == "reference"

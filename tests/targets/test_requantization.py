@@ -7,12 +7,12 @@ import mmap
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, dequantize, pack_floats, unpack_groups, unpack_integers
 from edgeq.errors import UnsupportedError
-from edgeq.quantization import rounded
-from edgeq.records import LinearSpec, Weight
+from edgeq.format.codec import Codec, dequantize, pack_floats, unpack_groups, unpack_integers
+from edgeq.format.quantization import rounded
+from edgeq.format.records import LinearSpec, Weight
 from edgeq.targets import load
-from edgeq.targets.graph import Embed, Graph, Linear, Scale, Select
+from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Scale, Select
 from edgeq.targets.requantization import HostWeights, InputSums, shared_inputs
 from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, matrix, rows_of
@@ -35,7 +35,7 @@ def stored(file: File, w: np.ndarray, codec: Codec) -> Weight:
     parts = rounded(w, codec) if codec.kind == "int" else {"q": pack_floats(w, codec.kind)}
     dtypes = {"q": "u8" if codec.kind == "int" else codec.kind, "scale": "f16", "zero": "u8"}
     refs = {name: file.add(a, dtypes[name]) for name, a in parts.items()}
-    return Weight(codec, *w.shape, refs["q"], refs.get("scale"), refs.get("zero"))
+    return Weight(codec, *w.shape, refs)
 
 
 def layer(file: File, name: str, w: np.ndarray, codec: Codec, master: Codec) -> LinearSpec:
@@ -64,7 +64,7 @@ def graph_of(file: File, x: np.ndarray, layers: list[LinearSpec], width: int) ->
         Embed(-1, file.add(x, "f32"), "x"), *reads, Scale(0, "x", 0.5, "x"), Linear(1, "x", again, "y", 0, add=True),
         Select(-1, ("y",)),
     )  # fmt: skip
-    return Graph({"x": width, "y": rows}, operations, "y", layers=1, kv_heads=1, head_dim=2)
+    return Graph({"x": width, "y": rows}, operations, "y", cache=(CacheSpec(1, 2, 2),))
 
 
 def program_of(target: str, graph: Graph, file: File, **options):
@@ -93,10 +93,10 @@ def test_both_targets_round_a_master_to_the_same_bits(codec, master):
             program.requantize(weights, [s, s])
             made.append(weights)
             assert np.array_equal(weights.input_scales[0], 1 / s)
-        for name, ref in spec.weights[0].arrays():
+        for name, ref in spec.weights[0].arrays.items():
             assert np.array_equal(made[0].array(ref), made[1].array(ref)), name
         expected = rounded(matrix(file, spec.master) * s, codec)
-        for name, ref in spec.weights[0].arrays():
+        for name, ref in spec.weights[0].arrays.items():
             assert np.array_equal(made[1].array(ref), expected[name]), name
 
 
@@ -107,7 +107,7 @@ def test_scales_of_one_give_the_rounding_of_the_master_bit_by_bit(target):
     program = program_of(target, graph_of(file, np.ones((2, 256), np.float32), [spec], 256), file)
     weights = program.new_weights()
     program.requantize(weights, [np.ones(256, np.float32)] * 2)
-    for _, ref in spec.weights[0].arrays():
+    for ref in spec.weights[0].arrays.values():
         assert np.array_equal(weights.array(ref), file.array(ref))
     rows = rows_of(program, 2)
     assert np.array_equal(program.run(rows).copy(), program.run_requantized(rows, weights))
@@ -119,19 +119,17 @@ def test_what_is_not_finite_makes_the_scale_of_its_group_nan_and_no_other(target
     file = File()
     w = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
     w[4, 3], w[5, 40] = np.nan, -np.inf
-    kept = Weight(Codec("f32"), 16, 64, file.add(pack_floats(w, "f32"), "f32"))
+    kept = Weight(Codec("f32"), 16, 64, {"q": file.add(pack_floats(w, "f32"), "f32")})
     clean = np.where(np.isfinite(w), w, 0).astype(np.float32)
     spec = LinearSpec("layer", (stored(file, clean, codec),), master=kept)
     program = program_of(target, graph_of(file, np.ones((1, 64), np.float32), [spec], 64), file)
     weights = program.new_weights()
     program.requantize(weights, [np.ones(64, np.float32)] * 2)
-    made = [weights.array(ref) for _, ref in spec.weights[0].arrays()]
-    assert np.argwhere(np.isnan(unpack_groups(made[1], 16))).tolist() == [[4, 0], [5, 1]]
-    assert unpack_integers(made[0], 16, 64).max() < 1 << codec.bits
+    made = {name: weights.array(ref) for name, ref in spec.weights[0].arrays.items()}
+    assert np.argwhere(np.isnan(unpack_groups(made["scale"], 16))).tolist() == [[4, 0], [5, 1]]
+    assert unpack_integers(made["q"], 16, 64).max() < 1 << codec.bits
     others = np.delete(np.arange(16), [4, 5])
-    assert np.array_equal(
-        dequantize(codec, 16, 64, *made)[others], dequantize(codec, 16, 64, *rounded(clean, codec).values())[others]
-    )
+    assert np.array_equal(dequantize(codec, 16, 64, made)[others], dequantize(codec, 16, 64, rounded(clean, codec))[others])
 
 
 def test_the_cpu_names_the_masters_that_it_reads():
@@ -228,7 +226,7 @@ def test_a_copy_runs_like_the_product_it_stands_for(case, mode):
 
 def product_of(copy: HostWeights, each: LinearSpec, x: np.ndarray) -> np.ndarray:
     weight = each.weights[0]
-    return x @ dequantize(weight.codec, weight.rows, weight.columns, *(copy.array(ref) for _, ref in weight.arrays())).T
+    return x @ dequantize(weight.codec, weight.rows, weight.columns, {n: copy.array(ref) for n, ref in weight.arrays.items()}).T
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="the system cannot be told")
@@ -247,4 +245,4 @@ def test_where_memory_is_short_masters_leave_it_behind_their_product(case, monke
     monkeypatch.setattr(requantize, "available_bytes", lambda: 1)
     program = program_of("cpu", case.graph, file)
     program.run_summing(rows_of(program, 3), program.new_sums())
-    assert set(told) == {ref for each in (*case.layers, case.again) for _, ref in each.master.arrays()}
+    assert set(told) == {ref for each in (*case.layers, case.again) for ref in each.master.arrays.values()}

@@ -5,9 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeq.records import KvCodec
+from edgeq.format.records import KvCodec
 from edgeq.targets import load
-from edgeq.targets.graph import Attention, CacheWrite, Embed, Graph, InjectVectors, Operation, RopeRotate, Scale, Select
+from edgeq.targets.graph import (
+    Attention,
+    CacheSpec,
+    CacheWrite,
+    Embed,
+    Graph,
+    InjectVectors,
+    Operation,
+    RopeRotate,
+    Scale,
+    Select,
+)
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays
@@ -18,7 +29,7 @@ VOCABULARY = 7
 def graph_of(arrays: Arrays, width: int, operations: list[Operation], result: str, buffers: dict[str, int], dim: int) -> Graph:
     """`operations` after an embedding of `width` channels in buffer "x"."""
     table = arrays.add(np.random.default_rng(width).standard_normal((VOCABULARY, width)).astype(np.float32), "f32")
-    return Graph({"x": width, **buffers}, (Embed(-1, table, "x"), *operations), result, 1, 2, dim)
+    return Graph({"x": width, **buffers}, (Embed(-1, table, "x"), *operations), result, (CacheSpec(2, dim, dim),))
 
 
 def rows_of(program, count: int, sessions: int = 1, **fields: object) -> Rows:

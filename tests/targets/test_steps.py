@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from cases import Arrays, recording, rows_of, weight
 
-from edgeq.codec import Codec
-from edgeq.records import LinearSpec, LowRank
+from edgeq.format.codec import Codec
+from edgeq.format.records import LinearSpec, LowRank
 from edgeq.targets import load
-from edgeq.targets.graph import Embed, Graph, Linear
+from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear
 from edgeq.targets.target import Options
-from edgeq.tools.breakdown import Run, lines
+from edgeq.tools.measure.breakdown import TimedRun, lines
 
 
 @pytest.mark.parametrize("target", ["cpu", "reference"])
@@ -22,14 +22,16 @@ def test_work_of_a_layer_of_two_blocks_is_counted_once(target: str) -> None:
     blocks = tuple(weight(arrays, rng, i4, 48, columns) for columns in (96, 16))
     layers = [LinearSpec("0.two", blocks, low_rank=low_rank), LinearSpec("1.two", blocks), LinearSpec("0.one", blocks[1:])]
     reads = [Linear(0, "x", layers[0], "y"), Linear(0, "x", layers[1], "y"), Linear(0, "z", layers[2], "y")]
-    graph = Graph({"x": 112, "y": 48, "z": 16}, (Embed(-1, wide, "x"), Embed(-1, narrow, "z"), *reads), "y", 1, 1, 2)
+    graph = Graph(
+        {"x": 112, "y": 48, "z": 16}, (Embed(-1, wide, "x"), Embed(-1, narrow, "z"), *reads), "y", (CacheSpec(1, 2, 2),)
+    )
     program = load(target).compile(graph, arrays, Options("a8", threads=1, max_rows=4, max_logits=4))
     for rows, decoded in ((1, True), (4, False)):
         with recording(program) as times:
             program.run(rows_of(program, rows))
         reading = [step.operation for step in times[0].steps if step.reads_weights]
         assert list(dict.fromkeys(map(id, reading))) == list(map(id, reads))
-        found = {line.name: line for line in lines([Run(1.0, rows, times)], decoded)}
+        found = {line.name: line for line in lines([TimedRun(1.0, rows, times)], decoded)}
         for name, some in (("two", layers[:2]), ("one", layers[2:])):
             line = found[name]
             rate = line.bytes_per_s if decoded else line.operations_per_s

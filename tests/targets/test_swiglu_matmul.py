@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec
-from edgeq.records import LinearSpec
+from edgeq.format.codec import Codec
+from edgeq.format.records import LinearSpec
 from edgeq.targets import load
 from edgeq.targets.cpu import program as cpu_program
-from edgeq.targets.graph import Activate, Embed, Graph, Linear, Operation, RmsNorm, Select
+from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, Operation, RmsNorm, Select
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, recording, rows_of, run, weight
+from tests.targets.cases import HERE, Arrays, case, recording, rows_of, run, weight
 
 I4, I4_ZERO, I3, I8 = Codec("int", 4, 128), Codec("int", 4, 32, False), Codec("int", 3, 64), Codec("int", 8, 16)
 
@@ -37,7 +37,7 @@ def mlp(
             *more,
         )
         buffers = {"x": columns, "normed": columns, "gate_up": 2 * width, "inner": width, "y": 40}
-        graphs.append(Graph(buffers, operations, "y", layers=1, kv_heads=1, head_dim=2))
+        graphs.append(Graph(buffers, operations, "y", cache=(CacheSpec(1, 2, 2),)))
     return graphs
 
 
@@ -48,9 +48,18 @@ def kernels(graph: Graph, arrays: Arrays, count: int, options: Options) -> list[
     return [step.kernel for step in times[0].steps]
 
 
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("mode", ["a8", "a16"])
-@pytest.mark.parametrize(("up", "down"), [(I4, I4), (I4_ZERO, I8), (I3, I4_ZERO)], ids=["g128", "g32-zero", "3-bit"])
+CODECS = {"g128": (I4, I4), "g32-zero": (I4_ZERO, I8), "3-bit": (I3, I4_ZERO)}
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "mode", "isa"),
+    [
+        case(*codecs, mode, isa, common=isa == HERE[0] or name == "g128", id=f"{name}-{mode}-{isa}")
+        for name, codecs in CODECS.items()
+        for mode in ("a8", "a16")
+        for isa in HERE
+    ],
+)
 def test_one_pass_gives_the_bits_of_many(up: Codec, down: Codec, mode: str, isa: str) -> None:
     rng = np.random.default_rng(1)
     # A unit and a part of one, several; tiles of every size, and one row.
@@ -69,7 +78,7 @@ def test_a_product_that_is_cut_does_the_swiglu_after_it(monkeypatch: pytest.Monk
     options = Options("a8", 2, None, 40, 40)
     assert any("gated" in name for name in kernels(joined, arrays, count, options))
     whole = run("cpu", joined, arrays, count, options)
-    monkeypatch.setattr(cpu_program, "MOST_PRODUCTS", 2 * 2 * width * 256 * count / 3)
+    monkeypatch.setattr(cpu_program, "MAX_PRODUCTS", 2 * 2 * width * 256 * count / 3)
     spans = np.stack([np.zeros(count, np.int32), np.full(count, count, np.int32)])[None]
     # A program of its own: nothing of another run lies in its buffers.
     program = load("cpu").compile(joined, arrays, options)

@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.codec import Codec, pack_floats
-from edgeq.quantization import activation_block, activation_limit, rounded
-from edgeq.records import LinearSpec, Transform, Weight
+from edgeq.format.codec import Codec, pack_floats
+from edgeq.format.quantization import activation_block, activation_limit, rounded
+from edgeq.format.records import LinearSpec, Transform, Weight
 from edgeq.targets import load
 from edgeq.targets.cpu.jit.compile import address
-from edgeq.targets.cpu.kernels import activate, elementwise
-from edgeq.targets.graph import Activate, Embed, Function, Graph, Linear, RmsNorm, Select
+from edgeq.targets.cpu.kernels.rows import activate, elementwise
+from edgeq.targets.graph import Activate, CacheSpec, Embed, Function, Graph, Linear, RmsNorm, Select
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, matrix, product, rows_of, run, weight
+from tests.targets.cases import HERE, Arrays, case, matrix, product, rows_of, run, weight
 from tests.targets.test_requantization import File, hard, layer, program_of
 from tests.targets.test_requantization import graph_of as masters_graph
 
@@ -31,9 +31,15 @@ def exact_input(rng: np.random.Generator, rows: int, columns: int, codec: Codec,
     return x / 128
 
 
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero"])
+@pytest.mark.parametrize(
+    ("symmetric", "group", "isa"),
+    [
+        case(kind == "symmetric", group, isa, common=isa == HERE[0] or group in (64, 0), id=f"{kind}-{group}-{isa}")
+        for kind in ("symmetric", "zero")
+        for group in GROUPS
+        for isa in HERE
+    ],
+)
 def test_products_equal_the_formula(group: int, symmetric: bool, isa: str) -> None:
     rng = np.random.default_rng(group)
     for bits, columns in [*((4, width) for width in WIDTHS), (3, 84), (8, 100)]:
@@ -57,13 +63,13 @@ def test_tied_embeddings_equal_their_dequantized_rows() -> None:
             arrays, codec = Arrays(), Codec("int", bits, group, False)
             table = weight(arrays, rng, codec, 19, columns)
             eye = pack_floats(np.eye(columns, dtype=np.float32), "f32")
-            identity = Weight(Codec("f32"), columns, columns, arrays.add(eye, "f32"))
+            identity = Weight(Codec("f32"), columns, columns, {"q": arrays.add(eye, "f32")})
             operations = (
                 Embed(-1, LinearSpec("head", (table,)), "x"),
                 Select(-1, ("x",)),
                 Linear(-1, "x", LinearSpec("eye", (identity,)), "y"),
             )
-            graph = Graph({"x": columns, "y": columns}, operations, "y", 1, 1, 2)
+            graph = Graph({"x": columns, "y": columns}, operations, "y", (CacheSpec(1, 2, 2),))
             assert np.array_equal(run("cpu", graph, arrays, 19, Options("a16", 2)), matrix(arrays, table)), codec.name
 
 
@@ -76,10 +82,10 @@ def mlp(
     up = weight(arrays, rng, Codec("int", 4, group), gates * width, hidden)
     down = weight(arrays, rng, Codec("int", 4, group, False), 24, width)
     for each in (up, down):
-        scale = arrays.array(each.scale)
+        scale = arrays.array(each.arrays["scale"])
         scale[...] = np.abs(scale) * np.float16(0.02)
-    if down.zero is not None:
-        arrays.array(down.zero)[...] = 8
+    if "zero" in down.arrays:
+        arrays.array(down.arrays["zero"])[...] = 8
     table = arrays.add(rng.standard_normal((31, hidden)).astype(np.float32), "f32")
     gain = arrays.add(np.ones(width, np.float32), "f32")
     parts = {"transform": Transform(transform)} if transform else {}
@@ -91,7 +97,7 @@ def mlp(
         Linear(0, "normed" if norm else "inner", LinearSpec("down", (down,), **parts), "y"),  # type: ignore[arg-type]
     ]
     buffers = {"x": hidden, "gates": gates * width, "inner": width, "normed": width, "y": 24}
-    return Graph(buffers, (*operations, Select(-1, ("y",))), "y", layers=1, kv_heads=1, head_dim=2)
+    return Graph(buffers, (*operations, Select(-1, ("y",))), "y", cache=(CacheSpec(1, 2, 2),))
 
 
 @pytest.mark.parametrize("isa", HERE)
@@ -150,7 +156,7 @@ def test_both_targets_requantize_to_the_same_bits(group: int) -> None:
                 made.append(program.new_weights())
                 program.requantize(made[-1], [s, s])
             expected = rounded(matrix(file, spec.master) * s, codec)
-            for name, ref in spec.weights[0].arrays():
+            for name, ref in spec.weights[0].arrays.items():
                 assert np.array_equal(made[0].array(ref), made[1].array(ref)), (name, columns)
                 assert np.array_equal(made[1].array(ref), expected[name]), (name, columns)
             program = load("cpu").compile(graph, file, replace(Options("a16"), max_rows=8, max_logits=8))

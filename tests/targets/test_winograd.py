@@ -5,15 +5,15 @@ import ctypes
 import numpy as np
 import pytest
 
-from edgeq import machine
-from edgeq.codec import Codec
-from edgeq.records import Activation, LinearSpec
+from edgeq.format.codec import Codec
+from edgeq.format.records import Activation, LinearSpec
+from edgeq.system import machine
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import address
-from edgeq.targets.cpu.kernels import quantize
 from edgeq.targets.cpu.kernels.args import A8
+from edgeq.targets.cpu.kernels.rows import quantize
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
-from edgeq.targets.graph import Embed, Graph, Linear, Select
+from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.target import Options
 from tests.targets.cases import Arrays, matrix, product, run, weight
 
@@ -46,7 +46,7 @@ def test_columns_that_do_not_fill_a_chunk_and_scales_per_row_of_activations() ->
         layer = LinearSpec("layer", (w,), activation=Activation(4, symmetric=False))
         table = arrays.add(x, "f32")
         operations = (Embed(-1, table, "x"), Select(-1, ("x",)), Linear(-1, "x", layer, "y"))
-        graph = Graph({"x": columns, "y": 40}, operations, "y", layers=1, kv_heads=1, head_dim=2)
+        graph = Graph({"x": columns, "y": 40}, operations, "y", cache=(CacheSpec(1, 2, 2),))
         plain, pairs = (run("cpu", graph, arrays, 13, Options("a8", 1, isa)) for isa in (PLAIN, PAIRS))
         assert np.array_equal(plain, pairs), columns
 

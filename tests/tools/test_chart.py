@@ -7,18 +7,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from edgeq.tools.chart import MOST_TICKS, Point, _Axis, chart
+from edgeq.tools.quality.chart import MAX_TICKS, QualityPoint, _Axis, chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 POINTS = [
-    Point("edgeq gptq", "", 2.0, 0.06),
-    Point("edgeq gptq", "", 3.2, 0.003, "about <it>"),
-    Point("llama.cpp", "Q2_K <1>", 2.2, 0.04),
+    QualityPoint("edgeq gptq", "", 2.0, 0.06),
+    QualityPoint("edgeq gptq", "", 3.2, 0.003, "about <it>"),
+    QualityPoint("llama.cpp", "Q2_K <1>", 2.2, 0.04),
 ]
 
 
 def test_every_point_is_in_its_place() -> None:
-    text = chart({"code": [*POINTS, Point("lossless", "", 9.0, 0.0)], "a <model> & more": POINTS[:1]}, "nats per token")
+    text = chart({"code": [*POINTS, QualityPoint("lossless", "", 9.0, 0.0)], "a <model> & more": POINTS[:1]}, "nats per token")
     root = ElementTree.fromstring(text)
     panels = root.findall(f"{SVG}g")
     width, height = float(root.attrib["width"]), float(root.attrib["height"]) / 2
@@ -37,7 +37,7 @@ def test_every_point_is_in_its_place() -> None:
 @pytest.mark.parametrize(("low", "high"), [(1.9, 3.3), (0.9, 1.1), (630, 800), (1e-9, 4.0), (2.0, 2.0), (0.0004, 0.11)])
 def test_ticks_are_round_and_few(low: float, high: float) -> None:
     ticks = _Axis(low, high, 0, 1).ticks()
-    assert 2 <= len(ticks) <= MOST_TICKS + 1 and ticks == sorted(ticks)
+    assert 2 <= len(ticks) <= MAX_TICKS + 1 and ticks == sorted(ticks)
     assert all(len(f"{tick:g}") <= 6 for tick in ticks)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from edgeq.converters.options import ConvertOptions
-from edgeq.converters.preflight import preflight
-from edgeq.converters.stages import Stages
-from edgeq.tools.eta import Eta
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import preflight
+from edgeq.converters.running.stages import Stages
+from edgeq.tools.cli.eta import Eta
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny-llama"
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("recorded_conversions.json").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgeq.tools.eta import Eta
+from edgeq.tools.cli.eta import Eta
 
 HEAD = "norm and head"
 

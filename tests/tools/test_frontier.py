@@ -6,12 +6,12 @@ import io
 
 import pytest
 
-from edgeq.converters.allocation.frontier import Point
-from edgeq.devices import DEVICES
-from edgeq.tools.frontier import SHOWN, devices_shown, marks, rows, show
+from edgeq.converters.probing.frontier import FrontierPoint
+from edgeq.system.devices import DEVICES
+from edgeq.tools.quality.frontier import SHOWN, devices_shown, marks, rows, show
 
-POINTS = [Point({}, 0.5 / 4**i, 2 + i, 10**6 * (i + 2), 10**6 * (i + 1)) for i in range(5)]
-CHOSEN = Point({}, 0.02, 4.4, 4_400_000, 3_400_000)
+POINTS = [FrontierPoint({}, 0.5 / 4**i, 2 + i, 10**6 * (i + 2), 10**6 * (i + 1)) for i in range(5)]
+CHOSEN = FrontierPoint({}, 0.02, 4.4, 4_400_000, 3_400_000)
 
 
 def test_the_table_has_every_point_the_chosen_one_marked_and_the_speed_of_every_device() -> None:
@@ -31,7 +31,7 @@ def test_the_table_has_every_point_the_chosen_one_marked_and_the_speed_of_every_
 
 
 def test_the_chosen_allocation_is_a_series_of_its_own() -> None:
-    found = rows([*POINTS, Point({}, 0.0, 8, 100, 90)], CHOSEN, devices_shown(None))
+    found = rows([*POINTS, FrontierPoint({}, 0.0, 8, 100, 90)], CHOSEN, devices_shown(None))
     points = marks(found)
     assert [(p.megabytes, p.about.split()[0]) for p in points] == [
         (r["bytes_per_token"] / 1e6, f"{r['bits_per_weight']:.2f}") for r in found

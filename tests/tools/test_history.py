@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeq.tools import history
+from edgeq.tools.cli import history
 
 
 def test_typed_lines_are_kept_for_the_next_chat_unless_asked_not_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.tools import kept_predictions
-from edgeq.tools.kept_predictions import ENDING, kept_or_made, read
-from edgeq.tools.predictions import SAMPLED, TOP, Collector, Divergence, Predictions
+from edgeq.format import container
+from edgeq.runtime.batching import page_file
+from edgeq.runtime.session import session_file
+from edgeq.targets.cuda.supply import pack_file
+from edgeq.tools.quality import kept_predictions
+from edgeq.tools.quality.kept_predictions import ENDING, kept_or_made, read
+from edgeq.tools.quality.predictions import SAMPLED, TOP, Collector, Divergence, Predictions
 
 TOKENS, VOCAB = 400, 2000
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -176,6 +180,11 @@ def test_entries_outside_the_vocabulary_and_infinities_are_no_predictions(folder
         key = KEY | {"wrong": array, "top": TOP, "sampled": SAMPLED}
         assert read(path, key, TOKENS, VOCAB) is None
         path.unlink()
+
+
+def test_no_other_kind_of_file_begins_as_kept_predictions_do() -> None:
+    magics = [module.MAGIC for module in (container, page_file, session_file, pack_file, kept_predictions)]
+    assert len(set(magics)) == len(magics) and {len(magic) for magic in magics} == {8}
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from edgeq.tools.statistics import Interval, log_sum_exp, paired_difference, percentile
+from edgeq.tools.measure.statistics import Interval, log_sum_exp, paired_difference, percentile
 
 
 def test_log_sum_exp_of_huge_logits() -> None:

@@ -9,8 +9,8 @@ import unicodedata
 import pytest
 
 from edgeq.runtime import Piece
-from edgeq.tools.run import Screen
-from edgeq.tools.terminal import harmless, write
+from edgeq.tools.cli.terminal import harmless, write
+from edgeq.tools.commands.run import Screen
 
 HOSTILE = {
     "clear the screen": "\x1b[2J",

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from edgeq import machine
-from edgeq.devices import DEVICES, device
 from edgeq.errors import InputError
-from edgeq.tools import bench, corpus, report
+from edgeq.system import machine
+from edgeq.system.devices import DEVICES, device
+from edgeq.tools.commands import bench
+from edgeq.tools.measure import report
+from edgeq.tools.quality import corpus
 
 
 def test_the_digest_names_the_text() -> None:
@@ -54,8 +56,8 @@ def test_a_bandwidth_that_a_model_exceeds_is_measured_again(
 
 
 def test_a_sliding_window_reads_fewer_positions() -> None:
-    from edgeq.config import ModelConfig
-    from edgeq.rope import Rope
+    from edgeq.network.config import ModelConfig
+    from edgeq.network.rope import Rope
 
     config = ModelConfig(
         model_type="mistral",
@@ -82,7 +84,7 @@ def test_rows_of_the_benchmark_are_named_as_llama_bench_names_them() -> None:
 def test_compiling_is_told_in_two_lines_where_nobody_watches_and_not_at_all_when_nothing_is_compiled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from edgeq.tools.terminal import compilation
+    from edgeq.tools.cli.terminal import compilation
 
     with compilation():
         pass

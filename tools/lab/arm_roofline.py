@@ -21,17 +21,17 @@ import click
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from edgeq.codec import CHUNK, ROWS, Codec
-from edgeq.config import ModelConfig
-from edgeq.devices import DEVICES
-from edgeq.manifest import fused_shapes
-from edgeq.quantization import activation_block
-from edgeq.rope import Rope
+from edgeq.format.codec import CHUNK, ROWS, Codec
+from edgeq.format.manifest import fused_shapes
+from edgeq.format.quantization import activation_block
+from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope
+from edgeq.system.devices import DEVICES
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.processor import settings
 from edgeq.targets.cpu.kernels.args import CHUNKS
-from edgeq.targets.cpu.kernels.microkernel_int import IntegerTile, IntegerWeights
-from edgeq.tools.entry import Command
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.tools.cli.entry import Command
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -44,7 +44,7 @@ class Core:
     of them executes; 16-byte loads over `loads`.  Latencies are left out: a block has four or more independent sums.
 
     cpu       LLVM's name
-    features  as in edgeq.machine.Cpu
+    features  as in edgeq.system.machine.Cpu
     single    vector instructions that only one pipeline executes, by pipeline
     """
 

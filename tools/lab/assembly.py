@@ -21,14 +21,14 @@ from edgeq.errors import UnsupportedError
 from edgeq.targets.cpu import kernels
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.compile import assembly
-from edgeq.tools.entry import Command
+from edgeq.tools.cli.entry import Command
 
 
 def factories() -> dict[str, Callable[..., Any]]:
     """Name -> factory of every kernel."""
     found = {}
-    for info in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        module = importlib.import_module(info.name)
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and inspect.signature(function).return_annotation == "Kernel":
                 found[name] = function

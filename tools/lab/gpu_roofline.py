@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgeq.codec import Codec
-from edgeq.config import ModelConfig
-from edgeq.container import ModelFile
 from edgeq.converters.families.table import recognise
-from edgeq.devices import DEVICES, Device
-from edgeq.runtime.decoder import decoder
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.network.config import ModelConfig
+from edgeq.runtime.network.decoder import decoder
+from edgeq.system.devices import DEVICES, DeviceSpec
 from edgeq.targets.target import Options
-from edgeq.tools.entry import Command
+from edgeq.tools.cli.entry import Command
 from edgeq.tools.lab.make_checkpoint import SHAPES, llama_config
-from edgeq.tools.random_file import bytes_per_token, with_layers, write_random
+from edgeq.tools.measure.random_file import bytes_per_token, with_layers, write_random
 
 if TYPE_CHECKING:
-    from edgeq.targets.cuda.plan import Product
+    from edgeq.targets.cuda.run.plan import Product
 
 CODEC = Codec("int", 4, 128)
 MODELS = ("smollm-135m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
 OPTIONS = Options("a16", max_rows=16)
 GPUS = [device for device in DEVICES.values() if device.isa.startswith("sm_")]
 ARCHS = sorted({device.isa for device in GPUS})
-ENOUGH = 1.5
+MARGIN = 1.5
 """Bytes in flight over those that a multiprocessor needs: half as much again, as blocks do not all wait at the same time."""
 LAUNCH_US = (1.0, 5.0)
 """Microseconds that a launch inside a graph is taken to cost beside its bytes: a range, measured nowhere here."""
@@ -93,7 +93,7 @@ def files(config: ModelConfig) -> Iterator[list[ModelFile]]:
 def launches(config: ModelConfig, made: Sequence[ModelFile]) -> int:
     """Launches of a token; `made`: files of the shape with one layer and with two."""
     # What is planned is made of a program; where nobody asks for this page, nothing of the target is imported.
-    from edgeq.targets.cuda.plan import launches_per_token
+    from edgeq.targets.cuda.run.plan import launches_per_token
 
     one, two = (launches_per_token(decoder(file.metadata), file, OPTIONS) for file in made)
     return one + (config.num_hidden_layers - 1) * (two - one)
@@ -107,7 +107,7 @@ class InFlight:
     asked   None: all of the product is asked for at once
     """
 
-    device: Device
+    device: DeviceSpec
     product: Product
     held: int
     asked: int | None
@@ -119,9 +119,10 @@ class InFlight:
 
 
 def in_flight(file: ModelFile) -> Iterator[InFlight]:
-    """Of every CUDA device and product.  UnsupportedError: TVM or NVRTC is missing."""
-    from edgeq.targets.cuda import build, occupancy
-    from edgeq.targets.cuda.plan import products
+    """Bytes in flight, for every CUDA device and product.  UnsupportedError: TVM or NVRTC is missing."""
+    from edgeq.targets.cuda.device import occupancy
+    from edgeq.targets.cuda.run.plan import products
+    from edgeq.targets.cuda.supply import build
 
     for device in GPUS:
         for each in products(decoder(file.metadata), file, OPTIONS, device.multiprocessors):
@@ -134,7 +135,7 @@ def in_flight(file: ModelFile) -> Iterator[InFlight]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: its launches for a token, and what its products have asked for."""
+    """A model's launches for a token, and what its products have asked for."""
 
     config: ModelConfig
     launches: int
@@ -147,7 +148,7 @@ def shape(name: str) -> Shape:
         return Shape(config, launches(config, made), list(in_flight(made[0])))
 
 
-def speeds(device: Device, config: ModelConfig, count: int) -> tuple[float, float, list[float]]:
+def speeds(device: DeviceSpec, config: ModelConfig, count: int) -> tuple[float, float, list[float]]:
     """Tokens per second by `edgeq fit`'s shares of the bandwidth, least and most; and expected with each of LAUNCH_US."""
     read = bytes_per_token(config, CODEC)
     seconds = device.decode_seconds(read)
@@ -155,7 +156,7 @@ def speeds(device: Device, config: ModelConfig, count: int) -> tuple[float, floa
 
 
 def speed_up(beta: float, gamma: int, draft: float, verify: float) -> float:
-    """Of decode with drafts (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8), costs in runs of one row."""
+    """Gain of decode with drafts (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8), costs in runs of one row."""
     return (1 - beta ** (gamma + 1)) / (1 - beta) / (gamma * draft + verify)
 
 
@@ -170,7 +171,7 @@ def line(model: str, found: InFlight) -> str:
 
 def page(shapes: Mapping[str, Shape]) -> Iterator[str]:
     """Lines of the page; `shapes`: of MODELS."""
-    from edgeq.targets.cuda.occupancy import LATENCY
+    from edgeq.targets.cuda.device.occupancy import LATENCY
 
     configs = {name: each.config for name, each in shapes.items()}
     low, high = LAUNCH_US
@@ -211,7 +212,7 @@ of the first column.
 
 To keep its share of the memory busy a multiprocessor must have asked for bandwidth × {LATENCY * 1e6:g} µs of weights at any
 time (Little's law). The table has what it has asked for, a mean of all multiprocessors, for every product of a decoded
-token; {ENOUGH} times the need is wanted, or that all of the product is asked for at once, which is as much as there is. It is
+token; {MARGIN} times the need is wanted, or that all of the product is asked for at once, which is as much as there is. It is
 *computed*: from the blocks of threads that are started and those that the device holds, by the registers and the shared memory
 that the compiler states; from their output channels; and from those for which a block of threads asks before it multiplies
 them. Assumed: that latency, that a prefetch brings all 128 bytes of a line of L2, and that the prefetches are not dropped.

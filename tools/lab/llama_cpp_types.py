@@ -23,14 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import InputError
-from edgeq.tools import corpus
-from edgeq.tools.compare import score, summarize
-from edgeq.tools.entry import Command
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.terminal import Report, progress
+from edgeq.tools.commands.compare import score, summarize
 from edgeq.tools.lab.peers.for_llama_cpp import PARTS, finish, interleaved, new_file
-from edgeq.tools.predictions import Collect, Predictions
-from edgeq.tools.scorers import CheckpointScorer, Windows, collected
-from edgeq.tools.terminal import Report, progress
-from edgeq.tools.windows import cut, read_documents
+from edgeq.tools.quality import corpus
+from edgeq.tools.quality.predictions import Collect, Predictions
+from edgeq.tools.quality.scorers import CheckpointScorer, Windows, collected
+from edgeq.tools.quality.windows import cut, read_documents
 
 if TYPE_CHECKING:
     from edgeq.converters.calibration.logits import Network
@@ -81,11 +81,11 @@ def importance(network: Network, report: Report) -> dict[str, NDArray[np.float32
     from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, calibration
     from edgeq.converters.calibration.forward import BlockForward
     from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
-    from edgeq.converters.tokenizer import read_text
+    from edgeq.converters.checkpoint.tokenizer import read_text
 
     config, checkpoint = network.config, network.checkpoint
     length = min(ROW_TOKENS, config.max_position_embeddings)
-    rows = calibration(None, read_text(checkpoint, config.vocab_size), length, MAX_ROWS).rows
+    rows = calibration(None, read_text(checkpoint.source, config.vocab_size), length, MAX_ROWS).rows
     forward = BlockForward(checkpoint, network.family, config, rows)
     found: dict[str, NDArray[np.float32]] = {}
     gguf_names = {tensor: name for name, (tensor, _) in names(network).items()}
@@ -152,7 +152,7 @@ def quantize(source: Path, target: Path, kind: str, weights: dict[str, NDArray[n
 
 
 class ReadBack:
-    """The weights of a GGUF file in float32, under the checkpoint's names: an `edgeq.converters.slabs.Tensors`."""
+    """The weights of a GGUF file in float32, under the checkpoint's names: an `edgeq.converters.checkpoint.slabs.Tensors`."""
 
     def __init__(self, network: Network, path: Path) -> None:
         self._gguf = import_module("gguf")
@@ -207,13 +207,13 @@ def measure(source: str, kinds: Sequence[str], texts: Sequence[str], window: int
     """
     if absent := missing():
         raise InputError(f"this needs {' and '.join(absent)}, not installed: pip install {' '.join(absent)}")
-    from edgeq.converters.tokenizer import read_text
-    from edgeq.text import Text
+    from edgeq.converters.checkpoint.tokenizer import read_text
+    from edgeq.text.tokenizer import Tokenizer
 
     scorer = CheckpointScorer(source)
     network = scorer.network
-    assets = read_text(network.checkpoint, network.config.vocab_size)
-    encode = Text(assets.blobs["tokenizer.json"], assets.generation).encode
+    assets = read_text(network.checkpoint.source, network.config.vocab_size)
+    encode = Tokenizer(assets.blobs["tokenizer.json"], assets.generation).encode
     documents = {text: read_documents(text) for text in texts}
     windows = {text: cut(documents[text], encode, min(window, scorer.longest), limit) for text in texts}
     rows = []

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import click
 
-from edgeq.tools.entry import Command
-from edgeq.tools.params import Count, Several
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.params import Count, Several
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -162,6 +162,7 @@ def _rss(process: int | None) -> float | None:
 @click.option("--process", type=int, help="Id of the server's process, for its processor time and memory.")
 def main(
     url: str,
+    *,
     clients: tuple[int, ...],
     requests: int,
     prompt: int,

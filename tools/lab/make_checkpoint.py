@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from edgeq.codec import to_bf16
 from edgeq.errors import InputError
-from edgeq.tools.entry import Command
-from edgeq.tools.terminal import note, progress
+from edgeq.format.codec import to_bf16
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.terminal import note, progress
 
 SPECIAL = ("<|begin|>", "<|end|>")
 SLAB = 1 << 22

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeq.errors import InputError
-from edgeq.tools import corpus
-from edgeq.tools.entry import Command
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.terminal import note, progress
 from edgeq.tools.lab.visual_outliers import visual_channels
-from edgeq.tools.terminal import note, progress
+from edgeq.tools.quality import corpus
 
 if TYPE_CHECKING:
     import torch

@@ -28,16 +28,16 @@ from typing import Any
 import click
 
 from edgeq import __version__
-from edgeq.container import ModelFile
 from edgeq.errors import InputError
-from edgeq.tools.chart import Point, chart
-from edgeq.tools.entry import Command
+from edgeq.format.container import ModelFile
+from edgeq.system.whole_file import write_whole
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.terminal import note, progress
 from edgeq.tools.lab.llama_cpp_types import missing
 from edgeq.tools.lab.signs import write as write_signs
-from edgeq.tools.report import bits_per_weight, in_decoder
-from edgeq.tools.statistics import Interval, paired_difference
-from edgeq.tools.terminal import note, progress
-from edgeq.whole_file import write_whole
+from edgeq.tools.measure.report import bits_per_weight, in_decoder
+from edgeq.tools.measure.statistics import Interval, paired_difference
+from edgeq.tools.quality.chart import QualityPoint, chart
 
 Json = dict[str, Any]
 COLUMNS = (
@@ -149,7 +149,7 @@ def comparison(source: str, recipe: str, file: Path, text: str, window: int, lim
 
 
 def of_llama_cpp(
-    source: str, work: Path, kinds: Sequence[str], made_of: Sequence[object], texts: Sequence[str], window: int, limit: int
+    source: str, work: Path, kinds: Sequence[str], made_of: Sequence[object], *, texts: Sequence[str], window: int, limit: int
 ) -> Job:
     """The job that makes the rows of all `kinds`."""
     options = [part for text in texts for part in ("--text", text)] + ["--window", str(window), "--limit", str(limit)]
@@ -170,6 +170,7 @@ def measure(
     source: str,
     work: Path,
     recipes: Sequence[str],
+    *,
     texts: Sequence[str],
     window: int,
     limit: int,
@@ -204,7 +205,7 @@ def measure(
             gap = paired_difference(result["right"], asked[0]["right"], [1] * signs)
             row["signs"] = {"accuracy": result["accuracy"], "right": result["right"], "difference": vars(gap)}
     if llama_cpp and texts:
-        (found,) = run_all([of_llama_cpp(source, work, llama_cpp, made_of, texts, window, limit)], 1)
+        (found,) = run_all([of_llama_cpp(source, work, llama_cpp, made_of, texts=texts, window=window, limit=limit)], 1)
         # Time and memory are those of all types together.
         rows += [row | {"seconds": None, "peak_bytes": None} for row in found["rows"]]
     orders = {text: order(rows, text) for text in texts}
@@ -226,7 +227,7 @@ def order(rows: Sequence[Json], text: str) -> list[Json]:
     return steps
 
 
-def points(rows: Sequence[Json], text: str) -> list[Point]:
+def points(rows: Sequence[Json], text: str) -> list[QualityPoint]:
     """Series by method; files made for a budget are one, those of llama.cpp another."""
     found = []
     for row in rows:
@@ -235,7 +236,7 @@ def points(rows: Sequence[Json], text: str) -> list[Point]:
         if any(word in BUDGETS for word in words):
             method = "budget"
         series, label = ("llama.cpp", words[1]) if words[0] == "llama.cpp" else (f"edgeq {method}", "")
-        found.append(Point(series, label, row["read_bytes"] / 1e6, row["texts"][text]["files"][0]["kl_mean"]))
+        found.append(QualityPoint(series, label, row["read_bytes"] / 1e6, row["texts"][text]["files"][0]["kl_mean"]))
     return found
 
 
@@ -325,6 +326,7 @@ def main(
     source: str,
     work: Path,
     recipes: tuple[str, ...],
+    *,
     texts: tuple[str, ...],
     llama_cpp: str | None,
     plot: Path | None,
@@ -338,7 +340,7 @@ def main(
         kinds = []
     if options["signs"] and ctx.get_parameter_source("texts") is click.core.ParameterSource.DEFAULT:
         texts = ()
-    result = measure(source, work, recipes, texts, llama_cpp=kinds, **options)
+    result = measure(source, work, recipes, texts=texts, llama_cpp=kinds, **options)
     if plot is not None:
         panels = {f"KL divergence from the source: {text}": points(result["rows"], text) for text in texts}
         plot.write_text(chart(panels, "nats per token"), encoding="utf-8")

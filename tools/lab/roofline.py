@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from edgeq import machine, targets
-from edgeq.tools.entry import Command
-from edgeq.tools.terminal import progress
+from edgeq import targets
+from edgeq.system import machine
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.terminal import progress
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import click
 import numpy as np
 
 from edgeq.errors import InputError
-from edgeq.tools.entry import Commands
-from edgeq.tools.params import EdgeqFile
-from edgeq.tools.terminal import compilation, note, progress
+from edgeq.tools.cli.entry import Commands
+from edgeq.tools.cli.params import EdgeqFile
+from edgeq.tools.cli.terminal import compilation, note, progress
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,9 +33,9 @@ CHARACTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 FONT_SIZES = (24, 28, 32, 36)
 FIRST_SEED = {"calibration": 1 << 40, "evaluation": 1 << 41}
 """Training draws all its signs from generators that were seeded with 1 and 1,000,000."""
-MOST_SIGNS = 1 << 30
+MAX_SIGNS = 1 << 30
 SAMPLES = "samples.jsonl"
-LONGEST_ANSWER = 16
+MAX_ANSWER_TOKENS = 16
 """Tokens."""
 
 
@@ -126,7 +126,7 @@ def answers(file: Path, folder: Path, **options: Any) -> Iterator[tuple[Sample, 
     with model:
         for sample in read(folder):
             messages = [{"role": "user", "content": sample.question}]
-            generation = model.chat(messages, images=[folder / sample.image], max_tokens=LONGEST_ANSWER)
+            generation = model.chat(messages, images=[folder / sample.image], max_tokens=MAX_ANSWER_TOKENS)
             yield sample, generation.text().strip()
 
 
@@ -138,7 +138,7 @@ def main() -> None:
 @main.command("draw")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--split", type=click.Choice(list(FIRST_SEED)), default="evaluation", show_default=True)
-@click.option("--count", type=click.IntRange(1, MOST_SIGNS), default=64, show_default=True)
+@click.option("--count", type=click.IntRange(1, MAX_SIGNS), default=64, show_default=True)
 def draw_command(out: Path, split: str, count: int) -> None:
     """Write PNG files and samples.jsonl to OUT."""
     write(out, split, count)

@@ -28,15 +28,15 @@ from typing import Any
 import click
 
 from edgeq.errors import DeviceError
-from edgeq.tools.entry import Command
-from edgeq.tools.params import EdgeqFile
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.params import EdgeqFile
 
 SETTLED = 0.25
 """Share of the time at the beginning that does not count: caches fill."""
-MOST_MIB = 5.0
+MAX_MIB = 5.0
 """That memory may grow by after it."""
 JUDGED_SECONDS = 120.0
-"""Of a run whose memory is judged: on a busy machine caches fill for longer than shorter ones last."""
+"""Seconds of a run whose memory is judged: on a busy machine caches fill for longer than shorter ones last."""
 IDLE_SECONDS = 20.0
 LEAVING, BROKEN, SLOW = 0.1, 0.05, 0.05
 """Shares of requests whose client leaves in the middle, whose body is no request, and whose answer is read byte by byte."""
@@ -175,7 +175,7 @@ def main(model: Path, seconds: float, clients: int, context: int) -> None:
     held = last["pages_held"] - last["pages_idle"]
     wrong = {
         "failed": bool(failed),
-        "memory": seconds >= JUDGED_SECONDS and growth > MOST_MIB,
+        "memory": seconds >= JUDGED_SECONDS and growth > MAX_MIB,
         "descriptors": after[1] > before[1] + 1,
         "threads": after[2] > before[2] + 2,
         "pages": bool(held or last["running"] or last["waiting"]),

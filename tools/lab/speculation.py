@@ -25,17 +25,17 @@ from numpy.typing import NDArray
 
 from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model, Sampling
-from edgeq.runtime.decode import DecodeStep, Stream, decode_step
+from edgeq.runtime.decode import PlainStepper, Stepper, Stream
 from edgeq.runtime.sampling import Candidates, Sampler, certain, distribution
-from edgeq.runtime.session import BatchItem, run_together
+from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.runtime.speculative.speculator import DraftSource
-from edgeq.runtime.stats import LONGEST_DRAFT, Speculation
-from edgeq.tools import corpus
-from edgeq.tools.entry import Commands
-from edgeq.tools.options import DRAFTS, JSON, MODES
-from edgeq.tools.params import Count, EdgeqFile, Gamma, OneOf, Several
-from edgeq.tools.terminal import Report, progress
-from edgeq.whole_file import write_whole
+from edgeq.runtime.stats import MAX_DRAFT, Speculation
+from edgeq.system.whole_file import write_whole
+from edgeq.tools.cli.entry import Commands
+from edgeq.tools.cli.options import DRAFTS, JSON, MODES
+from edgeq.tools.cli.params import Count, EdgeqFile, Gamma, OneOf, Several
+from edgeq.tools.cli.terminal import Report, progress
+from edgeq.tools.quality import corpus
 
 PROMPT = 48
 """Tokens of a prompt of the identity grid."""
@@ -82,7 +82,7 @@ def identity(files: Sequence[Path], cells: Sequence[Cell], work: Path, options: 
             kept = work / f"{hashlib.sha256(settings.encode()).hexdigest()[:16]}.json"
             if not kept.exists():
                 if loaded is None:
-                    most = max(c.batch * ((c.gamma or LONGEST_DRAFT) + 1) for c in here)
+                    most = max(c.batch * ((c.gamma or MAX_DRAFT) + 1) for c in here)
                     loaded = Model.load(file, max_logits=most, **options)
                     plain = texts(loaded, Cell(file.name, "off", None, 1, cell.prompts, cell.tokens), report)[0]
                 write_whole(kept, json.dumps(asdict(compared(loaded, cell, plain, report))))
@@ -142,7 +142,7 @@ def row_costs(model: Model, counts: Sequence[int], depth: int, repetitions: int,
             # The first run reads pages of the file and touches buffers for the first time.
             if i:
                 seconds[n].append(perf_counter() - started)
-            session.trim(depth)
+            session.rewind(depth)
     one = statistics.median(seconds[1])
     rows = [{"rows": n, "ms": 1000 * statistics.median(s), "ratio": statistics.median(s) / one} for n, s in seconds.items()]
     return {"depth": depth, "repetitions": repetitions, "runs_on": model.description, "rows": rows}
@@ -177,12 +177,12 @@ def edit(model: Model, draft: DraftSource, gamma: int | None, tokens: int, repet
         speculator = model.speculator(draft, gamma)
         assert speculator is not None
         speculation = speculator.statistics
-        for name, step in (("plain", decode_step), ("drafts", speculator.step)):
+        for name, stepper in (("plain", PlainStepper()), ("drafts", speculator)):
             report(2 * i + (name == "drafts"), 2 * repetitions, name)
             stream = Stream(model.session(), Replay(len(prompt), text), list(prompt))
             stream.session.prefill(prompt)
             stream.tokens.append(text[0])
-            seconds[name].append(sum(cycles(step, stream, len(prompt) + len(text))))
+            seconds[name].append(sum(cycles(stepper, stream, len(prompt) + len(text))))
             assert stream.tokens[len(prompt) :] == text
     plain, drafts = (statistics.median(s) for s in seconds.values())
     return {
@@ -196,11 +196,11 @@ def edit(model: Model, draft: DraftSource, gamma: int | None, tokens: int, repet
     }
 
 
-def cycles(step: DecodeStep, stream: Stream, length: int) -> Iterator[float]:
+def cycles(stepper: Stepper, stream: Stream, length: int) -> Iterator[float]:
     """Seconds of every cycle until the stream has `length` tokens."""
     while len(stream.tokens) < length:
         started = perf_counter()
-        step([stream], [length - len(stream.tokens)])
+        stepper.step([stream], [length - len(stream.tokens)])
         yield perf_counter() - started
 
 
@@ -243,7 +243,7 @@ def main() -> None:
 @MODE
 @THREADS
 def identity_command(
-    work: Path, files: tuple[Path, ...], drafts: tuple[DraftSource, ...], gammas: tuple[int | None, ...],
+    work: Path, files: tuple[Path, ...], *, drafts: tuple[DraftSource, ...], gammas: tuple[int | None, ...],
     batches: tuple[int, ...], prompts: int, tokens: int, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
@@ -290,7 +290,7 @@ def rows_command(model: Path, counts: tuple[int, ...], depth: int, repetitions: 
 @click.option("--draft", type=OneOf(*DRAFTS), default="lookup", show_default=True, help="Source of drafts, as in edgeq run.")
 @click.option(
     "--gamma",
-    type=click.IntRange(1, LONGEST_DRAFT),
+    type=click.IntRange(1, MAX_DRAFT),
     help="Draft length in tokens.  [default: the length with the best measured speed-up]",
 )
 @click.option("-n", "--tokens", type=click.IntRange(2), default=256, show_default=True, help="Tokens of the edited text.")

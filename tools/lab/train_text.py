@@ -2,14 +2,16 @@
 
 A Llama of 5.2 M parameters (hidden 256, 6 layers, 8 heads of 32, 4 key/value heads, FFN 768, 2048-token byte-level BPE, tied
 head) trained from scratch on the text every Python carries.  4200 seconds on 2 CPU cores gave the checkpoint in the repository.
-It is not trained on the text of evaluation (edgeq.tools.corpus) and calibration (edgeq.converters.calibration.dataset).
+It is not trained on the text of evaluation (edgeq.tools.quality.corpus) and calibration (edgeq.converters.calibration.dataset).
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,9 @@ import click
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgeq.tools.corpus import evaluation_code, evaluation_docs
-from edgeq.tools.entry import Command
-from edgeq.tools.lab.training_corpus import training_texts
-from edgeq.tools.terminal import note
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.terminal import note
+from edgeq.tools.quality.corpus import EVALUATION, evaluation_code, evaluation_docs, topics
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,31 @@ WINDOW, BATCH, RATE = 256, 16, 3e-3
 VOCABULARY, BEGIN, END = 2048, 0, 1
 EVALUATED = 32768
 """Tokens of each evaluation split."""
+SKIPPED = ("site-packages", "/test", "/tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__", "config-")
+"""Parts of paths of the standard library that are not read."""
+
+
+def training_texts() -> list[str]:
+    """Every module that is neither evaluated nor calibrated with, and three quarters of the language reference, three times."""
+    return [*(path.read_text(encoding="utf-8", errors="ignore") for path in _training_modules()), *_training_docs() * 3]
+
+
+def _training_docs() -> list[str]:
+    return [text for i, text in enumerate(topics()) if i % 4]
+
+
+def _training_modules() -> Iterator[Path]:
+    from edgeq.converters.calibration.builtin_text import MODULES
+
+    library = sysconfig.get_paths()["stdlib"]
+    for folder, folders, files in sorted(os.walk(library)):
+        folders.sort()
+        if any(part in folder for part in SKIPPED):
+            continue
+        for name in sorted(files):
+            held_out = folder == library and name in (*EVALUATION, *MODULES)
+            if name.endswith(".py") and not held_out:
+                yield Path(folder, name)
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:

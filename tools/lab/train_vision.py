@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from edgeq.image_config import CLIP_MEAN, CLIP_STD
-from edgeq.tools.entry import Command
+from edgeq.network.image_config import CLIP_MEAN, CLIP_STD
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.terminal import note
 from edgeq.tools.lab.signs import CHARACTERS, COLORS, HEIGHT, WIDTH, draw, question
-from edgeq.tools.terminal import note
 
 if TYPE_CHECKING:
     import torch

@@ -30,22 +30,22 @@ def visual_channels(source: Path, channels: int) -> list[Tensor]:
     from edgeq.converters.calibration.sample_forward import SampleForward
     from edgeq.converters.calibration.samples import read_samples
     from edgeq.converters.calibration.staged import staged
-    from edgeq.converters.checkpoint import Checkpoint
-    from edgeq.converters.download import HubAccess
+    from edgeq.converters.checkpoint.download import HubAccess
+    from edgeq.converters.checkpoint.tokenizer import read_text
+    from edgeq.converters.families.network import described, open_tensors
+    from edgeq.converters.importers import open_source
     from edgeq.converters.method import features_of
     from edgeq.converters.methods.none import Unquantized
-    from edgeq.converters.network import described, open_tensors
-    from edgeq.converters.options import ConvertOptions
-    from edgeq.converters.tokenizer import read_text
+    from edgeq.converters.planning.options import ConvertOptions
 
-    checkpoint = Checkpoint.open(str(source), HubAccess())
-    family, config = described(checkpoint)
+    opened = open_source(str(source), HubAccess())
+    family, config = described(opened)
     if family.tower is None:
         raise InputError(f"{source}: it reads text alone; --visual is for models that read pictures")
-    open_tensors(checkpoint, family)
+    checkpoint = open_tensors(opened, family)
     with TemporaryDirectory() as folder:
         signs.write(Path(folder), "calibration", SIGNS)
-        samples = read_samples(Path(folder), config, read_text(checkpoint, config.vocab_size)).samples
+        samples = read_samples(Path(folder), config, read_text(opened, config.vocab_size)).samples
         tower = Unquantized(ConvertOptions(method="none"), family.tower, family.tower.config)
         pictures = [picture for sample in samples for picture in sample.pictures]
         forward = SampleForward(family, config, samples, features_of(tower, pictures, checkpoint, None), checkpoint)

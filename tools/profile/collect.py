@@ -11,23 +11,23 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from edgeq import machine
-from edgeq.container import ModelFile
 from edgeq.errors import InputError
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
-from edgeq.runtime.context_size import DEFAULT_CONTEXT
-from edgeq.runtime.embedding import check_continues
-from edgeq.runtime.stats import LONGEST_DRAFT
-from edgeq.tools import conditions
-from edgeq.tools.bench import WARM_UP_TOKENS, Test, with_bandwidth
-from edgeq.tools.measurement import Measurement
-from edgeq.tools.profile.limits import Limits, limits
+from edgeq.runtime.network.embedding import check_continues
+from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
+from edgeq.runtime.stats import MAX_DRAFT
+from edgeq.system import machine
+from edgeq.tools.cli.terminal import Report, compilation
+from edgeq.tools.commands.bench import WARM_UP_TOKENS, Test, with_bandwidth
+from edgeq.tools.measure import conditions
+from edgeq.tools.measure.measurement import MeasuredTest
+from edgeq.tools.measure.power import PowerMeter
+from edgeq.tools.measure.report import facts, identification
+from edgeq.tools.profile.limits import MachineLimits, limits
 from edgeq.tools.profile.operations import Breakdown, breakdown
-from edgeq.tools.profile.power import Meter
-from edgeq.tools.profile.runs import AnyTest, Combination, Continuation, Picture, Sample, Setting
+from edgeq.tools.profile.runs import AnyTest, Combination, Continuation, PictureTest, RunSample, Setting
 from edgeq.tools.profile.sustained import Sustained, sustain
-from edgeq.tools.report import facts, identification
-from edgeq.tools.terminal import Report, compilation
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Series:
 
     combination: Combination
     test: AnyTest
-    plain: list[Sample] = field(default_factory=list)
-    recorded: list[Sample] = field(default_factory=list)
+    plain: list[RunSample] = field(default_factory=list)
+    recorded: list[RunSample] = field(default_factory=list)
     joules: list[float] = field(default_factory=list)
     core_waits: list[float] = field(default_factory=list)
     watts: float | None = None
@@ -90,7 +90,7 @@ class Profile:
     context: int
     combinations: list[Combination] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
-    limits: dict[Setting, dict[str, Limits]] = field(default_factory=dict)
+    limits: dict[Setting, dict[str, MachineLimits]] = field(default_factory=dict)
     began: float = 0.0
     moments: list[Moment] = field(default_factory=list)
     sensors: list[dict[str, str]] = field(default_factory=list)
@@ -98,17 +98,17 @@ class Profile:
     sustained: Sustained | None = None
     partial: bool = True
 
-    def measurements(self) -> list[Measurement]:
+    def measurements(self) -> list[MeasuredTest]:
         """Compilation and load of every combination, then its tests."""
         return [record for c in self.combinations for record in (*_loading(c, self.context), *self._tests_of(c))]
 
-    def _tests_of(self, combination: Combination) -> Iterator[Measurement]:
+    def _tests_of(self, combination: Combination) -> Iterator[MeasuredTest]:
         for series in self.series:
             if series.combination is combination and series.plain:
                 yield from _records(series, self.context, self.limits.get(combination.setting, {}))
 
     def breakdowns(self) -> list[tuple[Series, Breakdown]]:
-        """Of every series that has recorded runs."""
+        """Breakdowns of every series that has recorded runs."""
         return [
             (series, breakdown(series.test.name, series.recorded, self.limits.get(series.combination.setting, {})))
             for series in self.series
@@ -120,7 +120,7 @@ def context_of(tests: tuple[AnyTest, ...], limit: int) -> int:
     """Positions that the longest test takes.  InputError: more than `limit`, which the model was made for."""
     lengths = [test.count + test.depth for test in tests if isinstance(test, (Test, Continuation))]
     context = max(lengths, default=1)
-    if any(isinstance(test, Picture) for test in tests):
+    if any(isinstance(test, PictureTest) for test in tests):
         context = max(context, min(limit, DEFAULT_CONTEXT))
     if context > limit:
         raise InputError(f"the longest test has {context} positions, this model takes {limit}: choose smaller -p, -n or -d")
@@ -137,7 +137,7 @@ def collect(plan: Plan, report: Report, on_round: Callable[[Profile], None] = la
     file = ModelFile.open(plan.path)
     check_continues(file)
     found = Profile(plan, context_of(plan.tests, file.metadata.config.max_position_embeddings))
-    images = any(isinstance(test, Picture) for test in plan.tests)
+    images = any(isinstance(test, PictureTest) for test in plan.tests)
     try:
         for setting in plan.settings:
             found.combinations.append(_loaded(plan, setting, found.context, images))
@@ -148,7 +148,7 @@ def collect(plan: Plan, report: Report, on_round: Callable[[Profile], None] = la
             found.limits[combination.setting] = limits(combination.model, refresh=i == 0 and plan.operations)
         found.series = [Series(c, test) for c, test in itertools.product(found.combinations, plan.tests)]
         machine.forget_peak()
-        meter = Meter.of_this_machine(found.combinations[0].model.target == "cuda")
+        meter = PowerMeter.of_this_machine(found.combinations[0].model.target == "cuda")
         found.sensors, found.idle_watts = meter.described, meter.idle_watts
         _rounds(found, meter, report, on_round)
         if plan.sustained:
@@ -183,7 +183,7 @@ def _loaded(plan: Plan, setting: Setting, context: int, images: bool) -> Combina
         chosen = {"threads": setting.threads, "mode": setting.mode, "kv": setting.kv}
         options = {**plan.options, **chosen, "context": context, "on_progress": report_of_load}
         # A draft is checked with the token after it.
-        most = max(LONGEST_DRAFT + 1 if isinstance(test, Continuation) else test.batch for test in plan.tests)
+        most = max(MAX_DRAFT + 1 if isinstance(test, Continuation) else test.batch for test in plan.tests)
         model = Model.load(plan.path, max_logits=most, **options)
     load_s = max(0.0, model.load_s - report_of_load.seconds)
     with compilation() as report_of_tower:
@@ -192,7 +192,7 @@ def _loaded(plan: Plan, setting: Setting, context: int, images: bool) -> Combina
     return Combination(setting, model, report_of_load.seconds + report_of_tower.seconds, load_s, images)
 
 
-def _rounds(found: Profile, meter: Meter, report: Report, on_round: Callable[[Profile], None]) -> None:
+def _rounds(found: Profile, meter: PowerMeter, report: Report, on_round: Callable[[Profile], None]) -> None:
     found.began, rounds = perf_counter(), found.plan.repetitions + 1
     for i in range(rounds):
         for j, series in enumerate(found.series):
@@ -216,7 +216,7 @@ def _warm_up(series: Series, operations: bool) -> None:
         series.combination.run(test, count, record)
 
 
-def _once(series: Series, operations: bool, meter: Meter, recorded_first: bool) -> None:
+def _once(series: Series, operations: bool, meter: PowerMeter, recorded_first: bool) -> None:
     """A plain run and a recorded one, in turn the one or the other first."""
     count = series.test.count if isinstance(series.test, Test) else 0
     for record in (True, False) if recorded_first else (False, True):
@@ -226,14 +226,14 @@ def _once(series: Series, operations: bool, meter: Meter, recorded_first: bool) 
             continue
         sample = series.combination.run(series.test, count, False, partial(_watched, meter, series))
         memory = machine.process_memory()
-        device = getattr(series.combination.model.program, "device_name", None)
+        device = series.combination.model.program.facts().device
         series.facts = {**conditions.facts(device), "rss": memory.get("VmRSS"), "peak_rss": memory.get("VmHWM")}
         # Last: after an interrupt a series that has a run has its facts too.
         series.plain.append(sample)
 
 
 @contextmanager
-def _watched(meter: Meter, series: Series) -> Iterator[None]:
+def _watched(meter: PowerMeter, series: Series) -> Iterator[None]:
     """Keep what a plain run waited for a core, and its energy."""
     before = conditions.core_wait_s()
     with meter.measuring() as spent:
@@ -247,16 +247,16 @@ def _watched(meter: Meter, series: Series) -> Iterator[None]:
         series.joules.append(spent.joules)
 
 
-def _loading(combination: Combination, context: int) -> Iterator[Measurement]:
+def _loading(combination: Combination, context: int) -> Iterator[MeasuredTest]:
     """What happened once, before the first token; kernels that were kept from an earlier run took no compiling."""
     about = facts(combination.model)
     seconds = {"compile": combination.compile_s, "load": combination.load_s}
     for kind, taken in seconds.items():
         if taken > 0:
-            yield Measurement(kind, kind, 0, 0, 1, context, about, [taken])
+            yield MeasuredTest(kind, kind, 0, 0, 1, context, about, [taken])
 
 
-def _records(series: Series, context: int, found: dict[str, Limits]) -> Iterator[Measurement]:
+def _records(series: Series, context: int, found: dict[str, MachineLimits]) -> Iterator[MeasuredTest]:
     model, test = series.combination.model, series.test
     now = dict(series.facts)
     memory = {"rss": now.pop("rss"), "peak_rss": now.pop("peak_rss")}
@@ -272,8 +272,8 @@ def _records(series: Series, context: int, found: dict[str, Limits]) -> Iterator
     if test.kind != "tg":
         # The draw of the first token is all that tells them apart.
         firsts = [sample.ttft for sample in series.plain if sample.ttft is not None]
-        yield Measurement("ttft", f"ttft {test.name}", samples_s=firsts, **common, **memory)
-    made = Measurement(
+        yield MeasuredTest("ttft", f"ttft {test.name}", samples_s=firsts, **common, **memory)
+    made = MeasuredTest(
         kind=test.kind,
         test=test.name,
         samples_s=samples_s,

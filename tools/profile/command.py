@@ -15,17 +15,18 @@ import click
 
 from edgeq.errors import EdgeqError, InputError, ResourceError
 from edgeq.runtime.speculative.speculator import DraftSource
-from edgeq.tools.bench import Test
-from edgeq.tools.profile import comparison, record, tables
+from edgeq.tools.cli.terminal import note, progress, write
+from edgeq.tools.commands.bench import Test
+from edgeq.tools.profile import comparison, record
 from edgeq.tools.profile.collect import Plan, Profile, collect, longest_decode
 from edgeq.tools.profile.document import document
 from edgeq.tools.profile.options import Change
-from edgeq.tools.profile.page import comparison_page, page
-from edgeq.tools.profile.runs import AnyTest, Continuation, Picture, Setting
+from edgeq.tools.profile.output import tables
+from edgeq.tools.profile.output.page import comparison_page, page
+from edgeq.tools.profile.output.trace import trace
+from edgeq.tools.profile.prediction.what_if import check
+from edgeq.tools.profile.runs import AnyTest, Continuation, PictureTest, Setting
 from edgeq.tools.profile.sustained import MINUTE
-from edgeq.tools.profile.trace import trace
-from edgeq.tools.profile.what_if import check
-from edgeq.tools.terminal import note, progress, write
 
 INTERRUPTED = 130
 SLOWER = 3
@@ -65,7 +66,7 @@ def profile(
         tests += [Continuation(n, draft, gamma if draft != "off" else None) for n in tokens for draft in drafts if n]
     if gamma is not None and (drafts is None or set(drafts) == {"off"}):
         raise InputError("--gamma is the length of drafts, and nothing drafts here: add --draft, such as --draft auto,off")
-    tests += [Picture(size) for size in images or ()]
+    tests += [PictureTest(size) for size in images or ()]
     if not tests:
         raise InputError("nothing to measure: give -p or -n a number above 0, or --image a size")
     if output == "trace" and not operations:
@@ -106,7 +107,7 @@ def profile(
     compared = None
     if before is not None and baseline is not None:
         try:
-            compared = comparison.Compared((baseline, save or Path("now")), (before, made))
+            compared = comparison.ProfilePair((baseline, save or Path("now")), (before, made))
         except EdgeqError as error:
             note(f"--baseline: {error}")
     write(f"{SHOWN[output](found, made, compared)}\n")
@@ -122,7 +123,7 @@ def compare(paths: tuple[Path, Path], output: str, fail_if_slower: float | None)
     if output not in ("md", "json", "html"):
         raise InputError(f"a comparison is printed as md, json or html, not as {output}")
     a, b = (record.read(path) for path in paths)
-    found = comparison.Compared(paths, (a, b))
+    found = comparison.ProfilePair(paths, (a, b))
     failed = fail_if_slower is not None and any(line.slower_by(fail_if_slower) for line in found.lines)
     shown: dict[str, Callable[[], str]] = {
         "md": found.markdown,
@@ -134,7 +135,7 @@ def compare(paths: tuple[Path, Path], output: str, fail_if_slower: float | None)
         raise click.exceptions.Exit(SLOWER)
 
 
-SHOWN: dict[str, Callable[[Profile, dict[str, Any], comparison.Compared | None], str]] = {
+SHOWN: dict[str, Callable[[Profile, dict[str, Any], comparison.ProfilePair | None], str]] = {
     "md": lambda found, made, compared: tables.markdown(made) + (f"\n\n{compared.markdown()}" if compared else ""),
     "json": lambda found, made, compared: json.dumps(made, indent=1),
     "csv": lambda found, made, compared: tables.as_csv(made),

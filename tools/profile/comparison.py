@@ -11,37 +11,37 @@ from pathlib import Path
 from typing import Any
 
 from edgeq.errors import InputError
-from edgeq.tools.bench import aligned
-from edgeq.tools.measurement import SETTINGS, Measurement, measurement
-from edgeq.tools.statistics import percentile
+from edgeq.tools.commands.bench import aligned
+from edgeq.tools.measure.measurement import SETTINGS, MeasuredTest, measurement
+from edgeq.tools.measure.statistics import percentile
 
 CONFIDENCE = 0.99
-"""Of several tests in a comparison each can be wrong: with 95 % one in twenty would be."""
+"""Each of several tests in a comparison can be wrong: with 95 % one in twenty would be."""
 BEST_SHARE = 0.5
-"""Of the difference of the medians, as logarithms."""
+"""Share of the difference of the medians, as logarithms."""
 BUSY = 1.5
 """Processes that want to run, for each core, from which on a difference can be the neighbours': where the system does not tell
 how long threads waited for a core."""
-MOST_WAIT = 1 - 1 / BUSY
+MAX_WAIT = 1 - 1 / BUSY
 """The same, as the share of a test in which its threads waited for a core, on average."""
 COMPARED = ("ttft", "pp", "tg", "image")
 """Compilation and loading happen once in a run: they have no spread."""
 IDENTITY = ("kind", "test", "mode", "kv", "threads", "threads_prefill", "target", "isa")
 """What two records share to be compared; of the last four, what is the same in all records of a profile may differ."""
 OPTIONAL = IDENTITY[4:]
-MOST = 60
+MAX_REPETITIONS = 60
 """Repetitions that are compared; of more every second, third ... counts."""
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparisonLine:
     """One test in both profiles.
 
     ratio      time of B over time of A, the median of all pairs of repetitions (Hodges and Lehmann 1963);  low, high: its
                interval with at least `confidence`, from the ranks of the pairs (Moses 1965); None: too few repetitions for one
     best       ratio of the fastest repetitions, or tokens.  What else runs on a machine only adds time: where the medians
                differ and these hardly do, it is the neighbours that differ
-    busy       in one of them the threads waited for a core, on average for more than MOST_WAIT of the time, or, where that is
+    busy       in one of them the threads waited for a core, on average for more than MAX_WAIT of the time, or, where that is
                not told, the load was above BUSY times the cores
     verdict    faster or slower where the interval does not hold 1 and `best` is at least half as far from it, and neither was
                busy; else not separable
@@ -63,13 +63,13 @@ class Line:
         return self.verdict == "slower" and self.ratio >= 1 + share
 
 
-def blocks(record: Measurement) -> list[float]:
+def blocks(record: MeasuredTest) -> list[float]:
     """Seconds of each repetition, of a tg the median token: the tokens of one repetition are not independent of each other."""
     return medians(record.each, len(record.each) // len(record.samples_s))
 
 
 def medians(values: Sequence[float], length: int) -> list[float]:
-    """Of every `length` of them, which are one repetition."""
+    """Medians of every `length` values, which are one repetition."""
     return [percentile(values[i : i + length], 50) for i in range(0, len(values), length)]
 
 
@@ -101,7 +101,7 @@ def outside(m: int, n: int) -> int | None:
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None, float | None]:
     """The ratio of b to a, and the bounds of its interval."""
-    a, b = a[:: -(-len(a) // MOST)], b[:: -(-len(b) // MOST)]
+    a, b = a[:: -(-len(a) // MAX_REPETITIONS)], b[:: -(-len(b) // MAX_REPETITIONS)]
     pairs = sorted(y / x for x in a for y in b)
     middle = percentile(pairs, 50)
     left_out = outside(len(a), len(b))
@@ -110,7 +110,7 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None, 
     return middle, pairs[left_out], pairs[-1 - left_out]
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Line]:
+def compare(a: dict[str, Any], b: dict[str, Any]) -> list[ComparisonLine]:
     """The tests that both documents have.  InputError: none."""
     first, second = ([measurement(r) for r in each["measurements"] if r.get("kind") in COMPARED] for each in (a, b))
     constant = [name for name in OPTIONAL if all(len({_value(r, name) for r in each}) == 1 for each in (first, second))]
@@ -126,11 +126,11 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Line]:
     return found
 
 
-def _value(record: Measurement, name: str) -> Any:
-    return getattr(record, name) if name in Measurement.__dataclass_fields__ else record.facts.get(name)
+def _value(record: MeasuredTest, name: str) -> Any:
+    return getattr(record, name) if name in MeasuredTest.__dataclass_fields__ else record.facts.get(name)
 
 
-def _line(a: Measurement, b: Measurement) -> Line:
+def _line(a: MeasuredTest, b: MeasuredTest) -> ComparisonLine:
     one, two = blocks(a), blocks(b)
     middle, low, high = ratio(one, two)
     best, verdict, busy = min(b.each) / min(a.each), "not separable", _busy(a) or _busy(b)
@@ -144,18 +144,20 @@ def _line(a: Measurement, b: Measurement) -> Line:
         verdict = "slower" if low > 1 else "faster"
     changed = {n: [_value(a, n), _value(b, n)] for n in (*SETTINGS, "identity", "processor") if _value(a, n) != _value(b, n)}
     settings = {name: _value(a, name) for name in SETTINGS}
-    return Line(a.test, settings, changed, percentile(one, 50), percentile(two, 50), middle, low, high, best, busy, verdict)
+    return ComparisonLine(
+        a.test, settings, changed, percentile(one, 50), percentile(two, 50), middle, low, high, best, busy, verdict
+    )
 
 
-def _busy(record: Measurement) -> bool:
+def _busy(record: MeasuredTest) -> bool:
     if isinstance(record.core_wait, (int, float)):
         threads = record.facts.get("threads" if record.kind == "tg" and record.batch == 1 else "threads_prefill")
-        return record.core_wait > MOST_WAIT * (threads if isinstance(threads, int) else 1)
+        return record.core_wait > MAX_WAIT * (threads if isinstance(threads, int) else 1)
     load, cores = record.facts.get("load"), record.facts.get("cores")
     return isinstance(load, (int, float)) and isinstance(cores, int) and load > BUSY * cores
 
 
-class Compared:
+class ProfilePair:
     """Two profiles, A and B, by their files.  InputError: they have no test in common."""
 
     def __init__(self, paths: tuple[Path, Path], documents: tuple[dict[str, Any], dict[str, Any]]) -> None:

@@ -9,15 +9,15 @@ from functools import cache, partial
 from typing import Any
 
 from edgeq import __version__
+from edgeq.tools.measure.report import bits_per_weight
 from edgeq.tools.profile.collect import Profile
 from edgeq.tools.profile.findings import findings
 from edgeq.tools.profile.limits import limits_of
 from edgeq.tools.profile.options import Change
+from edgeq.tools.profile.prediction.what_if import SpeedPrediction, predictions
+from edgeq.tools.profile.prediction.width_cost import width_cost
 from edgeq.tools.profile.record import SCHEMA
 from edgeq.tools.profile.runs import Combination
-from edgeq.tools.profile.what_if import Prediction, predictions
-from edgeq.tools.profile.width_cost import width_cost
-from edgeq.tools.report import bits_per_weight
 
 
 def document(found: Profile, changes: tuple[Change, ...] = ()) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def document(found: Profile, changes: tuple[Change, ...] = ()) -> dict[str, Any]
     return {**made, "findings": [asdict(finding) for finding in findings(made)]}
 
 
-def predicted(made: dict[str, Any], found: Profile, changes: tuple[Change, ...]) -> Iterator[Prediction]:
+def predicted(made: dict[str, Any], found: Profile, changes: tuple[Change, ...]) -> Iterator[SpeedPrediction]:
     """What each change would make of each test that decodes; limits with other threads and the cost of other bits are measured
     now."""
     model = found.combinations[0].model

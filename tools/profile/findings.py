@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgeq.tools.measurement import measurement
+from edgeq.tools.measure.measurement import measurement
 from edgeq.tools.profile.comparison import blocks, medians, ratio
 
-NEAR_LIMIT = 0.85
+NEAR_BANDWIDTH = 0.85
 """Share of the read bandwidth above which nothing but fewer bytes helps decode."""
-FAR_FROM_LIMIT = 0.5
-ENOUGH = 1.05
+FAR_FROM_BANDWIDTH = 0.5
+MIN_THREAD_GAIN = 1.05
 """More threads that gain less than this are not worth their cores."""
 LARGE_BUBBLE = 0.1
 LARGE_WAIT = 0.1
@@ -47,7 +47,7 @@ class Finding:
 
 
 def findings(document: dict[str, Any]) -> list[Finding]:
-    """Of a document (document.py).  Where a rule holds of several tests, the first is named and the others are counted."""
+    """Findings of a document (document.py).  Where a rule holds of several tests, the first is named, others are counted."""
     records = document["measurements"]
     found = [
         *_bandwidth(records),
@@ -97,10 +97,10 @@ def _bandwidth(records: list[dict[str, Any]]) -> Iterator[Finding]:
         if share > 1:
             text = f"decode reads faster than memory ({rate}): the model fits a cache of the processor"
             yield Finding("cached", f"{named(record)}: {text}", figures)
-        elif share >= NEAR_LIMIT:
+        elif share >= NEAR_BANDWIDTH:
             text = f"decode is at {100 * share:.0f} % of the read bandwidth ({rate}): only fewer bits or drafts help"
             yield Finding("bandwidth", f"{named(record)}: {text}", figures)
-        elif share < FAR_FROM_LIMIT:
+        elif share < FAR_FROM_BANDWIDTH:
             text = f"decode reads at {100 * share:.0f} % of the read bandwidth ({rate}): something else bounds it"
             yield Finding("below bandwidth", f"{named(record)}: {text}", figures)
 
@@ -132,7 +132,7 @@ def _no_slower(record: dict[str, Any], other: dict[str, Any]) -> bool:
     if other["threads"] <= record["threads"]:
         return True
     _, _, high = ratio(_each(other), _each(record))
-    return high is not None and high <= ENOUGH
+    return high is not None and high <= MIN_THREAD_GAIN
 
 
 def _each(record: dict[str, Any]) -> list[float]:
@@ -223,7 +223,11 @@ def _drafts(records: list[dict[str, Any]]) -> Iterator[Finding]:
             continue
         # A token that was drafted takes no time of its own: repetitions are compared, and not tokens.
         gain, low, high = ratio(record["samples_s"], plain[0]["samples_s"])
-        if low is not None and high is not None and (low > 1 and gain >= ENOUGH or high < 1 and gain * ENOUGH <= 1):
+        if (
+            low is not None
+            and high is not None
+            and (low > 1 and gain >= MIN_THREAD_GAIN or high < 1 and gain * MIN_THREAD_GAIN <= 1)
+        ):
             how = f"{gain:.2f} times as fast" if gain > 1 else f"slower, {gain:.2f} times as fast"
             text = f"drafts make this text {how}, {low:.2f} to {high:.2f} "
             text += f"({record['tokens_per_s']:,.1f} against {plain[0]['tokens_per_s']:,.1f} tok/s)"

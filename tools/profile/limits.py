@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from edgeq.records import Mode
+from edgeq.format.records import Mode
 from edgeq.runtime import Model
+from edgeq.targets import load
 from edgeq.tools.profile.work import Work
 
 
 @dataclass(frozen=True)
-class Limits:
+class MachineLimits:
     """bytes_per_s: that threads read from memory;  operations_per_s: of the activations' width, a MAC being two."""
 
     threads: int
@@ -31,10 +32,10 @@ class Limits:
 
 
 PEAK_SHARE: dict[Mode, float] = {"a16": 0.5, "a8": 1.0, "a4": 1.0}
-"""Of the peak of 8-bit operations: one of 16 bits takes two of them, and is done by dot products."""
+"""Share of the peak of 8-bit operations: one of 16 bits takes two of them, and is done by dot products."""
 
 
-def limits(model: Model, refresh: bool) -> dict[str, Limits]:
+def limits(model: Model, refresh: bool) -> dict[str, MachineLimits]:
     """Limits by phase, of which those of several rows may have other threads; empty where the target measures none.
 
     refresh   the bandwidth is measured again; the larger of the old and the new number counts
@@ -50,14 +51,9 @@ def limits(model: Model, refresh: bool) -> dict[str, Limits]:
     return {"decode": decode, "draft": draft, "prefill": prefill, "verify": prefill, "tower": prefill}
 
 
-def limits_of(model: Model, threads: int, mode: Mode, refresh: bool = False) -> Limits | None:
+def limits_of(model: Model, threads: int, mode: Mode, refresh: bool = False) -> MachineLimits | None:
     """Limits with so many threads in a mode, for the instruction set of the model; None: the target measures none."""
-    if model.target != "cpu":
-        return None
-    # Imported here: where this target cannot run, its modules cannot be imported.
-    from edgeq.targets.cpu import probes
-    from edgeq.targets.cpu.choose_isa import choose
-
-    isa, _ = choose(model.program.options.isa)
-    peak = PEAK_SHARE[mode] * probes.integer_peak(isa, threads, dots=mode == "a16")
-    return Limits(threads, probes.read_bandwidth(threads, refresh), peak)
+    here = load(model.target).hardware()
+    peak = here.integer_peak(threads, model.program.options.isa, dots=mode == "a16")
+    read = here.read_bandwidth(threads, refresh)
+    return None if peak is None or read is None else MachineLimits(threads, read.bytes_per_s, PEAK_SHARE[mode] * peak)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from edgeq.tools.profile.limits import Limits
-from edgeq.tools.profile.runs import Sample
+from edgeq.tools.profile.limits import MachineLimits
+from edgeq.tools.profile.runs import RunSample
 from edgeq.tools.profile.work import Work
 
 DRAW = "draw a token"
@@ -21,7 +21,7 @@ SINGLE_ROWS = ("decode", "draft")
 
 
 @dataclass(frozen=True)
-class Line:
+class OperationLine:
     """One kind of operation in one layer; times per token, in seconds.
 
     phase     prefill, decode or tower
@@ -59,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Of one test: seconds per token.
+    """Seconds per token of one test.
 
     wall        around the whole test, by one pair of clock readings
     lines       by name and layer, in the order of execution
@@ -71,10 +71,10 @@ class Breakdown:
     test: str
     tokens: int
     wall: float
-    lines: tuple[Line, ...]
+    lines: tuple[OperationLine, ...]
     between: float
     within: float
-    samples: tuple[Sample, ...]
+    samples: tuple[RunSample, ...]
 
     @property
     def operations(self) -> float:
@@ -103,21 +103,21 @@ class Breakdown:
         return {**own, **sums, "lines": rates}
 
 
-def quick_half(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+def quick_half(samples: Sequence[RunSample]) -> tuple[RunSample, ...]:
     """The faster half: something else may have disturbed the others."""
     return tuple(sorted(samples, key=lambda sample: sample.seconds)[: (len(samples) + 1) // 2])
 
 
-def breakdown(test: str, samples: Sequence[Sample], found: dict[str, Limits]) -> Breakdown:
+def breakdown(test: str, samples: Sequence[RunSample], found: dict[str, MachineLimits]) -> Breakdown:
     """The operations of recorded samples of a test; `found`: the limits of the machine by phase."""
     quick = quick_half([piece for sample in samples for piece in sample.pieces()])
     tokens = sum(sample.tokens for sample in quick)
-    lines, between, within, wall = list[Line](), 0.0, 0.0, 0.0
+    lines, between, within, wall = list[OperationLine](), 0.0, 0.0, 0.0
     for sample in quick:
         # The draw of a prompt's first token is not part of reading it.
         drawn = sum(seconds for _, seconds in sample.draws) if sample.steps else 0.0
         if drawn:
-            lines.append(Line("decode", DRAW, -1, (), drawn / tokens, 0.0, 0.0, 0.0))
+            lines.append(OperationLine("decode", DRAW, -1, (), drawn / tokens, 0.0, 0.0, 0.0))
         last = sample.started
         for call in sample.calls:
             run = call.run
@@ -127,7 +127,7 @@ def breakdown(test: str, samples: Sequence[Sample], found: dict[str, Limits]) ->
             for timed in call.operations():
                 time, waited = (timed.worked + timed.waited) / tokens, timed.waited / tokens
                 todo = timed.work.bytes / tokens, timed.work.macs / tokens, timed.work.float_macs / tokens
-                lines.append(Line(call.phase, timed.name, timed.layer, (timed.kernel,), time, waited, *todo))
+                lines.append(OperationLine(call.phase, timed.name, timed.layer, (timed.kernel,), time, waited, *todo))
         between += sample.started + sample.seconds - last - drawn
         wall += sample.seconds
     drawing = [line for line in lines if line.name == DRAW]
@@ -136,12 +136,12 @@ def breakdown(test: str, samples: Sequence[Sample], found: dict[str, Limits]) ->
     return Breakdown(test, tokens, wall / tokens, every, between / tokens, within / tokens, quick)
 
 
-def merged(lines: Iterable[Line], found: dict[str, Limits]) -> list[Line]:
+def merged(lines: Iterable[OperationLine], found: dict[str, MachineLimits]) -> list[OperationLine]:
     """Lines of the same phase, name and layer as one, where the first of them was.
 
     found   limits by phase, for the share of the roofline
     """
-    sums: dict[tuple[str, str, int], Line] = {}
+    sums: dict[tuple[str, str, int], OperationLine] = {}
     for line in lines:
         key = line.phase, line.name, line.layer
         if key not in sums:
@@ -160,7 +160,7 @@ def merged(lines: Iterable[Line], found: dict[str, Limits]) -> list[Line]:
     return [_bounded(line, found) for line in sums.values()]
 
 
-def _bounded(line: Line, found: dict[str, Limits]) -> Line:
+def _bounded(line: OperationLine, found: dict[str, MachineLimits]) -> OperationLine:
     todo = Work(line.bytes, line.macs)
     # Of a single row attention computes so little that reading the cache bounds it.
     computes = line.float_macs and line.phase not in SINGLE_ROWS

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from edgeq.devices import DEVICES
-from edgeq.tools.help_sections import decorated, section
-from edgeq.tools.options import (
+from edgeq.system.devices import DEVICES
+from edgeq.tools.cli.help_sections import decorated, section
+from edgeq.tools.cli.options import (
     BENCH_TESTS,
     CACHES,
     DRAFTS,
@@ -26,7 +26,7 @@ from edgeq.tools.options import (
     tests,
     trusting,
 )
-from edgeq.tools.params import Amount, Count, EdgeqFile, Gamma, OneOf, Several, Threads, number
+from edgeq.tools.cli.params import Amount, Count, EdgeqFile, Gamma, OneOf, Several, Threads, number
 
 output = section("Output")
 FORMATS = ("md", "json", "csv", "html", "trace")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from edgeq.errors import FormatError, InputError
-from edgeq.whole_file import write_whole
+from edgeq.system.whole_file import write_whole
 
 SCHEMA = "edgeq profile 1"
 OTHER = "a profile of another version"
-LARGEST = 256 << 20
+MAX_PROFILE_BYTES = 256 << 20
 """Bytes of a saved profile that is read."""
 
 
@@ -36,9 +36,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         # A device or a pipe does not tell its size.
         with open(path, "rb") as file:
-            stored = file.read(LARGEST + 1)
-        if len(stored) > LARGEST:
-            raise FormatError(f"{path}: larger than {LARGEST >> 20} MB; not a profile")
+            stored = file.read(MAX_PROFILE_BYTES + 1)
+        if len(stored) > MAX_PROFILE_BYTES:
+            raise FormatError(f"{path}: larger than {MAX_PROFILE_BYTES >> 20} MB; not a profile")
         document = json.loads(stored.decode("utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; give a file that `edgeq profile --save` wrote") from None

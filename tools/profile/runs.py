@@ -11,13 +11,16 @@ from typing import Any, Literal
 from edgeq.errors import InputError
 from edgeq.runtime import Model, Prompt, Sampling
 from edgeq.runtime.sampling import Sampler
-from edgeq.runtime.session import BatchItem, Session, run_together
+from edgeq.runtime.session.context_size import cache_bytes
+from edgeq.runtime.session.runs import BatchItem, run_together
+from edgeq.runtime.session.session import Session
 from edgeq.runtime.speculative.speculator import DraftSource
-from edgeq.tools import corpus, picture_bench
-from edgeq.tools.bench import Test, random_tokens
-from edgeq.tools.drafting import PROMPT
+from edgeq.tools.commands.bench import Test, random_tokens
+from edgeq.tools.measure import picture_bench
+from edgeq.tools.measure.drafting import PROMPT
 from edgeq.tools.profile.findings import CODE
-from edgeq.tools.profile.tape import WITH_DRAFTS, Call, Tapes
+from edgeq.tools.profile.tape import WITH_DRAFTS, ProgramRun, Tapes
+from edgeq.tools.quality import corpus
 
 Size = tuple[int, int]
 Around = Callable[[], AbstractContextManager[None]]
@@ -33,7 +36,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PictureTest:
     """A picture of so many pixels, then the first token."""
 
     size: Size
@@ -64,11 +67,11 @@ class Continuation:
         return f"{self.kind}{self.count}{CODE}{drafts} @ d{self.depth}"
 
 
-AnyTest = Test | Picture | Continuation
+AnyTest = Test | PictureTest | Continuation
 
 
 @dataclass(frozen=True)
-class Sample:
+class RunSample:
     """One run of a test; times in seconds, `started` by the clock of Python.
 
     steps    tg: of every token: the run, and drawing the next token greedily
@@ -84,21 +87,21 @@ class Sample:
     steps: list[float] = field(default_factory=list)
     ttft: float | None = None
     draws: list[tuple[float, float]] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ProgramRun] = field(default_factory=list)
     tokens_per_run: float | None = None
 
-    def pieces(self) -> list[Sample]:
+    def pieces(self) -> list[RunSample]:
         """The tokens of a tg as samples of their own; anything else is one piece, and so is a continuation, of which several
         tokens can come of one run."""
         if not self.draws or not self.steps:
             return [self]
-        found, started, begun = list[Sample](), self.started, 0
+        found, started, begun = list[RunSample](), self.started, 0
         for seconds, draw in zip(self.steps, self.draws, strict=True):
             ended, first = started + seconds, begun
             while begun < len(self.calls) and self.calls[begun].run.began < ended:
                 begun += 1
             own = self.calls[first:begun]
-            found.append(Sample(started, seconds, 1, [seconds], None, [draw], own))
+            found.append(RunSample(started, seconds, 1, [seconds], None, [draw], own))
             started = ended
         return found
 
@@ -117,7 +120,7 @@ class Combination:
         self._pictures: dict[Size, Prompt] = {}
         self._code: tuple[Session, list[int]] | None = None
 
-    def run(self, test: AnyTest, count: int, record: bool, around: Around = nullcontext) -> Sample:
+    def run(self, test: AnyTest, count: int, record: bool, around: Around = nullcontext) -> RunSample:
         """`count` tokens of a test; `record`: with the time of every operation.
 
         around   entered right before what is timed and left right after: the tokens of `depth` are not in it
@@ -125,7 +128,7 @@ class Combination:
         InputError: a picture that the model does not take.
         """
         phase = "decode" if test.kind == "tg" else "prefill"
-        if isinstance(test, Picture):
+        if isinstance(test, PictureTest):
             prompt = self._picture(test.size)
             with self.model.session() as session, self.tapes.recording(phase, record):
                 return self._prefill(session, prompt, len(prompt.tokens), around)
@@ -138,7 +141,7 @@ class Combination:
                 return self._decode(sessions, tokens, around)
             return self._prefill(sessions[0], tokens, count, around)
 
-    def _prefill(self, session: Session, prompt: Prompt | Sequence[int], count: int, around: Around) -> Sample:
+    def _prefill(self, session: Session, prompt: Prompt | Sequence[int], count: int, around: Around) -> RunSample:
         with around():
             started = perf_counter()
             logits = session.prefill(prompt)
@@ -146,9 +149,9 @@ class Combination:
             self._sampler.draw(logits, session.tokens)
             drawn = perf_counter()
         calls = self.tapes.calls()
-        return Sample(started, ended - started, count, [], drawn - started, [(ended, drawn - ended)], calls)
+        return RunSample(started, ended - started, count, [], drawn - started, [(ended, drawn - ended)], calls)
 
-    def _decode(self, sessions: list[Session], tokens: Sequence[int], around: Around) -> Sample:
+    def _decode(self, sessions: list[Session], tokens: Sequence[int], around: Around) -> RunSample:
         steps, draws = list[float](), list[tuple[float, float]]()
         with around():
             started = last = perf_counter()
@@ -161,9 +164,9 @@ class Combination:
                 draws.append((ran, now - ran))
                 steps.append(now - last)
                 last = now
-        return Sample(started, last - started, len(tokens), steps, None, draws, self.tapes.calls())
+        return RunSample(started, last - started, len(tokens), steps, None, draws, self.tapes.calls())
 
-    def _continue(self, test: Continuation, record: bool, around: Around) -> Sample:
+    def _continue(self, test: Continuation, record: bool, around: Around) -> RunSample:
         """InputError: the code has too few tokens in this model's tokenizer."""
         if self._code is None:
             self._code = self.model.session(), self.model.text.encode("".join(corpus.evaluation_code()))[: test.depth]
@@ -185,7 +188,7 @@ class Combination:
         cost = generation.measurement
         each = None if test.draft == "off" else cost.speculation.tokens_per_cycle
         steps = cost.token_s[: cost.generated_tokens - 1]
-        return Sample(started, seconds, len(steps), steps, calls=calls, tokens_per_run=each)
+        return RunSample(started, seconds, len(steps), steps, calls=calls, tokens_per_run=each)
 
     def _sessions(self, test: Test) -> list[Session]:
         """One for each text of a test, with its `depth` tokens."""
@@ -199,7 +202,8 @@ class Combination:
                 session.requantize()
             self._kept[key] = kept
         for session in kept:
-            session.trim(test.depth)
+            if (left := session.rewind(test.depth)) < test.depth:
+                session.prefill(random_tokens(self.model, test.depth)[left:])
         return kept
 
     def _picture(self, size: Size) -> Prompt:
@@ -210,4 +214,4 @@ class Combination:
     def cache_bytes(self) -> int:
         """Bytes of keys and values in the sessions that are kept."""
         lengths = [len(session.tokens) for sessions in self._kept.values() for session in sessions]
-        return sum(lengths) * self.model.position_bytes
+        return sum(cache_bytes(self.model.graph, self.model.program.options, length) for length in lengths)

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from edgeq import machine
-from edgeq.tools import conditions
-from edgeq.tools.bench import Test
-from edgeq.tools.profile.power import Meter
+from edgeq.system import machine
+from edgeq.tools.cli.terminal import Report
+from edgeq.tools.commands.bench import Test
+from edgeq.tools.measure import conditions
+from edgeq.tools.measure.power import PowerMeter
+from edgeq.tools.measure.statistics import percentile
 from edgeq.tools.profile.runs import Combination
-from edgeq.tools.statistics import percentile
-from edgeq.tools.terminal import Report
 
 MINUTE = 60.0
 DROP = 0.05
@@ -87,7 +87,7 @@ def _median(passes: list[Pass]) -> float:
     return percentile([each.token_s for each in passes], 50)
 
 
-def sustain(combination: Combination, test: Test, found: Sustained, meter: Meter, report: Report) -> None:
+def sustain(combination: Combination, test: Test, found: Sustained, meter: PowerMeter, report: Report) -> None:
     """Decode until the time is over.  `found` is filled while it runs: an interrupt leaves what was measured until then."""
     began = perf_counter()
     while (passed := perf_counter() - began) < found.seconds:

@@ -11,18 +11,19 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.records import KvCodec, Mode
+from edgeq.format.records import KvCodec, Mode
 from edgeq.runtime import Model
 from edgeq.targets.graph import Select
-from edgeq.targets.target import Program, RunTimes, StepTimes
+from edgeq.targets.target import Program
+from edgeq.targets.times import RunTimes, StepTimes
 from edgeq.tools.profile.work import Shape, Work, name_of, work
 
 WITH_DRAFTS = "with drafts"
-"""Of recorded runs: which of the phases a run is of is told by the run."""
+"""Phase of recorded runs with drafts: each run says which of the phases it is."""
 
 
 @dataclass(frozen=True)
-class Timed:
+class OperationTimes:
     """One operation of a call: when it began, by the clock of Python, seconds that the calling thread worked on it, and then
     waited for other threads."""
 
@@ -36,7 +37,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Call:
+class ProgramRun:
     """One run of a program."""
 
     phase: str
@@ -55,7 +56,7 @@ class Call:
         """float64 [steps, 2]: the seconds that the calling thread worked on each step, and that it waited."""
         return self.run.threads[0, :, 1:]
 
-    def operations(self) -> Iterator[Timed]:
+    def operations(self) -> Iterator[OperationTimes]:
         """In the order of execution."""
         shape, seen = self.shape, set[tuple[int, str]]()
         for step, (began, worked, waited) in zip(self.times.steps, self.run.threads[0].tolist(), strict=True):
@@ -67,7 +68,7 @@ class Call:
             if isinstance(step.operation, Select):
                 # The first of every `together` wanted rows stands for them.
                 shape = self.shape.of_rows(self.wanted[:: step.operation.together])
-            yield Timed(name, step.operation.layer, step.kernel, began, worked, waited, todo)
+            yield OperationTimes(name, step.operation.layer, step.kernel, began, worked, waited, todo)
 
     @property
     def measured(self) -> float:
@@ -96,13 +97,15 @@ class Tape:
     @property
     def most_largest(self) -> int:
         """Runs that give the largest logits alone tell no times: while something is recorded there are none."""
-        return 0 if self.on else getattr(self._program, "most_largest", 0)
+        return 0 if self.on else self._program.most_largest
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ProgramRun]:
         """The runs since the last time."""
         kv = self._program.options.kv
         return [
-            Call(self._phase_of(mode, len(rows.slots)), times, Shape(rows.slots, rows.sessions, rows.spans), rows.wanted, kv)
+            ProgramRun(
+                self._phase_of(mode, len(rows.slots)), times, Shape(rows.slots, rows.sessions, rows.spans), rows.wanted, kv
+            )
             for times, mode, rows in self._program.recorded()
         ]
 
@@ -128,7 +131,7 @@ class Tapes:
             self._all.append(Tape(seeing.program, "tower"))
             seeing.program = cast(Program, self._all[-1])
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ProgramRun]:
         """Those of all, in order, since the last time."""
         found = [call for tape in self._all for call in tape.calls()]
         # Those of one tape are in order; when they ran is not worked out before somebody asks, and takes memory.

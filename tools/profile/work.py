@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.records import KvCodec
-from edgeq.targets.graph import Attention, CacheWrite, Experts, Linear, linears
-from edgeq.targets.target import Step
+from edgeq.format.records import KvCodec
+from edgeq.targets.graph import Attention, CacheWrite, Experts, Linear
+from edgeq.targets.layers import linears
+from edgeq.targets.times import Step
 
-BESIDE = "quantize"
+INPUT_STEP = "quantize"
 """Name of the steps of a product that do not read its weights: they quantize or transform its input."""
 
 
@@ -92,7 +93,7 @@ def name_of(step: Step) -> str:
     operation = step.operation
     if isinstance(operation, Linear):
         if not step.reads_weights:
-            return BESIDE
+            return INPUT_STEP
         owner, _, part = operation.linear.name.rpartition(".")
         return f"{owner.rpartition('.')[2]}.{part}" if part.isdecimal() else part
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(operation).__name__).lower()

@@ -10,7 +10,7 @@ X86_PREFETCH_DISTANCES = (16 << 10, 1 << 10)
 
 
 class Isa(Protocol):
-    """Emits LLVM IR for integer dot products over the file's order (edgeq/codec.py).
+    """Emits LLVM IR for integer dot products over the file's order (edgeq/format/codec.py).
 
     A *quad* is `lanes` rows x 4 channels of unsigned bytes in one vector.  An accumulator is <lanes x i32>, one lane a row.
 

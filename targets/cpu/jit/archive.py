@@ -17,26 +17,26 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from edgeq import machine, trust
-from edgeq.devices import Device
 from edgeq.errors import FormatError, InputError, UnsupportedError
+from edgeq.system import machine, trust
+from edgeq.system.devices import DeviceSpec
+from edgeq.system.trust import digest_of
+from edgeq.system.whole_file import write_whole
 from edgeq.targets.cpu.jit import compile, processor
-from edgeq.trust import digest_of
-from edgeq.whole_file import write_whole
 
-MOST_BYTES, MOST_FILES, MOST_OF_FILE, MOST_OF_DESCRIPTION = 64 << 20, 4096, 4 << 20, 1 << 20
+MAX_BYTES, MAX_FILES, MAX_FILE_BYTES, MAX_DESCRIPTION_BYTES = 64 << 20, 4096, 4 << 20, 1 << 20
 _END = struct.Struct("<4s4H2LH")
 """The end of a zip without a comment: signature, disks, entries, bytes of the directory, its place, length of the comment."""
 _NAME = re.compile(r"[a-z0-9_]{1,40}(-[a-z0-9_]{1,40}){1,16}\.o", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 """Words of the description, which messages show: no control characters, which would steer the user's terminal."""
-MOST_FEATURES = 256
+MAX_FEATURES = 256
 _DESCRIPTION = "kernels.json"
 _VERSION = 1
 _NOT_ONE = "not a whole file of kernels; make one with: edgeq warm MODEL --for DEVICE -o FILE"
 
 
-def write(path: Path, folder: Path, device: Device) -> None:
+def write(path: Path, folder: Path, device: DeviceSpec) -> None:
     """Write all object files of `folder`, compiled for `device`, to `path`.  InputError: it cannot be written."""
     chosen = processor.of_device(device)
     files = {each.name: each.read_bytes() for each in sorted(folder.iterdir())}
@@ -85,17 +85,17 @@ class Archive:
             signature, _, _, _, entries, nbytes, _, comment = _END.unpack(data[-_END.size :])
         # A second end record of 64 bits would count instead of this one.
         extended = data[-_END.size - 20 :][:4] == b"PK\6\7"
-        if signature != b"PK\5\6" or comment or extended or entries > MOST_FILES or nbytes > 128 * MOST_FILES:
+        if signature != b"PK\5\6" or comment or extended or entries > MAX_FILES or nbytes > 128 * MAX_FILES:
             raise FormatError(f"{self.path}: {_NOT_ONE}")
 
     def _check_entries(self, archive: zipfile.ZipFile) -> None:
         """FormatError: entries that `write` never makes.  Before anything is read: sizes are those of a stranger."""
         entries = archive.infolist()
         names = [entry.filename for entry in entries]
-        if not entries or names[0] != _DESCRIPTION or len(names) > MOST_FILES or len(set(names)) < len(names):
+        if not entries or names[0] != _DESCRIPTION or len(names) > MAX_FILES or len(set(names)) < len(names):
             raise FormatError(f"{self.path}: {_NOT_ONE}")
         for entry in entries:
-            most = MOST_OF_DESCRIPTION if entry is entries[0] else MOST_OF_FILE
+            most = MAX_DESCRIPTION_BYTES if entry is entries[0] else MAX_FILE_BYTES
             if entry is not entries[0] and not _NAME.fullmatch(entry.filename):
                 raise FormatError(f"{self.path}: {entry.filename!r} is no name of a kernel")
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
@@ -103,8 +103,8 @@ class Archive:
             if entry.file_size > most:
                 raise FormatError(f"{self.path}: {entry.filename} has {entry.file_size:,} bytes; at most {most:,} are read")
         # Entries that lie in one another, which not every version of Python refuses, would multiply the memory.
-        if (total := sum(entry.file_size for entry in entries)) > MOST_BYTES:
-            raise FormatError(f"{self.path}: entries of {total:,} bytes together; at most {MOST_BYTES:,} are read")
+        if (total := sum(entry.file_size for entry in entries)) > MAX_BYTES:
+            raise FormatError(f"{self.path}: entries of {total:,} bytes together; at most {MAX_BYTES:,} are read")
 
     def _check(self, about: Any) -> None:
         strings = ("device", "arch", "sources")
@@ -113,7 +113,7 @@ class Archive:
         features, files = about.get("features"), about.get("files")
         if not (
             isinstance(features, list)
-            and len(features) <= MOST_FEATURES
+            and len(features) <= MAX_FEATURES
             and all(isinstance(each, str) and _WORD.fullmatch(each) for each in (*map(about.get, strings), *features))
             and isinstance(files, dict)
         ):
@@ -167,8 +167,8 @@ def _read(path: Path) -> bytes:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise InputError(f"{path}: not a file")
-            if found.st_size > MOST_BYTES:
-                raise FormatError(f"{path}: {found.st_size:,} bytes; a file of kernels has at most {MOST_BYTES:,}")
-            return file.read(MOST_BYTES)
+            if found.st_size > MAX_BYTES:
+                raise FormatError(f"{path}: {found.st_size:,} bytes; a file of kernels has at most {MAX_BYTES:,}")
+            return file.read(MAX_BYTES)
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from None

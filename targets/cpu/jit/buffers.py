@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import from_bf16
-from edgeq.container import ModelFile
-from edgeq.records import ArrayRef
-from edgeq.targets.rows import Page
+from edgeq.format.codec import from_bf16
+from edgeq.format.container import ModelFile
+from edgeq.format.records import ArrayRef
+from edgeq.targets.rows import PagePart
 
 ALIGNMENT = 64
 SPACING, APART = 4096, 5 * 64
@@ -40,9 +40,9 @@ def zeros(nbytes: int) -> NDArray[np.uint8]:
     return whole[start : start + nbytes]
 
 
-class CpuPage(Page):
-    """A cache page.  It starts as zeros and holds finite numbers: what a row does not see is weighted by 0, and 0 x inf is
-    not 0."""
+class CpuPart(PagePart):
+    """A part of a cache page.  It starts as zeros and holds finite numbers: what a row does not see is weighted by 0, and
+    0 x inf is not 0."""
 
     __slots__ = ("address", "data")
 

@@ -22,11 +22,12 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from edgeq import codec, machine, quantization
+from edgeq.format import codec, quantization
+from edgeq.system import machine
+from edgeq.system.whole_file import write_whole
 from edgeq.targets import rows
 from edgeq.targets.cpu.jit import processor
-from edgeq.targets.cpu.jit.deferred import SYMBOL, Compiled
-from edgeq.whole_file import write_whole
+from edgeq.targets.cpu.jit.deferred import SYMBOL, ObjectFile
 
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
@@ -118,7 +119,7 @@ def file_name(factory: Callable[..., Any], *literals: int) -> str:
     return "-".join([factory.__module__.rpartition(".")[2], factory.__name__, *map(str, literals)]) + ".o"
 
 
-def _compiled(factory: Callable[..., Any], *literals: int) -> Compiled:
+def _compiled(factory: Callable[..., Any], *literals: int) -> ObjectFile:
     # Numba takes a second to import and 14 MB: not where all kernels are kept.
     from edgeq.targets.cpu.jit import pipeline
 
@@ -127,13 +128,13 @@ def _compiled(factory: Callable[..., Any], *literals: int) -> Compiled:
     return pipeline.compiled(factory(*literals), ARGUMENTS)
 
 
-def _write(path: Path, made: Compiled) -> None:
+def _write(path: Path, made: ObjectFile) -> None:
     about = {"needs": made.needs, "digest": hashlib.blake2b(made.code).hexdigest()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, [json.dumps(about).encode(), b"\n", made.code])
 
 
-def _read(path: Path) -> Compiled | None:
+def _read(path: Path) -> ObjectFile | None:
     """The machine code in `path`; None if there is none, it is damaged, or needs what this process does not have."""
     try:
         head, code = path.read_bytes().split(b"\n", 1)
@@ -144,10 +145,10 @@ def _read(path: Path) -> Compiled | None:
     # LLVM ends the process where a name is missing.
     if hashlib.blake2b(code).hexdigest() != digest or not all(llvm.address_of_symbol(name) for name in needs):
         return None
-    return Compiled(code, needs)
+    return ObjectFile(code, needs)
 
 
-def _loaded(made: Compiled) -> int:
+def _loaded(made: ObjectFile) -> int:
     """Address of machine code.  LLVM links it alone: Numba would first set up its compiler, a tenth of a second."""
     target = llvm.Target.from_default_triple().create_target_machine(jit=True, codemodel="jitdefault")
     # Far branches of Arm: its code and data must lie together.

@@ -15,14 +15,14 @@ SYMBOL = "kernel"
 """Name of the function in an object file."""
 
 
-class Compiled(NamedTuple):
+class ObjectFile(NamedTuple):
     """An object file; `needs`: the names of the C library that it uses."""
 
     code: bytes
     needs: list[str]
 
 
-class Part:
+class DeferredFunction:
     """A function that kernels call.  Called by Python it is what it was.
 
     make            which of Numba's decorators in pipeline.py makes its own of the function
@@ -39,28 +39,28 @@ class Part:
         return self.py_func(*arguments)
 
 
-parts: list[Part] = []
+parts: list[DeferredFunction] = []
 """Those that Numba has not been told of."""
 
 
 def inline(function: Callable[..., Any]) -> Any:
     """For functions that kernels are made of."""
-    return Part(function, "inline")
+    return DeferredFunction(function, "inline")
 
 
 def always_inline(function: Callable[..., Any]) -> Any:
     """The same, but into the kernel before it is typed: a function of its own would be compiled twice."""
-    return Part(function, "always_inline")
+    return DeferredFunction(function, "always_inline")
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
     """For a function of Numba's typing context and types of arguments, which gives a signature and what emits code."""
-    return Part(function, "intrinsic")
+    return DeferredFunction(function, "intrinsic")
 
 
 def literal_intrinsic(function: Callable[..., Any]) -> Any:
     """The same; constants come as types of their own, with their values."""
-    return Part(function, "literal_intrinsic")
+    return DeferredFunction(function, "literal_intrinsic")
 
 
 class Type:

@@ -19,8 +19,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgeq import machine
-from edgeq.devices import Device
+from edgeq.system import machine
+from edgeq.system.devices import DeviceSpec
 from edgeq.targets.cpu.jit import compile
 from edgeq.targets.target import OnProgress
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 Job = tuple[Callable[..., Any], tuple[int, ...]]
 """A factory of kernels and its literals, or an `Entry` and none."""
 
-LEAST_JOBS = 3
+MIN_JOBS = 3
 """A process takes as long to start as one or two kernels to compile."""
 WORKER_BYTES = 320 << 20
 """Memory of a process that compiles, at most."""
@@ -65,10 +65,10 @@ def workers_for(jobs: int) -> int:
     # An application that has Python inside would start itself.
     if getattr(sys, "frozen", False) or not python.startswith("python"):
         return 1
-    return max(1, min(machine.cpu().cores, jobs // 2, machine.available_bytes() // WORKER_BYTES)) if jobs >= LEAST_JOBS else 1
+    return max(1, min(machine.cpu().cores, jobs // 2, machine.available_bytes() // WORKER_BYTES)) if jobs >= MIN_JOBS else 1
 
 
-def compile_by(count: int, jobs: list[Job], folder: Path, device: Device | None, on_progress: OnProgress) -> list[str]:
+def compile_by(count: int, jobs: list[Job], folder: Path, device: DeviceSpec | None, on_progress: OnProgress) -> list[str]:
     """Compile into `folder` by `count` processes, for a device or for this machine.  Returns why processes ended early."""
     setup = {"folder": str(folder), "device": device and device.name, "digest": compile.source_digest()}
     done, waiting, failures = 0, iter(jobs), list[str]()

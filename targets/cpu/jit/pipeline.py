@@ -43,7 +43,7 @@ from numba.core.untyped_passes import (
 from numba.extending import intrinsic, typeof_impl
 
 from edgeq.targets.cpu.jit import processor
-from edgeq.targets.cpu.jit.deferred import SYMBOL, Compiled, Part, parts
+from edgeq.targets.cpu.jit.deferred import SYMBOL, DeferredFunction, ObjectFile, parts
 from edgeq.targets.cpu.jit.numba_types import register_kinds
 
 TARGET = "edgeq"
@@ -230,7 +230,7 @@ _MAKE: dict[str, Any] = {
     "intrinsic": intrinsic(prefer_literal=False),  # type: ignore[no-untyped-call]
     "literal_intrinsic": intrinsic(prefer_literal=True),  # type: ignore[no-untyped-call]
 }
-_made: dict[Part, Any] = {}
+_made: dict[DeferredFunction, Any] = {}
 
 
 def settle() -> None:
@@ -242,8 +242,8 @@ def settle() -> None:
         parts.pop(0)
 
 
-@typeof_impl.register(Part)
-def _type_of_part(part: Part, context: Any) -> Any:
+@typeof_impl.register(DeferredFunction)
+def _type_of_part(part: DeferredFunction, context: Any) -> Any:
     """What a kernel calls is Numba's own."""
     if part not in _made:
         # It was defined while the kernel was compiled.
@@ -253,13 +253,13 @@ def _type_of_part(part: Part, context: Any) -> Any:
     return typing_context.resolve_value_type(_made[part])
 
 
-def compiled(function: Callable[..., Any], arguments: int) -> Compiled:
+def compiled(function: Callable[..., Any], arguments: int) -> ObjectFile:
     """`function` of that many int64 as an object file with the function SYMBOL."""
     library = _library(function, arguments)
     module, codegen = library._final_module, library.codegen
     values = (*module.functions, *module.global_variables)
     names = {value.name for value in values if value.is_declaration and not value.name.startswith("llvm.")}
-    return Compiled(codegen._tm.emit_object(module), sorted(names))
+    return ObjectFile(codegen._tm.emit_object(module), sorted(names))
 
 
 def assembly(function: Callable[..., Any], arguments: int) -> str:

@@ -12,9 +12,9 @@ from functools import cache
 
 import llvmlite.binding as llvm
 
-from edgeq import machine
-from edgeq.devices import Device
 from edgeq.errors import InputError
+from edgeq.system import machine
+from edgeq.system.devices import DeviceSpec
 
 # Our names of features -> LLVM's.
 LLVM_FEATURES = {"asimd": "neon", "lse": "lse", "fp16": "fullfp16", "rdm": "rdm", "dotprod": "dotprod"}
@@ -83,7 +83,7 @@ _OF_ISA = {
 }
 
 
-def of_device(device: Device) -> Processor:
+def of_device(device: DeviceSpec) -> Processor:
     """The processor of a device.  InputError: none that kernels are compiled for."""
     if device.isa not in _OF_ISA:
         raise InputError(

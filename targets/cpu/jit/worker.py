@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from edgeq.devices import DEVICES
+from edgeq.system.devices import DEVICES
 from edgeq.targets.cpu.jit import processor
 
 

@@ -1,6 +1,6 @@
 """Argument records that several kernels share; a kernel's own record lies beside it (jit/args.py has how they work).
 
-Strides are bytes from one token row to the next, blocks are 16 output channels (edgeq/codec.py), and 0 is no address.
+Strides are bytes from one token row to the next, blocks are 16 output channels (edgeq/format/codec.py), and 0 is no address.
 """
 
 from __future__ import annotations

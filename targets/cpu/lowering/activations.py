@@ -6,27 +6,29 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgeq.codec import CHUNK
-from edgeq.manifest import MODALITIES
-from edgeq.quantization import MAX_ACTIVATION_BLOCK, activation_block, activation_limit, static_limit
-from edgeq.records import ArrayRef, LinearSpec, Mode
+from edgeq.format.codec import CHUNK
+from edgeq.format.manifest import MODALITIES
+from edgeq.format.quantization import MAX_ACTIVATION_BLOCK, activation_block, activation_limit, input_rule
+from edgeq.format.records import ArrayRef, LinearSpec, Mode
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import Buffers
-from edgeq.targets.cpu.jit.optable import channel_parts, kernel
-from edgeq.targets.cpu.kernels import matrix_matmul, quantize, winograd
 from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, FLOAT, STATIC, TOKEN, TOKEN_ZERO
+from edgeq.targets.cpu.kernels.products import matrix_matmul, winograd
+from edgeq.targets.cpu.kernels.rows import quantize
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
+from edgeq.targets.cpu.threads.optable import channel_parts, kernel
 
-LARGEST_BYTE = 127
-A16_LIMIT = 256 * LARGEST_BYTE + LARGEST_BYTE
+MAX_BYTE = 127
+MAX_A16 = 256 * MAX_BYTE + MAX_BYTE
 """The largest integer of an activation block in mode a16: two signed bytes, where the low one is the less by 1 of 256."""
+SCALINGS = {"block": BLOCK, "token": TOKEN, "token_zero": TOKEN_ZERO, "static": STATIC}
 PLACEHOLDER_BYTES = 64
 
 
 def layer_read(context: Context, layer: LinearSpec) -> LinearSpec:
     """The layer as the table reads it: perhaps its master for its weights."""
-    if context.source != "masters" or context.masters.index_of(layer.name) is None:
+    if context.source != "masters" or context.masters.indices.get(layer.name) is None:
         return layer
     assert layer.master
     return replace(layer, weights=(layer.master,))
@@ -45,27 +47,18 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
     weight = layer.weights[index]
     factors = context.memory.copied(context.file.array(layer.input_scale)) + 4 * first if layer.input_scale else 0
     factors = factors or input_factors(context, layer)
-    if weight.codec.kind != "int":
+    if not weight.codec.integer:
         return Layout(FLOAT, weight.columns, MAX_ACTIVATION_BLOCK, factors=factors, first=first)
     codec, block = weight.codec, activation_block(weight.codec)
     wide = A16_PAIRS if context.isa.takes_pairs(codec.bits) else A16
-    kind, scaling = wide if mode == "a16" else A8, BLOCK
-    limit = A16_LIMIT if mode == "a16" else activation_limit(codec, mode)
-    constants = 0
-    if mode != "a16" and layer.activation and layer.activation.scales:
-        limit, scaling = static_limit(layer.activation, codec), STATIC
-        constants = _constants(context, layer.activation.scales)
-    elif mode != "a16" and layer.activation:
-        bits = layer.activation.high_bits if index else layer.activation.bits
-        if layer.activation.symmetric:
-            limit, scaling = (1 << (bits - 1)) - 1, TOKEN
-        else:
-            limit, scaling = (1 << bits) - 1, TOKEN_ZERO
-        # Less their zero point, 8 bits are from -255 to 255.
-        kind = wide if limit > LARGEST_BYTE else A8
+    rule = input_rule(layer, index, mode)
+    limit, scaling = (rule.limit, SCALINGS[rule.kind]) if rule else (MAX_A16, BLOCK)
+    constants = _constants(context, rule.scales) if rule and rule.scales else 0
+    # Less their zero point, 8 bits are from -255 to 255.
+    kind = wide if limit > MAX_BYTE else A8
     fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
     by_winograd = context.isa.winograd and fits and block >= CHUNK
-    flat_from = matrix_matmul.LEAST_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, block) else 0
+    flat_from = matrix_matmul.MIN_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, block) else 0
     return Layout(kind, weight.columns, block, limit, scaling, factors, first, by_winograd, constants, flat_from)
 
 
@@ -81,7 +74,7 @@ def _constants(context: Context, scales: ArrayRef) -> int:
 
 def input_factors(context: Context, layer: LinearSpec) -> int:
     """The address of what requantized weights multiply the input of `layer` by, 0 if there is nothing."""
-    index = context.masters.index_of(layer.name) if context.source == "requantized" else None
+    index = context.masters.indices.get(layer.name) if context.source == "requantized" else None
     return 0 if index is None else factors_of(context.memory, index)
 
 

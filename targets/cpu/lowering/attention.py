@@ -8,10 +8,11 @@ import numpy as np
 
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, kernel
-from edgeq.targets.cpu.kernels import attention, attention_bf16, bf16_panel, bf16_vectors, elementwise, kv_layout, rope_kv_write
+from edgeq.targets.cpu.kernels.attention import attention, attention_bf16, bf16_panel, bf16_vectors, kv_layout, rope_kv_write
+from edgeq.targets.cpu.kernels.rows import elementwise
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
+from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, kernel
 
 FINER = 4
 """Times as many work items for attention over many rows: they share nothing, and after a long context one takes
@@ -83,8 +84,9 @@ def _cache_args(context: Context, o: op.CacheWrite | op.Attention, heads: int) -
     kv, (x, stride) = context.options.kv, context.place(o.x)
     return {
         "x": x, "x_stride": stride, "heads": heads, "kv_heads": o.kv_heads,
-        "head_dim": o.head_dim, "padded_dim": padded(o.head_dim), "slots": context.slots, "page_tables": context.page_tables,
-        "layer_offset": o.cache * kv_layout.layer_bytes(context.graph, kv), "high": kv.high,
+        "head_dim": o.head_dim, "padded_dim": padded(o.head_dim), "slots": context.slots,
+        "page_tables": context.page_tables(bool(context.graph.cache[o.cache].window)),
+        "layer_offset": kv_layout.layer_offset(context.graph, o.cache, kv), "high": kv.high,
     }  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def attend(context: Context, o: op.Attention) -> None:
     unit = _bf16_unit(context, o)
     if unit is not None:
         function = kernel(attention_bf16.attend_bf16, o.head_dim, unit)
-        state_bytes = bf16_panel.Room(o.head_dim, unit).nbytes
+        state_bytes = bf16_panel.PanelScratch(o.head_dim, unit).nbytes
         states = context.memory.shared("attention", context.threads * state_bytes)
     else:
         state_bytes = attention.state_bytes(o.head_dim, kv.high, code)

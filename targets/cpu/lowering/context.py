@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
-from edgeq.records import Mode
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Mode
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.isa import isa_index
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.args import Args
 from edgeq.targets.cpu.jit.buffers import Buffers, row_stride
-from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, ExpertStage, Variant
 from edgeq.targets.cpu.jit.simd import LANES
-from edgeq.targets.cpu.kernels import matmul
+from edgeq.targets.cpu.kernels.products import matmul
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.cpu.lowering.lifetimes import Buffer, lives, places
-from edgeq.targets.requantization import SharedInput
-from edgeq.targets.target import Options, Step
+from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, ExpertStage, Variant
+from edgeq.targets.requantization import SharedInput, WeightSource, input_indices
+from edgeq.targets.target import Options
+from edgeq.targets.times import Step
 
-Source = Literal["file", "masters", "requantized"]
-"""Where a table's weights come from."""
 T = TypeVar("T")
 
 
@@ -61,12 +61,13 @@ class Masters:
     inputs: tuple[SharedInput, ...] = ()
     released: bool = False
 
-    def index_of(self, layer: str) -> int | None:
-        """The index of the shared input that a layer reads; None for a layer without a master."""
-        return next((i for i, each in enumerate(self.inputs) if any(layer == its.name for its in each.layers)), None)
+    @cached_property
+    def indices(self) -> dict[str, int]:
+        """Layer name -> index of the shared input that it reads."""
+        return input_indices(self.inputs)
 
 
-class Place(NamedTuple):
+class BufferRows(NamedTuple):
     """The rows of a buffer: address and bytes from one to the next."""
 
     address: int
@@ -104,7 +105,8 @@ class Context:
         isa: Isa,
         memory: Buffers,
         arrays: RowArrays,
-        source: Source = "file",
+        *,
+        source: WeightSource = "file",
         masters: Masters = Masters(),  # noqa: B008
         stage_of_expert: bool = False,
         prefetch_bytes: Mapping[Codec, int] = MappingProxyType({}),  # noqa: B008
@@ -164,9 +166,9 @@ class Context:
         """Address of the cache slots of the rows at this point of the list."""
         return self._slots
 
-    @property
-    def page_tables(self) -> int:
-        return self._page_tables
+    def page_tables(self, windowed: bool) -> int:
+        """Address of the addresses of the page tables of the rows, for layers without a window or with one."""
+        return self._page_tables + 8 * self._max_rows * windowed
 
     @property
     def vectors(self) -> int:
@@ -182,8 +184,8 @@ class Context:
         """Address of the begins of a kind of visible range, int32 per row, with its ends after them; 0: causal."""
         return self._spans + 2 * self.span_stride * kind if kind >= 0 else 0
 
-    def place(self, buffer: str) -> Place:
-        return Place(self._addresses[buffer], self._strides[buffer])
+    def place(self, buffer: str) -> BufferRows:
+        return BufferRows(self._addresses[buffer], self._strides[buffer])
 
     def width(self, buffer: str) -> int:
         return self.graph.buffers[buffer]
@@ -191,10 +193,10 @@ class Context:
     def mode(self, o: op.Operation) -> Mode:
         return op.mode_of(o, self.options.mode)
 
-    def temporary(self, name: str, columns: int) -> Place:
+    def temporary(self, name: str, columns: int) -> BufferRows:
         """Rows of so many channels that are valid until the next operation that asks by this name."""
         stride = row_stride(columns)
-        return Place(self.memory.shared(name, self._max_rows * stride), stride)
+        return BufferRows(self.memory.shared(name, self._max_rows * stride), stride)
 
     def steps(self) -> list[Step]:
         """What each op record does."""

@@ -11,13 +11,14 @@ from edgeq.errors import UnsupportedError
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.args import FUNCTION, PARTS, RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import address
-from edgeq.targets.cpu.jit.optable import PARTS_A_THREAD, Tables, Variant
 from edgeq.targets.cpu.jit.parallel import compile_missing
-from edgeq.targets.cpu.jit.threadpool import entries
 from edgeq.targets.cpu.lowering import attention, experts, layers, linear
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion, fuse
-from edgeq.targets.target import OnProgress, Step
+from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, Tables, Variant
+from edgeq.targets.cpu.threads.threadpool import entries
+from edgeq.targets.target import OnProgress
+from edgeq.targets.times import Step
 
 
 def lower(context: Context) -> None:

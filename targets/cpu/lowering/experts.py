@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import UnsupportedError
-from edgeq.records import ArrayRef
+from edgeq.format.records import ArrayRef
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.args import RECORD_BYTES, RECORD_SLOTS, SLOT_BYTES
 from edgeq.targets.cpu.jit.buffers import Buffers, padded
-from edgeq.targets.cpu.jit.optable import ExpertStage, kernel
-from edgeq.targets.cpu.kernels import elementwise
-from edgeq.targets.cpu.kernels import experts as kernels
+from edgeq.targets.cpu.kernels.rows import elementwise
+from edgeq.targets.cpu.kernels.rows import experts as kernels
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import SMALL_TILE
 from edgeq.targets.cpu.lowering.lifetimes import Buffer
-from edgeq.targets.cpu.lowering.linear import UNPACKED, WINOGRAD
 from edgeq.targets.cpu.lowering.prepare import ROWS_OF_THREADS
+from edgeq.targets.cpu.lowering.products import UNPACKED, WINOGRAD
+from edgeq.targets.cpu.threads.optable import ExpertStage, kernel
 
 X, INNER, Y = "expert x", "expert inner", "expert y"
 OF_THREADS = ("scratch", WINOGRAD, UNPACKED, ROWS_OF_THREADS)
@@ -73,7 +73,7 @@ class Move(NamedTuple):
 
 
 @dataclass
-class Stages:
+class ExpertStages:
     """The op records of all experts; parts: work items of each stage for one row; moves: of each expert."""
 
     stages: list[ExpertStage]
@@ -126,13 +126,15 @@ def experts(context: Context, o: op.Experts, lower: Callable[[Context], None]) -
     context.invalidate(o.out)
 
 
-def _lowered(context: Context, o: op.Experts, memory: ExpertBuffers, rows: int, lower: Callable[[Context], None]) -> Stages:
+def _lowered(
+    context: Context, o: op.Experts, memory: ExpertBuffers, rows: int, lower: Callable[[Context], None]
+) -> ExpertStages:
     """The op records of every expert; `rows`: where the numbers of their rows will be.
 
     UnsupportedError: the experts' layers do not have the same parts.
     """
     widths = {X: context.width(o.x), "gate_up": 2 * o.width, INNER: o.width, Y: context.width(o.out)}
-    lowered, count = Stages([], [], []), len(o.downs)
+    lowered, count = ExpertStages([], [], []), len(o.downs)
     for expert in range(count):
         graph = replace(context.graph, buffers=widths, operations=tuple(_operations(o, expert)), result=Y)
         one = context.of_expert(graph, memory, rows + 8 * expert, memory.rows)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgeq.codec import ROWS
-from edgeq.records import LinearSpec
+from edgeq.format.codec import ROWS
+from edgeq.format.records import LinearSpec
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.kernels.args import BLOCK, STATIC
 from edgeq.targets.cpu.lowering.activations import layer_read, layouts
+from edgeq.targets.cpu.lowering.codecs import CODECS
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import Layout
 from edgeq.targets.cpu.lowering.prepare import transforms_at_once
@@ -55,7 +56,9 @@ def fuse(context: Context) -> list[Fusion]:
         if isinstance(o, MAKERS):
             joined = bool(fusions) and fusions[-1].swiglu and _is_swiglu(o)
             elsewhere = joined or _before_transform(context, position, o)
-            fusion = Fusion(_layout_made(context, position, o.out), _keeps_floats(context, position, o), elsewhere=elsewhere)
+            fusion = Fusion(
+                _layout_made(context, position, o.out), _keeps_floats(context, position, o.out), elsewhere=elsewhere
+            )
         elif isinstance(o, op.Linear):
             fusion = Fusion(swiglu=_does_swiglu(context, position, o), activation=_activation_before(context, position))
         elif isinstance(o, (op.HeadNorm, op.RopeRotate, op.HeadRotate)):
@@ -87,12 +90,12 @@ def _layout_made(context: Context, position: int, buffer: str) -> Layout | None:
     return None
 
 
-def _keeps_floats(context: Context, position: int, maker: op.Operation) -> bool:
+def _keeps_floats(context: Context, position: int, buffer: str) -> bool:
     """Whether what the operation at `position` writes is read in any way but in one quantized layout: else it writes to one
     row of every thread."""
     if context.source == "masters" or context.stage_of_expert:
         return True
-    buffer, found = maker.out, set[Layout]()
+    found = set[Layout]()
     for o in context.graph.operations[position + 1 :]:
         if isinstance(o, op.Linear) and o.x == buffer and buffer not in o.writes():
             layer = o.linear
@@ -117,12 +120,7 @@ def _before_transform(context: Context, position: int, o: op.Operation) -> bool:
     layer = layer_read(context, following[0].linear)
     if layer.input_order or layer.low_rank or not transforms_at_once(context, layer):
         return False
-    for other in following[1:]:
-        if o.out in other.reads():
-            return False
-        if o.out in other.writes():
-            break
-    return True
+    return context.graph.readers(position + 1, o.out) == [position + 1]
 
 
 def _activation_before(context: Context, position: int) -> op.Activate | None:
@@ -136,7 +134,7 @@ def _does_swiglu(context: Context, position: int, o: op.Linear) -> bool:
     result is read in one quantized layout alone."""
     layer, following = layer_read(context, o.linear), context.graph.operations[position + 1 : position + 2]
     weight, *more = layer.weights
-    if more or weight.codec.kind != "int" or layer.bias or layer.low_rank or layer.split_row or o.add or o.offset:
+    if more or not CODECS[weight.codec.kind].swiglu or layer.bias or layer.low_rank or layer.split_row or o.add or o.offset:
         return False
     if not following or not _is_swiglu(following[0]):
         return False
@@ -144,4 +142,4 @@ def _does_swiglu(context: Context, position: int, o: op.Linear) -> bool:
     assert isinstance(swiglu, op.Activate)
     if swiglu.x != o.out or swiglu.width % ROWS or weight.rows != 2 * swiglu.width:
         return False
-    return not _keeps_floats(context, position + 1, swiglu)
+    return not _keeps_floats(context, position + 1, swiglu.out)

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from edgeq.codec import ROWS
-from edgeq.records import ArrayRef
+from edgeq.format.records import ArrayRef
 from edgeq.targets import graph as op
-from edgeq.targets.cpu.jit.optable import channel_parts, kernel
-from edgeq.targets.cpu.kernels import activate, elementwise, norms
 from edgeq.targets.cpu.kernels.args import FLOAT_KINDS, NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.lowering.context import Context, Place
+from edgeq.targets.cpu.kernels.rows import activate, elementwise, norms
+from edgeq.targets.cpu.lowering.codecs import CODECS
+from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
 from edgeq.targets.cpu.lowering.layout import QuantizedActivation
+from edgeq.targets.cpu.threads.optable import channel_parts, kernel
 
 
 def embed(context: Context, o: op.Embed) -> None:
     out, stride = context.place(o.out)
     tokens = context.arrays.tokens
     if isinstance(o.table, ArrayRef):
-        table, width = context.memory.stored(o.table), o.table.shape[1]
-        args = elementwise.EmbedArgs(tokens=tokens, table=table, width=width, out=out, out_stride=stride)
+        address, width = context.memory.stored(o.table), o.table.shape[1]
+        args = elementwise.EmbedArgs(tokens=tokens, table=address, width=width, out=out, out_stride=stride)
         context.emit(kernel(elementwise.embed_plain, FLOAT_KINDS[o.table.dtype]), args)
     else:
         weight = o.table.weights[0]
-        codec, integers = weight.codec, {}
-        function = kernel(elementwise.embed_float_tile, FLOAT_KINDS.get(codec.kind, 0))
-        if codec.kind == "int":
-            groups = codec.groups(weight.columns)
-            integers = {
-                "scales": context.memory.stored(weight.scale), "scales_block": 2 * ROWS * groups,
-                "zeros": context.memory.stored(weight.zero), "zeros_block": ROWS * groups,
-                "group": codec.group_size or weight.columns,
-            }  # fmt: skip
-            function = kernel(elementwise.embed_integer_tile, codec.bits, int(not codec.symmetric))
+        table, (function, scales) = weight.arrays["q"], CODECS[weight.codec.kind].rows(context, weight)
         tiles = elementwise.EmbedTileArgs(
-            tokens=tokens, table=context.memory.stored(weight.q), table_block=weight.q.nbytes // weight.q.shape[0],
-            width=weight.columns, out=out, out_stride=stride, **integers,
+            tokens=tokens, table=context.memory.stored(table), table_block=table.nbytes // table.shape[0],
+            width=weight.columns, out=out, out_stride=stride, **scales,
         )  # fmt: skip
         context.emit(function, tiles)
     context.invalidate(o.out)
@@ -53,7 +44,7 @@ class Result:
         self.place, self.of_thread = context.place(out), 0
         if not fusion.keeps_floats:
             stride = self.place.stride
-            self.place, self.of_thread = Place(context.memory.shared(("row", stride), context.threads * stride), 0), stride
+            self.place, self.of_thread = BufferRows(context.memory.shared(("row", stride), context.threads * stride), 0), stride
         self.quantized: QuantizedArgs = NOT_QUANTIZED
         if fusion.layout:
             made: QuantizedActivation = context.add_quantized(out, fusion.layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from edgeq.codec import CHUNK
+from edgeq.format.codec import CHUNK
 from edgeq.targets.cpu.jit.buffers import Buffers, padded
 from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, FLOAT, QuantizedArgs
 

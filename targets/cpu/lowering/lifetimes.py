@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from edgeq.targets import graph as op
+from edgeq.targets.column_ranges import Columns, without
 from edgeq.targets.cpu.jit.buffers import ALIGNMENT, padded
 
 
@@ -27,10 +28,6 @@ class Access(NamedTuple):
 
     reads: tuple[Buffer, ...]
     writes: tuple[tuple[Buffer, int, int], ...]
-
-
-Columns = list[tuple[int, int]]
-"""Ranges [begin, end) of columns of a buffer, none with another."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def lives(graph: op.Graph) -> dict[Buffer, set[int]]:
     for i in reversed(range(len(accesses))):
         reads, writes = accesses[i]
         for buffer, begin, end in writes:
-            needed[buffer] = _without(needed.get(buffer, []), begin, end)
+            needed[buffer] = without(needed.get(buffer, []), begin, end)
         for buffer in reads:
             needed[buffer] = [(0, widths[buffer.name])]
         for buffer in (*reads, *(buffer for buffer, *_ in writes), *(buffer for buffer, rest in needed.items() if rest)):
@@ -66,17 +63,8 @@ def _accesses(graph: op.Graph) -> Iterator[Access]:
         reads = tuple(Buffer(name, name in selected) for name in o.reads())
         if isinstance(o, op.Select):
             selected.update(o.writes())
-        yield Access(reads, tuple((Buffer(name, name in selected), *_columns(o, graph.buffers[name])) for name in o.writes()))
-
-
-def _columns(o: op.Operation, width: int) -> tuple[int, int]:
-    """The columns of a buffer of that width that an operation writes: all, but for layers that share it."""
-    return (o.offset, o.offset + o.linear.rows) if isinstance(o, op.Linear) else (0, width)
-
-
-def _without(columns: Columns, begin: int, end: int) -> Columns:
-    parts = ((part, rest) for start, stop in columns for part, rest in ((start, min(stop, begin)), (max(start, end), stop)))
-    return [(start, stop) for start, stop in parts if start < stop]
+        columns = {name: o.columns(graph.buffers[name]) for name in o.writes()}
+        yield Access(reads, tuple((Buffer(name, name in selected), *columns[name]) for name in o.writes()))
 
 
 def places(sizes: Mapping[Buffer, int], needed: Mapping[Buffer, set[int]]) -> Places:

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeq.codec import ROWS
-from edgeq.records import LinearSpec, Transform
+from edgeq.format.codec import ROWS
+from edgeq.format.records import LinearSpec, Transform
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.args import Args
 from edgeq.targets.cpu.jit.buffers import row_stride
-from edgeq.targets.cpu.jit.optable import Variant, channel_parts, kernel
-from edgeq.targets.cpu.kernels import hadamard
-from edgeq.targets.cpu.kernels import transform as kernels
-from edgeq.targets.cpu.kernels.activate import FUNCTION_CODES
 from edgeq.targets.cpu.kernels.args import TOKEN, TOKEN_ZERO
+from edgeq.targets.cpu.kernels.rows import hadamard
+from edgeq.targets.cpu.kernels.rows import transform as kernels
+from edgeq.targets.cpu.kernels.rows.activate import FUNCTION_CODES
 from edgeq.targets.cpu.lowering.activations import layouts, quantized
-from edgeq.targets.cpu.lowering.context import Context, Place
+from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.layout import QuantizedActivation
+from edgeq.targets.cpu.threads.optable import Variant, channel_parts, kernel
 
 ROWS_OF_THREADS = "transformed"
 """The threads' memory for a row that is transformed."""
-LEAST_PRODUCTS = 1 << 16
+MIN_PRODUCTS = 1 << 16
 """Multiplications with a dense transform's base that are worth a work item of their own."""
 
 
@@ -35,7 +35,7 @@ class Prepared:
     """Quantized activations for each block of a layer's weights, and where the channel lies that its split row reads."""
 
     activations: list[QuantizedActivation]
-    split: Place
+    split: BufferRows
 
 
 def prepared(context: Context, layer: LinearSpec, o: op.Linear, activation: op.Activate | None) -> Prepared:
@@ -49,7 +49,7 @@ def prepared(context: Context, layer: LinearSpec, o: op.Linear, activation: op.A
     source = _in_turn(context, layer, o.x, indices)
     (address, stride), wanted = context.place(source), layouts(context, o)
     channel = layer.split_row.index if layer.split_row else 0
-    return Prepared([quantized(context, source, layout) for layout in wanted], Place(address + 4 * channel, stride))
+    return Prepared([quantized(context, source, layout) for layout in wanted], BufferRows(address + 4 * channel, stride))
 
 
 def transforms_at_once(context: Context, layer: LinearSpec) -> bool:
@@ -57,7 +57,7 @@ def transforms_at_once(context: Context, layer: LinearSpec) -> bool:
     return layer.transform is not None and len(layer.weights) == 1 and _sums(context, layer.transform) is not None
 
 
-def _ordered(context: Context, x: Place, out: Place, columns: int, indices: int) -> None:
+def _ordered(context: Context, x: BufferRows, out: BufferRows, columns: int, indices: int) -> None:
     args = hadamard.GatherArgs(
         x=x.address, x_stride=x.stride, out=out.address, out_stride=out.stride, columns=columns, indices=indices
     )
@@ -65,8 +65,8 @@ def _ordered(context: Context, x: Place, out: Place, columns: int, indices: int)
 
 
 def _sums(context: Context, transform: Transform) -> int | None:
-    """The address of which sums of four pieces each piece of the result takes (kernels/transform.py), 0 without a base; None:
-    the base is not one of signs, or its pieces are no whole vectors."""
+    """The address of which sums of four pieces each piece of the result takes (kernels/rows/transform.py), 0 without a base;
+    None: the base is not one of signs, or its pieces are no whole vectors."""
     if not transform.base:
         return 0
     ref, order = transform.base, transform.base_size
@@ -145,7 +145,7 @@ def _in_turn(context: Context, layer: LinearSpec, buffer: str, indices: int) -> 
     return made
 
 
-def _transform(context: Context, transform: Transform, base: int, x: Place, out: Place, columns: int) -> None:
+def _transform(context: Context, transform: Transform, base: int, x: BufferRows, out: BufferRows, columns: int) -> None:
     power, factor, stride = transform.size // transform.base_size, transform.size**-0.5, transform.stride
     if power > 1 or not base:
         target = context.temporary("butterflies", columns) if base else out
@@ -161,4 +161,4 @@ def _transform(context: Context, transform: Transform, base: int, x: Place, out:
             x=x.address, x_stride=x.stride, out=out.address, out_stride=out.stride,
             columns=columns, order=transform.base_size, width=power * stride, factor=factor, base=base,
         )  # fmt: skip
-        context.emit(kernel(hadamard.mix), mixed, parts=-(-columns * transform.base_size // LEAST_PRODUCTS))
+        context.emit(kernel(hadamard.mix), mixed, parts=-(-columns * transform.base_size // MIN_PRODUCTS))

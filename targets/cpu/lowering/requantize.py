@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import mmap
 
-from edgeq.machine import available_bytes
+from edgeq.system.machine import available_bytes
 from edgeq.targets import graph as op
-from edgeq.targets.cpu.jit.optable import channel_parts, kernel
-from edgeq.targets.cpu.kernels import requantize
+from edgeq.targets.cpu.kernels.rows import requantize
 from edgeq.targets.cpu.lowering.context import Context, Masters
+from edgeq.targets.cpu.threads.optable import channel_parts, kernel
 from edgeq.targets.requantization import SharedInput
 
-LEAST_RELEASED = 1 << 20
+MIN_RELEASED_BYTES = 1 << 20
 """Bytes for which it pays to tell the system."""
 
 
@@ -31,7 +31,7 @@ def masters_of(inputs: tuple[SharedInput, ...], run: bool) -> Masters:
 
 def count_input(context: Context, o: op.Linear) -> None:
     """Add the squares of an input to its sums, once for all layers that read it."""
-    index = context.masters.index_of(o.linear.name) if context.source == "masters" else None
+    index = context.masters.indices.get(o.linear.name) if context.source == "masters" else None
     if index is None:
         return
     shared, (x, stride) = context.masters.inputs[index], context.place(o.x)
@@ -45,10 +45,10 @@ def count_input(context: Context, o: op.Linear) -> None:
 
 def release_master(context: Context, o: op.Linear) -> None:
     """After a product with a master its pages leave the memory, if that is worth it."""
-    if context.masters.released and context.masters.index_of(o.linear.name) is not None:
+    if context.masters.released and context.masters.indices.get(o.linear.name) is not None:
         assert o.linear.master
-        for _, ref in o.linear.master.arrays():
+        for ref in o.linear.master.arrays.values():
             address, length = context.file.pages(ref)
-            if length >= LEAST_RELEASED:
+            if length >= MIN_RELEASED_BYTES:
                 args = requantize.ReleaseArgs(pages=address, length=length, advice=mmap.MADV_DONTNEED)
                 context.emit(kernel(requantize.release), args)

@@ -8,13 +8,13 @@ from edgeq.targets.cuda.kernels.attention import attend
 from edgeq.targets.cuda.kernels.cache import cache_write, cache_write_int4, cache_write_int8
 from edgeq.targets.cuda.kernels.experts import gated_add, gather_add, route, scatter
 from edgeq.targets.cuda.kernels.floats import embed_float, float_product
-from edgeq.targets.cuda.kernels.form import form, form_static, form_token
 from edgeq.targets.cuda.kernels.fused import fused_activate, fused_heads, fused_rows
 from edgeq.targets.cuda.kernels.heads import head_rotate, rope
 from edgeq.targets.cuda.kernels.largest import largest
 from edgeq.targets.cuda.kernels.low_rank import low_rank, low_rank_add
 from edgeq.targets.cuda.kernels.norms import head_norm, layer_norm, rms_norm
-from edgeq.targets.cuda.kernels.product import few, many
+from edgeq.targets.cuda.kernels.product import matmul, matvec
+from edgeq.targets.cuda.kernels.quantize_input import quantize_input, quantize_input_static, quantize_input_token
 from edgeq.targets.cuda.kernels.read import read_memory
 from edgeq.targets.cuda.kernels.requantize import add_squares, requantize
 from edgeq.targets.cuda.kernels.rows import activate, embed, inject, scale, select
@@ -23,12 +23,13 @@ from edgeq.targets.cuda.kernels.transform import arrange, butterflies, split_row
 FUNCTIONS = {
     function.__name__: function
     for function in (
-        few, many, fused_rows, fused_activate, fused_heads, form, form_token, form_static, float_product, embed, embed_float,
+        matvec, matmul, fused_rows, fused_activate, fused_heads, quantize_input, quantize_input_token,
+        quantize_input_static, float_product, embed, embed_float,
         rms_norm, layer_norm, head_norm, activate, scale, inject, select, rope, head_rotate, cache_write, cache_write_int8,
         cache_write_int4, attend, arrange, butterflies, split_row, add_squares, requantize, route, scatter, gather_add,
         gated_add, largest, low_rank, low_rank_add, read_memory,
     )
 }  # fmt: skip
-RESIDENT = {"few": 6, "many": 2, "attend": 2, "cache_write_int8": 6, "largest": 4}
-"""Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of most or 3 of `many`, and
+RESIDENT = {"matvec": 6, "matmul": 2, "attend": 2, "cache_write_int8": 6, "largest": 4}
+"""Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of most or 3 of `matmul`, and
 spilled registers of some variants for them."""

@@ -17,7 +17,7 @@ TILES.  A value that is not finite would make that 0 a NaN: it is read as 0, and
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.attention_rows import LEAST_SCORE, SCORES, WEIGHTS, first_of, rows_of
+from edgeq.targets.cuda.kernels.attention_rows import MASKED_SCORE, SCORES, WEIGHTS, first_of, rows_of
 from edgeq.targets.cuda.kernels.cached import places, readers, two_of
 from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, NAN_BITS, THREADS
 from edgeq.targets.rows import PAGE
@@ -26,7 +26,7 @@ WARPS = THREADS // 32
 
 
 def dimension(n, v, warp, t):
-    """Of a head, in column 2t + v of tile `n` of the values of a warp."""
+    """Dimension of a head in column 2t + v of tile `n` of the values of a warp."""
     return ((n // 2 * WARPS + warp) * 8 + t * 2 + v) * 2 + n % 2
 
 
@@ -37,19 +37,19 @@ def multiply(to, at, a0, a1, a2, a3, b0, b1):
     )
 
 
-def attend(head_dim, kv, PART, many):
+def attend(head_dim, kv, PART, packed):
     """out = softmax(q k^T * scale) v over the slots from firsts[row] up to lasts[row], without it.
 
     The slots are taken in parts of PART, each by sums of its own, which are added in the order of the parts.  A block has one
-    token row, or with `many` as many as fit, and takes one part after the other; with `parts` above 0, where not `many`, blocks
-    take one part each side by side, and the last of a row and its heads to end adds their sums: the same bits.  Parts that a
-    row does not see are left out.
+    token row, or where `packed` as many as fit, and takes one part after the other; with `parts` above 0, where not `packed`,
+    blocks take one part each side by side, and the last of a row and its heads to end adds their sums: the same bits.  Parts
+    that a row does not see are left out.
 
     firsts, lasts   int32 per token row; with a `window` above 0 the row sees no more than the last that many
     sums            f32 [rows][heads][parts][STRIDE];  arrived: int32 [rows][blocks of heads], 0 before and after
     high            dimensions of an int4 cache that have 8 bits
     """
-    TILES = 2 if many and head_dim <= 128 else 1
+    TILES = 2 if packed and head_dim <= 128 else 1
     EXACT = kv == "f16"  # a number is one f16, else the sum of two
     M = 16 * TILES
     PER = THREADS // M  # threads that make the weights of a row
@@ -63,17 +63,17 @@ def attend(head_dim, kv, PART, many):
 
     def together_of(group):
         # Token rows of a block.
-        return T.max(M // group, 1) if many else 1
+        return T.max(M // group, 1) if packed else 1
 
     def row_tiles(tokens, group):
-        return T.ceildiv(tokens, together_of(group)) if many else tokens
+        return T.ceildiv(tokens, together_of(group)) if packed else tokens
 
     def sixteens():
         # Of the slots of a page.  What is made of integers would take too many registers for all at once.
         return T.unroll(4) if EXACT else T.serial(4)
 
     def part_tiles(parts):
-        return 1 if many else T.max(parts, 1)
+        return 1 if packed else T.max(parts, 1)
 
     @T.prim_func
     def attend_(q_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle, tables_: T.handle, firsts_: T.handle,
@@ -267,17 +267,17 @@ def attend(head_dim, kv, PART, many):
 
         @T.inline
         def begin():
-            all_[0] = T.float32(LEAST_SCORE)
+            all_[0] = T.float32(MASKED_SCORE)
             all_[1] = T.float32(0)
             for i in T.unroll(ACC):
                 merged[i] = T.float32(0)
 
         @T.inline
         def finish(lead, ends):
-            # Where no score is above LEAST_SCORE, the result is NaN, as that of a NaN score is by itself.
+            # Where no score is above MASKED_SCORE, the result is NaN, as that of a NaN score is by itself.
             if mine == 0:
                 factors[row] = T.if_then_else(
-                    all_[0] <= T.float32(LEAST_SCORE), T.reinterpret("float32", T.uint32(NAN_BITS)), all_[1]
+                    all_[0] <= T.float32(MASKED_SCORE), T.reinterpret("float32", T.uint32(NAN_BITS)), all_[1]
                 )
             T.cuda.cta_sync()
             for m in T.unroll(TILES):
@@ -349,7 +349,7 @@ def attend(head_dim, kv, PART, many):
                 span[0] = first_of(firsts, lasts, token, window)
                 span[1] = lasts[token]
                 span[2] = lead + 1
-                if many:
+                if packed:
                     for i in T.serial(1, together - lead):
                         if token + i < tokens and span[2] == lead + i and tables[T.min(token + i, tokens - 1)] == tables[token]:
                             span[0] = T.min(span[0], first_of(firsts, lasts, token + i, window))
@@ -364,14 +364,14 @@ def attend(head_dim, kv, PART, many):
                 first_part: T.let = span[0] // PART
                 last_part: T.let = (span[1] - 1) // PART
                 start: T.let = T.max(at_part, first_part)
-                stop: T.let = T.if_then_else(parts > 0 and not many, T.min(at_part, last_part), last_part)
+                stop: T.let = T.if_then_else(parts > 0 and not packed, T.min(at_part, last_part), last_part)
                 if start <= stop:
                     make_query(query, power, q, own_token * width + head * head_dim, active, scale, row, mine)
                     T.cuda.cta_sync()
                     begin()
                     for part in T.serial(start, stop + 1):
                         total[0] = T.float32(0)
-                        most[1] = T.float32(LEAST_SCORE)
+                        most[1] = T.float32(MASKED_SCORE)
                         for i in T.unroll(ACC):
                             acc[i] = T.float32(0)
                         for number_ in T.serial(
@@ -389,7 +389,7 @@ def attend(head_dim, kv, PART, many):
                             T.cuda.cta_sync()
                             add_values(page + T.Cast("int64", values[0]))
                         fold(own[1] > own[0] and part >= own[0] // PART and part <= (own[1] - 1) // PART)
-                    if not many:
+                    if not packed:
                         if parts > 0 and first_part < last_part:
                             leave_sums(token, active, first_part, last_part)
                         else:

@@ -12,10 +12,10 @@ from edgeq.targets.cuda.kernels.cached import split
 from edgeq.targets.cuda.kernels.rows import NAN_BITS, THREADS
 from edgeq.targets.rows import PAGE
 
-LEAST_SCORE = -1e30
+MASKED_SCORE = -1e30
 SCORES, WEIGHTS = PAGE + 8, PAGE // 2 + 8
 """Words of a query row: 8 more than it has, so that rows that are read together lie in different banks."""
-FEWEST = 8
+MIN_SLOTS = 8
 """Slots whose weights one thread adds up at least; sums of more are a binary tree of these."""
 ALL = 0xFFFFFFFF
 
@@ -69,13 +69,13 @@ def rows_of(M, head_dim):
         # most   the largest score before and with this page;  factors: what sums that are relative to the one before are times
         # own    the slots that the row sees;  broken: `tag` for a slot with a value that is not finite, and at the end
         each = T.alloc_local((EACH,), "float32")
-        sums = T.alloc_local((EACH // FEWEST,), "float32")
+        sums = T.alloc_local((EACH // MIN_SLOTS,), "float32")
         words = T.alloc_local((2,), "uint32")
         two = T.alloc_local((2,), "float32")
         first: T.let = page + mine * EACH
         most[0] = most[1]
         for j in T.unroll(EACH):
-            each[j] = T.float32(LEAST_SCORE)
+            each[j] = T.float32(MASKED_SCORE)
             if first + j >= own[0] and first + j < own[1]:
                 each[j] = scores[row * SCORES + mine * EACH + j] * power[0]
             most[1] = T.max(most[1], each[j])
@@ -94,11 +94,11 @@ def rows_of(M, head_dim):
             split(words, 0, words, 1, two)
             for half in T.unroll(2):
                 weights[(half * M + row) * WEIGHTS + mine * (EACH // 2) + j] = words[half]
-        for i in T.unroll(EACH // FEWEST):
-            sums[i] = each[i * FEWEST]
-            for j in T.unroll(FEWEST - 1):
-                sums[i] = sums[i] + each[i * FEWEST + j + 1]
-        if EACH // FEWEST == 2:
+        for i in T.unroll(EACH // MIN_SLOTS):
+            sums[i] = each[i * MIN_SLOTS]
+            for j in T.unroll(MIN_SLOTS - 1):
+                sums[i] = sums[i] + each[i * MIN_SLOTS + j + 1]
+        if EACH // MIN_SLOTS == 2:
             sums[0] = sums[0] + sums[1]
         for level in T.unroll(LEVELS):
             sums[0] = sums[0] + T.tvm_warp_shuffle_xor(T.uint32(ALL), sums[0], 1 << level, 32, 32)

@@ -14,17 +14,17 @@ slots     int32 per token row: its place in the cache of its session
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, LARGEST_F32, NAN_BITS, THREADS
+from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, MAX_F32, NAN_BITS, THREADS
 from edgeq.targets.rows import PAGE
 
-LARGEST_F16 = 65504.0
+MAX_F16 = 65504.0
 WARPS = THREADS // 32
 
 
 def rounded(x):
     """x as f16: limited to its range, infinities and NaN as NaN."""
-    finite = T.abs(x) <= T.float32(LARGEST_F32)
-    limited = T.max(T.min(x, T.float32(LARGEST_F16)), T.float32(-LARGEST_F16))
+    finite = T.abs(x) <= T.float32(MAX_F32)
+    limited = T.max(T.min(x, T.float32(MAX_F16)), T.float32(-MAX_F16))
     return T.Cast("float16", T.if_then_else(finite, limited, T.reinterpret("float32", T.uint32(NAN_BITS))))
 
 
@@ -67,8 +67,8 @@ def cache_write():
 @T.inline
 def range_of(span, bits, x, first, count, lane):
     """span: the least and the largest of x[first : first + count] in every lane; bits: the largest |x|, as its bits."""
-    span[0] = T.float32(LARGEST_F32)
-    span[1] = T.float32(-LARGEST_F32)
+    span[0] = T.float32(MAX_F32)
+    span[1] = T.float32(-MAX_F32)
     bits[0] = T.uint32(0)
     for i in T.serial(T.ceildiv(count, 32)):
         if i * 32 + lane < count:
@@ -155,7 +155,7 @@ def put_int4(pool, numbers, page, half, slot, x, at, head_dim, high, top, with_z
             span[0] = T.min(span[0], T.float32(0))
             span[1] = T.max(span[1], T.float32(0))
         for i in T.unroll(2):
-            span[i] = T.max(T.min(span[i], T.float32(LARGEST_F16)), T.float32(-LARGEST_F16))
+            span[i] = T.max(T.min(span[i], T.float32(MAX_F16)), T.float32(-MAX_F16))
         unit[0] = (span[1] - span[0]) / levels
         if bits[0] >= T.uint32(INFINITY_BITS):
             unit[0] = T.reinterpret("float32", T.uint32(NAN_BITS))
@@ -165,7 +165,7 @@ def put_int4(pool, numbers, page, half, slot, x, at, head_dim, high, top, with_z
     def encode(index, value, levels):
         code[index] = T.uint32(0)
         if bits[0] < T.uint32(INFINITY_BITS):
-            limited: T.let = T.max(T.min(value, T.float32(LARGEST_F16)), T.float32(-LARGEST_F16))
+            limited: T.let = T.max(T.min(value, T.float32(MAX_F16)), T.float32(-MAX_F16))
             code[index] = T.Cast("uint32", T.max(T.min(
                 T.nearbyint((limited - span[0]) / unit[1]), levels), T.float32(0)))  # fmt: skip
 

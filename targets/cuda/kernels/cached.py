@@ -8,10 +8,10 @@ is the sum of two f16, of which the second has what the first lacks.
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.rows import LARGEST_F32
+from edgeq.targets.cuda.kernels.rows import MAX_F32
 from edgeq.targets.rows import PAGE
 
-LARGEST_F16, LARGEST_PAIR = 65504.0, 131008.0
+MAX_F16, MAX_F16_PAIR = 65504.0, 131008.0
 """The largest f16, and sum of two."""
 FLOAT_OF_BYTE = 0x4B000000
 """2^23 in f32: its bits | a byte are 2^23 + the byte, without a conversion."""
@@ -55,7 +55,7 @@ def two_of(a, b, which):
 
 
 def limited(x):
-    return T.max(T.min(x, T.float32(LARGEST_F16)), T.float32(-LARGEST_F16))
+    return T.max(T.min(x, T.float32(MAX_F16)), T.float32(-MAX_F16))
 
 
 @T.inline
@@ -64,7 +64,7 @@ def split(first, at, rest, at_rest, x):
     h = T.alloc_local((4,), "float16")
     for i in T.unroll(2):
         # Above the range of f16 the rest has more.
-        h[i] = T.Cast("float16", T.if_then_else(T.abs(x[i]) > T.float32(LARGEST_F16), limited(x[i]), x[i]))
+        h[i] = T.Cast("float16", T.if_then_else(T.abs(x[i]) > T.float32(MAX_F16), limited(x[i]), x[i]))
         h[2 + i] = T.Cast("float16", x[i] - T.Cast("float32", h[i]))
     first[at] = word_of(h[0], h[1])
     rest[at_rest] = word_of(h[2], h[3])
@@ -104,7 +104,7 @@ def readers(kv, head_dim):
                         of[v, 2 + i] = numbers[base * T.int64(4) + T.Cast("int64", after + place + v)]
             if whole:
                 for i in T.unroll(2):
-                    of[v, i * 2] = T.if_then_else(T.abs(of[v, i * 2]) <= T.float32(LARGEST_F32), of[v, i * 2], T.float32(0))
+                    of[v, i * 2] = T.if_then_else(T.abs(of[v, i * 2]) <= T.float32(MAX_F32), of[v, i * 2], T.float32(0))
 
     @T.inline
     def put_int8(to, rest, at, word, first, scale):
@@ -112,8 +112,8 @@ def readers(kv, head_dim):
         for i in T.unroll(2):
             # As an f16 cache limits them; NaN stays so.
             T.ptx.mul.rn.f32(two[i], number(byte_of(word, first + i), 128), scale)
-            two[i] = T.if_then_else(two[i] > T.float32(LARGEST_PAIR), T.float32(LARGEST_PAIR), two[i])
-            two[i] = T.if_then_else(two[i] < T.float32(-LARGEST_PAIR), T.float32(-LARGEST_PAIR), two[i])
+            two[i] = T.if_then_else(two[i] > T.float32(MAX_F16_PAIR), T.float32(MAX_F16_PAIR), two[i])
+            two[i] = T.if_then_else(two[i] < T.float32(-MAX_F16_PAIR), T.float32(-MAX_F16_PAIR), two[i])
         split(to, at, rest, at, two)
 
     @T.inline

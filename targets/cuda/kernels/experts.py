@@ -5,7 +5,7 @@ routing   f32 [token rows][2 * chosen]: shares, falling, and after them which ex
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, LARGEST_F32, NAN_BITS, THREADS
+from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, MAX_F32, NAN_BITS, THREADS
 
 NONE = 1 << 30
 
@@ -40,7 +40,7 @@ def route(WARPS=4):
         at = T.alloc_local((1,), "int32")
         if row < tokens:
             bits[0] = T.uint32(0)
-            most[0] = T.float32(-LARGEST_F32)
+            most[0] = T.float32(-MAX_F32)
             for i in T.serial(T.ceildiv(experts, 32)):
                 if i * 32 + lane < experts:
                     bits[0] = T.max(bits[0], T.reinterpret("uint32", x[row * width + i * 32 + lane]) & T.uint32(0x7FFFFFFF))
@@ -57,11 +57,11 @@ def route(WARPS=4):
             if bits[0] >= T.uint32(INFINITY_BITS):
                 total[0] = T.reinterpret("float32", T.uint32(NAN_BITS))
             picked[0] = T.float32(0)
-            last[0] = T.float32(LARGEST_F32)
+            last[0] = T.float32(MAX_F32)
             at[0] = -1
             for place in T.serial(chosen):
                 # The largest logit after the last one in the order of falling logits and rising numbers.
-                best[0] = T.float32(-LARGEST_F32)
+                best[0] = T.float32(-MAX_F32)
                 which[0] = NONE
                 for i in T.serial(T.ceildiv(experts, 32)):
                     candidate[0] = i * 32 + lane

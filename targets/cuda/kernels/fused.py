@@ -1,12 +1,14 @@
 """A product for few token rows with what comes before and after it.
 
-Before: norm, order, scale and form of the input.  After: bias and residual, an activation, or what heads and the cache ask for.
+Before: norm, order, scale and quantization of the input.  After: bias and residual, an activation, or what heads and the cache
+ask for.
 
 A block of threads has up to 8 token rows and one or more blocks of 16 output channels: with a gate its own and those of the
-other factor, or a whole head.  It goes through the input channels in rounds: the form of a round is made in shared memory, once
-for all of its output channels.  Products, and the order in which they are added, are those of `few` (product.py).  Weights in
-two blocks of input channels are read one after the other, and the sums of the second are added to those of the first.  To both
-the low-rank part of the layer is added, b inner, where inner is what `low_rank` made (low_rank.py).
+other factor, or a whole head.  It goes through the input channels in rounds: the quantized input of a round is made in shared
+memory, once for all of its output channels.  Products, and the order in which they are added, are those of `matvec`
+(product.py).  Weights in two blocks of input channels are read one after the other, and the sums of the second are added to
+those of the first.  To both the low-rank part of the layer is added, b inner, where inner is what `low_rank` made
+(low_rank.py).
 
     x, q, s, z, bias, y      as in product.py, but x f32 [token rows][width_in];  names with a 2 are those of the second block
     gain, shift, norm, eps   of the norm (prologue.py)
@@ -23,14 +25,14 @@ from functools import cached_property
 from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.epilogue import finishing_heads
-from edgeq.targets.cuda.kernels.form import forming
 from edgeq.targets.cuda.kernels.low_rank import low_rank_row
 from edgeq.targets.cuda.kernels.product import arithmetic, decoder
 from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, range_of_rows, read_channel
+from edgeq.targets.cuda.kernels.quantize_input import quantize_block
 from edgeq.targets.cuda.kernels.rows import THREADS, functions
 
-LARGEST_HEAD = 256
-BLOCKS = {"rows": 8, "activate": 8, "heads": LARGEST_HEAD // 16}
+MAX_HEAD = 256
+BLOCKS = {"rows": 8, "activate": 8, "heads": MAX_HEAD // 16}
 """Output blocks that a block of threads has at most."""
 LINE = 32
 """Words that the L2 cache fetches at once."""
@@ -38,7 +40,7 @@ POOLS = {"f16": "float16", "int8": "int8", "int4": "uint8"}
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockCodec:
     """What of a block of weights changes the inner loop; of a round: `steps` of one group, or of a chunk that is two."""
 
     rule: str
@@ -49,7 +51,7 @@ class Block:
 
     @cached_property
     def inlines(self):
-        put = forming(self.rule, self.integer, self.group)
+        put = quantize_block(self.rule, self.integer, self.group)
         return put, decoder(self.bits, self.group == 16), *arithmetic(self.integer, self.group == 16)
 
     @property
@@ -62,7 +64,7 @@ class Block:
 
     @property
     def chunks(self):
-        """Of a step."""
+        """Chunks of a step."""
         return max(1, self.group // 32)
 
     @property
@@ -85,7 +87,7 @@ class Block:
 
     @property
     def words(self):
-        """Of a chunk of the form of one token."""
+        """Words of a chunk of the quantized input of one token."""
         return 8 if self.integer else 16
 
 
@@ -118,10 +120,10 @@ def block_of(j, cta, each, most, gated):
 
 
 def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=False):
-    one, *others = (Block(rule, *codecs[i : i + 4]) for i in range(0, len(codecs), 4))
+    one, *others = (BlockCodec(rule, *codecs[i : i + 4]) for i in range(0, len(codecs), 4))
     TWO = bool(others)
     two = others[0] if TWO else one
-    FORM, GROUPS = (max(one.chunks * one.steps * one.words, two.chunks * two.steps * two.words),
+    INPUT, GROUPS = (max(one.chunks * one.steps * one.words, two.chunks * two.steps * two.words),
                     max(one.groups, two.groups))  # fmt: skip
     SPAN = 16 * BLOCKS[after]
     apply = functions[function]
@@ -178,7 +180,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         g: T.let = lane // 4
         t: T.let = lane % 4
         count: T.let = T.min(TOKENS, tokens - tile * TOKENS)
-        form = T.alloc_shared((FORM * TOKENS,), "uint32")
+        quantized = T.alloc_shared((INPUT * TOKENS,), "uint32")
         xs = T.alloc_shared((GROUPS * TOKENS,), "float32")
         xn = T.alloc_shared((GROUPS * TOKENS,), "int32")
         part = T.alloc_shared((GROUPS * 128,), "float32")
@@ -189,7 +191,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         rules = T.alloc_shared((TOKENS * 4,), "float32")
         ends = T.alloc_shared((TOKENS * WARPS * 2,), "float32")
         largest = T.alloc_shared((TOKENS * WARPS,), "uint32")
-        whole = T.alloc_shared((WARPS * LARGEST_HEAD if rotated else 1,), "int32")
+        whole = T.alloc_shared((WARPS * MAX_HEAD if rotated else 1,), "int32")
         v = T.alloc_local((4,), "float32")
         of = T.alloc_local((4,), "float32")
         acc = T.alloc_local((4,), "float32")
@@ -232,7 +234,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                     else:
                         for c in T.unroll(4):
                             of[c] = rules[n * 4 + c]
-                    put(v, of, form, xs, xn, (inside * 4 + lane // 8) * TOKENS + n,
+                    put(v, of, quantized, xs, xn, (inside * 4 + lane // 8) * TOKENS + n,
                         inside * (128 // code.group) + lane // (code.group // 4), n, TOKENS,
                         groups - r * code.groups, lane)  # fmt: skip
 
@@ -260,7 +262,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                             chunk: T.let = T.min(step * code.chunks + c, chunks - 1)
                             decode(q, w, quad, g, t, (block * chunks + chunk) * (code.bits * 16))
                             operand_a(a, quad, zp)
-                            operand_b(b, form, (at * code.chunks + c) * TOKENS + g, t)
+                            operand_b(b, quantized, (at * code.chunks + c) * TOKENS + g, t)
                             multiply(acc, 0, a, 0, b, h)
                         for k in T.unroll(2):
                             for n in T.unroll(2):
@@ -348,7 +350,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
             for i in T.serial(TOKENS // WARPS):
                 n: T.let = i * WARPS + warp
                 if n < count:
-                    finish(result, n * SPAN, whole, warp * LARGEST_HEAD, tile * TOKENS + n, first + cta, heads, kv_heads,
+                    finish(result, n * SPAN, whole, warp * MAX_HEAD, tile * TOKENS + n, first + cta, heads, kv_heads,
                            head_dim, head_normed, head_eps, q_gain, k_gain, cos, sin, pairs, matrix, rotation, pool, numbers,
                            pages, tables, slots, layer, high, top, lane)  # fmt: skip
                     for c in T.serial(T.ceildiv(head_dim, 32)):

@@ -18,7 +18,7 @@ from tvm.tirx import compilation_pipeline
 from tvm.tirx.build import codegen_build, split_host_device_mods
 
 from edgeq.targets.cuda.kernels import FUNCTIONS, RESIDENT
-from edgeq.targets.cuda.pack import POINTER, Expression, Generated, Parameter, Variant
+from edgeq.targets.cuda.supply.pack import POINTER, Expression, Generated, Parameter, Variant
 
 ARCH = "sm_80"
 """The oldest that is supported: the text uses nothing newer, and serves all."""

@@ -2,7 +2,7 @@
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.form import widen, widen_over_warp
+from edgeq.targets.cuda.kernels.quantize_input import widen, widen_over_warp
 from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, NAN_BITS, THREADS
 
 

@@ -4,7 +4,7 @@ from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.rows import INFINITY_BITS
 
-LEAST = 0xFF800000  # bits of -inf
+NEGATIVE_INFINITY = 0xFF800000  # bits of -inf
 ABSENT = (1 << 31) - 1
 
 
@@ -50,7 +50,7 @@ def largest(first, SLICE):
         @T.inline
         def choose():
             # The lane's largest that is not taken.
-            best[0] = T.reinterpret("float32", T.uint32(LEAST))
+            best[0] = T.reinterpret("float32", T.uint32(NEGATIVE_INFINITY))
             which[0] = ABSENT
             for i in T.unroll(EACH):
                 free: T.let = (taken[0] >> T.Cast("uint32", i)) & T.uint32(1) == T.uint32(0)
@@ -62,7 +62,7 @@ def largest(first, SLICE):
         taken[0] = T.uint32(0)
         for i in T.unroll(EACH):
             at: T.let = part * SLICE + i * (WARPS * 32) + tid
-            v[i] = T.reinterpret("float32", T.uint32(LEAST))
+            v[i] = T.reinterpret("float32", T.uint32(NEGATIVE_INFINITY))
             name[i] = ABSENT
             if at < width:
                 v[i] = x[row * width + at]

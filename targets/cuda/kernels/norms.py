@@ -5,7 +5,7 @@ A row whose squares add up to more than f32 holds becomes NaN.
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.rows import LARGEST_F32, NAN_BITS, THREADS
+from edgeq.targets.cuda.kernels.rows import MAX_F32, NAN_BITS, THREADS
 
 
 @T.inline
@@ -37,7 +37,7 @@ def add_up(total, sums, warp, lane):
 @T.inline
 def inverse_root(factor, total, width, eps):
     factor[0] = T.reinterpret("float32", T.uint32(NAN_BITS))
-    if total[0] <= T.float32(LARGEST_F32):
+    if total[0] <= T.float32(MAX_F32):
         factor[0] = T.float32(1) / T.sqrt(total[0] / T.Cast("float32", width) + eps)
 
 

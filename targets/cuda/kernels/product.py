@@ -1,4 +1,4 @@
-"""Products of packed integer weights and the input form: y = W x.
+"""Products of packed integer weights and the quantized input: y = W x.
 
 The order of the file is that of the tensor cores.  Weights are operand A of an mma, 16 output channels, and eight tokens the
 columns of B.  Lane (g = lane / 4, t = lane % 4) has output channels 2g and 2g + 1 of a block, and of every chunk of 32 input
@@ -7,10 +7,10 @@ channels it has the quads t and t + 4, and each mma is one group.  The channels 
 agree.
 
 The sum of a token does not depend on which tokens run with it.  Per group there is one chain of mma; its result times the two
-scales is rounded, and these products are added in the order of the groups.  `few` computes groups side by side, leaves the
-products in shared memory and adds them in order; `many` goes through the groups one after the other, in registers.
+scales is rounded, and these products are added in the order of the groups.  `matvec` computes groups side by side, leaves the
+products in shared memory and adds them in order; `matmul` goes through the groups one after the other, in registers.
 
-    x       the form: [chunk][padded tokens][32 channels], f16 or i8 (form.py)
+    x       quantized: [chunk][padded tokens][32 channels], f16 or i8 (quantize_input.py)
     xs, xn  scale f32 and sum i32 of a token and group, [group][padded tokens]
     q, s, z weights, scales, zero points as in the file; stride 0: one scale for all groups ("row")
     y       f32 [tokens][width], with `add` added to what is there; bias f32, read where has_bias
@@ -18,14 +18,14 @@ products in shared memory and adds them in order; `many` goes through the groups
 
 from tvm.script import tirx as T
 
-from edgeq.codec import PLANES
+from edgeq.format.codec import PLANES
 
 CENTER_F16 = 0x6400
 """1024 in f16: its bits | q are 1024 + q for q below 1024, without a conversion."""
 
 
 def planes_of(bits):
-    """(bits, first line, lowest bit of the integer) of the planes of a width, as edgeq/codec.py orders them."""
+    """(bits, first line, lowest bit of the integer) of the planes of a width, as edgeq/format/codec.py orders them."""
     planes, line, low = [], 0, 0
     for plane in PLANES[bits]:
         planes.append((plane, line, low))
@@ -140,14 +140,14 @@ def arithmetic(integer, small):
     return operand_a, operand_b, multiply, scaled
 
 
-def few(bits, zero, integer, group, WARPS=4):
+def matvec(bits, zero, integer, group, WARPS=4):
     PER, CHUNKS, PARTS = 4, max(1, group // 32), 2 if group == 16 else 1
     ROUND, CENTER, SUM = PER * WARPS, 1 << (bits - 1), "uint32" if integer else "float32"
     decode = decoder(bits, group == 16)
     operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16)
 
     @T.prim_func
-    def few_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, y_: T.handle,
+    def matvec_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, y_: T.handle,
              bias_: T.handle, groups: T.int32, chunks: T.int32, stride: T.int32, tokens: T.int32, padded: T.int32,
              rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
@@ -227,10 +227,10 @@ def few(bits, zero, integer, group, WARPS=4):
                 T.ptx.add.rn.f32(total[0], y[token * width + row], total[0])
             y[token * width + row] = total[0]
 
-    return few_
+    return matvec_
 
 
-def many(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
+def matmul(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
     """A warp has BLOCKS blocks of output channels and 8 TILES tokens; the next chunks of x come while these are read."""
     CHUNKS, PARTS, TOKENS = max(1, group // 32), 2 if group == 16 else 1, 8 * TILES
     CENTER, SUM, WORDS, QUADS = 1 << (bits - 1), "uint32" if integer else "float32", 8 if integer else 16, 4 if integer else 8
@@ -240,7 +240,7 @@ def many(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
     operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16)
 
     @T.prim_func
-    def many_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, y_: T.handle,
+    def matmul_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, y_: T.handle,
               bias_: T.handle, groups: T.int32, chunks: T.int32, stride: T.int32, tokens: T.int32, padded: T.int32,
               rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
@@ -354,4 +354,4 @@ def many(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
                             T.ptx.add.rn.f32(pr[0], y[token * width + row], pr[0])
                         y[token * width + row] = pr[0]
 
-    return many_
+    return matmul_

@@ -1,13 +1,13 @@
-"""How a fused product reads its input: rows of f32 through a norm, an order and a scale, into the form in shared memory.
+"""How a fused product reads its input: rows of f32 through a norm, an order and a scale, to quantized ones in shared memory.
 
 A block of threads has up to TOKENS token rows.  What it computes has the bits of the kernels for the operations one by one:
-rms_norm and layer_norm, arrange, and those of form.py.
+rms_norm and layer_norm, arrange, and those of quantize_input.py.
 """
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.form import token_rule, widen, widen_over_warp
 from edgeq.targets.cuda.kernels.norms import add_over_warp, add_square, inverse_root
+from edgeq.targets.cuda.kernels.quantize_input import token_rule, widen, widen_over_warp
 from edgeq.targets.cuda.kernels.rows import THREADS
 
 TOKENS = 8

@@ -4,12 +4,12 @@ from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.rows import THREADS
 
-AHEAD = 4
+READS_AHEAD = 4
 """Reads of 16 bytes that a thread has asked for."""
 
 
 def read_memory():
-    """out[thread]: the exclusive or of all words that the thread read; `rounds` times AHEAD vectors of 4 words each."""
+    """out[thread]: the exclusive or of all words that the thread read; `rounds` times READS_AHEAD vectors of 4 words each."""
 
     @T.prim_func
     def read_memory_(x_: T.handle, out_: T.handle, ctas: T.int32, rounds: T.int32):
@@ -21,14 +21,14 @@ def read_memory():
         warp = T.warp_id([THREADS // 32])
         lane = T.lane_id([32])
         thread: T.let = cta * THREADS + warp * 32 + lane
-        words = T.alloc_local((AHEAD * 4,), "uint32")
+        words = T.alloc_local((READS_AHEAD * 4,), "uint32")
         all_ = T.alloc_local((1,), "uint32")
         all_[0] = T.uint32(0)
         for i in T.serial(rounds):
-            for u in T.unroll(AHEAD):
+            for u in T.unroll(READS_AHEAD):
                 for v in T.vectorized(4):
-                    words[u * 4 + v] = x[((i * AHEAD + u) * ctas * THREADS + thread) * 4 + v]
-            for u in T.unroll(AHEAD * 4):
+                    words[u * 4 + v] = x[((i * READS_AHEAD + u) * ctas * THREADS + thread) * 4 + v]
+            for u in T.unroll(READS_AHEAD * 4):
                 all_[0] = all_[0] ^ words[u]
         out[thread] = all_[0]
 

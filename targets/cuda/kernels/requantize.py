@@ -1,13 +1,13 @@
-"""Masters rounded again for other scales of the input channels, by the rule of edgeq/quantization.py bit for bit, and the sums
-of squares that the scales follow from.  No product is contracted with a sum: both are single instructions.
+"""Masters rounded again for other scales of the input channels, by the rule of edgeq/format/quantization.py bit for bit, and
+the sums of squares that the scales follow from.  No product is contracted with a sum: both are single instructions.
 """
 
 from tvm.script import tirx as T
 
-from edgeq.quantization import LARGEST_SCALE, SMALLEST_RANGE
+from edgeq.format.quantization import MAX_SCALE, MIN_RANGE
 from edgeq.targets.cuda.kernels.floats import channels, number
 from edgeq.targets.cuda.kernels.product import planes_of
-from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, LARGEST_F32, NAN_BITS, THREADS, number_of
+from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, MAX_F32, NAN_BITS, THREADS, number_of
 
 
 def add_squares():
@@ -40,7 +40,7 @@ def add_squares():
 
 def master_numbers(kind, master_bits, master_zero):
     """Inline: one number of a master, an integer with its scale or a float, times the factor of its channel."""
-    INTEGER = kind == "int"
+    INTEGER = master_bits > 0
     planes = planes_of(master_bits) if INTEGER else [(8, 0, 0)]
     (p0, l0, s0), (p1, l1, s1), (p2, l2, s2) = (planes + [planes[0]] * 2)[:3]
     COUNT, EACH = len(planes), 1 if INTEGER else channels(kind)
@@ -143,8 +143,8 @@ def requantize(kind, master_bits, master_zero, bits, zero):
                 for c in T.serial(T.min(32, columns - first - chunk * 32)):
                     channel: T.let = first + chunk * 32 + c
                     if channel % group == 0:
-                        least[0] = T.float32(LARGEST_F32)
-                        most[0] = T.float32(-LARGEST_F32)
+                        least[0] = T.float32(MAX_F32)
+                        most[0] = T.float32(-MAX_F32)
                         worst[0] = T.uint32(0)
                         for i in T.serial(T.min(group, columns - channel)):
                             read(w, whole, master, scales, zeros, factors, row, channel + i, columns, master_group)
@@ -152,11 +152,11 @@ def requantize(kind, master_bits, master_zero, bits, zero):
                             least[0] = T.min(least[0], w[0])
                             most[0] = T.max(most[0], w[0])
                         if zero:
-                            wide[0] = T.max(most[0] - least[0], T.float32(SMALLEST_RANGE)) / T.float32(TOP)
+                            wide[0] = T.max(most[0] - least[0], T.float32(MIN_RANGE)) / T.float32(TOP)
                         else:
-                            wide[0] = T.max(T.reinterpret("float32", worst[0]), T.float32(SMALLEST_RANGE))
+                            wide[0] = T.max(T.reinterpret("float32", worst[0]), T.float32(MIN_RANGE))
                             wide[0] = wide[0] / T.float32(CENTER - 1)
-                        wide[0] = T.min(wide[0], T.float32(LARGEST_SCALE))
+                        wide[0] = T.min(wide[0], T.float32(MAX_SCALE))
                         if worst[0] >= T.uint32(INFINITY_BITS):
                             wide[0] = T.reinterpret("float32", T.uint32(NAN_BITS))
                         stored[0] = T.Cast("float16", wide[0])

@@ -4,7 +4,7 @@ from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.product import planes_of
 
-LARGEST_F32 = 3.4028234663852886e38
+MAX_F32 = 3.4028234663852886e38
 NAN_BITS, INFINITY_BITS = 0x7FC00000, 0x7F800000
 THREADS = 128
 

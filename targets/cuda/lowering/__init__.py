@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgeq.targets.cuda.lowering import attention, experts, fused, layers, linear
-from edgeq.targets.cuda.lowering.context import Lowered, Lowering, Origin, refuse
-from edgeq.targets.cuda.storage import Storage
+from edgeq.targets.cuda.lowering.context import Lowered, Lowering, refuse
+from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.graph import (
     Activate,
     Attention,
@@ -30,30 +30,30 @@ from edgeq.targets.graph import (
     Scale,
     Select,
 )
-from edgeq.targets.requantization import SharedInput
+from edgeq.targets.requantization import SharedInput, WeightSource
 from edgeq.targets.target import Options
 
 
 def lower(
-    graph: Graph, storage: Storage, options: Options, origin: Origin = "file", inputs: tuple[SharedInput, ...] = ()
+    graph: Graph, storage: Storage, options: Options, source: WeightSource = "file", inputs: tuple[SharedInput, ...] = ()
 ) -> Lowering:
     """The launches of a run in the mode of the options, in `found`, and what such runs have to send.
 
-    inputs   of the layers with a master, where `origin` is not the file
+    inputs   of the layers with a master, where `source` is not the file
 
     UnsupportedError: the graph has something that this target does not.
     """
-    lowering = Lowering(graph, storage, options, origin, inputs)
+    lowering = Lowering(graph, storage, options, source, inputs)
     at = 0
     while at < len(graph.operations):
         at += _lower_next(lowering, at)
     # Masters are read with a prompt, and rows without tokens are those of a picture: neither are few.
-    if origin != "masters" and any(isinstance(op, Embed) for op in graph.operations):
-        few = Lowering(graph, storage, options, origin, inputs)
+    if source != "masters" and any(isinstance(op, Embed) for op in graph.operations):
+        patterns = Lowering(graph, storage, options, source, inputs)
         at = 0
         while at < len(graph.operations):
-            at += _lower_next(few, at, patterns=True)
-        lowering.fused = few.found
+            at += _lower_next(patterns, at, patterns=True)
+        lowering.fused = patterns.found
     return lowering
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edgeq.targets.cuda.lowering.cache import kind_of
 from edgeq.targets.cuda.lowering.context import Angles, Launch, Lowering, Value, refuse
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Attention, CacheWrite, HeadNorm, HeadRotate, RopeRotate
 
-LARGEST_HEAD = 256
+MAX_HEAD = 256
 PART = 512
 """Positions of a part of the context, whose sums are made by themselves."""
 FEW_TOKENS = 64
@@ -59,18 +60,22 @@ def head_rotate(lowering: Lowering, op: HeadRotate) -> Sequence[Launch]:
 
 
 def check_head(head_dim: int) -> None:
-    if head_dim % 4 or head_dim > LARGEST_HEAD:
-        refuse(f"heads of {head_dim} dimensions, only multiples of 4 up to {LARGEST_HEAD}")
+    if head_dim % 4 or head_dim > MAX_HEAD:
+        refuse(f"heads of {head_dim} dimensions, only multiples of 4 up to {MAX_HEAD}")
 
 
 def cache_values(lowering: Lowering, op: CacheWrite | Attention) -> dict[str, Value]:
     check_head(op.head_dim)
+    spec = lowering.graph.cache[op.cache]
+    if spec.value_dim != spec.head_dim:
+        refuse(f"values of {spec.value_dim} numbers beside keys of {spec.head_dim}")
+    kind = kind_of(lowering.graph, lowering.options.kv, op.cache)
     return {
-        "pages": lowering.storage.address("pages"),
+        "pages": lowering.storage.address(kind),
         "tables": lowering.sent("tables"),
         "width": lowering.graph.buffers[op.x],
         "kv_heads": op.kv_heads,
-        "layer": op.cache,
+        "layer": kind.layers.index(op.cache),
         "high": lowering.options.kv.high,
     }
 
@@ -106,5 +111,5 @@ def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
         "arrived": lowering.storage.named(("arrived", op.heads), SIDE_BY_SIDE * op.heads * 4),
     }
     literals = op.head_dim, lowering.options.kv.kind, PART
-    few, many = (Variant("attend", (*literals, several)) for several in (False, True))
-    return [Launch(op, lowering.stage, few, values, many, few_rows=FEW_TOKENS)]
+    apart, packed = (Variant("attend", (*literals, several)) for several in (False, True))
+    return [Launch(op, lowering.stage, apart, values, packed, few_rows=FEW_TOKENS)]

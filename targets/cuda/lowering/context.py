@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import UnsupportedError
-from edgeq.records import ArrayRef, LinearSpec, Mode
-from edgeq.targets.cuda.pack import Variant
-from edgeq.targets.cuda.storage import Storage
+from edgeq.format.records import ArrayRef, LinearSpec, Mode
+from edgeq.targets.cuda.run.storage import Storage
+from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Embed, Experts, Graph, InjectVectors, LayerNorm, Operation, RmsNorm, mode_of
-from edgeq.targets.requantization import SharedInput
+from edgeq.targets.requantization import SharedInput, WeightSource, input_indices
 from edgeq.targets.target import Options
 
 Value = int | float
-Origin = Literal["file", "masters", "requantized"]
-"""The weights of layers with a master: the file's, the masters while inputs are summed, or requantized ones."""
 FACTORS = "factors"
 FEW_ROWS = 16
 """Rows up to which products use a kernel for few, which reads the weights once for every 8 of them."""
@@ -50,9 +49,9 @@ class Angles:
 class Launch:
     """One kernel over the rows of its stage.
 
-    many     the kernel for more than `few_rows` rows, where it is another one
+    matmul   the kernel for more than `few_rows` rows, where it is another one
     values   its scalars and addresses by name, without `tokens`, the number of rows
-    each     rows of the kernel for one of the stage, where several are joined
+    rows_per_token  rows of the kernel for one of the stage, where several are joined
     moved    of these, the addresses that belong to the requantized weights of a run: the array that each replaces, or
              (FACTORS, index of the shared input)
     """
@@ -61,15 +60,15 @@ class Launch:
     stage: int
     variant: Variant
     values: Mapping[str, Value]
-    many: Variant | None = None
+    matmul: Variant | None = None
     reads_weights: bool = False
     moved: Mapping[str, ArrayRef | tuple[str, int]] = field(default_factory=dict)
-    each: int = 1
+    rows_per_token: int = 1
     few_rows: int = FEW_ROWS
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        return (self.variant,) if self.many is None else (self.variant, self.many)
+        return (self.variant,) if self.matmul is None else (self.variant, self.matmul)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Lowering:
     graph: Graph
     storage: Storage
     options: Options
-    origin: Origin
+    source: WeightSource
     inputs: tuple[SharedInput, ...]
     stage: int = 0
     found: list[Lowered] = field(default_factory=list)
@@ -189,10 +188,11 @@ class Lowering:
 
     def shared_input(self, layer: LinearSpec) -> int | None:
         """The index of the shared input of a layer that runs with its master or with requantized weights."""
-        for index, each in enumerate(self.inputs):
-            if any(layer.name == other.name for other in each.layers):
-                return index
-        return None
+        return self.indices.get(layer.name)
+
+    @cached_property
+    def indices(self) -> dict[str, int]:
+        return input_indices(self.inputs)
 
 
 def refuse(what: str) -> NoReturn:

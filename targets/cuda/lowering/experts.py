@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgeq.targets.cuda.lowering.context import Launch, Lowered, Lowering, Routed, Value
 from edgeq.targets.cuda.lowering.linear import Input, Output, layer_launches
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Experts, GatedAdd, Linear, Route
 
 

@@ -1,8 +1,8 @@
 """Patterns of operations that one launch computes, in runs of few rows.
 
-A launch is a product with the norm, order, scale and form of its input before it, and after it the residual, an activation, or
-the operations on heads and the cache.  A norm is left out where all that read its result are such products.  What no pattern
-takes stays as it is, and both give the same bits.
+A launch is a product with the norm, order, scale and quantization of its input before it, and after it the residual, an
+activation, or the operations on heads and the cache.  A norm is left out where all that read its result are such products.
+What no pattern takes stays as it is, and both give the same bits.
 """
 
 from __future__ import annotations
@@ -10,16 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from edgeq.quantization import activation_block
-from edgeq.records import ArrayRef, LinearSpec
-from edgeq.targets.cuda import occupancy
+from edgeq.format.quantization import activation_block
+from edgeq.format.records import ArrayRef, LinearSpec
+from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.lowering.attention import cache_values, rotary_values
 from edgeq.targets.cuda.lowering.context import FACTORS, Launch, Lowered, Lowering, Value
-from edgeq.targets.cuda.lowering.linear import NO_NORM, Input, form_rule, low_rank, low_rank_values, prepared, stored
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.lowering.linear import (
+    CODECS,
+    NO_NORM,
+    Input,
+    input_quantizer,
+    low_rank,
+    low_rank_values,
+    prepared,
+    stored,
+)
+from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import (
     Activate,
     CacheWrite,
+    Graph,
     HeadNorm,
     HeadRotate,
     LayerNorm,
@@ -35,10 +45,10 @@ IN_FLIGHT = 44 << 10
 """Bytes of weights that a multiprocessor is to have asked for: half as much again as one of an H200 needs to keep its share of
 the memory busy (docs/cuda-speed.md); of the devices that edgeq knows none needs more."""
 WARPS = 4
-"""Of a block of threads."""
-ROWS, LARGEST_HEAD, PER_BLOCK = 16, 256, 8
+"""Warps of a block of threads."""
+ROWS, MAX_HEAD, PER_BLOCK = 16, 256, 8
 """Output channels of a block of the file; dimensions of a head; blocks of the file that a block of threads takes at most."""
-RULES = {"form": "group", "form_token": "token", "form_static": "static"}
+RULES = {"quantize_input": "group", "quantize_input_token": "token", "quantize_input_static": "static"}
 
 Op = TypeVar("Op", bound=Operation)
 
@@ -48,7 +58,7 @@ def matched(lowering: Lowering, at: int) -> tuple[Sequence[Lowered], int]:
     op = lowering.graph.operations[at]
     if isinstance(op, (RmsNorm, LayerNorm)):
         lowering.norms.pop(op.out, None)
-        if deferred(lowering, at, op):
+        if deferred(lowering.graph, at, op):
             lowering.norms[op.out] = op
             return [], 1
     if isinstance(op, Linear) and taken(op):
@@ -60,17 +70,26 @@ def matched(lowering: Lowering, at: int) -> tuple[Sequence[Lowered], int]:
     return [], 0
 
 
-def deferred(lowering: Lowering, at: int, norm: RmsNorm | LayerNorm) -> bool:
-    """Whether everything that reads the result of a norm can compute it."""
-    changed = False
-    for op in lowering.graph.operations[at + 1 :]:
-        changed |= norm.x in op.writes()
-        if norm.out in op.reads():
-            if changed or not (isinstance(op, Linear) and taken(op) and op.linear.transform is None):
-                return False
-        elif norm.out in op.writes():
-            return isinstance(op, (RmsNorm, LayerNorm))
-    return norm.out != lowering.graph.result
+def deferred(graph: Graph, at: int, norm: RmsNorm | LayerNorm) -> bool:
+    """Whether everything that reads the result of a norm can compute it, from an input that is still as it was.
+
+    After a norm that is left out, whatever reads its buffer computes it, until the next norm writes there: so that must be the
+    next to write.
+    """
+    operations = graph.operations
+    readers = graph.readers(at + 1, norm.out)
+    if any(index == len(operations) or not computes_norm(operations[index]) for index in readers):
+        return False
+    after = readers[-1] + 1 if readers else at + 1
+    if graph.changes(at + 1, after, norm.x) or graph.changes(at + 1, after, norm.out):
+        return False
+    following = next((op for op in operations[after:] if norm.out in op.writes()), None)
+    return following is None or isinstance(following, (RmsNorm, LayerNorm))
+
+
+def computes_norm(op: Operation) -> bool:
+    """Whether the launch of an operation can do the norm of its input."""
+    return isinstance(op, Linear) and taken(op) and op.linear.transform is None
 
 
 def taken(op: Linear) -> bool:
@@ -81,7 +100,7 @@ def taken(op: Linear) -> bool:
     layer = op.linear
     return (
         op.x != op.out
-        and all(weight.codec.kind == "int" for weight in layer.weights)
+        and all(CODECS[weight.codec.kind].fused for weight in layer.weights)
         and len(layer.weights) <= 2
         and len({activation_block(weight.codec) for weight in layer.weights}) == 1
         and layer.split_row is None
@@ -126,7 +145,7 @@ def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
         return [], 0
     if op.offset or op.linear.rows != act.width * (2 if act.gated else 1) or (act.gated and act.width % ROWS):
         return [], 0
-    if read_again(lowering, at + 2, op.out):
+    if lowering.graph.readers(at + 2, op.out):
         return [], 0
     rest: dict[str, Value] = {
         "y": lowering.buffer(act.out), "width": act.width, "add": 0,
@@ -134,15 +153,6 @@ def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
     }  # fmt: skip
     launches = launched(lowering, op, "fused_activate", (act.function, act.gated), rest)
     return launches, 2
-
-
-def read_again(lowering: Lowering, at: int, buffer: str) -> bool:
-    for op in lowering.graph.operations[at:]:
-        if buffer in op.reads():
-            return True
-        if isinstance(op, Linear) and op.out == buffer and not op.offset:
-            return False
-    return buffer == lowering.graph.result
 
 
 def heads(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
@@ -165,7 +175,7 @@ def heads(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
     of_queries_and_keys = [(write.x, 0, queries, size), (write.x, keys, write.kv_heads, size)]
     if (
         size % ROWS
-        or size > LARGEST_HEAD
+        or size > MAX_HEAD
         or (write.k_offset, write.v_offset) != (keys, values)
         or [op.offset for op in parts] != ends[:-1]
         or ends[-1] != lowering.graph.buffers[write.x]
@@ -254,12 +264,11 @@ def launched(
         if index is not None:
             moved["scale"] = (FACTORS, index)
     values |= {"x": raw.address, "width_in": raw.width}
-    activation = layer.activation if mode != "a16" else None
     codecs = list[int | bool]()
     rule = ""
     for place, weight in enumerate(layer.weights):
-        form, numbers, integer = form_rule(lowering, op, weight, mode, activation, place)
-        suffix, group, rule = "2" if place else "", activation_block(weight.codec), RULES[form.kernel]
+        quantize, numbers, integer = input_quantizer(lowering, layer, place, mode)
+        suffix, group, rule = "2" if place else "", activation_block(weight.codec), RULES[quantize.kernel]
         codecs += [weight.codec.bits, not weight.codec.symmetric, integer, group]
         numbers = {"limit": numbers.get("levels", 0), **numbers}
         values |= {name: value for name, value in numbers.items() if name not in ("limit", "levels")}
@@ -270,6 +279,6 @@ def launched(
         values |= {name + suffix: value for name, value in of_block.items()}
         if index is not None:
             names = {"q": "q", "scale": "s", "zero": "z"}
-            moved |= {names[part] + suffix: ref for part, ref in weight.arrays()}
+            moved |= {names[part] + suffix: ref for part, ref in weight.arrays.items()}
     variant = Variant(kernel, (*detail, rule, *codecs))
     return [*first, Launch(op, lowering.stage, variant, values | rest, reads_weights=True, moved=moved)]

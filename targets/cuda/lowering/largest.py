@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgeq.targets.cuda.lowering.context import Value
-from edgeq.targets.cuda.pack import Variant
-from edgeq.targets.cuda.storage import Storage
+from edgeq.targets.cuda.run.storage import Storage
+from edgeq.targets.cuda.supply.pack import Variant
 
 SLICE = 4096
 """Numbers of a row that one block looks through."""
-MOST = 64
+MAX_COUNT = 64
 """Largest numbers that are asked for."""
 
 
@@ -32,7 +32,7 @@ class Chosen:
 
 def most(width: int) -> int:
     """How many of `width` numbers can be asked for: those of all slices are one slice for the second kernel."""
-    return min(MOST, width, SLICE // -(-width // SLICE))
+    return min(MAX_COUNT, width, SLICE // -(-width // SLICE))
 
 
 def largest(storage: Storage, x: int, width: int, rows: int, count: int) -> Chosen:

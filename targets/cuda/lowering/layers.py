@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeq.records import ArrayRef
+from edgeq.format.records import ArrayRef
 from edgeq.targets.cuda.lowering.context import Gather, Launch, Lowered, Lowering, Value, refuse
-from edgeq.targets.cuda.lowering.linear import stored
-from edgeq.targets.cuda.pack import Variant
+from edgeq.targets.cuda.lowering.linear import CODECS, stored
+from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import (
     Activate,
     Embed,
@@ -35,11 +35,7 @@ def embed(lowering: Lowering, op: Embed) -> Sequence[Lowered]:
         "groups": weight.codec.groups(weight.columns),
         "group": weight.codec.group_size,
     }
-    if weight.codec.kind == "int":
-        variant = Variant("embed", (weight.codec.bits, not weight.codec.symmetric))
-    else:
-        variant = Variant("embed_float", (weight.codec.kind,))
-    return [Launch(op, lowering.stage, variant, values)]
+    return [Launch(op, lowering.stage, CODECS[weight.codec.kind].rows(weight.codec), values)]
 
 
 def rms_norm(lowering: Lowering, op: RmsNorm | NormAdd) -> Sequence[Lowered]:
@@ -128,5 +124,5 @@ def select(lowering: Lowering, op: Select) -> Sequence[Lowered]:
                 f"x{suffix}": lowering.buffer(name), f"out{suffix}": lowering.buffer(out, 1),
                 f"width{suffix}": lowering.graph.buffers[name],
             }  # fmt: skip
-        launches.append(Launch(op, 1, Variant("select"), values, each=op.together))
+        launches.append(Launch(op, 1, Variant("select"), values, rows_per_token=op.together))
     return launches

@@ -1,29 +1,30 @@
-"""Linear layers: what changes their input, the form that products read, products, and what is added to them."""
+"""Linear layers: what changes their input, the quantized input that products read, products, and what is added to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from edgeq.codec import CHUNK
-from edgeq.quantization import activation_block, activation_limit, static_limit
-from edgeq.records import Activation, ArrayRef, LinearSpec, LowRank, Mode, Transform, Weight
+from edgeq.format.codec import CHUNK, Codec, Kind
+from edgeq.format.quantization import activation_block, input_rule
+from edgeq.format.records import ArrayRef, LinearSpec, LowRank, Mode, Transform, Weight
 from edgeq.targets.cuda.lowering.context import FACTORS, Bring, Launch, Lowered, Lowering, Value
-from edgeq.targets.cuda.pack import Variant
-from edgeq.targets.graph import Linear, linears
+from edgeq.targets.cuda.supply.pack import Variant
+from edgeq.targets.graph import Linear
+from edgeq.targets.layers import linears
 from edgeq.targets.requantization import master_arrays
 
 FORM_BLOCK = 128
-"""Channels that a warp brings into the form that products read, and of which the form holds a multiple."""
+"""Channels that a warp quantizes at once, and of which a quantized input holds a multiple."""
 MANY_TOKENS = 64
-"""Token rows of a tile of `many`; the form has a multiple of it."""
+"""Token rows of a tile of `matmul`; the quantized input has a multiple of it."""
 TILE = 4096
 """The largest power of two that one pass of a transform takes."""
 BASE_TILE = 512
 """Numbers of a block of threads in a pass with a base, if its power of two is not more."""
 LOW_RANK_TOKENS, LOW_RANK_CHANNELS, LOW_RANK_SHARES, BLOCK_ROWS = 8, 256, 16, 16
-"""Of a block of threads of a low-rank part: token rows, input channels of a round; how many blocks share all of them at most;
-output channels."""
+"""Token rows and input channels of a round of a block of threads of a low-rank part; how many blocks share all of them at
+most; output channels."""
 FLOAT_KINDS = {"f16": 1, "bf16": 2, "f32": 3}
 NO_NORM: dict[str, Value] = {"norm": 0, "eps": 0.0, "gain": 0, "shift": 0}
 
@@ -51,7 +52,7 @@ def linear(lowering: Lowering, op: Linear) -> Sequence[Lowered]:
     raw = Input(lowering.buffer(op.x), buffers[op.x], (op.x,))
     out = Output(lowering.buffer(op.out) + 4 * op.offset, buffers[op.out], op.add)
     launches = layer_launches(lowering, op, layer, raw, out, lowering.mode_of(op))
-    if lowering.origin == "masters" and lowering.shared_input(layer) is not None:
+    if lowering.source == "masters" and lowering.shared_input(layer) is not None:
         master = master_arrays(layer)
         if lowering.storage.streams(master):
             return [Bring(op, master, lowering.stage), *launches]
@@ -61,7 +62,7 @@ def linear(lowering: Lowering, op: Linear) -> Sequence[Lowered]:
 def layer_launches(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input, out: Output, mode: Mode) -> list[Launch]:
     """y = W x' + bias and what else the layer adds, for rows of `raw`."""
     index, launches = lowering.shared_input(layer), list[Launch]()
-    if index is not None and lowering.origin == "masters":
+    if index is not None and lowering.source == "masters":
         assert layer.master
         if lowering.inputs[index].layers[0].name == layer.name:
             launches.append(add_squares(lowering, op, raw, index))
@@ -73,8 +74,7 @@ def layer_launches(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input
         block = Input(x.address + 4 * start, x.width, (*x.made, start, weight.columns))
         to = replace(out, add=out.add or place > 0)
         bias = layer.bias if place == 0 else None
-        activation = layer.activation if mode != "a16" else None
-        launches += product(lowering, op, weight, block, to, bias, mode, activation, place, index)
+        launches += product(lowering, op, layer, place, block, out=to, bias=bias, mode=mode, index=index)
         start += weight.columns
     if layer.split_row is not None:
         values: dict[str, Value] = {
@@ -97,7 +97,7 @@ def low_rank(lowering: Lowering, op: Linear, part: LowRank, raw: Input, norm: di
     room = tiles * blocks * LOW_RANK_TOKENS * BLOCK_ROWS * LOW_RANK_SHARES * 4
     values: dict[str, Value] = {
         **norm, "x": raw.address, "width_in": raw.width, "columns": part.a.columns, "rank": part.a.rows,
-        "a": lowering.storage.array(part.a.q), "out": low_rank_values(lowering, part)["inner"],
+        "a": lowering.storage.array(part.a.arrays["q"]), "out": low_rank_values(lowering, part)["inner"],
         "sums": lowering.storage.named("low rank sums", room),
         "arrived": lowering.storage.named("low rank arrived", tiles * blocks * 4),
         "shares": -(-rounds // each), "each": each,
@@ -109,7 +109,7 @@ def low_rank_values(lowering: Lowering, part: LowRank) -> dict[str, Value]:
     """What a kernel has to know to add the low-rank part of a layer."""
     return {
         "inner": lowering.storage.named("low rank", lowering.most_rows * widest_rank(lowering) * 4),
-        "low_b": lowering.storage.array(part.b.q), "low_kind": FLOAT_KINDS[part.b.codec.kind], "rank": part.b.columns,
+        "low_b": lowering.storage.array(part.b.arrays["q"]), "low_kind": FLOAT_KINDS[part.b.codec.kind], "rank": part.b.columns,
     }  # fmt: skip
 
 
@@ -157,16 +157,16 @@ def prepared(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input, inde
         early = scale if layer.transform is None else 0
         based = layer.transform is not None and layer.transform.base is not None
         place = Input(lowering.storage.named("ordered", nbytes), columns, ()) if based else result
-        launches.append(arrange(lowering, op, at, place, order, early, index))
+        launches.append(arrange(lowering, op, at, place, order=order, scale=early, index=index))
         at = place
     if layer.transform is not None:
         launches += transform(lowering, op, layer.transform, at, result)
         if scale:
-            launches.append(arrange(lowering, op, result, result, 0, scale, None))
+            launches.append(arrange(lowering, op, result, result, order=0, scale=scale, index=None))
     return launches, result
 
 
-def arrange(lowering: Lowering, op: Linear, source: Input, to: Input, order: int, scale: int, index: int | None) -> Launch:
+def arrange(lowering: Lowering, op: Linear, source: Input, to: Input, *, order: int, scale: int, index: int | None) -> Launch:
     values: dict[str, Value] = {
         "x": source.address, "order": order, "scale": scale, "out": to.address, "columns": to.width, "width": source.width,
         "ordered": int(order != 0), "scaled": int(scale != 0 or index is not None),
@@ -179,7 +179,7 @@ def transform(lowering: Lowering, op: Linear, part: Transform, source: Input, to
     """(base (x) H_2^m) v / sqrt(size): a pass for every TILE of the power of two, the first with the base."""
     power, stride, at, launches = part.size // part.base_size, part.stride, source, list[Launch]()
     if part.size == 1:
-        return [arrange(lowering, op, at, to, 0, 0, None)]
+        return [arrange(lowering, op, at, to, order=0, scale=0, index=None)]
     left, order = power, part.base_size
     while left > 1 or order > 1:
         now = min(left, TILE)
@@ -198,28 +198,35 @@ def transform(lowering: Lowering, op: Linear, part: Transform, source: Input, to
 
 
 def product(
-    lowering: Lowering, op: Linear, weight: Weight, x: Input, out: Output, bias: ArrayRef | None, mode: Mode,
-    activation: Activation | None, place: int, index: int | None,
+    lowering: Lowering, op: Linear, layer: LinearSpec, place: int, x: Input, *, out: Output, bias: ArrayRef | None, mode: Mode,
+    index: int | None,
 ) -> list[Launch]:  # fmt: skip
-    """The product of weight block `place` with x, in the form that the layer's activation or the mode asks for."""
+    """The product of weight block `place` with x, in the quantized input that the layer's activation or the mode asks for."""
+    make = CODECS[layer.weights[place].codec.kind].product
+    return make(lowering, op, layer, place, x, out, bias=bias, mode=mode, index=index)
+
+
+def integer_product(
+    lowering: Lowering, op: Linear, layer: LinearSpec, place: int, x: Input, out: Output, *, bias: ArrayRef | None, mode: Mode,
+    index: int | None,
+) -> list[Launch]:  # fmt: skip
+    weight = layer.weights[place]
     codec = weight.codec
-    if codec.kind != "int":
-        return float_product(lowering, op, weight, x, out, bias)
     group, padded = activation_block(codec), -(-lowering.most_rows // MANY_TOKENS) * MANY_TOKENS
     groups = -(-weight.columns // group)
-    form: dict[str, Value] = {
+    quantized: dict[str, Value] = {
         "x": x.address,
-        **form_memory(lowering, padded),
+        **input_memory(lowering, padded),
         "columns": weight.columns,
         "width": x.width,
         "padded": padded,
         "groups": groups,
     }
-    forming, rule, integer = form_rule(lowering, op, weight, mode, activation, place)
+    quantize, rule, integer = input_quantizer(lowering, layer, place, mode)
     values: dict[str, Value] = {
         **stored(lowering, weight),
-        "x": form["data"],
-        **{name: form[name] for name in ("xs", "xn", "groups", "padded")},
+        "x": quantized["data"],
+        **{name: quantized[name] for name in ("xs", "xn", "groups", "padded")},
         "stride": 1 if codec.group_size else 0,
         "rows": weight.rows,
         "width": out.width,
@@ -230,43 +237,46 @@ def product(
     }
     literals = (codec.bits, not codec.symmetric, integer, group)
     names = {"q": "q", "scale": "s", "zero": "z"}
-    moved = {} if index is None else {names[name]: ref for name, ref in weight.arrays()}
-    few, many = Variant("few", literals), Variant("many", literals)
-    launch = Launch(op, lowering.stage, few, values, many, reads_weights=True, moved=moved)
-    if x.made and lowering.holds("form", (*x.made, x.address, forming, *rule.items())):
+    moved = {} if index is None else {names[name]: ref for name, ref in weight.arrays.items()}
+    matvec, matmul = Variant("matvec", literals), Variant("matmul", literals)
+    launch = Launch(op, lowering.stage, matvec, values, matmul, reads_weights=True, moved=moved)
+    if x.made and lowering.holds("quantize_input", (*x.made, x.address, quantize, *rule.items())):
         return [launch]
-    return [Launch(op, lowering.stage, forming, form | rule), launch]
+    return [Launch(op, lowering.stage, quantize, quantized | rule), launch]
 
 
-def form_rule(
-    lowering: Lowering, op: Linear, weight: Weight, mode: Mode, activation: Activation | None, place: int
-) -> tuple[Variant, dict[str, Value], bool]:
-    """The kernel that brings an input into its form, the scalars of its rule, and whether the form holds bytes."""
-    group = activation_block(weight.codec)
-    if activation is not None and activation.scales is not None:
-        return Variant("form_static", (group,)), {
-            "scales": lowering.storage.floats(activation.scales), "kinds": activation.scales.shape[0],
-            "modality": lowering.sent("modality"), "limit": static_limit(activation, weight.codec),
+def input_quantizer(lowering: Lowering, layer: LinearSpec, place: int, mode: Mode) -> tuple[Variant, dict[str, Value], bool]:
+    """The kernel that quantizes the input of weight block `place`, the scalars of its rule, and whether the result is bytes."""
+    group, rule = activation_block(layer.weights[place].codec), input_rule(layer, place, mode)
+    if rule is None:
+        return Variant("quantize_input", (False, group)), {"limit": 0}, False
+    if rule.kind == "block":
+        return Variant("quantize_input", (True, group)), {"limit": rule.limit}, True
+    if rule.scales is not None:
+        return Variant("quantize_input_static", (group,)), {
+            "scales": lowering.storage.floats(rule.scales), "kinds": rule.scales.shape[0],
+            "modality": lowering.sent("modality"), "limit": rule.limit,
         }, True  # fmt: skip
-    if activation is not None:
-        bits = activation.high_bits if place else activation.bits
-        integer = activation.symmetric or bits < 8
-        levels = (1 << (bits - 1)) - 1 if activation.symmetric else (1 << bits) - 1
-        return Variant("form_token", (integer, group)), {"symmetric": int(activation.symmetric), "levels": levels}, integer
-    limit = 0 if mode == "a16" else activation_limit(weight.codec, mode)
-    return Variant("form", (mode != "a16", group)), {"limit": limit}, mode != "a16"
+    symmetric = rule.kind == "token"
+    integer = symmetric or rule.bits < 8
+    numbers: dict[str, Value] = {"symmetric": int(symmetric), "levels": rule.limit}
+    return Variant("quantize_input_token", (integer, group)), numbers, integer
 
 
-def form_memory(lowering: Lowering, padded: int) -> dict[str, Value]:
-    """Room for the form of the widest input in any kind: f16 is the larger one, and a group has at least 16 channels."""
+def input_memory(lowering: Lowering, padded: int) -> dict[str, Value]:
+    """Room for the widest quantized input in any kind: f16 is the larger one, and a group has at least 16 channels."""
     channels = -(-widest_input(lowering) // FORM_BLOCK) * FORM_BLOCK * padded
     sizes = {"data": channels * 2, "xs": channels // 16 * 4, "xn": channels // 16 * 4}
-    return {name: lowering.storage.named(("form", name), nbytes) for name, nbytes in sizes.items()}
+    return {name: lowering.storage.named(("quantize_input", name), nbytes) for name, nbytes in sizes.items()}
 
 
-def float_product(lowering: Lowering, op: Linear, weight: Weight, x: Input, out: Output, bias: ArrayRef | None) -> list[Launch]:
+def float_product(
+    lowering: Lowering, op: Linear, layer: LinearSpec, place: int, x: Input, out: Output, *, bias: ArrayRef | None, mode: Mode,
+    index: int | None,
+) -> list[Launch]:  # fmt: skip
+    weight = layer.weights[place]
     values: dict[str, Value] = {
-        "x": x.address, "q": lowering.storage.array(weight.q), "bias": lowering.storage.floats(bias) if bias else 0,
+        "x": x.address, "q": lowering.storage.array(weight.arrays["q"]), "bias": lowering.storage.floats(bias) if bias else 0,
         "y": out.address, "columns": weight.columns, "stride": x.width, "rows": weight.rows, "width": out.width,
         "has_bias": int(bias is not None), "add": int(out.add),
     }  # fmt: skip
@@ -275,8 +285,42 @@ def float_product(lowering: Lowering, op: Linear, weight: Weight, x: Input, out:
 
 def stored(lowering: Lowering, weight: Weight) -> dict[str, Value]:
     return {
-        "q": lowering.storage.array(weight.q),
-        "s": lowering.storage.array(weight.scale) if weight.scale else 0,
-        "z": lowering.storage.array(weight.zero) if weight.zero else 0,
+        "q": lowering.storage.array(weight.arrays["q"]),
+        "s": lowering.storage.array(weight.arrays["scale"]) if "scale" in weight.arrays else 0,
+        "z": lowering.storage.array(weight.arrays["zero"]) if "zero" in weight.arrays else 0,
         "chunks": -(-weight.columns // CHUNK),
     }
+
+
+@dataclass(frozen=True)
+class CodecLaunches:
+    """The kernels of a codec.
+
+    product      the launches of y = W x, as `integer_product` takes them
+    rows         the kernel that looks rows up, for an embedding
+    fused        whether launches of patterns (fused.py) read such weights
+    requantize   the kernel that rounds a master of one codec to another; None: there is none
+    """
+
+    product: Callable[..., list[Launch]]
+    rows: Callable[[Codec], Variant]
+    fused: bool = False
+    requantize: Callable[[Codec, Codec], Variant] | None = None
+
+
+def integer_requantize(master: Codec, codec: Codec) -> Variant:
+    return Variant("requantize", (master.kind, master.bits, not master.symmetric, codec.bits, not codec.symmetric))
+
+
+FLOATS = CodecLaunches(float_product, lambda codec: Variant("embed_float", (codec.kind,)))
+CODECS: Mapping[Kind, CodecLaunches] = {
+    "f32": FLOATS,
+    "f16": FLOATS,
+    "bf16": FLOATS,
+    "int": CodecLaunches(
+        integer_product,
+        lambda codec: Variant("embed", (codec.bits, not codec.symmetric)),
+        fused=True,
+        requantize=integer_requantize,
+    ),
+}

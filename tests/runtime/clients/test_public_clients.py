@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from edgeq.converters.convert import convert
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.runtime import Model
 from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from edgeq import machine
+from edgeq.system import machine
 from edgeq.tools.lab import assembly
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgeq.devices import DEVICES
+from edgeq.system.devices import DEVICES
 from edgeq.tools.lab.gpu_roofline import BARS, CODEC, MODELS, config_of, speed_up, speeds
-from edgeq.tools.random_file import bytes_per_token
+from edgeq.tools.measure.random_file import bytes_per_token
 
 
 def test_speeds_are_those_of_fit_and_fall_with_launches() -> None:

@@ -31,11 +31,6 @@ def test_all_commands_are_found() -> None:
     expected = {
         "arm_roofline",
         "assembly",
-        "beside_uniform",
-        "clock_cost",
-        "conversion_cost",
-        "decode_prediction",
-        "fixed_time",
         "llama_cpp_types",
         "gpu_roofline",
         "load",
@@ -45,14 +40,11 @@ def test_all_commands_are_found() -> None:
         "products",
         "quality",
         "roofline",
-        "separability",
         "signs",
         "soak",
         "speculation",
         "train_text",
         "train_vision",
-        "vision_costs",
-        "what_if_error",
     }
     assert expected == set(NAMES)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeq.tools import corpus
 from edgeq.tools.lab.make_checkpoint import SHAPES, make, tensors, tokenizer
 from edgeq.tools.lab.peers import edgeq_pictures
-from edgeq.tools.lab.training_corpus import training_texts
+from edgeq.tools.lab.train_text import training_texts
+from edgeq.tools.quality import corpus
 
 
 def test_the_splits_of_the_corpus_do_not_overlap() -> None:
@@ -58,7 +58,7 @@ def test_a_made_checkpoint_loads_in_transformers_and_is_the_same_for_a_seed(tmp_
 @pytest.mark.exhaustive
 def test_a_made_model_that_sees_is_converted_and_sees(tmp_path: Path) -> None:
     from edgeq.runtime import Model
-    from edgeq.tools import picture_bench
+    from edgeq.tools.measure import picture_bench
 
     make(tmp_path / "source", SHAPES["qwen2-vl-tiny"], seed=1)
     peer = tmp_path / "peer"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from edgeq import machine
-from edgeq.codec import dequantize
-from edgeq.container import ModelFile
+from edgeq.format.codec import dequantize
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
+from edgeq.system import machine
 from edgeq.targets.cpu import probes
 from edgeq.tools.lab import roofline
 from edgeq.tools.lab.peers import contest, for_edgeq, for_llama_cpp, peer, table, weights
@@ -103,7 +103,7 @@ def test_a_peer_that_crashes_is_reported_and_the_others_go_on(tmp_path: Path, be
 
 
 def test_a_silent_worker_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "LONGEST_ANSWER", 0.2)
+    monkeypatch.setattr(contest, "MAX_ANSWER_SECONDS", 0.2)
     with process(fake_python(tmp_path, "time.sleep(60)")) as worker:
         with pytest.raises(PeerError, match="no answer"):
             worker.ask(do="load", variant="llama.cpp-q4_0-h8")
@@ -125,8 +125,7 @@ def test_the_built_model_is_the_described_one(tmp_path: Path) -> None:
     file = ModelFile.open(tmp_path / "model.edgeq")
     assert file.metadata.linears["head"].weights[0].codec.name == "i6 g32"
     down = file.metadata.linears["layers.1.down"].weights[0]
-    assert down.scale is not None
-    stored = dequantize(down.codec, down.rows, down.columns, file.array(down.q), file.array(down.scale))
+    stored = dequantize(down.codec, down.rows, down.columns, {n: file.array(ref) for n, ref in down.arrays.items()})
     q = weights.matrix("layers.1.down", down.rows, down.columns).astype(np.float32)
     np.testing.assert_array_equal(stored, (q - 8) * weights.step(down.columns))
     logits = Model.load(tmp_path / "model.edgeq", target="reference", context=8).session().prefill([1, 2, 3])

@@ -74,7 +74,7 @@ def test_lists_in_a_recipe_stand_for_every_combination() -> None:
 def test_recipes_are_measured_once_and_ordered_only_where_they_differ(tmp_path: Path) -> None:
     def measure() -> quality.Json:
         recipes = ["--bits {2,8} --group-size 32 --head 8", "--bits 8 --group-size 64 --head 8"]
-        return quality.measure(str(TINY), tmp_path, recipes, ["code"], window=64, limit=512, jobs=2)
+        return quality.measure(str(TINY), tmp_path, recipes, texts=["code"], window=64, limit=512, jobs=2)
 
     result = measure()
     assert [row["recipe"].split()[1] for row in result["rows"]] == ["2", "8", "8"]
@@ -90,7 +90,7 @@ def test_recipes_are_measured_once_and_ordered_only_where_they_differ(tmp_path: 
 
 def test_a_recipe_that_cannot_be_converted_says_why(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="convert --bits 9: .*9"):
-        quality.measure(str(TINY), tmp_path, ["--bits 9"], ["code"], window=64, limit=512, jobs=1)
+        quality.measure(str(TINY), tmp_path, ["--bits 9"], texts=["code"], window=64, limit=512, jobs=1)
 
 
 def test_the_chart_tells_methods_budgets_and_llama_cpp_apart() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from edgeq.tools.bench import Test
-from edgeq.tools.measurement import Measurement
+from edgeq.tools.commands.bench import Test
+from edgeq.tools.measure.measurement import MeasuredTest
 from edgeq.tools.profile.collect import Plan, Profile, collect
 from edgeq.tools.profile.document import document
 from edgeq.tools.profile.record import SCHEMA
@@ -22,7 +22,7 @@ TESTS = (Test("pp", 32, 0), Test("tg", 8, 0), Test("tg", 8, 64))
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model, rtn, 4 bits."""
     from edgeq.converters.convert import convert
-    from edgeq.converters.options import ConvertOptions
+    from edgeq.converters.planning.options import ConvertOptions
 
     path = tmp_path_factory.mktemp("profile") / "tiny.edgeq"
     convert(str(TINY_LLAMA), path, ConvertOptions(method="rtn"), lambda *_: None)
@@ -49,7 +49,7 @@ def invented(kind: str, test: str, seconds: float, **changes: Any) -> dict[str, 
         **{"threads_prefill": 1, "mhz": 2000.0, "power_mode": None, "celsius": None, "load": 0.1, "cores": 2},
     }
     steps = [seconds / 4] * 20 if kind == "tg" else []
-    own = Measurement(kind, test, 4, 0, 1, 8, facts, [seconds] * 5, steps, rss=1, peak_rss=2).fields()
+    own = MeasuredTest(kind, test, 4, 0, 1, 8, facts, [seconds] * 5, steps, rss=1, peak_rss=2).fields()
     return {**own, **changes}
 
 

@@ -14,10 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgeq.errors import InputError
-from edgeq.tools.cli import main
-from edgeq.tools.lab import separability
-from edgeq.tools.lab.separability import together
-from edgeq.tools.measurement import measurement
+from edgeq.tools.cli.main import main
+from edgeq.tools.measure.measurement import measurement
 from edgeq.tools.profile.comparison import blocks, compare, outside, rank_sums, ratio
 from edgeq.tools.profile.record import write
 
@@ -140,45 +138,3 @@ def test_the_exit_code_is_for_scripts(calm: Document, tmp_path: Path) -> None:
 def test_a_comparison_that_cannot_be_made_is_one_line(arguments: tuple[str, ...], message: str) -> None:
     result = edgeq("profile", *arguments)
     assert result.exit_code in (1, 2) and message in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-def test_short_profiles_together_tell_what_one_of_them_cannot(calm: Document) -> None:
-    for record in calm["measurements"]:
-        record.update(samples_s=record["samples_s"][:1], step_s=record["step_s"][:4])
-    slower = scaled(calm, 1.2, 0.0, 1, repetitions=1)
-    assert {line.verdict for line in compare(calm, slower)} == {"not separable"}
-    loaded = copy.deepcopy(calm)
-    for record in loaded["measurements"]:
-        record["load"] = 9.0
-    loaded["measurements"].insert(0, {**loaded["measurements"][0], "kind": "compile"})
-    one, other = together([calm, *[loaded] * 4]), together([slower] * 5)
-    assert [len(record["samples_s"]) for record in one["measurements"]] == [5, 5, 5]
-    assert all(record["kind"] != "compile" for record in one["measurements"])
-    assert {record["load"] for record in one["measurements"]} == {9.0} and all(line.busy for line in compare(one, other))
-    for record in loaded["measurements"]:
-        record["core_wait"] = 0.2
-    waited = together([calm, *[loaded] * 3])
-    assert [record["core_wait"] for record in waited["measurements"]] == [pytest.approx(0.2)] * 3
-    assert {line.verdict for line in compare(together([calm] * 5), other)} == {"slower"}
-
-
-def test_pairs_are_kept_and_gone_on_from(calm: Document, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same settings are no regression, a thread fewer is one; a later run makes the pairs that are still to come."""
-    keep, made = tmp_path / "pairs.json", list[int]()
-
-    def in_turn(file: Path, threads: tuple[int, ...], turns: int, options: tuple[str, ...]) -> list[Document]:
-        made.append(turns)
-        return [scaled(calm, 1.5 if n == 1 else 1, 0.02, i) for i, n in enumerate(threads)]
-
-    monkeypatch.setattr(separability, "in_turn", in_turn)
-
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(separability.main, [str(a) for a in (tiny, "--keep", keep, *arguments)])
-
-    assert "0 of 0" in run("--pairs", 3, "--seconds", 0).stdout and not made
-    assert "no regression: 2 of 2; a thread fewer, a regression: 2 of 2" in run("--pairs", 2).stdout and made == [5, 5]
-    assert "no regression: 3 of 3; a thread fewer, a regression: 3 of 3" in run("--pairs", 3).stdout and len(made) == 3
-    other = run("--pairs", 3, "--share", 0.2)
-    assert other.exit_code == 1 and "other settings" in other.stderr and len(other.stderr.splitlines()) == 1
-    keep.write_text("[]")
-    assert run().exit_code == 1 and "no pairs of this command" in run().stderr and len(made) == 3

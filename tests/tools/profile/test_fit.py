@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from edgeq.container import ModelFile
-from edgeq.devices import DEVICES, GIB, PROCESS, Device, needed
 from edgeq.errors import InputError
-from edgeq.tools import decode_speed
-from edgeq.tools.cli import main
-from edgeq.tools.profile.fit import Fit, fitted, text
-from edgeq.writer import Writer
+from edgeq.format.container import ModelFile
+from edgeq.format.writer import Writer
+from edgeq.system.devices import DEVICES, GIB, PROCESS, DeviceSpec, needed
+from edgeq.tools.cli.main import main
+from edgeq.tools.measure import decode_speed
+from edgeq.tools.profile.prediction.fit import Fit, fitted, text
 from tests.edgeq.sample_file import write_body
 
 POSITION = 2 * 2 * 1 * 2 * 16
@@ -34,10 +34,10 @@ def file(path: Path) -> ModelFile:
     return ModelFile.open(path)
 
 
-def with_room(file: ModelFile, positions: int, bandwidth: float = 8e6, measured: float = 0.0) -> Device:
+def with_room(file: ModelFile, positions: int, bandwidth: float = 8e6, measured: float = 0.0) -> DeviceSpec:
     """A device with memory for exactly so many positions of cache."""
     own = needed(file.size, POSITION, positions)
-    found = Device("board", "avx2", 4, GIB // 2 + own, bandwidth, measured)
+    found = DeviceSpec("board", "avx2", 4, GIB // 2 + own, bandwidth, measured)
     assert found.usable_memory == own
     return found
 
@@ -118,7 +118,7 @@ def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.exit_code == 0 and Fit(**json.loads(shown.stdout)).fits
     assert run("fit", path, "--for", "raspberry-pi-5", "--speed", "1e9").exit_code == 2
     assert run("fit", path, "--for", "raspberry-pi-5", "--speed", "999999999").exit_code == 1
-    monkeypatch.setitem(DEVICES, "raspberry-pi-5", Device("raspberry-pi-5", "neon-dotprod", 4, GIB // 2, 1e9))
+    monkeypatch.setitem(DEVICES, "raspberry-pi-5", DeviceSpec("raspberry-pi-5", "neon-dotprod", 4, GIB // 2, 1e9))
     small = run("fit", path, "--for", "raspberry-pi-5")
     assert small.exit_code == 1 and "does not fit in 0.0 GB" in small.stdout
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_answered_is_one_line(path: Path, arguments: tuple[str, .
 
 
 def test_this_machine_is_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Device("this-machine", "x86_64", 2, 8 * GIB, 1e10, 1e10)
+    here = DeviceSpec("this-machine", "x86_64", 2, 8 * GIB, 1e10, 1e10)
     monkeypatch.setattr(decode_speed, "this_machine", lambda: here)
     monkeypatch.setattr(decode_speed, "seconds_per_token", lambda path, **_: (0.01, True))
     shown = run("fit", path, "--for", "this-machine", "-c", "1", "--json")
@@ -147,5 +147,5 @@ def test_this_machine_is_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (found.slowest, found.fastest) == (pytest.approx(90, rel=1e-3), pytest.approx(110, rel=1e-3))
     assert "measured, decode of this file too" in run("fit", path, "--for", "this-machine").stdout
     # A file that does not fit in memory is not loaded: the bandwidth alone is known.
-    monkeypatch.setattr("edgeq.machine.available_bytes", lambda: 0)
+    monkeypatch.setattr("edgeq.system.machine.available_bytes", lambda: 0)
     assert "at 10.0 GB/s (measured)" in run("fit", path, "--for", "this-machine").stdout

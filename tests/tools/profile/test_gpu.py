@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeq.tools.profile import gpu, sensors
+from edgeq.tools.measure import gpu, sensors
 
 H200 = "NVIDIA H200, 77.21, 29, 345, 570.86.15, 700.00\n"
 NOTHING = dict.fromkeys(("device_mhz", "device_celsius", "device_driver", "device_power_limit", "device_power_mode"))
@@ -17,7 +17,7 @@ def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str
     """The output of commands by name; without any, no command is there."""
     told: dict[str, str] = {}
     monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/bin/{name}" if name in told else None)
-    monkeypatch.setattr(gpu, "_output", lambda *command: told[command[0]])
+    monkeypatch.setattr(gpu, "output_of", lambda *command: told[command[0]])
     monkeypatch.setattr(gpu, "RELEASE", tmp_path / "nv_tegra_release")
     monkeypatch.setattr(gpu, "DEVFREQ", tmp_path / "devfreq")
     monkeypatch.setattr(gpu, "THERMAL", tmp_path / "thermal")

@@ -12,22 +12,23 @@ import jsonschema
 import numpy as np
 import pytest
 
-from edgeq import machine
-from edgeq.records import KvCodec
+from edgeq.format.records import KvCodec
 from edgeq.runtime import Model, Sampling
+from edgeq.system import machine
 from edgeq.targets.graph import Attention, CacheWrite
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import Largest, Step
-from edgeq.tools import bench
+from edgeq.targets.target import Largest
+from edgeq.targets.times import Step
+from edgeq.tools.commands import bench
 from edgeq.tools.profile import findings
 from edgeq.tools.profile.collect import Moment, Plan, Profile, collect
 from edgeq.tools.profile.document import label
-from edgeq.tools.profile.limits import Limits
+from edgeq.tools.profile.limits import MachineLimits
 from edgeq.tools.profile.operations import Breakdown, breakdown
+from edgeq.tools.profile.output.tables import layers, operation_cells, summed
+from edgeq.tools.profile.output.trace import trace
 from edgeq.tools.profile.runs import Setting
-from edgeq.tools.profile.tables import layers, operation_cells, summed
 from edgeq.tools.profile.tape import Tapes
-from edgeq.tools.profile.trace import trace
 from edgeq.tools.profile.work import Shape, Work, work
 
 
@@ -101,7 +102,7 @@ def test_a_window_bounds_what_attention_reads() -> None:
 
 
 def test_the_roofline_is_the_larger_of_both_bounds() -> None:
-    limits = Limits(1, 10.0, 40.0)
+    limits = MachineLimits(1, 10.0, 40.0)
     assert limits.least_seconds(Work(100, 10)) == 10 and limits.bound(Work(100, 10)) == "memory"
     assert limits.least_seconds(Work(100, 1000)) == 50 and limits.bound(Work(100, 1000)) == "integers"
 
@@ -118,7 +119,7 @@ def test_shares_of_the_roofline_follow_from_work_and_time(profiled: Profile, fou
                 )
     # Another machine, half as fast: twice the share.
     series = profiled.series[1]
-    half = {phase: Limits(1, x.bytes_per_s / 2, x.operations_per_s / 2) for phase, x in limits.items()}
+    half = {phase: MachineLimits(1, x.bytes_per_s / 2, x.operations_per_s / 2) for phase, x in limits.items()}
     shares = [
         [line.roofline for line in breakdown("tg8", series.recorded, with_limits).lines if line.roofline]
         for with_limits in (limits, half)

@@ -14,13 +14,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from edgeq.tools.profile import drawing
-from edgeq.tools.profile.comparison import Compared
-from edgeq.tools.profile.drawing import Axis, Mark, axis, number
-from edgeq.tools.profile.page import comparison_page, page
-from edgeq.tools.profile.page_style import STYLE
+from edgeq.tools.profile.comparison import ProfilePair
+from edgeq.tools.profile.output import drawing
+from edgeq.tools.profile.output.drawing import Axis, ChartMark, axis, number
+from edgeq.tools.profile.output.page import comparison_page, page
+from edgeq.tools.profile.output.page_style import STYLE
+from edgeq.tools.profile.prediction.what_if import SpeedPrediction
 from edgeq.tools.profile.sustained import Pass, Sustained
-from edgeq.tools.profile.what_if import Prediction
 from tests.tools.profile.conftest import invented
 
 Document = dict[str, Any]
@@ -108,8 +108,8 @@ def test_the_page_has_what_was_compared_predicted_and_sustained(full: Document) 
     slower = copy.deepcopy(full)
     for record in slower["measurements"]:
         record.update(samples_s=[2 * x for x in record["samples_s"]], step_s=[2 * x for x in record["step_s"]])
-    compared = Compared((Path("<old>.json"), Path("new.json")), (full, slower))
-    slower["what_if"] = [asdict(Prediction("bits=3", "tg4", 1, "a8", "f16", 4.0, 5.0, 4.5, 5.5))]
+    compared = ProfilePair((Path("<old>.json"), Path("new.json")), (full, slower))
+    slower["what_if"] = [asdict(SpeedPrediction("bits=3", "tg4", 1, "a8", "f16", 4.0, 5.0, 4.5, 5.5))]
     slower["sustained"] = Sustained(
         "tg4", 60.0, [Pass(30.0, 0.2, 4, None, None, None), Pass(60.0, 0.3, 4, None, 70.0, 5.0)]
     ).fields()
@@ -183,7 +183,7 @@ def test_labels_of_neighbours_do_not_overlap_and_stay_above_the_axis(height: flo
 
 
 def test_points_lie_under_the_roof_where_they_do_not_exceed_it() -> None:
-    marks = {"decode": [Mark(2.0, 10.0, "half"), Mark(100.0, 400.0, "at the peak")]}
+    marks = {"decode": [ChartMark(2.0, 10.0, "half"), ChartMark(100.0, 400.0, "at the peak")]}
     root = ElementTree.fromstring(drawing.roofline("r", marks, 10.0, 400.0).partition("<ul")[0])
     (roof,) = (e for e in root.iter("polyline") if e.attrib["class"] == "roof")
     corners = [tuple(map(float, pair.split(","))) for pair in roof.attrib["points"].split()]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgeq.tools.profile.page import page
+from edgeq.tools.profile.output.page import page
 from tests.tools.profile.conftest import invented
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -15,20 +15,20 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgeq.converters.convert import convert
-from edgeq.converters.options import ConvertOptions
+from edgeq.converters.planning.options import ConvertOptions
 from edgeq.errors import FormatError, InputError
-from edgeq.runtime.requantize import Requantization
+from edgeq.runtime.session.requantize import Requantization
 from edgeq.targets.cpu.program import CpuProgram
 from edgeq.targets.rows import Rows
-from edgeq.tools import bench, conditions
-from edgeq.tools.cli import main
-from edgeq.tools.lab import clock_cost
-from edgeq.tools.measurement import Measurement, measurement
+from edgeq.tools.cli.main import main
+from edgeq.tools.commands import bench
+from edgeq.tools.measure import conditions
+from edgeq.tools.measure.measurement import MeasuredTest, measurement
 from edgeq.tools.profile import command, findings
 from edgeq.tools.profile import record as saved
 from edgeq.tools.profile.collect import Plan, Profile, collect
 from edgeq.tools.profile.record import SCHEMA, read, write
-from edgeq.tools.profile.runs import Combination, Sample, Setting
+from edgeq.tools.profile.runs import Combination, RunSample, Setting
 from tests.tools.profile.conftest import TINY_LLAMA
 
 SHORT = ("-p", "16", "-n", "4", "-r", "2", "-t", "1", "--target", "cpu")
@@ -38,10 +38,10 @@ def edgeq(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
-def record(**changes: Any) -> Measurement:
+def record(**changes: Any) -> MeasuredTest:
     facts = {"mhz": 2000.0, "threads": 1, "celsius": None}
     known = {"kind": "tg", "test": "tg4", "tokens": 4, "depth": 0, "batch": 1, "context": 8, "facts": facts}
-    return Measurement(**{**known, "samples_s": [0.4, 0.2, 0.8], "step_s": [0.1] * 12, **changes})
+    return MeasuredTest(**{**known, "samples_s": [0.4, 0.2, 0.8], "step_s": [0.1] * 12, **changes})
 
 
 def test_every_combination_has_its_rows(profiled: Profile) -> None:
@@ -124,7 +124,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_has_no_end_is_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "LARGEST", 1 << 20)
+    monkeypatch.setattr(saved, "MAX_PROFILE_BYTES", 1 << 20)
     with pytest.raises(FormatError, match="larger than 1 MB"):
         read(Path("/dev/zero"))
 
@@ -168,7 +168,7 @@ def test_drafts_and_minutes(tiny: Path, tmp_path: Path) -> None:
 def test_an_interrupt_keeps_what_was_measured(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, runs, run = tmp_path / "kept.json", [0], Combination.run
 
-    def interrupted(self: Combination, *arguments: Any) -> Sample:
+    def interrupted(self: Combination, *arguments: Any) -> RunSample:
         runs[0] += 1
         if runs[0] == 8:  # two warm-ups of two tests, then the second test of the first round
             raise KeyboardInterrupt
@@ -283,17 +283,6 @@ def test_clocks_are_those_of_cpufreq_else_of_cpuinfo(tmp_path: Path, monkeypatch
     assert conditions.clocks(tmp_path / "none", tmp_path / "nothing") == []
     assert conditions.power_mode(tmp_path, tmp_path / "no") == "ondemand"
     assert conditions.power_mode(tmp_path / "none", tmp_path / "no") is None
-
-
-def test_the_cost_of_clocks_is_that_of_neighbouring_pieces(tiny: Path) -> None:
-    """Every text has as many tokens with clocks as without."""
-    result = CliRunner().invoke(clock_cost.main, [str(tiny), "--fours", "1", "--rounds", "3", "--mode", "a8", "--json"])
-    (cost,) = json.loads(result.stdout)
-    assert cost["tokens"] == 3 * 64 and cost["threads"] == 1 and cost["mode"] == "a8"
-    assert cost["low"] <= cost["ratio"] <= cost["high"] and min(cost["plain_s"], cost["timed_s"], cost["low"]) > 0
-    middle, low, high = clock_cost.median_with_interval(range(1, 102))
-    assert (middle, low, high) == (51, 38, 64)
-    assert clock_cost.median_with_interval([1.0, 2.0, 3.0]) == (2, 1, 3)
 
 
 def test_the_wait_for_cores_is_that_of_all_threads(tmp_path: Path) -> None:

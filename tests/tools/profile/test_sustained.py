@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from edgeq.tools.profile.findings import findings
+from edgeq.tools.profile.output.tables import sustained
 from edgeq.tools.profile.sustained import Pass, Sustained
-from edgeq.tools.profile.tables import sustained
 
 Document = dict[str, Any]
 

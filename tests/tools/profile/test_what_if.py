@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
 from edgeq.errors import InputError
-from edgeq.records import Mode
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Mode
 from edgeq.runtime import Model
-from edgeq.tools.cli import main
-from edgeq.tools.profile import width_cost
-from edgeq.tools.profile.limits import Limits
+from edgeq.tools.cli.main import main
+from edgeq.tools.measure.random_file import file_bytes, with_layers
+from edgeq.tools.profile.limits import MachineLimits
 from edgeq.tools.profile.options import Change
-from edgeq.tools.profile.page import page
-from edgeq.tools.profile.tables import markdown, what_if
-from edgeq.tools.profile.what_if import Prediction, predictions
-from edgeq.tools.random_file import file_bytes, with_layers
+from edgeq.tools.profile.output.page import page
+from edgeq.tools.profile.output.tables import markdown, what_if
+from edgeq.tools.profile.prediction import width_cost
+from edgeq.tools.profile.prediction.what_if import SpeedPrediction, predictions
 from tests.tools.profile.conftest import invented
 
 Document = dict[str, Any]
-LIMITS = {1: Limits(1, 1e7, 1e12), 2: Limits(2, 2e7, 2e12)}
+MACHINE_LIMITS = {1: MachineLimits(1, 1e7, 1e12), 2: MachineLimits(2, 2e7, 2e12)}
 
 
-def limits(threads: int, mode: Mode) -> Limits | None:
-    return LIMITS.get(threads)
+def limits(threads: int, mode: Mode) -> MachineLimits | None:
+    return MACHINE_LIMITS.get(threads)
 
 
 def cost(codec: Codec, bits: int, threads: int, mode: Mode) -> float:
@@ -42,7 +42,7 @@ def file(tiny: Path) -> ModelFile:
     return ModelFile.open(tiny)
 
 
-def predicted(document: Document, file: ModelFile, change: Change) -> list[Prediction]:
+def predicted(document: Document, file: ModelFile, change: Change) -> list[SpeedPrediction]:
     return list(predictions(document, (change,), file, limits, cost))
 
 
@@ -86,9 +86,9 @@ def test_other_bits_with_other_threads_cost_what_was_measured_with_those(calm: D
 def test_limits_are_those_of_the_mode_of_a_test(calm: Document, file: ModelFile) -> None:
     asked: list[tuple[int, Mode]] = []
 
-    def noted(threads: int, mode: Mode) -> Limits | None:
+    def noted(threads: int, mode: Mode) -> MachineLimits | None:
         asked.append((threads, mode))
-        return LIMITS[threads]
+        return MACHINE_LIMITS[threads]
 
     for list_of in ("measurements", "operations"):
         calm[list_of] = [{**each, "mode": "a4"} for each in calm[list_of]]
@@ -112,7 +112,7 @@ def test_the_cost_of_a_width_is_measured_in_turn_and_kept(tiny: Path, monkeypatc
 def test_what_is_timed_is_larger_than_caches_and_no_larger_than_the_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, codec = ModelFile.open(tiny).metadata.config, Codec("int", 4, 64)
     assert width_cost._shape(config, codec) == config
-    monkeypatch.setattr(width_cost, "LEAST_BYTES", 1)
+    monkeypatch.setattr(width_cost, "MIN_BYTES", 1)
     monkeypatch.setattr(
         width_cost, "last_level_cache", lambda: file_bytes(with_layers(replace(config, vocab_size=16), 2), codec) // 4
     )
@@ -149,7 +149,7 @@ def test_a_board_is_what_fit_says(calm: Document, file: ModelFile) -> None:
 
 
 def test_the_experts_of_a_layer_are_one_operation(calm: Document, file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four experts, all alike, of which a token uses one: a board reads a quarter of what they are."""
+    """A token uses one of four experts, all alike: a board reads a quarter of what they are."""
     linears = file.metadata.linears
     experts = {f"layers.0.experts.{e}.down": linears["layers.0.down"] for e in range(4)}
     sparse = replace(

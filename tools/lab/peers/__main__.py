@@ -11,24 +11,25 @@ from pathlib import Path
 
 import click
 
-from edgeq import machine, targets
-from edgeq.config import ModelConfig
+from edgeq import targets
 from edgeq.errors import InputError
-from edgeq.rope import Rope
-from edgeq.tools.entry import Command
+from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope
+from edgeq.system import machine
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.params import PixelSize, Several
+from edgeq.tools.cli.terminal import note, progress
 from edgeq.tools.lab.make_checkpoint import SHAPES
 from edgeq.tools.lab.peers import pictures
 from edgeq.tools.lab.peers.contest import Contest, Entry, PeerError, process
 from edgeq.tools.lab.peers.peer import variants
 from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, Spread, aligned, markdown, rows
-from edgeq.tools.params import PixelSize, Several
-from edgeq.tools.profile import gpu
-from edgeq.tools.terminal import note, progress
+from edgeq.tools.measure import gpu
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 EDGE = 28
 """Pixels of a side of what becomes one token."""
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Surroundings:
 
     read_bandwidth   bytes per second by number of threads, measured before every round
     integer_peak     8-bit operations per second, likewise; of a GPU only the first, by edgeq's process
-    gpu              its name and under what it ran (profile/gpu.py), empty where nothing runs on one
+    gpu              its name and under what it ran (measure/gpu.py), empty where nothing runs on one
     load_before      load average before the first round, load_after after the last: whether something else was running
     """
 
@@ -127,8 +128,8 @@ def text(head: str, found: list[Row], left_out: dict[str, str]) -> str:
 def numbers(value: str) -> list[int]:
     """Numbers of threads.  InputError: something else."""
     parts = value.split(",")
-    if not all(part.isdecimal() and 1 <= int(part) <= MOST_THREADS for part in parts):
-        raise InputError(f"--threads {value!r}: expected numbers from 1 to {MOST_THREADS}, such as 1,2")
+    if not all(part.isdecimal() and 1 <= int(part) <= MAX_THREADS for part in parts):
+        raise InputError(f"--threads {value!r}: expected numbers from 1 to {MAX_THREADS}, such as 1,2")
     return [int(part) for part in parts]
 
 
@@ -148,6 +149,7 @@ def see(
     layers: int | None,
     sizes: Sequence[tuple[int, int]],
     threads: int,
+    *,
     rounds: int,
     only: str | None,
     peer_python: str,
@@ -205,10 +207,10 @@ def see(
 )
 @click.option("-t", "--threads", metavar="N,N", help="Numbers of threads, such as 1,2.  [default: all cores]")
 @click.option(
-    "-p", "--prompt", type=click.IntRange(1, MOST_TOKENS), default=512, show_default=True, help="Tokens of the prompt."
+    "-p", "--prompt", type=click.IntRange(1, MAX_TOKENS), default=512, show_default=True, help="Tokens of the prompt."
 )
 @click.option(
-    "-n", "--tokens", type=click.IntRange(1, MOST_TOKENS), default=32, show_default=True, help="Tokens decoded one by one."
+    "-n", "--tokens", type=click.IntRange(1, MAX_TOKENS), default=32, show_default=True, help="Tokens decoded one by one."
 )
 @click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True, help="Rounds.")
 @click.option(
@@ -222,6 +224,7 @@ def see(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def main(
+    *,
     shape: str | None,
     images: tuple[tuple[int, int], ...] | None,
     layers: int | None,
@@ -240,7 +243,7 @@ def main(
         if as_json:
             raise InputError("--json is not there with --image; leave it out")
         count = numbers(threads or str(machine.cpu().cores))[0]
-        see(shape or "qwen2-vl-2b", layers, images, count, repetitions, only, peer_python, work)
+        see(shape or "qwen2-vl-2b", layers, images, count, rounds=repetitions, only=only, peer_python=peer_python, work=work)
         return
     shape = shape or "llama-3.2-1b"
     if SHAPES[shape].tower or layers:

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 import edgeq
-from edgeq.config import ModelConfig
+from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers.peer import PEERS, Stored, Times, Variant, variants
 
 BOOT = "import sys; sys.path.append(sys.argv[1]); from edgeq.tools.lab.peers.worker import main; main()"
-LONGEST_ANSWER = 1800.0
+MAX_ANSWER_SECONDS = 1800.0
 """Seconds; a large model on a small board takes minutes to build and to read a prompt."""
-LONGEST_REASON = 200
+MAX_REASON_CHARACTERS = 200
 WARM_UP_STEPS = 4
 Report = Callable[[float, float, str], None]
 
@@ -68,11 +68,11 @@ class Process:
 
     def _line(self) -> bytes:
         assert self._process.stdout is not None
-        file, line, end = self._process.stdout.fileno(), b"", monotonic() + LONGEST_ANSWER
+        file, line, end = self._process.stdout.fileno(), b"", monotonic() + MAX_ANSWER_SECONDS
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([file], [], [], max(0.0, end - monotonic()))
             if not ready:
-                raise PeerError(f"no answer in {LONGEST_ANSWER:.0f} s")
+                raise PeerError(f"no answer in {MAX_ANSWER_SECONDS:.0f} s")
             part = os.read(file, 1 << 16)
             if not part:
                 raise PeerError(self._death())
@@ -120,7 +120,7 @@ def process(python: str) -> Iterator[Process]:
 def shortened(text: str) -> str:
     """`text` in one line of limited length."""
     line = " ".join(text.split())
-    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 4] + " ..."
+    return line if len(line) <= MAX_REASON_CHARACTERS else line[: MAX_REASON_CHARACTERS - 4] + " ..."
 
 
 @dataclass

@@ -9,9 +9,9 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 from edgeq import __version__, targets
-from edgeq.runtime.vision import Tower
-from edgeq.tools import picture_bench
+from edgeq.runtime.network.vision import Tower
 from edgeq.tools.lab.peers.pictures import Seconds, Size
+from edgeq.tools.measure import picture_bench
 
 NAME = "model.edgeq"
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from edgeq import __version__
-from edgeq.codec import ROWS, Codec, pack_integers
-from edgeq.config import ModelConfig
-from edgeq.manifest import array_shapes, fused_shapes
-from edgeq.metadata import Metadata
-from edgeq.records import LinearSpec, Mode, Weight
+from edgeq.format.codec import ROWS, Codec, pack_integers
+from edgeq.format.manifest import array_shapes, fused_shapes
+from edgeq.format.metadata import Metadata
+from edgeq.format.records import LinearSpec, Mode, Weight
+from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers.peer import Stored, Times, Variant
 from edgeq.tools.lab.peers.weights import BITS, head_slabs, head_step, matrix, step
 
@@ -51,14 +51,14 @@ def version() -> str:
 
 
 def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
-    writer = import_module("edgeq.writer").Writer(folder / NAME)
+    writer = import_module("edgeq.format.writer").Writer(folder / NAME)
     linears: dict[str, LinearSpec] = {}
 
     def add(name: str, codec: Codec, rows: int, columns: int, parts: Iterator[Any], value: float) -> None:
         shapes = codec.parts(rows, columns)
         q = writer.stream((pack_integers(part, codec.bits) for part in parts), "u8", shapes["q"].shape)
         scale = writer.array(np.full(shapes["scale"].shape, value, np.float16), "f16")
-        linears[name] = LinearSpec(name, (Weight(codec, rows, columns, q, scale),))
+        linears[name] = LinearSpec(name, (Weight(codec, rows, columns, {"q": q, "scale": scale}),))
 
     codec = Codec("int", BITS, variant.group)
     for layer in range(config.num_hidden_layers):

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from edgeq.config import ModelConfig
-from edgeq.manifest import fused_shapes
+from edgeq.format.manifest import fused_shapes
+from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers.peer import Stored, Times, Variant
 from edgeq.tools.lab.peers.weights import BITS, head_slabs, head_step, matrix, pack_nibbles, step
 
@@ -73,7 +73,7 @@ class GraphFile:
             self.initializers.append(tensor)
         return length
 
-    def product(self, name: str, x: str, rows: int, columns: int, block: int, bits: int, out: str) -> str:
+    def product(self, name: str, x: str, rows: int, *, columns: int, block: int, bits: int, out: str) -> str:
         """x times the weights `name`, which `external` wrote."""
         shape = {"K": columns, "N": rows, "block_size": block, "bits": bits, "accuracy_level": 4}
         return self.node("MatMulNBits", [x, f"{name}.q", f"{name}.scale"], out, domain=CONTRIB, **shape)
@@ -86,7 +86,7 @@ class GraphFile:
         size = self.external("UINT8", packed, {f"{name}.q": (rows, columns // block, block // 2)})
         scale = np.full(rows * columns // block, step(columns), np.float32)
         size += self.external("FLOAT", [scale], {f"{name}.scale": scale.shape})
-        return self.product(name, x, rows, columns, block, BITS, f"{name}.y"), size
+        return self.product(name, x, rows, columns=columns, block=block, bits=BITS, out=f"{name}.y"), size
 
 
 def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
@@ -177,7 +177,7 @@ def _head(graph: GraphFile, config: ModelConfig, variant: Variant) -> None:
     normed = f"layers.{config.num_hidden_layers - 1}.normed"
     last = graph.node("Gather", [normed, graph.constant("index_last", np.array([-1]))], "last", axis=1)
     rows, columns = config.vocab_size, config.hidden_size
-    graph.product("head", last, rows, columns, variant.group, variant.head_bits, "logits")
+    graph.product("head", last, rows, columns=columns, block=variant.group, bits=variant.head_bits, out="logits")
 
 
 def settings(config: ModelConfig, threads: int, context: int) -> dict[str, Any]:

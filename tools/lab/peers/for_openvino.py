@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from edgeq.codec import AnyArray
-from edgeq.config import ModelConfig
-from edgeq.manifest import fused_shapes
+from edgeq.format.codec import AnyArray
+from edgeq.format.manifest import fused_shapes
+from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers.peer import Stored, Times, Variant
 from edgeq.tools.lab.peers.weights import head_slabs, head_step, matrix, pack_nibbles, step
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from edgeq.config import ModelConfig
-from edgeq.manifest import fused_shapes
+from edgeq.format.manifest import fused_shapes
+from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers.peer import Stored, Times, Variant
 from edgeq.tools.lab.peers.weights import head_slabs, head_step, matrix, step
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from edgeq.config import ModelConfig
+from edgeq.network.config import ModelConfig
 
 PEERS = {
     "edgeq": "for_edgeq",

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import from_bf16
+from edgeq.format.codec import from_bf16
 
 PATCH = 14
 PEERS = {"edgeq": "edgeq_pictures", "llama.cpp": "llama_cpp_pictures", "openvino": "openvino_pictures"}

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from edgeq.config import ModelConfig
-from edgeq.manifest import fused_shapes
+from edgeq.format.manifest import fused_shapes
+from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers.contest import Entry
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from edgeq.codec import AnyArray, ArrayU8
-from edgeq.config import ModelConfig
+from edgeq.format.codec import AnyArray, ArrayU8
+from edgeq.network.config import ModelConfig
 
 BITS = 4
 SLAB = 4096

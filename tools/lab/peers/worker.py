@@ -26,7 +26,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgeq.config import ModelConfig
+from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers import pictures
 from edgeq.tools.lab.peers.peer import Runner, module, variants
 

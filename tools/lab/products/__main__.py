@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from edgeq.errors import InputError
-from edgeq.tools.entry import Command
+from edgeq.tools.cli.entry import Command
+from edgeq.tools.cli.params import Several
+from edgeq.tools.cli.terminal import progress
 from edgeq.tools.lab.peers.table import aligned
 from edgeq.tools.lab.products.by_edgeq import Edgeq
 from edgeq.tools.lab.products.contestants import OTHERS, Contestant, Prepared
-from edgeq.tools.params import Several
-from edgeq.tools.profile import gpu
-from edgeq.tools.terminal import progress
+from edgeq.tools.measure import gpu
 
 SHAPES = ("2048x2048", "4096x14336", "8192x28672")
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048)

@@ -8,16 +8,17 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.codec import Codec
-from edgeq.container import ModelFile
-from edgeq.records import ArrayRef, LinearSpec, Mode, Weight
-from edgeq.targets.cuda import CudaTarget, build
-from edgeq.targets.cuda.device import Device
-from edgeq.targets.cuda.discover import find
-from edgeq.targets.cuda.pack import Generated, Variant
-from edgeq.targets.cuda.program import CudaProgram
-from edgeq.targets.cuda.supply import OnKernel, Source, arch_for
-from edgeq.targets.graph import Embed, Graph, Linear, Operation
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.format.records import ArrayRef, LinearSpec, Mode, Weight
+from edgeq.targets.cuda import CudaTarget
+from edgeq.targets.cuda.device.device import Device
+from edgeq.targets.cuda.device.discover import find
+from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.cuda.supply import build
+from edgeq.targets.cuda.supply.pack import Generated, Variant
+from edgeq.targets.cuda.supply.supply import KernelSource, OnKernel, arch_for
+from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Operation
 from edgeq.targets.rows import Rows
 from edgeq.targets.target import Options
 from edgeq.tools.lab.products.contestants import GROUP, Prepared
@@ -43,9 +44,9 @@ class Arrays:
 
 
 class Edgeq:
-    """Weights of 4 bits in groups of 128 by `mode`.  Up to 16 rows the form of x is made by the product, else once for all."""
+    """Weights of 4 bits in groups of 128 by `mode`.  Up to 16 rows the product quantizes x, else once for all."""
 
-    def __init__(self, mode: Mode, device: Device | None = None, source: Source = build.kernels) -> None:
+    def __init__(self, mode: Mode, device: Device | None = None, source: KernelSource = build.kernels) -> None:
         """device, source   None: the first GPU, with kernels that are compiled here"""
         self.name = f"int4 g128, edgeq {mode}"
         self._mode, self._device, self._source = mode, device, source
@@ -56,7 +57,7 @@ class Edgeq:
         found = find()
         if found.first is None:
             return found.refused or "there is no NVIDIA GPU"
-        from edgeq.targets.cuda.driver import DriverDevice
+        from edgeq.targets.cuda.device.driver import DriverDevice
 
         self._device, arch = DriverDevice(found.first.ordinal), arch_for(found.first.sm)
 
@@ -64,7 +65,7 @@ class Edgeq:
             made = [build.compiled(variant, [arch]) for variant in variants]
             return [replace(each.generated, image=each.images[arch].image) for each in made]
 
-        self._source = cast(Source, compiled)
+        self._source = cast(KernelSource, compiled)
         return None
 
     def prepare(self, rows: int, columns: int, copies: int, most_tokens: int) -> Prepared:
@@ -76,10 +77,10 @@ class Edgeq:
             parts = CODEC.parts(rows, columns)
             q = arrays.add(rng.integers(0, 256, parts["q"].shape, np.uint8), "u8")
             scale = arrays.add(np.full(parts["scale"].shape, columns**-0.5 / CODEC.center, np.float16), "f16")
-            weight = Weight(CODEC, rows, columns, q, scale)
+            weight = Weight(CODEC, rows, columns, {"q": q, "scale": scale})
             nbytes = weight.nbytes
             operations.append(Linear(0, "x", LinearSpec(f"{i}.product", (weight,)), "y"))
-        graph = Graph({"x": columns, "y": rows}, tuple(operations), "y", layers=1, kv_heads=1, head_dim=16)
+        graph = Graph({"x": columns, "y": rows}, tuple(operations), "y", cache=(CacheSpec(1, 16, 16),))
         options = Options(self._mode, max_rows=most_tokens, max_logits=1, graphs=False)
         target = CudaTarget(self._device, self._source)
         return _Prepared(target.compile(graph, cast(ModelFile, arrays), options), copies, nbytes)

@@ -24,7 +24,7 @@ class Prepared(Protocol):
     nbytes: int
 
     def seconds(self, tokens: int, calls: int, repetitions: int) -> list[float]:
-        """Of a product with `tokens` rows, each a mean over `calls` products that go through the matrices in turn."""
+        """Seconds of a product with `tokens` rows, each a mean over `calls` products that go through the matrices in turn."""
         ...
 
 

@@ -1,0 +1,1 @@
+"""A checkpoint as it is read: configuration, tensors, tokenizer, from a folder or the hub."""

@@ -1,0 +1,195 @@
+"""The tensors of a checkpoint under the names that its family gives them, read one slab of rows at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.converters.checkpoint.source import CheckpointSource, StoredTensor
+from edgeq.errors import CheckpointError
+from edgeq.format.adapter import Adapter, Factors
+from edgeq.format.codec import Codec, Kind
+from edgeq.format.safetensors import FLOATS
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """What is read where a tensor is asked for by its name.
+
+    stored  the tensor that it is, or begins in after `skipped` values
+    added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
+    first   a tensor that is added to the first row
+    merged  factors of an adapter whose product is added, and which of its rows is the first here
+    """
+
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    skipped: int = 0
+    added: float = 0.0
+    name: str = ""
+    first: NamedTensor | None = None
+    merged: tuple[Factors, int] | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Where to find a tensor that the checkpoint has under another name, as rows of a larger one, or less a constant.
+
+    name    of the stored tensor, whose shape is `stored`
+    shape   of the tensor meant: it begins at row `row` of the stored one, whose leading dimensions are taken as one
+    added   a constant that is not in the stored values
+    first   name of a vector that is added to the first row; "": none
+    """
+
+    name: str
+    stored: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: int = 0
+    added: float = 0.0
+    first: str = ""
+
+
+class Checkpoint:
+    """The weights of a source.
+
+    tensors   by name; those of the source until they are renamed and arranged
+    """
+
+    def __init__(self, source: CheckpointSource) -> None:
+        """CheckpointError: as `CheckpointSource.tensors`."""
+        self.source = source
+        self.tensors = {name: NamedTensor(tensor, tensor.shape) for name, tensor in source.tensors().items()}
+        self.adapter: Adapter | None = None
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.source.config
+
+    def merge(self, adapter: Adapter) -> None:
+        """Add the products of an adapter's factors to the weights that it was trained for, whenever those are read.
+
+        CheckpointError: there is no such weight, or it has another shape.
+        """
+        for module, factors in adapter.factors.items():
+            name = f"{module}.weight"
+            tensor = self.tensors.get(name)
+            if tensor is None or tensor.shape != factors.shape:
+                found = f"of {tensor.shape}" if tensor else "that is not in the checkpoint"
+                raise CheckpointError(
+                    f"adapter {adapter.name}: {module} is for a weight of {factors.shape}, and {name} is one {found}; give the "
+                    "checkpoint that it was trained for"
+                )
+            self.tensors[name] = replace(tensor, merged=(factors, 0))
+        self.adapter = adapter
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> NamedTensor:
+        """CheckpointError: there is none of this name, or it has another shape."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(
+                f"{self.source.place}: tensor {name} is missing; the checkpoint is incomplete or of another kind"
+            )
+        if tensor.shape != shape:
+            raise CheckpointError(f"{self.source.place}: {name} has the shape {tensor.shape}; config.json says {shape}")
+        return tensor
+
+    def rename(self, beginnings: Mapping[str, str]) -> None:
+        """Replace beginnings of tensor names by others.  CheckpointError: two tensors would have the same name."""
+        renamed: dict[str, NamedTensor] = {}
+        for name, tensor in self.tensors.items():
+            theirs = next((each for each in beginnings if name.startswith(each)), "")
+            ours = beginnings[theirs] + name.removeprefix(theirs) if theirs else name
+            if ours in renamed:
+                raise CheckpointError(f"{self.source.place}: has {name} under two names; one of them is too many")
+            renamed[ours] = replace(tensor, name=name) if theirs else tensor
+        self.tensors = renamed
+
+    def arrange(self, sources: Mapping[str, TensorSource]) -> None:
+        """Replace in `tensors` what `sources` are made of by the tensors that they describe, under the names given.
+
+        CheckpointError: a source is missing or has another shape.
+        """
+        arranged: dict[str, NamedTensor] = {}
+        for name, source in sources.items():
+            tensor = self.tensor(source.name, source.stored)
+            skipped = tensor.skipped + source.row * math.prod(source.shape[1:])
+            first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
+            merged = (tensor.merged[0], source.row) if tensor.merged else None
+            arranged[name] = NamedTensor(tensor.stored, source.shape, skipped, source.added, source.name, first, merged)
+        used = {name for source in sources.values() for name in (source.name, source.first)}
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in used}
+        twice = sorted(set(rest) & set(arranged))
+        if twice:
+            raise CheckpointError(
+                f"{self.source.place}: has both {twice[0]} and {sources[twice[0]].name}; one of them is too many"
+            )
+        self.tensors = rest | arranged
+
+    def dtype(self, name: str) -> str:
+        """How a weight is to be kept: as it is stored, "f32", "f16" or "bf16", or f32 where something is added to it."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in FLOATS:
+            raise CheckpointError(f"{tensor.name or name} is stored as {tensor.dtype}; supported: {', '.join(FLOATS)}")
+        if tensor.first is not None and tensor.first.dtype not in FLOATS:
+            raise CheckpointError(f"{tensor.first.name} is stored as {tensor.first.dtype}; supported: {', '.join(FLOATS)}")
+        return "f32" if tensor.added or tensor.first else FLOATS[tensor.dtype]
+
+    def codec(self, name: str) -> Codec:
+        """How the checkpoint holds a weight: in integers, or in the floats of `dtype`."""
+        tensor = self.tensors[name]
+        changed = tensor.added or tensor.first or tensor.merged
+        return (None if changed else tensor.stored.codec) or Codec(cast(Kind, self.dtype(name)))
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start...stop of a tensor as float32 [stop - start, ...]; a vector is a tensor of one-element rows.
+
+        CheckpointError: NaN or infinity in them, or they are no longer there.
+        """
+        self.dtype(name)
+        tensor = self.tensors[name]
+        values = self._read(tensor, tensor.name or name, start, stop)
+        if tensor.first is not None and start == 0 < stop:
+            values[0] += self._read(tensor.first, tensor.first.name, 0, len(values[0]))
+        if tensor.merged is not None:
+            factors, row = tensor.merged
+            values = values + factors.b[row + start : row + stop] @ factors.a
+        return values + np.float32(tensor.added) if tensor.added else values
+
+    def _read(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows of a tensor as they are stored, float32; `name`: for messages."""
+        row = math.prod(tensor.shape[1:])
+        values = tensor.stored.read(tensor.skipped + start * row, (stop - start) * row, name)
+        values = values.reshape(stop - start, *tensor.shape[1:])
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{name} has NaN or infinite values; the checkpoint is damaged or its training diverged")
+        return values
+
+    def whole(self, name: str) -> NDArray[np.float32]:
+        """A whole tensor as float32: norm gains, biases, one layer of a calibration."""
+        return self.rows(name, 0, self.tensors[name].shape[0])
+
+    def files(self) -> Sequence[Path]:
+        """The files whose change would change the result."""
+        return self.source.files()
+
+    def digest(self) -> str:
+        """sha256 of the configuration and of every tensor's name, type and shape; no weight is read for it."""
+        headers = sorted((name, t.dtype, t.shape) for name, t in self.tensors.items())
+        described = [self.config, headers, *([self.adapter.digest] if self.adapter else [])]
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

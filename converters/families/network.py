@@ -1,0 +1,74 @@
+"""What network a checkpoint holds, and whether its tensors are those of that network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from edgeq.converters.checkpoint.checkpoint import Checkpoint
+from edgeq.converters.checkpoint.source import CheckpointSource
+from edgeq.converters.families import HEAD, Family, recognise
+from edgeq.errors import UnsupportedError
+from edgeq.format.adapter import Adapter
+from edgeq.format.safetensors import read_json
+from edgeq.network.config import ModelConfig
+from edgeq.network.pooling import Pooling
+
+HEADLESS = ("layers.", "embed_tokens.", "norm.", "decoder.")
+"""Beginnings of the names of tensors in checkpoints of a decoder that was saved without its head."""
+
+
+def described(source: CheckpointSource, pooling: Pooling | None = None) -> tuple[Family, ModelConfig]:
+    """From the JSON files alone.  `pooling`: what takes the place of the head; None: nothing.
+
+    UnsupportedError: what this version does not run, by key.
+    """
+    return recognise(source.config, _preprocessor(source.texts), pooling)
+
+
+def open_tensors(source: CheckpointSource, family: Family, adapter: Path | None = None) -> Checkpoint:
+    """The tensors under the names of `family`, with the adapter in a folder merged.
+
+    CheckpointError: one is missing or damaged.  Of the adapter: as Adapter.read and Checkpoint.merge.
+    """
+    checkpoint = Checkpoint(source)
+    if adapter is not None:
+        read = Adapter.read(adapter)
+        if HEAD.removesuffix(".weight") in read.factors and getattr(family.config, "tie_word_embeddings", False):
+            raise UnsupportedError(f"adapter {read.name}: it changes the head, which is the embedding in this checkpoint")
+        checkpoint.merge(read)
+    pools = isinstance(family.config, ModelConfig) and family.config.pooling is not None
+    checkpoint.rename({each: f"model.{each}" for each in HEADLESS} if pools else family.description.renamed)
+    checkpoint.arrange(family.sources())
+    _check_tensors(checkpoint, family)
+    return checkpoint
+
+
+def _preprocessor(texts: Path) -> dict[str, Any] | None:
+    """How a picture becomes pixels: in a file of its own, or among the settings of the whole processor (transformers 5)."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (path := texts / name).exists():
+            found = read_json(path)
+            inner = found.get("image_processor", found)
+            return inner if isinstance(inner, dict) else found
+    return None
+
+
+def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
+    """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
+    expected = family.tensor_shapes() | (family.tower.tensor_shapes() if family.tower else {})
+    for name, shape in expected.items():
+        checkpoint.tensor(name, shape)
+        checkpoint.dtype(name)
+    # A tied model may carry its head a second time.
+    unknown = [
+        name
+        for name in checkpoint.tensors
+        if name not in expected and name != HEAD and not name.endswith(family.description.derived)
+        if not (family.tower and family.tower.description.unused(family.tower.config, name))
+    ]
+    if unknown:
+        raise UnsupportedError(
+            f"{checkpoint.source.place}: tensor {min(unknown)} has no place in a {family.architecture}; "
+            "if it is an adapter, merge it into the model first"
+        )

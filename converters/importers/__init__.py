@@ -1,0 +1,15 @@
+"""Where checkpoints come from: one module for each kind of source, and which of them a name is for."""
+
+from __future__ import annotations
+
+from edgeq.converters.checkpoint.download import HubAccess
+from edgeq.converters.checkpoint.source import CheckpointSource
+from edgeq.converters.importers.safetensors_folder import SafetensorsFolder
+
+
+def open_source(source: str, access: HubAccess) -> CheckpointSource:
+    """The checkpoint `source`, a folder or a hub id of which only the small text files are fetched.
+
+    CheckpointError: there is none, or its configuration cannot be read.
+    """
+    return SafetensorsFolder.open(source, access)

@@ -1,0 +1,103 @@
+"""Which options each method has a use for, and what they are when not given.
+
+Apart from the methods, which need torch: a command line is refused before that is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgeq.converters.planning.options import ONE_CODEC, ConvertOptions, spelled
+from edgeq.errors import InputError
+from edgeq.format.codec import BITS
+
+_ROUNDED: dict[str, Any] = {
+    "bits": 4,
+    "activation_bits": None,
+    "kv_bits": None,
+    "group_size": 128,
+    "symmetric": False,
+    "head": None,
+    "vision_bits": None,
+    "vision_activation_bits": None,
+    "calibration": None,
+}
+_ALLOCATED: dict[str, Any] = {"budget": None, "allocation": None}
+_SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
+_ROTATED: dict[str, Any] = {
+    "bits": 4,
+    "activation_bits": 4,
+    "kv_bits": 4,
+    "group_size": 0,
+    "gptq": False,
+    "head": None,
+    "vision_bits": None,
+    "vision_activation_bits": None,
+    "calibration": None,
+}
+DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "none": {"dtype": None, "kv_bits": None},
+    "rtn": {**_ROUNDED, "activations": None, "allocation": None},
+    "awq": _ROUNDED,
+    "gptq": {**_ROUNDED, "act_order": False, "tune": None, **_ALLOCATED},
+    "awq+gptq": {**_ROUNDED, "act_order": False, "tune": None, **_ALLOCATED},
+    "smoothquant": {**_SMOOTHED, "activations": None},
+    "smoothquant+gptq": {**_SMOOTHED, "act_order": False},
+    "ttq": {**_ROUNDED, "group_size": 32, "rank": 16, "master": "i8"},
+    "quarot": {**_ROTATED, "split_row": None, "activations": None},
+    "resq": {**_ROTATED, "high_fraction": 0.125},
+    "mquant": {
+        **{key: value for key, value in _ROTATED.items() if key != "gptq"},
+        "activation_bits": 8,
+        "kv_bits": None,
+        "activations": "modality",
+        "act_order": True,
+        "rotate": True,
+        "split_row": None,
+    },
+}
+"""Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
+
+Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured, `calibration` none or the built-in text,
+`kv_bits` 16, no `budget` and no `allocation`.
+"""
+WIDTHS = {"ttq": range(2, 6)}
+"""Bits of weights that a method can store, where it is not all of them."""
+CONSTANT = ("static", "modality")
+"""Kinds of activations whose scales are measured when a file is made."""
+CALIBRATED = ("awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "resq", "mquant")
+"""Methods that read calibration text whatever the options are."""
+
+
+def check_method_options(options: ConvertOptions) -> None:
+    """InputError: there is no such method, it cannot store so many bits, or it has no use for an option that was given."""
+    if options.method not in DEFAULTS:
+        raise InputError(f"method {options.method!r} is not known; supported: {', '.join(DEFAULTS)}")
+    for name in options.of_method():
+        needed = "calibration" if name.startswith("calibration") else name
+        if needed not in DEFAULTS[options.method]:
+            users = ", ".join(method for method, values in DEFAULTS.items() if needed in values)
+            raise InputError(f"{spelled(name)} goes with --method {users}; --method {options.method} has no use for it")
+    for name in ("budget", "allocation"):
+        given = [key for key in ONE_CODEC if getattr(options, key) is not None]
+        if getattr(options, name) is not None and given:
+            raise InputError(
+                f"{spelled(given[0])} is one codec for all parts, {spelled(name)} chooses one for each: give one of them"
+            )
+    widths = WIDTHS.get(options.method, BITS)
+    if options.bits is not None and options.bits not in widths:
+        raise InputError(f"{options.bits} bits are not supported by {options.method}; choose {widths[0]} to {widths[-1]}")
+    if (
+        options.activation_bits == 6
+        and DEFAULTS[options.method].get("activations") is None
+        and options.activations
+        in (
+            None,
+            "block",
+        )
+    ):
+        raise InputError("6 bits of activations have a scale for every token or constant ones: give --activations")
+    reads = options.calibration or options.method in CALIBRATED or options.gptq or options.activations in CONSTANT
+    if not reads and (options.calibration_rows or options.calibration_length):
+        raise InputError(f"--method {options.method} reads no calibration text unless --calibration names one")

@@ -1,0 +1,157 @@
+"""From a budget to a plan: probe, frontier, and the allocation that the budget allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from edgeq.converters.budget.budget import Budget, Unit
+from edgeq.converters.budget.part_names import TABLE
+from edgeq.converters.budget.parts import AllocationPart
+from edgeq.converters.budget.prediction import AllocationPrediction
+from edgeq.converters.calibration.compute import Compute, within_memory
+from edgeq.converters.planning.plan import ConversionPlan
+from edgeq.converters.probing.decode_choice import MAX_DECODED, DecodeHere, closest, refuse_too_fast
+from edgeq.converters.probing.estimate import grid
+from edgeq.converters.probing.frontier import SECONDS, Costs, Frontier, FrontierPoint, refuse_unmeetable
+from edgeq.converters.probing.probe import OnProgress, Probe, probe_bytes, probe_rows, refuse_short_text
+from edgeq.converters.probing.record import ChosenAllocation, Record
+from edgeq.errors import InputError, ResourceError
+from edgeq.format.codec import Codec
+from edgeq.network.config import VisionConfig
+from edgeq.system.machine import available_bytes
+
+PROVENANCE_BYTES = 256
+"""Size in the provenance of each part: its codec and its measurements."""
+
+
+@dataclass(frozen=True)
+class AllocationResult:
+    """`plan` carries out the allocation `point` of `frontier`."""
+
+    plan: ConversionPlan
+    frontier: Frontier
+    point: FrontierPoint
+
+
+def allocate(
+    plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None], here: DecodeHere | None = None
+) -> AllocationResult:
+    """Choose the codec of every part under the budget of `plan`, which `preflight` made; `here`: for a budget of seconds.
+
+    Measures what no run before has measured of the same source, text and options.  Killed and called again, it goes on after
+    the last decoder layer measured, to the same allocation.
+    InputError: the text is too short, or nothing meets the budget.  ResourceError: too little memory.
+    """
+    budget = plan.options.budget
+    assert budget is not None
+    if budget.unit == SECONDS:
+        if here is None:
+            raise InputError(
+                "a budget of seconds goes with the decode times of this machine: use the command line, or give bytes"
+            )
+        return _within_seconds(plan, budget, here, on_progress, warn)
+    parts = plan.parts()
+    # Before hours of measurements, not after them.
+    refuse_unmeetable(budget, parts, fixed_costs(plan, parts))
+    frontier = measured_frontier(plan, on_progress, warn)
+    point = frontier.best(budget)
+    return AllocationResult(with_allocation(plan, point, frontier), frontier, point)
+
+
+def _within_seconds(
+    plan: ConversionPlan, budget: Budget, here: DecodeHere, on_progress: OnProgress, warn: Callable[[str], None]
+) -> AllocationResult:
+    """The allocation that was chosen when the same was asked before, or one that is chosen by decoding it now."""
+    refuse_short_text(plan)
+    key, parts = f"{budget.amount} {here.setting}", plan.parts()
+
+    def label(done: int) -> None:
+        on_progress(done, MAX_DECODED, "decoding an allocation")
+
+    choice = _record(plan).choices.get(key)
+    if choice is not None and (choice.alone or here.resumes) and _codecs(choice, parts):
+        warn("the codecs are those that were chosen when this speed was asked for before")
+        frontier = measured_frontier(plan, on_progress, warn)
+    else:
+        label(0)
+        refuse_too_fast(budget, parts, here)
+        frontier = measured_frontier(plan, on_progress, warn)
+        choice = closest(frontier, budget, here, label, warn)
+        record = _record(plan)
+        record.choices[key] = choice
+        record.keep()
+        if not choice.alone:
+            warn("something else ran meanwhile: the same command may choose other codecs next time; --save-plan keeps these")
+    frontier = replace(frontier, times=here.times.scaled(choice.ratio))
+    point = frontier.point(_codecs(choice, parts))
+    return AllocationResult(with_allocation(plan, point, frontier), frontier, point)
+
+
+def _codecs(choice: ChosenAllocation, parts: Sequence[AllocationPart]) -> dict[str, Codec]:
+    """The codecs of a choice by part; none of one that is not a choice of these parts."""
+    found = {part.name: codec for part in parts for codec in part.candidates() if codec.name == choice.names.get(part.name)}
+    return found if len(found) == len(parts) else {}
+
+
+def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None]) -> Frontier:
+    """The parts with their measured divergences, from the cache or from a probe now.  Errors: as `allocate` and `Probe.run`."""
+    refuse_short_text(plan)
+    parts, rows, record = plan.parts(), probe_rows(plan), _record(plan)
+
+    def measure(codecs: Mapping[str, tuple[Codec, ...]]) -> None:
+        def missing() -> list[AllocationPart]:
+            return [part for part in parts if not record.has(part.name, [codec.name for codec in codecs.get(part.name, ())])]
+
+        def attempt(compute: Compute) -> None:
+            # One that ran out of memory has kept what it measured.
+            Probe(replace(plan, compute=compute), missing(), lambda part: codecs[part.name], rows, on_progress).run(record)
+
+        if not missing():
+            return
+        needed, available = probe_bytes(plan), available_bytes()
+        if needed > available:
+            raise ResourceError(
+                f"{plan.checkpoint.name}: measuring for a budget needs {needed / 1e9:.1f} GB of memory, "
+                f"{available / 1e9:.1f} GB are available; --plan takes an allocation that was made elsewhere"
+            )
+        within_memory(plan.compute, attempt, warn)
+        if not record.keep():
+            warn(f"{record.path.parent}: cannot write there; what was measured is not kept for the next run")
+
+    measure({part.name: grid(part) for part in parts})
+    frontier = Frontier(parts, record.found, fixed_costs(plan, parts))
+    measure({name: (codec,) for name, codec in frontier.second_look().items()})
+    return Frontier(parts, record.found, frontier.costs)
+
+
+def with_allocation(plan: ConversionPlan, point: FrontierPoint, frontier: Frontier) -> ConversionPlan:
+    """`plan` with the codecs of `point`."""
+    budget = plan.options.budget
+    # Seconds measured again are others: a killed conversion goes on with its codecs, whatever they followed from.
+    options = replace(plan.options, allocation=point.names, budget=None if budget and budget.unit == SECONDS else budget)
+    return replace(plan.with_options(options), prediction=AllocationPrediction(point.kl, frontier.measured))
+
+
+def _record(plan: ConversionPlan) -> Record:
+    """What is kept of the model."""
+    apart = ("option budget", "option allocation")
+    settings = {key: value for key, value in plan.fingerprint().items() if key not in apart}
+    return Record.of(settings | {"probe rows": list(probe_rows(plan).shape)})
+
+
+def fixed_costs(plan: ConversionPlan, parts: tuple[AllocationPart, ...]) -> Costs:
+    """What the file takes besides the weights of its parts: norms, text, biases, metadata."""
+    metadata = plan.metadata()
+    sizes = metadata.bytes_per_token()
+    apart = (VisionConfig.prefix, TABLE)
+    linears = [linear for name, linear in metadata.linears.items() if not name.startswith(apart)]
+    total: dict[Unit, int] = {
+        "bits": sum(linear.nbytes for linear in linears),
+        "size": plan.output_bytes + PROVENANCE_BYTES * len(parts),
+        "read": sizes["weights"] + sizes["head"],
+    }
+    units: tuple[Unit, ...] = ("bits", "size", "read")
+    now = {unit: sum(part.cost(part.items[0].recipe.codec, unit) for part in parts) for unit in units}
+    weights = sum(linear.rows * linear.columns for linear in linears)
+    return Costs({unit: total[unit] - now[unit] for unit in now}, weights)

@@ -1,0 +1,57 @@
+"""KL divergence at the logits between the model as it was and variants of it, from their outputs of the last layer.
+
+The head is read in slabs of the vocabulary, once for all variants; no logits of the whole vocabulary are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgeq.converters.calibration.choose_precision import LogSumExp
+
+Rounded = Callable[[Tensor, int], Tensor]
+"""Rows of a matrix, float32 [rows, columns], and the index of the first one -> the same rows after rounding."""
+
+
+def unchanged(rows: Tensor, first: int) -> Tensor:
+    """`Rounded` of a head that stays as it is."""
+    return rows
+
+
+@dataclass(frozen=True)
+class HeadVariant:
+    """`inputs` of the head, float32 [tokens, hidden], and what becomes of its rows."""
+
+    inputs: Tensor
+    head: Rounded = unchanged
+
+
+@torch.no_grad()
+def divergences(head: Iterator[NDArray[np.float32]], exact: Tensor, variants: Sequence[HeadVariant]) -> list[float]:
+    """Mean KL(p || q) in nats over the tokens, of every variant q from `exact` [tokens, hidden] through the `head` as it is.
+
+    Computed on the device of `exact`; the variants are brought there.
+
+    KL(p || q) = sum p (l - m) - log sum exp l + log sum exp m for logits l and m, summed slab by slab of the vocabulary.
+    """
+    device, everything = exact.device, LogSumExp.of(len(exact))
+    totals = [LogSumExp.of(len(exact)) for _ in variants]
+    gaps = [torch.zeros(len(exact), dtype=torch.float64) for _ in variants]
+    first = 0
+    for rows in head:
+        weight = torch.from_numpy(rows)
+        logits = exact @ weight.to(device).T
+        share, inside = everything.add(logits), logits.softmax(1)
+        for variant, total, gap in zip(variants, totals, gaps, strict=True):
+            changed = variant.inputs.to(device) @ variant.head(weight, first).to(device).T
+            total.add(changed)
+            here = inside.mul(logits - changed).sum(1).cpu().double()
+            gap += share * (here - gap)
+        first += len(weight)
+    return [max(float((gap - everything.value + total.value).mean()), 0.0) for gap, total in zip(gaps, totals, strict=True)]

@@ -1,0 +1,152 @@
+"""The loop of GPTQ over the columns of a block, compiled: in torch every column would cost a dozen calls.
+
+Output channels do not depend on each other, so that threads may share them in any way and end in the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from edgeq.format.quantization import MIN_RANGE
+
+SHARES = 20
+"""Shares of a group's range that are tried, from the whole one down; the smallest is MIN_SHARE."""
+MIN_SHARE = 0.6
+_F32 = np.float32
+_STEP = _F32((1 - MIN_SHARE) / (SHARES - 1))
+_RANGE = _F32(MIN_RANGE)
+
+
+@njit(nogil=True, cache=True)
+def _to_f16(x: Any) -> Any:
+    """A positive float32 rounded to f16, halves to even; infinity where f16 ends."""
+    if not x < 65520.0:
+        return _F32(np.inf)
+    mantissa, exponent = math.frexp(x)
+    if exponent < -13:
+        return _F32(np.rint(x * 16777216.0) / 16777216.0)
+    return _F32(math.ldexp(np.rint(mantissa * 2048.0) / 2048.0, exponent))
+
+
+@njit(nogil=True, cache=True)
+def _code(w: Any, scale: Any, zero: Any, top: Any) -> Any:
+    return min(max(_F32(np.rint(w / scale)) + zero, _F32(0)), top)
+
+
+@njit(nogil=True, cache=True)
+def _search(group: Any, costs: Any, top: Any, symmetric: Any, shares: Any) -> Any:
+    """(scale, zero) of the share of the group's range with the least sum of costs * error^2."""
+    low, high = _F32(0), _F32(0)
+    for w in group:
+        low, high = min(low, w), max(high, w)
+    best, best_scale, best_zero = _F32(np.inf), _F32(np.nan), _F32(0)
+    for step in range(shares):
+        share = _F32(1) - _F32(step) * _STEP
+        if symmetric:
+            scale = _to_f16(max(max(-low, high) * share, _RANGE) / (top / _F32(2)))
+            zero = (top + _F32(1)) / _F32(2)
+        else:
+            scale = _to_f16(max((high - low) * share, _RANGE) / top)
+            zero = min(max(-_F32(np.rint(low * share / scale)), _F32(0)), top)
+        error = _F32(0)
+        for i in range(len(group)):
+            lost = (_code(group[i], scale, zero, top) - zero) * scale - group[i]
+            error += costs[i] * lost * lost
+        if step == 0 or error < best:
+            best, best_scale, best_zero = error, scale, zero
+    return best_scale, best_zero
+
+
+@njit(nogil=True, cache=True)
+def search_grids(
+    weight: NDArray[np.float32],
+    costs: NDArray[np.float32],
+    top: np.float32,
+    symmetric: bool,
+    shares: int,
+    scale: NDArray[np.float32],
+    zero: NDArray[np.float32],
+) -> None:
+    """Fill scale and zero [rows] with the grid of each row of weight [rows, columns], one group each; costs [columns]."""
+    for row in range(len(weight)):
+        scale[row], zero[row] = _search(weight[row], costs, top, symmetric, shares)
+
+
+@njit(nogil=True, cache=True)
+def round_block(
+    weight: NDArray[np.float32],
+    u: NDArray[np.float32],
+    costs: NDArray[np.float32],
+    begins: NDArray[np.int64],
+    group_of: NDArray[np.int64],
+    scale: NDArray[np.float32],
+    zero: NDArray[np.float32],
+    top: np.float32,
+    symmetric: bool,
+    shares: int,
+    integers: NDArray[np.uint8],
+) -> None:
+    """Round the columns of weight [rows, columns] one after another; each error goes to those after it.  Left there: what the
+    integers stand for.
+
+    u         [columns, columns]: upper factor of the inverse moments of these columns
+    costs     [columns]: of a square error, for the search of grids
+    begins    [columns]: of how many columns the group has whose grid is to be found there; 0: it is known, or begun
+    group_of  [columns]: the column of `scale` and `zero` [rows, groups]
+    """
+    for row in range(len(weight)):
+        w = weight[row]
+        for i in range(len(w)):
+            g = group_of[i]
+            if begins[i] > 0:
+                ends = i + begins[i]
+                scale[row, g], zero[row, g] = _search(w[i:ends], costs[i:ends], top, symmetric, shares)
+            code = _code(w[i], scale[row, g], zero[row, g], top)
+            back = (code - zero[row, g]) * scale[row, g]
+            error = (w[i] - back) / u[i, i]
+            after = u[i]
+            for j in range(i + 1, len(w)):
+                w[j] -= error * after[j]
+            w[i] = back
+            integers[row, i] = np.uint8(code)
+
+
+@njit(nogil=True, cache=True)
+def improve_block(
+    rounded: NDArray[np.float32],
+    gradient: NDArray[np.float32],
+    moments: NDArray[np.float32],
+    fixed: NDArray[np.bool_],
+    group_of: NDArray[np.int64],
+    scale: NDArray[np.float32],
+    zero: NDArray[np.float32],
+    top: np.float32,
+    integers: NDArray[np.uint8],
+) -> None:
+    """Coordinate descent over the columns of a block: each integer to the one with the least error, given all others.
+
+    rounded   [rows, columns]: what the integers stand for; changed with them
+    gradient  [rows, columns]: of half the squared error by these weights; changed with them
+    moments   [columns, columns]: of the inputs of these columns
+    fixed     [columns]: stay as they are
+    """
+    for row in range(len(rounded)):
+        w, slope = rounded[row], gradient[row]
+        for i in range(len(w)):
+            if fixed[i]:
+                continue
+            g = group_of[i]
+            code = _code(w[i] - slope[i] / moments[i, i], scale[row, g], zero[row, g], top)
+            back = (code - zero[row, g]) * scale[row, g]
+            change = back - w[i]
+            if change != 0:
+                w[i] = back
+                integers[row, i] = np.uint8(code)
+                curve = moments[i]
+                for j in range(len(w)):
+                    slope[j] += change * curve[j]

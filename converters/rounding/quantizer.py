@@ -1,0 +1,223 @@
+"""Rounds weights group by group, in torch float32, by named presets.
+
+What papers call the same rounding differs in the range that the integers cover and in whether it holds 0.  Per group of a row,
+at b bits, by the name that a file's provenance has (and that of files of earlier versions, which took it from a paper whatever
+the method was):
+
+    min-max         (awq-asymmetric)   scale (max - min) / (2^b - 1), zero = clamp(-round(min / scale), 0, 2^b - 1); the range
+                    is not forced to contain 0: a group of only positive weights gets zero 0 and its top is clipped
+    min-max-zero    (gptq-asymmetric)   the same over a range that has 0 in it (Frantar et al. 2022, arXiv 2210.17323)
+    absmax          (awq-symmetric, smoothquant)   scale max|w| / (2^(b-1) - 1); q in -2^(b-1) ... 2^(b-1) - 1, stored plus
+                    2^(b-1) (also Xiao et al. 2022, arXiv 2211.10438)
+    absmax-full     (gptq-symmetric)   scale 2 max|w| / (2^b - 1), the same integers: the lowest is used, the largest weight is
+                    clipped a little
+    absmax-search   (quarot)   as absmax, over the range, of 1.00 ... 0.21 of the largest weight, with the least
+                    sum |error|^2.4 (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
+    ...-weighed     over the part of that range with the least sum of cost * error^2, where columns have costs (columns.py)
+
+The last group of a row is shorter where the group size does not divide the columns.
+
+Ranges are at least 1e-5 wide.  Rounding is half to even.  The scale is rounded to f16 *before* q is computed, so what a search
+measured is what the file holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from edgeq.errors import CheckpointError
+from edgeq.format.codec import GROUP_SIZES, Codec
+from edgeq.format.quantization import MIN_RANGE
+
+SLAB_ROWS = 1024
+SEARCH_STEPS = 80
+SEARCH_POWER = 2.4
+SEARCH_ELEMENTS = 1 << 22
+"""Weights that are searched at a time: the search holds several arrays of this size."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How a range becomes a grid.
+
+    zero_inside   an asymmetric range is extended to contain 0
+    full_range    a symmetric scale is 2 max|w| / (2^b - 1) instead of max|w| / (2^(b-1) - 1)
+    search        the range is the part of the whole with the least sum |error|^2.4
+    weighed       where columns have costs (columns.py) the range is the part of the whole with the least sum cost * error^2
+    """
+
+    zero_inside: bool = False
+    full_range: bool = False
+    search: bool = False
+    weighed: bool = False
+
+    def title(self, codec: Codec) -> str:
+        """The name of the rounding, as in this module's list; of a search over a codec with zero points, `min-max-search`."""
+        if codec.symmetric:
+            name = "absmax-full" if self.full_range else "absmax"
+        else:
+            name = "min-max-zero" if self.zero_inside else "min-max"
+        return f"{name}-search" if self.search else f"{name}-weighed" if self.weighed else name
+
+
+MIN_MAX = Preset()
+MIN_MAX_ZERO_WEIGHED = Preset(zero_inside=True, full_range=True, weighed=True)
+ABSMAX_SEARCH = Preset(search=True)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """q uint8 [rows, columns]; scale f16 and zero u8 (asymmetric only) [rows, groups]: what edgeq.format.codec packs."""
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Quantized]) -> Quantized:
+        """The integers of more rows as one."""
+        if len(parts) == 1:
+            return parts[0]
+        zeros = [part.zero for part in parts if part.zero is not None]
+        return cls(torch.cat([p.q for p in parts]), torch.cat([p.scale for p in parts]), torch.cat(zeros) if zeros else None)
+
+    def slabs(self) -> Iterator[Quantized]:
+        """The same in slabs of rows, so that packing needs little beside it."""
+        for top in range(0, len(self.q), SLAB_ROWS):
+            rows = slice(top, top + SLAB_ROWS)
+            yield Quantized(self.q[rows], self.scale[rows], None if self.zero is None else self.zero[rows])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Scale (already rounded to f16) and zero point of every group, float32 [rows, groups]; integers are 0 ... 2^bits - 1."""
+
+    scale: Tensor
+    zero: Tensor
+    bits: int
+
+    @classmethod
+    def joined(cls, grids: Sequence[Grid], dimension: int) -> Grid:
+        """The grids of more rows (dimension 0) or of more groups (dimension 1) as one."""
+        if len(grids) == 1:
+            return grids[0]
+        scale, zero = torch.cat([g.scale for g in grids], dimension), torch.cat([g.zero for g in grids], dimension)
+        return cls(scale, zero, grids[0].bits)
+
+    def integers(self, groups: Tensor) -> Tensor:
+        """Weights [rows, groups, any] -> stored integers as float32."""
+        return groups.div(self.scale[..., None]).round_().add_(self.zero[..., None]).clamp_(0, (1 << self.bits) - 1)
+
+    def weights(self, integers: Tensor) -> Tensor:
+        """The inverse: what is read back, [rows, groups, any]."""
+        return (integers - self.zero[..., None]) * self.scale[..., None]
+
+    def stored(self, integers: Tensor, codec: Codec) -> Quantized:
+        """`integers` [rows, columns] on this grid as the arrays of `codec`."""
+        return Quantized(integers.to(torch.uint8), self.scale.half(), None if codec.symmetric else self.zero.to(torch.uint8))
+
+
+def quantize(weight: Tensor, codec: Codec, name: str, preset: Preset = MIN_MAX) -> Quantized:
+    """Weight float32 [rows, columns] -> stored integers.  CheckpointError: a scale of tensor `name` overflows f16."""
+    parts = split_groups(weight, codec)
+    grids = [grid(part, codec, preset, name) for part in parts]
+    integers = _joined([found.integers(part) for found, part in zip(grids, parts, strict=True)])
+    return Grid.joined(grids, 1).stored(integers, codec)
+
+
+def fake(weight: Tensor, codec: Codec, preset: Preset = MIN_MAX) -> Tensor:
+    """Weight float32 [rows, columns] after a round trip through `codec`: bit for bit what edgeq.format.codec.dequantize
+    gives."""
+    parts = split_groups(weight, codec)
+    grids = [_grid(part, codec, preset) for part in parts]
+    return _joined([found.weights(found.integers(part)) for found, part in zip(grids, parts, strict=True)])
+
+
+def restored(quantized: Quantized, codec: Codec) -> Tensor:
+    """What is read back of stored integers, float32 [rows, columns]."""
+    scale = quantized.scale.float()
+    zero = torch.full_like(scale, codec.center) if quantized.zero is None else quantized.zero.float()
+    parts = split_groups(quantized.q.float(), codec)
+    ends = [0, *accumulate(part.shape[1] for part in parts)]
+    grids = [Grid(scale[:, a:b], zero[:, a:b], codec.bits) for a, b in pairwise(ends)]
+    return _joined([found.weights(part) for found, part in zip(grids, parts, strict=True)])
+
+
+def fitting_group_size(columns: int, most: int = GROUP_SIZES[-1]) -> int:
+    """The largest group size up to `most` that divides `columns`; `most` if none does: the last group is then shorter."""
+    return next((size for size in reversed(GROUP_SIZES) if size <= most and columns % size == 0), most)
+
+
+def uniform_spans(codec: Codec, columns: int) -> list[slice]:
+    """The columns in spans whose groups have the same size: the whole groups, then the shorter last one where there is one."""
+    size = codec.group_size or columns
+    whole = columns // size * size
+    return [span for span in (slice(0, whole), slice(whole, columns)) if span.start < span.stop]
+
+
+def split_groups(weight: Tensor, codec: Codec) -> list[Tensor]:
+    """[rows, columns] -> [rows, groups, group size], and [rows, 1, rest] where the last group is shorter."""
+    spans = uniform_spans(codec, weight.shape[1])
+    return [weight[:, span].unflatten(1, (codec.groups(span.stop - span.start), -1)) for span in spans]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The inverse of `split_groups`."""
+    flat = [part.flatten(1) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+
+
+def grid(groups: Tensor, codec: Codec, preset: Preset, name: str) -> Grid:
+    """The grid of every group of weights [rows, groups, group size].
+
+    CheckpointError: a scale of tensor `name` overflows f16.
+    """
+    found = _grid(groups, codec, preset)
+    if not torch.isfinite(found.scale).all():
+        raise overflow(name, codec)
+    return found
+
+
+def overflow(name: str, codec: Codec) -> CheckpointError:
+    """The error for weights of tensor `name` whose scale f16 cannot hold."""
+    return CheckpointError(f"{name} has weights too large for a 16-bit scale at {codec.bits} bits; use --method none")
+
+
+def _grid(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
+    if not preset.search:
+        return _grid_of(groups, codec, preset, 1.0)
+    rows = max(1, SEARCH_ELEMENTS // groups[0].numel())
+    return Grid.joined([_searched(part, codec, preset) for part in torch.split(groups, rows)], 0)
+
+
+def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid:
+    """The grids over `share` of each group's range."""
+    if codec.symmetric:
+        span = groups.abs().amax(-1).mul(share).clamp(min=MIN_RANGE)
+        steps = ((1 << codec.bits) - 1) / 2 if preset.full_range else (1 << (codec.bits - 1)) - 1
+        scale = (span / steps).half().float()
+        return Grid(scale, torch.full_like(scale, codec.center), codec.bits)
+    top = (1 << codec.bits) - 1
+    low, high = groups.aminmax(dim=-1)
+    if preset.zero_inside:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+    low, high = low * share, high * share
+    scale = ((high - low).clamp(min=MIN_RANGE) / top).half().float()
+    return Grid(scale, (-torch.round(low / scale)).clamp(0, top), codec.bits)
+
+
+def _searched(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
+    best = _grid_of(groups, codec, preset, 1.0)
+    least = torch.full(groups.shape[:2], float("inf"), device=groups.device)
+    for i in range(SEARCH_STEPS):
+        found = _grid_of(groups, codec, preset, 1 - i / 100)
+        error = found.weights(found.integers(groups)).sub_(groups).abs_().pow_(SEARCH_POWER).sum(-1)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = Grid(torch.where(better, found.scale, best.scale), torch.where(better, found.zero, best.zero), codec.bits)
+    return best

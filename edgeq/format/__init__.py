@@ -1,0 +1,1 @@
+"""The file format: codecs, records, metadata, reader and writer."""

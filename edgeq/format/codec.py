@@ -1,0 +1,266 @@
+"""How the numbers of a matrix are stored: pack, unpack and dequantize in numpy.  This file is the truth.
+
+Every codec stores the matrix W[rows, columns], output by input channels, in one order, which CPU kernels read straight from the
+mapped file:
+
+    block   16 rows (the last one padded with zero rows)
+    line    64 bytes = 16 lanes of 32 bits; lane r belongs to row r of the block and holds consecutive input channels
+            (8 bits: 4 channels, 16 bits: 2, 32 bits: 1)
+    chunk   16 rows x 32 channels; a b-bit integer codec stores it in exactly b lines
+
+A *quad* is 16 rows x 4 channels, one byte each: byte 4r + c of quad j is row r, channel 4j + c of the chunk.  The eight quads
+of a chunk are stored in planes of 4, 2 and 1 bits (8 bits: one plane of bytes), low bits first:
+
+    plane of 4 bits, 4 lines    line t:  | quad 2t+1 | quad 2t |                                  high nibble | low nibble
+    plane of 2 bits, 2 lines    line t:  | quad 4t+3 | quad 4t+2 | quad 4t+1 | quad 4t |          bits 7-6 | 5-4 | 3-2 | 1-0
+    plane of 1 bit,  1 line     line 0:  | quad 7 | quad 6 | ... | quad 0 |                       bit 7 ... bit 0
+
+    2 bits = [2]   3 = [2][1]   4 = [4]   5 = [4][1]   6 = [4][2]   7 = [4][2][1]   8 = the eight quads themselves
+
+so a 4-bit byte 4r + c of line t is  q[r, 8t + c] | q[r, 8t + 4 + c] << 4,  and no bit of a whole chunk is wasted.  Scales are
+f16 [blocks][groups][16], zero points u8 in the same order.  A group is `group_size` consecutive channels of one row; the last
+group of a row has what is left of it, 1 to `group_size` channels.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import UnsupportedError
+
+ROWS = 16
+CHUNK = 32
+QUADS = 8
+LINE = 64
+GROUP_SIZES = (16, 32, 64, 128)
+BITS = range(2, 9)
+
+ArrayF32 = NDArray[np.float32]
+ArrayU8 = NDArray[np.uint8]
+AnyArray = NDArray[Any]
+
+# Planes of each width, low bits first: (bits of the plane, lines of the plane in a chunk).
+PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+
+Kind = Literal["f32", "f16", "bf16", "int"]
+FLOAT_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16")
+_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero)?")
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One stored array of a codec: its numpy dtype and shape, and its type in a file (f16 and bf16 are packed as uint16)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stored: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The storage of one weight matrix.
+
+    kind         "f32", "f16", "bf16" or "int"
+    bits         2 to 8 for "int", else 0
+    group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row
+    symmetric    True: w = scale * (q - 2**(bits-1)); False: w = scale * (q - zero) with a stored zero point per group
+    """
+
+    kind: Kind
+    bits: int = 0
+    group_size: int = 0
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in (*FLOAT_KINDS, "int"):
+            raise UnsupportedError(f"unknown codec {self.kind!r}; supported: f32, f16, bf16 and i2 to i8")
+        if self.integer:
+            if self.bits not in BITS:
+                raise UnsupportedError(f"{self.bits} bits are not supported; choose 2, 3, 4, 5, 6, 7 or 8")
+            if self.group_size not in (0, *GROUP_SIZES):
+                raise UnsupportedError(
+                    f"group size {self.group_size} is not supported; choose 16, 32, 64, 128 or row (one group per row)"
+                )
+
+    @property
+    def integer(self) -> bool:
+        """Whether weights are integers with scales; inputs of others are never rounded."""
+        return self.kind == "int"
+
+    @property
+    def name(self) -> str:
+        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i8 row`."""
+        if not self.integer:
+            return self.kind
+        group = f"g{self.group_size}" if self.group_size else "row"
+        return f"i{self.bits} {group}" + ("" if self.symmetric else " zero")
+
+    @classmethod
+    def named(cls, name: str) -> Codec:
+        """The codec of this `name`.  UnsupportedError: there is none."""
+        found = _NAME.fullmatch(name)
+        if not found:
+            raise UnsupportedError(f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row or i4 g128 zero")
+        kind, bits, size, zero = found.groups()
+        return cls(cast(Kind, kind)) if kind else cls("int", int(bits), int(size or 0), not zero)
+
+    def groups(self, columns: int) -> int:
+        """Scales per row of `columns` channels; where the group size does not divide them, the last group is shorter."""
+        if not self.integer:
+            return 0
+        return -(-columns // self.group_size) if self.group_size else 1
+
+    def parts(self, rows: int, columns: int) -> dict[str, ArraySpec]:
+        """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and with zero points "zero"."""
+        blocks = -(-rows // ROWS)
+        if self.kind == "f32":
+            return {"q": ArraySpec("float32", (blocks, columns, ROWS), "f32")}
+        if self.kind in ("f16", "bf16"):
+            return {"q": ArraySpec("uint16", (blocks, -(-columns // 2), ROWS, 2), self.kind)}
+        scales = (blocks, self.groups(columns), ROWS)
+        codes = (blocks, -(-columns // CHUNK), self.bits, LINE)
+        parts = {"q": ArraySpec("uint8", codes, "u8"), "scale": ArraySpec("float16", scales, "f16")}
+        if not self.symmetric:
+            parts["zero"] = ArraySpec("uint8", scales, "u8")
+        return parts
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        return sum(part.nbytes for part in self.parts(rows, columns).values())
+
+    @property
+    def center(self) -> int:
+        """The integer that stores the number zero in symmetric codecs."""
+        return 1 << (self.bits - 1)
+
+
+def padded_rows(a: AnyArray) -> AnyArray:
+    """`a` with zero rows appended up to a multiple of 16."""
+    missing = -a.shape[0] % ROWS
+    return np.concatenate([a, np.zeros((missing, *a.shape[1:]), a.dtype)]) if missing else a
+
+
+def _padded_columns(a: AnyArray, multiple: int) -> AnyArray:
+    missing = -a.shape[1] % multiple
+    return np.concatenate([a, np.zeros((a.shape[0], missing), a.dtype)], axis=1) if missing else a
+
+
+def pack_integers(q: ArrayU8, bits: int) -> ArrayU8:
+    """q uint8 [rows, columns], values below 2**bits -> uint8 [blocks, chunks, bits, 64] in the order of this file."""
+    if q.size and int(q.max()) >= 1 << bits:
+        raise ValueError(f"value {int(q.max())} does not fit {bits} bits")
+    q = _padded_columns(padded_rows(q), CHUNK)
+    blocks, chunks = q.shape[0] // ROWS, q.shape[1] // CHUNK
+    # block, row, chunk, quad, channel -> block, chunk, quad, row, channel: a quad is now 64 consecutive bytes
+    quads = q.reshape(blocks, ROWS, chunks, QUADS, 4).transpose(0, 2, 3, 1, 4).reshape(blocks, chunks, QUADS, LINE)
+    lines, low = [], 0
+    for plane in PLANES[bits]:
+        per_line = 8 // plane
+        values = (quads >> low) & ((1 << plane) - 1) if plane < 8 else quads
+        values = values.reshape(blocks, chunks, QUADS // per_line, per_line, LINE)
+        shifts = (np.arange(per_line) * plane).astype(np.uint8)[:, None]
+        lines.append(np.bitwise_or.reduce(values << shifts, axis=3))
+        low += plane
+    return np.ascontiguousarray(np.concatenate(lines, axis=2))
+
+
+def unpack_integers(packed: ArrayU8, rows: int, columns: int) -> ArrayU8:
+    """The inverse of `pack_integers`: uint8 [blocks, chunks, bits, 64] -> uint8 [rows, columns]."""
+    blocks, chunks, bits, _ = packed.shape
+    quads = np.zeros((blocks, chunks, QUADS, LINE), np.uint8)
+    line, low = 0, 0
+    for plane in PLANES[bits]:
+        per_line, count = 8 // plane, plane
+        lines = packed[:, :, line : line + count, None, :]
+        shifts = (np.arange(per_line) * plane).astype(np.uint8)[:, None]
+        values = (lines >> shifts) & np.uint8((1 << plane) - 1)
+        quads |= (values.reshape(blocks, chunks, QUADS, LINE) << low).astype(np.uint8)
+        line, low = line + count, low + plane
+    q = quads.reshape(blocks, chunks, QUADS, ROWS, 4).transpose(0, 3, 1, 2, 4)
+    return np.ascontiguousarray(q.reshape(blocks * ROWS, chunks * CHUNK)[:rows, :columns])
+
+
+def pack_groups(a: AnyArray) -> AnyArray:
+    """Per-group values [rows, groups] -> [blocks, groups, 16]."""
+    a = padded_rows(a)
+    return np.ascontiguousarray(a.reshape(-1, ROWS, a.shape[1]).transpose(0, 2, 1))
+
+
+def unpack_groups(a: AnyArray, rows: int) -> AnyArray:
+    """[blocks, groups, 16] -> [rows, groups]."""
+    return np.ascontiguousarray(a.transpose(0, 2, 1).reshape(-1, a.shape[1])[:rows])
+
+
+def to_bf16(a: ArrayF32) -> NDArray[np.uint16]:
+    """float32 -> bfloat16 bits, round to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(a), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def as_float32(a: AnyArray, dtype: str) -> ArrayF32:
+    """Numbers of type f32, f16 or bf16 as float32."""
+    return from_bf16(a) if dtype == "bf16" else np.asarray(a, np.float32)
+
+
+def from_bf16(a: NDArray[np.uint16]) -> ArrayF32:
+    """bfloat16 bits -> float32, exact."""
+    return (a.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def pack_floats(w: ArrayF32, kind: Kind) -> AnyArray:
+    """w float32 [rows, columns] -> the "q" array of the float codec `kind`."""
+    if kind == "f32":
+        w = padded_rows(np.ascontiguousarray(w, np.float32))
+        return np.ascontiguousarray(w.reshape(-1, ROWS, w.shape[1]).transpose(0, 2, 1))
+    halves = to_bf16(w) if kind == "bf16" else w.astype(np.float16).view(np.uint16)
+    halves = _padded_columns(padded_rows(halves), 2)
+    return np.ascontiguousarray(halves.reshape(-1, ROWS, halves.shape[1] // 2, 2).transpose(0, 2, 1, 3))
+
+
+def unpack_floats(packed: AnyArray, kind: Kind, rows: int, columns: int) -> ArrayF32:
+    """The inverse of `pack_floats`, as float32 [rows, columns]."""
+    if kind == "f32":
+        return np.ascontiguousarray(packed.transpose(0, 2, 1).reshape(-1, packed.shape[1])[:rows])
+    halves = packed.transpose(0, 2, 1, 3).reshape(packed.shape[0] * ROWS, -1)[:rows, :columns]
+    halves = np.ascontiguousarray(halves)
+    return from_bf16(halves) if kind == "bf16" else halves.view(np.float16).astype(np.float32)
+
+
+def dequantize(codec: Codec, rows: int, columns: int, arrays: Mapping[str, AnyArray]) -> ArrayF32:
+    """Stored arrays, as `codec.parts` names them -> W float32 [rows, columns].
+
+    Exact: for integers a product of an f16 scale and an integer below 2**9.
+    """
+    if not codec.integer:
+        return unpack_floats(arrays["q"], codec.kind, rows, columns)
+    values = unpack_integers(arrays["q"], rows, columns).astype(np.float32)
+    if codec.symmetric:
+        values -= np.float32(codec.center)
+    else:
+        values -= per_channel(unpack_groups(arrays["zero"], rows).astype(np.float32), codec, columns)
+    return values * per_channel(unpack_groups(arrays["scale"], rows).astype(np.float32), codec, columns)
+
+
+def per_channel(a: ArrayF32, codec: Codec, columns: int) -> ArrayF32:
+    """Per-group values [rows, groups] -> [rows, columns], each repeated over the channels of its group."""
+    return np.repeat(a, codec.group_size or columns, axis=1)[:, :columns]
+
+
+def dequantize_rows(codec: Codec, columns: int, indices: NDArray[np.int64], arrays: Mapping[str, AnyArray]) -> ArrayF32:
+    """Rows of a stored matrix by index (an embedding look-up in a tied head) -> float32 [len(indices), columns]."""
+    blocks, lanes = indices // ROWS, indices % ROWS
+    take = np.arange(len(indices)) * ROWS + lanes
+    rows = len(indices) * ROWS
+    looked_up: ArrayF32 = dequantize(codec, rows, columns, {name: array[blocks] for name, array in arrays.items()})[take]
+    return looked_up

@@ -1,0 +1,262 @@
+"""The layers and arrays that a configuration implies, with their shapes.
+
+Converters, the reader and the runtime all use this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from edgeq.errors import FormatError
+from edgeq.format.metadata import Metadata
+from edgeq.format.records import ArrayRef, LinearSpec, Transform, Weight
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.stack import Stack
+
+Shape = tuple[int, int]
+MODALITIES = 2
+"""Text and vision: kinds of rows that can have activation scales of their own."""
+MAX_BASE = 4096
+"""The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
+FLOAT_PARTS = ("router", "shared_gate")
+"""Linear layers that converters keep in floats: a rounding error in them sends a token to another expert."""
+
+
+StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
+"""Name of an array -> its shape;  name of a fused linear layer -> names and (rows, columns) of the layers fused in it."""
+
+
+def layer_contents(config: Stack, layer: int) -> StackContents:
+    """The contents of a layer of a decoder or of a tower, in execution order."""
+    hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, layer_prefix(config, layer)
+    contents: StackContents = dict(_norm(config, f"{p}attention_norm"))
+    contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)}
+    if config.qk_norm:
+        contents |= {f"{p}q_norm": (config.head_dim,), f"{p}k_norm": (config.head_dim,)}
+    contents[f"{p}o"] = {f"{p}o": (hidden, q)}
+    contents |= _norm(config, f"{p}post_attention_norm") if config.post_norms else {}
+    contents |= _norm(config, f"{p}mlp_norm")
+    if config.num_experts:
+        contents[f"{p}router"] = {f"{p}router": (config.num_experts, hidden)}
+        for expert in range(config.num_experts):
+            contents |= _mlp(config, f"{p}experts.{expert}.", config.intermediate_size)
+        if config.shared_expert_intermediate_size:
+            contents[f"{p}shared_gate"] = {f"{p}shared_gate": (1, hidden)}
+            contents |= _mlp(config, f"{p}shared.", config.shared_expert_intermediate_size)
+    else:
+        contents |= _mlp(config, p, config.intermediate_size)
+    return contents | (_norm(config, f"{p}post_mlp_norm") if config.post_norms else {})
+
+
+def layer_prefix(config: Stack, layer: int) -> str:
+    """What the names of a layer begin with."""
+    return f"{config.prefix}layers.{layer}."
+
+
+def patch_contents(config: VisionConfig) -> StackContents:
+    """What a tower has before its layers."""
+    contents: StackContents = {"vision.patch": {"vision.patch": (config.hidden_size, config.patch_width)}}
+    if config.position_rows:
+        contents["vision.positions"] = (config.position_rows, config.hidden_size)
+    return contents | (_norm(config, "vision.pre_norm") if config.pre_norm else {})
+
+
+def projector_contents(config: VisionConfig) -> StackContents:
+    """What a tower has after its layers, in execution order."""
+    joined, contents = config.joined_size, dict[str, dict[str, Shape] | tuple[int, ...]]()
+    for p, norm in projectors(config):
+        if norm != "none":
+            contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size)
+        contents[f"{p}project.0"] = {f"{p}project.0": (config.project_size, joined)}
+        contents[f"{p}project.1"] = {f"{p}project.1": (config.out_hidden_size, config.project_size)}
+    return contents
+
+
+def projectors(config: VisionConfig) -> Iterator[tuple[str, str]]:
+    """What the names of each projector begin with, and over what its norm is: that of the last layer, those of the taps."""
+    yield config.prefix, config.project_norm
+    for index in range(len(config.tap_layers)):
+        yield f"{config.prefix}taps.{index}.", "joined"
+
+
+def _norm(config: Stack, name: str, width: int = 0) -> dict[str, tuple[int, ...]]:
+    names = (name, f"{name}_bias") if config.layer_norm else (name,)
+    return {each: (width or config.hidden_size,) for each in names}
+
+
+def _mlp(config: Stack, p: str, inner: int) -> dict[str, dict[str, Shape]]:
+    hidden = config.hidden_size
+    gate: dict[str, Shape] = {f"{p}gate": (inner, hidden)} if config.gated else {}
+    return {
+        f"{p}gate_up" if config.gated else f"{p}up": gate | {f"{p}up": (inner, hidden)},
+        f"{p}down": {f"{p}down": (hidden, inner)},
+    }
+
+
+def fused_shapes(config: Stack, layer: int) -> list[tuple[str, dict[str, Shape]]]:
+    """The fused linear layers of a layer, in execution order: name, and (rows, columns) of each layer fused in it."""
+    return [(name, part) for name, part in layer_contents(config, layer).items() if isinstance(part, dict)]
+
+
+def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of all arrays but key rotations: an untied embedding, learned positions, gains and biases of norms.
+
+    The embedding may also be a linear layer.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    if not config.tie_word_embeddings:
+        shapes["embedding"] = (config.vocab_size, config.hidden_size)
+    if config.rope.kind == "learned":
+        shapes["positions"] = (config.max_position_embeddings, config.hidden_size)
+    for part in _parts(config):
+        shapes.update({name: shape for name, shape in part.items() if isinstance(shape, tuple)})
+    return shapes | _norm(config, "norm")
+
+
+def _parts(config: ModelConfig) -> Iterator[StackContents]:
+    """The contents of the tower, where there is one, and of all layers."""
+    if vision := config.vision:
+        yield patch_contents(vision)
+        yield from (layer_contents(vision, layer) for layer in range(vision.num_hidden_layers))
+        yield projector_contents(vision)
+    yield from (layer_contents(config, layer) for layer in range(config.num_hidden_layers))
+
+
+def rotation_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Arrays of a layer whose queries and keys are rotated after RoPE: name -> dtype, shape.  All layers have them, or none."""
+    size, p = config.head_dim, f"layers.{layer}."
+    return {f"{p}key_rotation": ("i8", (size, size)), f"{p}key_rotation_scale": ("f32", (1,))}
+
+
+def check(metadata: Metadata) -> None:
+    """FormatError unless layers and arrays are exactly those of the configuration, in shape and in storage."""
+    config, expected = metadata.config, dict[str, Shape]()
+    for contents in _parts(config):
+        for fused, parts in contents.items():
+            if isinstance(parts, tuple):
+                continue
+            if fused in metadata.linears:
+                rows = sum(rows for rows, _ in parts.values())
+                expected[fused] = (rows, next(iter(parts.values()))[1])
+            else:
+                expected.update(parts)
+    if config.pooling is None:
+        expected["head"] = (config.vocab_size, config.hidden_size)
+    quantized_table = not config.tie_word_embeddings and "embedding" in metadata.linears
+    if quantized_table:
+        expected["embedding"] = (config.vocab_size, config.hidden_size)
+    _same_names("linear layers", set(expected), set(metadata.linears))
+    for name, shape in expected.items():
+        linear = metadata.linears[name]
+        if (linear.rows, linear.columns) != shape:
+            raise FormatError(f"{name} is {linear.rows} x {linear.columns}; its configuration implies {shape[0]} x {shape[1]}")
+        _check_parts(linear)
+    if quantized_table or config.tie_word_embeddings:
+        table = metadata.linears["embedding" if quantized_table else "head"]
+        changing = (table.input_order, table.transform, table.input_scale, table.low_rank, table.split_row, *table.weights[1:])
+        if config.tie_word_embeddings and any(part is not None for part in changing):
+            raise FormatError("a head that is also the embedding can have one weight block and no part that changes its input")
+        if quantized_table and any(part is not None for part in (*changing, table.bias, table.activation, table.master)):
+            raise FormatError("a quantized embedding can have one weight block and nothing else")
+    if config.pooling is not None and any(linear.master for linear in metadata.linears.values()):
+        raise FormatError("a model that embeds has masters; weights are requantized for a prompt that is then continued")
+    arrays = array_shapes(config)
+    if quantized_table:
+        del arrays["embedding"]
+    rotated = config.num_hidden_layers if "layers.0.key_rotation" in metadata.arrays else 0
+    rotations = {name: part for i in range(rotated) for name, part in rotation_shapes(config, i).items()}
+    _same_names("arrays", {*arrays, *rotations}, set(metadata.arrays))
+    for name, part in rotations.items():
+        if (metadata.arrays[name].dtype, metadata.arrays[name].shape) != part:
+            raise FormatError(f"{name} is {metadata.arrays[name].dtype} {metadata.arrays[name].shape}; expected {part}")
+    kv = metadata.kv
+    if kv.high and (kv.kind != "int4" or kv.high > config.head_dim):
+        raise FormatError(f"a {kv.kind} cache with {kv.high} dimensions in 8 bits; heads have {config.head_dim}")
+    if not 2 <= kv.bits <= 4 or (kv.kind != "int4" and kv.bits != 4):
+        raise FormatError(f"a {kv.kind} cache with codes of {kv.bits} bits; an int4 cache has 2 to 4")
+    for name, wanted in arrays.items():
+        array = metadata.arrays[name]
+        if array.shape != wanted or array.dtype not in ("f32", "f16", "bf16"):
+            raise FormatError(f"{name} is {array.dtype} {array.shape}; its configuration implies a float array {wanted}")
+
+
+def _check_parts(linear: LinearSpec) -> None:
+    """FormatError unless all parts of a layer fit each other; nothing after this checks them again."""
+    name, rows, columns = linear.name, linear.rows, linear.columns
+    _check_weights(name, linear.weights)
+    if any(weight.rows != rows for weight in linear.weights):
+        raise FormatError(f"{name}: its weight blocks differ in rows")
+    _check_vector(name, "bias", linear.bias, rows, ("f32", "f16", "bf16"))
+    _check_vector(name, "input_scale", linear.input_scale, columns, ("f32",))
+    _check_vector(name, "input_order", linear.input_order, columns, ("i32",))
+    if linear.transform:
+        _check_transform(name, linear.transform, columns)
+    if linear.activation:
+        bits, high = linear.activation.bits, linear.activation.high_bits
+        if not 2 <= bits <= 8 or (not 2 <= high <= 8 if len(linear.weights) > 1 else high != 0):
+            raise FormatError(f"{name}: {bits} and {high} activation bits for {len(linear.weights)} weight blocks")
+        _check_scales(linear)
+    if linear.split_row:
+        _check_vector(name, "split_row", linear.split_row.row, rows, ("f32", "f16", "bf16"))
+        if linear.split_row.index >= linear.weights[0].columns or linear.input_scale or linear.master:
+            raise FormatError(
+                f"{name}: a split row {linear.split_row.index} of {linear.weights[0].columns} columns; it must be one of them, "
+                "without an input_scale and a master"
+            )
+    if linear.low_rank:
+        a, b = linear.low_rank.a, linear.low_rank.b
+        _check_weights(name, (a, b))
+        if (b.rows, a.columns) != (rows, columns) or b.columns != a.rows or a.codec.integer or b.codec.integer:
+            raise FormatError(f"{name}: low-rank parts {b.rows} x {b.columns} and {a.rows} x {a.columns} of {rows} x {columns}")
+    if linear.master:
+        _check_weights(name, (linear.master,))
+        if (linear.master.rows, linear.master.columns) != (rows, columns) or len(linear.weights) != 1:
+            raise FormatError(f"{name}: its master is {linear.master.rows} x {linear.master.columns}, not {rows} x {columns}")
+
+
+def _check_scales(linear: LinearSpec) -> None:
+    activation, name = linear.activation, linear.name
+    scales = activation.scales if activation else None
+    if activation is None or scales is None:
+        return
+    if scales.dtype != "f32" or scales.shape not in ((1,), (MODALITIES,)):
+        raise FormatError(f"{name}: activation scales are {scales.dtype} {scales.shape}; expected f32 (1,) or ({MODALITIES},)")
+    if not activation.symmetric or len(linear.weights) > 1 or linear.master or ".experts." in name:
+        raise FormatError(f"{name}: activation scales need symmetric integers and one weight block, no master and no experts")
+
+
+def _check_vector(name: str, part: str, array: ArrayRef | None, length: int, dtypes: tuple[str, ...]) -> None:
+    if array and (array.shape != (length,) or array.dtype not in dtypes):
+        raise FormatError(f"{name}: {part} is {array.dtype} {array.shape}; expected {' or '.join(dtypes)} ({length},)")
+
+
+def _check_transform(name: str, transform: Transform, columns: int) -> None:
+    size, stride, dense = transform.size, transform.stride, transform.base
+    if size < 1 or stride < 1 or columns % (size * stride):
+        raise FormatError(f"{name}: a transform of {size} channels {stride} apart does not fit {columns} channels")
+    # Checked first: `base_size` assumes the shape of a matrix, and the checks below divide by it.
+    if dense and (dense.dtype != "f32" or len(set(dense.shape)) != 1 or len(dense.shape) != 2):
+        raise FormatError(f"{name}: the base of its transform is {dense.dtype} {dense.shape}, not a square of f32")
+    base = transform.base_size
+    if not 1 <= base <= MAX_BASE:
+        raise FormatError(f"{name}: the base of its transform has {base} rows; supported: 1 to {MAX_BASE}")
+    if size % base or (size // base).bit_count() != 1:
+        raise FormatError(f"{name}: a transform of {size} channels is not {base} times a power of two")
+
+
+def _check_weights(name: str, weights: tuple[Weight, ...]) -> None:
+    for weight in weights:
+        expected = weight.codec.parts(weight.rows, weight.columns)
+        for part in sorted(expected.keys() ^ weight.arrays.keys()):
+            raise FormatError(f"{name}: codec {weight.codec.name} and array {part!r} do not agree")
+        for part, want in expected.items():
+            array = weight.arrays[part]
+            if (array.dtype, array.shape) != (want.stored, want.shape):
+                implied = f"codec {weight.codec.name} implies {want.stored} {want.shape}"
+                raise FormatError(f"{name}: {part} is {array.dtype} {array.shape}; {implied}")
+
+
+def _same_names(what: str, expected: set[str], found: set[str]) -> None:
+    if expected != found:
+        missing, extra = sorted(expected - found)[:3], sorted(found - expected)[:3]
+        raise FormatError(f"the file's {what} do not match its configuration: missing {missing}, unexpected {extra}")

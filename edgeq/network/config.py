@@ -1,0 +1,252 @@
+"""What the network is: sizes, norms, positions.  One frozen record, made by a converter family, stored in the file as JSON.
+
+Field names are those of Hugging Face's config.json.  A file from a stranger goes through the same `from_json` as one of ours:
+every key is known, every value in range, before anything is allocated from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from edgeq.errors import FormatError, UnsupportedError
+from edgeq.network.image_config import ImageConfig
+from edgeq.network.json_records import check_flag, check_integer, check_positive
+from edgeq.network.pooling import Pooling
+from edgeq.network.stack import MAX_SIZES, PLAIN, Stack, check_layers, read_stack
+
+MAX_VISION_SIZES = {
+    "patch_size": 256,
+    "temporal_patch_size": 16,
+    "merge": 4,
+    "project_size": MAX_SIZES["intermediate_size"],
+    "out_hidden_size": MAX_SIZES["hidden_size"],
+}
+MAX_POSITIONS = 1 << 20
+MAX_CHANNELS = 1 << 20
+"""The widest row of a tower: pixels of a patch, and patches that are joined."""
+PROJECT_NORMS = ("patch", "joined", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(Stack):
+    """A vision tower and its projector: patches of a picture become vectors that stand in for tokens.
+
+        x = patch(pixels) + positions ; pre_norm ; the layers, in which a patch sees all patches of its frame ; project
+
+    image                 how a picture becomes pixels
+    image_token_id        the token whose rows bring the features
+    patch_size            pixels of a side of a patch;  temporal_patch_size: frames of one
+    merge                 merge x merge neighbouring patches are joined into one feature
+    project_norm          the norm before the projector: over every "patch", over the "joined" ones, or "none"
+    project_size          inner channels of the projector project.1(act(project.0(joined)))
+    project_act           its activation
+    out_hidden_size       channels of a feature
+    window_size           features of a side of a window: frames are cut into windows from their first feature on, those at the
+                          last rows and columns perhaps smaller; 0: there are none
+    window_layers         indices of layers in which a patch sees only its window, ascending (Qwen2.5-VL)
+    position_rows         of a learned table that is added to the patches; 0: there is none.  The first is the class row's
+    interpolated          the table is a square that is interpolated to the grid of each picture (Qwen3-VL); else it has a row
+                          for each patch of the one size that pictures have
+    class_row             a row without pixels comes before the patches, which see it (CLIP)
+    class_feature         what becomes of it is the first feature; else it is dropped
+    pre_norm              a norm before the first layer (CLIP)
+    tap_layers            indices of layers after which the patches are also joined, normed and projected by a projector of the
+                          same sizes, ascending; the results are added to the decoder's stream, the first after its first layer
+                          and so on (Qwen3-VL; Meng et al. 2024, arXiv 2406.04334)
+
+    Rows of pixels are [channel, frame, row, column] of a patch, patches that are joined follow one another.
+    """
+
+    image: ImageConfig
+    image_token_id: int
+    patch_size: int
+    temporal_patch_size: int
+    merge: int
+    project_norm: str
+    project_size: int
+    project_act: str
+    out_hidden_size: int
+    window_size: int = 0
+    window_layers: tuple[int, ...] = ()
+    position_rows: int = 0
+    interpolated: bool = False
+    class_row: bool = False
+    class_feature: bool = False
+    pre_norm: bool = False
+    tap_layers: tuple[int, ...] = ()
+
+    prefix: ClassVar[str] = "vision."
+    CHANNELS: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, limit in MAX_VISION_SIZES.items():
+            check_integer(name, getattr(self, name), 1, limit)
+        check_integer("window_size", self.window_size, 1 if self.window_layers else 0, MAX_CHANNELS)
+        for name in ("window_layers", "tap_layers"):
+            check_layers(name, getattr(self, name), self.num_hidden_layers)
+        check_integer("image_token_id", self.image_token_id, 0, MAX_SIZES["vocab_size"])
+        for name, width in {"patch_width": self.patch_width, "joined_size": self.joined_size}.items():
+            if width > MAX_CHANNELS:
+                raise FormatError(f"config vision: {name} is {width}; expected at most {MAX_CHANNELS}")
+        if not self.image.most_tokens(self.token_edge):
+            raise FormatError(
+                f"config vision: an image of {self.image.height} x {self.image.width} pixels has no token of "
+                f"{self.patch_size * self.merge} x {self.patch_size * self.merge}"
+            )
+        if self.project_norm not in PROJECT_NORMS:
+            raise UnsupportedError(f"project_norm {self.project_norm!r} is not known; supported: {', '.join(PROJECT_NORMS)}")
+        if self.project_act not in PLAIN:
+            raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
+        self._check_positions()
+        if any(self.sliding_windows) or self.local_rope or self.layers_without_rope or self.num_experts or self.post_norms:
+            raise UnsupportedError("a tower with sliding windows, several ropes, experts or post_norms is not supported")
+
+    def _check_positions(self) -> None:
+        """FormatError: the table of positions does not fit; UnsupportedError: positions or a class row of another kind."""
+        for name in ("interpolated", "class_row", "class_feature", "pre_norm"):
+            check_flag(name, getattr(self, name))
+        check_integer("position_rows", self.position_rows, 0, MAX_POSITIONS)
+        axial = self.rope.kind == "axial" and self.rope.axes == 2
+        if not axial and (self.rope.kind != "learned" or not self.position_rows):
+            raise UnsupportedError(
+                f"a tower with a {self.rope.kind!r} rope is not supported; supported: axial, of two axes, or learned positions"
+            )
+        if self.class_row and (axial or self.merge > 1 or self.window_layers):
+            raise UnsupportedError("a tower with a class_row and windows, joined patches or an axial rope is not supported")
+        if self.class_feature and not self.class_row:
+            raise FormatError("config vision: class_feature without a class_row")
+        if self.interpolated != (axial and self.position_rows > 0):
+            raise UnsupportedError(
+                f"a tower with a {self.rope.kind!r} rope, {self.position_rows} positions and interpolated {self.interpolated} "
+                "is not supported"
+            )
+        wanted = math.isqrt(self.position_rows) ** 2 if self.interpolated else self._patches + self.class_row
+        if self.position_rows and self.position_rows != wanted:
+            kind = "a square" if self.interpolated else f"{wanted}, one for each patch of a picture and a class row"
+            raise FormatError(f"config vision: position_rows is {self.position_rows}; expected {kind}")
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether pictures differ in size."""
+        return self.image.sizing == "factor"
+
+    @property
+    def _patches(self) -> int:
+        """Patches of a picture, where all have one size; 0: they have not."""
+        return 0 if self.sizes_vary else self.image.most_tokens(self.token_edge) * self.merge**2
+
+    def fits(self, patches: int) -> bool:
+        """Whether a picture of so many patches has positions for them."""
+        return not self.position_rows or self.interpolated or patches + self.class_row == self.position_rows
+
+    @property
+    def token_edge(self) -> int:
+        """Pixels of a side of a token."""
+        return self.patch_size * self.merge
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest picture, by the file's own limits."""
+        return self.image.most_tokens(self.token_edge) + self.class_feature
+
+    def token_grid(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Frames, rows and columns of the tokens of a picture whose patches have `grid`."""
+        frames, rows, columns = grid
+        if self.class_feature:
+            return 1, 1, frames * rows * columns + 1
+        return frames, rows // self.merge, columns // self.merge
+
+    @property
+    def feature_size(self) -> int:
+        """Channels that the tower gives for a token: the feature, and what its taps add."""
+        return self.out_hidden_size * (1 + len(self.tap_layers))
+
+    @property
+    def patch_width(self) -> int:
+        """Pixels of a patch."""
+        return self.CHANNELS * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def joined_size(self) -> int:
+        """Channels of the patches that are joined."""
+        return self.merge**2 * self.hidden_size
+
+    @classmethod
+    def read(cls, data: Any, where: str) -> VisionConfig:
+        """FormatError, UnsupportedError: a key or a value that cannot be one."""
+        if not isinstance(data, dict):
+            raise FormatError(f"{where} is not a JSON object")
+        image = ImageConfig.from_json(data.get("image"), f"{where} image")
+        return read_stack(cls, {key: value for key, value in data.items() if key != "image"}, where, image=image)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Stack):
+    """A decoder: Llama, and the families that differ from it by a few settings.
+
+    embedding_multiplier    factor of token embeddings, not of the tied head (Gemma 3)
+    vision                  the tower and projector that give it pictures; None: it reads text alone
+    pooling                 it has no head and embeds texts; None: it continues them
+    """
+
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    embedding_multiplier: float = 1.0
+    vision: VisionConfig | None = None
+    pooling: Pooling | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.model_type) is not str or len(self.model_type) > 64:
+            raise FormatError("config model_type is not a short text")
+        check_flag("tie_word_embeddings", self.tie_word_embeddings)
+        check_positive("embedding_multiplier", self.embedding_multiplier)
+        for rope in (self.rope, *((self.local_rope,) if self.local_rope else ())):
+            if rope.kind == "axial" or (rope.sections and (rope.axes != 3 or self.vision is None)):
+                raise FormatError(f"config rope has {rope.axes} axes ({rope.kind}); a decoder has 1, with a tower or 3")
+        if self.local_rope is not None and self.local_rope.axes != self.rope.axes:
+            raise FormatError(
+                f"config rope has {self.rope.axes} axes and local_rope {self.local_rope.axes}; they must be the same"
+            )
+        if self.vision is not None and self.vision.out_hidden_size != self.hidden_size:
+            raise FormatError(f"config vision gives {self.vision.out_hidden_size} channels; hidden_size is {self.hidden_size}")
+        if self.vision is not None and self.vision.image_token_id >= self.vocab_size:
+            raise FormatError(f"config image_token_id is {self.vision.image_token_id} of {self.vocab_size} tokens")
+        if self.vision is not None and len(self.vision.tap_layers) > self.num_hidden_layers:
+            raise FormatError(f"config vision has {len(self.vision.tap_layers)} tap_layers for {self.num_hidden_layers} layers")
+        if self.vision is not None and self.vision.class_feature and self.rope.axes > 1:
+            raise UnsupportedError("a class_feature for a decoder with several rotary axes is not supported")
+        if self.pooling is not None and self.tie_word_embeddings:
+            raise FormatError("config has pooling and tie_word_embeddings; what embeds has no head to tie")
+        if self.pooling is not None and self.vision is not None:
+            raise UnsupportedError("pooling beside a vision tower is not supported")
+
+    def record(self) -> dict[str, Any]:
+        return super().record() | ({"vision": self.vision.record()} if self.vision else {})
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal configurations give equal bytes."""
+        return json.dumps(self.record(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelConfig:
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"config is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise FormatError("config is not a JSON object")
+        vision, pooling = data.pop("vision", None), data.pop("pooling", None)
+        return read_stack(
+            cls,
+            data,
+            "config",
+            vision=None if vision is None else VisionConfig.read(vision, "config vision"),
+            pooling=None if pooling is None else Pooling.read(pooling, "config pooling"),
+        )

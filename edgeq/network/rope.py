@@ -1,0 +1,180 @@
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864): the record, its frequencies, and the positions of pictures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import FormatError, UnsupportedError
+from edgeq.network.json_records import check_integer, check_positive, known, list_of
+
+ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned", "axial")
+IN_SECTIONS = ("default", "axial")
+"""Kinds whose pairs can belong to several axes."""
+MAX_AXES = 3
+MAX_HEAD = 1024
+NEWER_FIELDS = ("sections", "interleaved")
+"""Fields that came after the first files: written only where they are set, so that other files keep their bytes."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How queries and keys are rotated by their positions, halves of a head against each other as in Llama.
+
+    kind    "default"; "linear" (positions divided by factor); "llama3" (Llama 3.1: low frequencies divided by factor, a smooth
+            step between original_max_position_embeddings / high_freq_factor and / low_freq_factor); "longrope" (Ding et al.
+            2024, arXiv 2402.13753: each frequency divided by its entry of long_factor where the context is longer than
+            original_max_position_embeddings, else of short_factor; cosines and sines times attention_factor); "learned" (none:
+            an entry of a table is added to the embedding instead); "axial" (each section has the whole spectrum, as rows and
+            columns of a picture have in a tower)
+    sections      pairs that each of several axes rotates; in "default" time, height and width share one spectrum (M-RoPE, Wang
+                  et al. 2024, arXiv 2409.12191); empty: one axis rotates all
+    interleaved   of "default": pairs i with i % 3 = 1 and 2 belong to height and width, as many as their sections say, and all
+                  others to time (Qwen3-VL); else the sections follow one another
+
+    The first head_dim * partial_rotary_factor channels of a head are rotated.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    partial_rotary_factor: float = 1.0
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
+
+    @property
+    def axes(self) -> int:
+        """Positions that a token has."""
+        return len(self.sections) or 1
+
+    def rotary_size(self, head_dim: int) -> int:
+        """Channels of a head that are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def check(self, head_dim: int, name: str) -> None:
+        """UnsupportedError: the kind; FormatError: a number that is out of range or does not fit `head_dim`."""
+        if self.kind not in ROPE_KINDS:
+            raise UnsupportedError(f"rope kind {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", *NEWER_FIELDS, *lists)}
+        numbers.update({f"{key}[{i}]": value for key, values in lists.items() for i, value in enumerate(values)})
+        for key, value in numbers.items():
+            check_positive(f"{name}.{key}", value)
+        size = self.rotary_size(head_dim)
+        if self.partial_rotary_factor > 1 or size < 2 or size % 2:
+            raise FormatError(f"config {name} rotates {size} of {head_dim} channels; expected an even number of them")
+        for key, values in lists.items():
+            if len(values) != (size // 2 if self.kind == "longrope" else 0):
+                raise FormatError(f"config {name}.{key} has {len(values)} entries for {size // 2} pairs of a {self.kind} rope")
+        self._check_sections(size // 2, name)
+
+    def _check_sections(self, pairs: int, name: str) -> None:
+        for number in self.sections:
+            check_integer(f"{name}.sections", number, 1, pairs)
+        if type(self.interleaved) is not bool or (self.interleaved and (self.kind != "default" or self.axes != MAX_AXES)):
+            raise FormatError(f"config {name}.interleaved is {self.interleaved!r} for {self.axes} axes of a {self.kind} rope")
+        if not self.sections and self.kind != "axial":
+            return
+        if self.kind not in IN_SECTIONS:
+            raise UnsupportedError(f"config {name}.sections with rope kind {self.kind!r}; supported: {', '.join(IN_SECTIONS)}")
+        if len(self.sections) > MAX_AXES or sum(self.sections) != pairs:
+            raise FormatError(f"config {name}.sections are {self.sections}; expected at most {MAX_AXES} that add up to {pairs}")
+        if self.interleaved and any(3 * n > pairs + 2 - axis for axis, n in enumerate(self.sections) if axis):
+            raise FormatError(f"config {name}.sections are {self.sections}; interleaved, axes 1 and 2 take every third pair")
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
+        values = asdict(self)
+        return {key: value for key, value in values.items() if key not in NEWER_FIELDS or value}
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Rope:
+        """FormatError, UnsupportedError: a key or a list that cannot be one; `check` looks at the numbers."""
+        values = dict(known(cls, data, where))
+        for key, most in (("short_factor", MAX_HEAD), ("long_factor", MAX_HEAD), ("sections", MAX_AXES)):
+            values[key] = list_of(values, key, most, where)
+        return cls(**values)
+
+
+class Rotation(NamedTuple):
+    """frequencies   radians per position of each rotated pair;  axes: which of a row's positions turns it, empty: the first."""
+
+    frequencies: tuple[float, ...]
+    axes: tuple[int, ...]
+
+
+def rotation(rope: Rope, head_dim: int, context: int = 0) -> Rotation:
+    """How each pair of a head is rotated in sessions of up to `context` positions.
+
+    FormatError: the bounds of a llama3 rope are in the wrong order.
+    """
+    if rope.kind == "axial":
+        # Section s of n pairs has the frequencies theta^(-i / n).
+        spectrum = [rope.theta ** (-i / n) for n in rope.sections for i in range(n)]
+        return Rotation(tuple(spectrum), tuple(axis for axis, n in enumerate(rope.sections) for _ in range(n)))
+    found = frequencies(rope, head_dim, context)
+    if not rope.interleaved:
+        return Rotation(found, tuple(axis for axis, n in enumerate(rope.sections) for _ in range(n)))
+    axes = [0] * len(found)
+    for axis in range(1, rope.axes):
+        for i in range(rope.sections[axis]):
+            axes[3 * i + axis] = axis
+    return Rotation(found, tuple(axes))
+
+
+def frequencies(rope: Rope, head_dim: int, context: int = 0) -> tuple[float, ...]:
+    """Radians per position of each rotated pair where one spectrum serves all, for sessions of up to `context` positions.
+
+    FormatError: the bounds of a llama3 rope are in the wrong order.
+    """
+    size = rope.rotary_size(head_dim)
+    plain = [rope.theta ** (-2 * i / size) for i in range(size // 2)]
+    if rope.kind == "linear":
+        return tuple(f / rope.factor for f in plain)
+    if rope.kind == "llama3":
+        if rope.low_freq_factor >= rope.high_freq_factor:
+            raise FormatError(
+                f"config rope has low_freq_factor {rope.low_freq_factor} and high_freq_factor {rope.high_freq_factor}; "
+                "the first must be smaller"
+            )
+        return tuple(_llama3(f, rope) for f in plain)
+    if rope.kind == "longrope":
+        # One choice for a whole session: keys already in its cache keep the rotation that they got.
+        factors = rope.long_factor if context > rope.original_max_position_embeddings else rope.short_factor
+        return tuple(f / factor for f, factor in zip(plain, factors, strict=True))
+    return tuple(plain)
+
+
+def _llama3(frequency: float, rope: Rope) -> float:
+    """Llama 3.1's long context: wavelengths beyond the original context are stretched by `factor`, short ones stay.
+
+    With n = original_max_position_embeddings / wavelength turns in the original context: n > high_freq_factor stays,
+    n < low_freq_factor is divided by `factor`, between them the two are mixed linearly in n.
+    """
+    turns = rope.original_max_position_embeddings * frequency / (2 * math.pi)
+    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    share = min(1.0, max(0.0, share))
+    return (1 - share) * frequency / rope.factor + share * frequency
+
+
+def picture_positions(start: int, grid: tuple[int, int, int]) -> NDArray[np.int32]:
+    """Positions int32 [3, t * h * w] of a picture's tokens in a decoder with M-RoPE, frame by frame, row by row.
+
+    start   1 + the largest position before it
+    grid    frames, rows and columns of tokens, after merging
+
+    A token has the positions (start + frame, start + row, start + column) (Wang et al. 2024, arXiv 2409.12191, section 2.1).
+    What follows goes on after the largest: at start + max(t, h, w).
+    """
+    places = np.indices(grid, np.int32).reshape(3, -1)
+    return np.asarray(places + np.int32(start), np.int32)

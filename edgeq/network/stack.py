@@ -1,0 +1,189 @@
+"""Layers of attention and MLP as a configuration describes them: what a decoder and a vision tower have in common."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from edgeq.errors import FormatError, UnsupportedError
+from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
+from edgeq.network.rope import Rope
+
+# Above every published model, below what would overflow or exhaust memory before a check.
+MAX_SIZES = {
+    "vocab_size": 4_000_000,
+    "hidden_size": 131_072,
+    "intermediate_size": 1_048_576,
+    "num_hidden_layers": 1_024,
+    "num_attention_heads": 2_048,
+    "num_key_value_heads": 2_048,
+    "head_dim": 1_024,
+    "max_position_embeddings": 16_777_216,
+}
+MAX_EXPERTS = 32_768
+"""The most experts of all layers together."""
+GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
+"""Activations with a gate and without one, where `gated_mlp` does not say."""
+ACTIVATIONS = (*GATED, *PLAIN)
+NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
+                "pre_norm", "tap_layers", "pooling")  # fmt: skip
+"""Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
+readers."""
+LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers")
+"""Fields with an entry for layers."""
+Config = TypeVar("Config", bound="Stack")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Layers of attention and MLP: what a decoder and a vision tower have in common.
+
+    head_dim may differ from hidden_size / num_attention_heads (Qwen3).  sliding_windows has one entry per layer: a token sees
+    that many last positions, its own included; 0: all.
+
+    hidden_act              "silu", "gelu_pytorch_tanh", "relu", "gelu" (of the error function), "quick_gelu": x s(1.702 x)
+    gated_mlp               whether the MLP is down(act(gate(x)) * up(x)) or down(act(up(x))); None: with the first two, the
+                            others not
+    qk_norm                 an RMSNorm over head_dim on queries and keys before RoPE (Qwen3, Gemma 3)
+    layer_norm              LayerNorm with a bias instead of RMSNorm, with the same epsilon (OPT)
+    post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
+    local_rope              rope of layers with a sliding window; None: `rope` (Gemma 3)
+    layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
+    query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
+    num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
+                            highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
+                            (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
+    shared_expert_intermediate_size   inner channels of one more expert, for all tokens, weighted by a sigmoid; 0: none
+                            (Qwen2-MoE)
+
+    prefix   of the names of its layers and arrays in a file
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    hidden_act: str = "silu"
+    gated_mlp: bool | None = None
+    qk_norm: bool = False
+    sliding_windows: tuple[int, ...] = ()
+    layer_norm: bool = False
+    post_norms: bool = False
+    local_rope: Rope | None = None
+    query_pre_attn_scalar: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = False
+    shared_expert_intermediate_size: int = 0
+    layers_without_rope: tuple[int, ...] = ()
+
+    prefix: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, limit in MAX_SIZES.items():
+            if name in {f.name for f in fields(self)}:
+                check_integer(name, getattr(self, name), 1, limit)
+        for name in ("qk_norm", "layer_norm", "post_norms", "norm_topk_prob"):
+            check_flag(name, getattr(self, name))
+        if self.gated_mlp is not None:
+            check_flag("gated_mlp", self.gated_mlp)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise FormatError(
+                f"config has {self.num_attention_heads} query heads and {self.num_key_value_heads} key/value heads; "
+                "the first must be a multiple of the second"
+            )
+        if self.head_dim % 2:
+            raise FormatError(f"config head_dim is {self.head_dim}; rotary positions need an even number")
+        if self.hidden_act not in ACTIVATIONS:
+            raise UnsupportedError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        self.rope.check(self.head_dim, "rope")
+        if self.local_rope is not None:
+            self.local_rope.check(self.head_dim, "local_rope")
+        check_positive("rms_norm_eps", self.rms_norm_eps)
+        if self.query_pre_attn_scalar is not None:
+            check_positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
+        self._check_experts()
+        if len(self.sliding_windows) not in (0, self.num_hidden_layers):
+            raise FormatError(f"config has {len(self.sliding_windows)} sliding windows for {self.num_hidden_layers} layers")
+        longest = MAX_SIZES["max_position_embeddings"]
+        if any(type(w) is not int or not 0 <= w <= longest for w in self.sliding_windows):
+            raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
+        check_layers("layers_without_rope", self.layers_without_rope, self.num_hidden_layers)
+
+    def _check_experts(self) -> None:
+        limits = {
+            "num_experts": MAX_EXPERTS // self.num_hidden_layers,
+            "num_experts_per_tok": self.num_experts,
+            "shared_expert_intermediate_size": MAX_SIZES["intermediate_size"] if self.num_experts else 0,
+        }
+        for name, limit in limits.items():
+            check_integer(name, getattr(self, name), 0, limit)
+        if self.num_experts and not self.num_experts_per_tok:
+            raise FormatError(f"config has {self.num_experts} experts and uses none of them")
+        if self.num_experts and (self.hidden_act != "silu" or not self.gated):
+            raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
+        if self.num_experts and self.post_norms:
+            raise UnsupportedError("experts with a norm after them (post_norms) are not supported")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies its inner channels by an activated gate."""
+        return self.hidden_act in GATED if self.gated_mlp is None else self.gated_mlp
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of the scores before the softmax."""
+        scale: float = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        return scale
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        """How this layer rotates its queries and keys; None: not at all."""
+        if self.rope.kind == "learned" or layer in self.layers_without_rope:
+            return None
+        return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
+
+    @property
+    def query_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    def window(self, layer: int) -> int:
+        """Positions that a token sees in this layer, its own included; 0: all."""
+        return self.sliding_windows[layer] if self.sliding_windows else 0
+
+    def positions_read(self, length: int) -> float:
+        """Cache positions that a token at position `length` - 1 reads, mean over the layers: sliding windows read fewer."""
+        windows = self.sliding_windows
+        return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
+
+    def record(self) -> dict[str, Any]:
+        """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
+        values = asdict(self)
+        values |= {f.name: x.to_json() for f in fields(self) if isinstance(x := getattr(self, f.name), Rope)}
+        unset = {f.name: f.default for f in fields(self) if f.name in NEWER_FIELDS}
+        return {key: value for key, value in values.items() if key not in unset or value != unset[key]}
+
+
+def check_layers(name: str, indices: tuple[int, ...], layers: int) -> None:
+    """FormatError unless `indices` are ascending numbers of layers."""
+    if any(type(i) is not int or not 0 <= i < layers for i in indices) or list(indices) != sorted(set(indices)):
+        raise FormatError(f"config {name} must be ascending integers from 0 to {layers - 1}")
+
+
+def read_stack(cls: type[Config], data: dict[str, Any], where: str, **made: Any) -> Config:
+    """A Stack of the JSON object `data`; `made`: fields that were read already."""
+    ropes: dict[str, Any] = {"rope": Rope.from_json(data.pop("rope", {}), f"{where} rope")}
+    if (local := data.pop("local_rope", None)) is not None:
+        ropes["local_rope"] = Rope.from_json(local, f"{where} local_rope")
+    most = MAX_SIZES["num_hidden_layers"]
+    keys = [f.name for f in fields(cls) if f.name in LISTS]
+    lists: dict[str, Any] = {key: list_of(data, key, most, where) for key in keys}
+    apart = frozenset({"rope", "local_rope", *lists, *made})
+    return cls(**ropes, **lists, **made, **known(cls, data, where, apart))

@@ -1,0 +1,308 @@
+"""Pictures: a file becomes the patches that a vision tower reads.
+
+Decoders of pictures are large C libraries, and a picture may come from anybody: it is decoded, turned, put on white and resized
+in a child process with limits on memory and time (confinement.py), and what comes back is the small result.  Up to EXACT_PIXELS
+it equals what transformers' processors make of it; larger ones are shrunk while they are read where the format allows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from time import perf_counter
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import EdgeqError, InputError, UnsupportedError
+from edgeq.network.image_config import ImageConfig
+from edgeq.system.confinement import ConfinementLimits, LimitError, confined_bytes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image, Resampling
+
+    from edgeq.network.config import VisionConfig
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+READ = "PNG, JPEG, WebP, GIF, BMP"
+MAX_PIXELS = 100_000_000
+"""The most of a file."""
+EXACT_PIXELS = 1 << 24
+"""Above this a JPEG may be decoded at a half, a quarter or an eighth of its size."""
+PICTURE_LIMITS = ConfinementLimits(memory=8 * MAX_PIXELS + (64 << 20), seconds=60)
+"""Pillow holds a colour picture with 4 bytes per pixel; turning it or taking its alpha away needs two of them."""
+STRIP = 32
+"""Lines of a picture that are put on white together."""
+TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+         8: "ROTATE_90"}  # fmt: skip
+"""What undoes an orientation of EXIF, by Pillow's name."""
+ORIENTATION = 0x0112
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture as a vision tower reads it, with a byte for each colour of a pixel: a request may wait for long, and patches
+    take four or eight times as much.
+
+    stored    uint8 [n, channel, row, column], a patch each, or float32 [n, patch_width], channel, frame, row, column in each;
+              those that become one token follow one another
+    grid      frames, rows and columns of patches
+    digest    of the pixels: pictures with the same one give the same features
+    size      width and height of what was read
+    notes     what the user should know of it
+    read_s    seconds that reading took
+    values    of each level, float32 [channel, 256], where bytes are stored;  frames: how often a patch has them
+    """
+
+    stored: NDArray[np.uint8] | NDArray[np.float32]
+    grid: tuple[int, int, int]
+    digest: bytes
+    size: tuple[int, int] = (0, 0)
+    notes: tuple[str, ...] = ()
+    read_s: float = 0.0
+    values: NDArray[np.float32] | None = None
+    frames: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    @property
+    def patch_width(self) -> int:
+        return math.prod(self.stored.shape[1:]) * self.frames
+
+    @property
+    def patches(self) -> NDArray[np.float32]:
+        """float32 [n, patch_width]; made at every call where bytes are stored."""
+        if self.values is None:
+            return self.stored.astype(np.float32, copy=False)
+        count, channels, *size = self.stored.shape
+        made = np.empty((count, channels, self.frames, *size), np.float32)
+        for channel in range(channels):
+            made[:, channel] = self.values[channel][self.stored[:, channel, None]]
+        return made.reshape(count, -1)
+
+    @property
+    def name(self) -> str:
+        return f"{self.size[0]} x {self.size[1]}"
+
+
+def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionConfig, most_tokens: int) -> Picture:
+    """The patches of a picture file, of its bytes, or of a PIL.Image.Image.
+
+    most_tokens   of the picture in the decoder; it is shrunk to them
+
+    InputError: no such file, not a picture, damaged, more than 100 million pixels, more than 200 times as long as wide, or
+    more tokens than may be.  UnsupportedError: Pillow is not installed.
+    """
+    started = perf_counter()
+    image = _pillow()
+    settings, edge, most_tokens = vision.image, vision.token_edge, most_tokens - vision.class_feature
+    if isinstance(source, image.Image):
+        name, answer = "picture", _of_open(source, settings, edge, most_tokens)
+    elif isinstance(source, (str, os.PathLike, bytes)):
+        name, file = ("picture", BytesIO(source)) if isinstance(source, bytes) else (os.fspath(source), _opened(source))
+        with closing(file):
+            answer = _in_child(name, file, settings, edge, most_tokens)
+    else:
+        raise InputError(f"a picture is {type(source).__name__}; expected a path, bytes or a PIL.Image.Image")
+    head, _, data = answer.partition(b"\n")
+    facts = json.loads(head)
+    height, width = facts["height"], facts["width"]
+    pixels = np.frombuffer(data, np.uint8).reshape(height, width, 3)
+    grid = (1, height // edge * vision.merge, width // edge * vision.merge)
+    digest = hashlib.blake2b(json.dumps(grid).encode() + data, digest_size=DIGEST_BYTES).digest()
+    notes = tuple(f"{name}: {note}" for note in facts["notes"])
+    size, frames = tuple(facts["size"]), vision.temporal_patch_size
+    read_s = perf_counter() - started
+    return Picture(_levels(pixels, vision), grid, digest, size, notes, read_s, _values(vision), frames)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image, WebPImagePlugin  # noqa: F401
+    except ImportError:
+        raise UnsupportedError("pictures are read by Pillow, which is not installed; run `pip install edgeq[vision]`") from None
+    # Before a fork: else every child would import the readers again.
+    Image.preinit()
+    return Image
+
+
+def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
+    """InputError: it cannot be read, or is empty."""
+    try:
+        if os.path.isdir(path):
+            raise InputError(f"{os.fspath(path)}: a folder; give the path of a picture")
+        file = open(path, "rb")  # noqa: SIM115
+        if os.fstat(file.fileno()).st_size == 0:
+            file.close()
+            raise InputError(f"{os.fspath(path)}: the file is empty")
+        return file
+    except OSError as error:
+        raise InputError(f"{os.fspath(path)}: cannot read it: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"{os.fspath(path)!r}: no file can have this name") from None
+
+
+def _descriptors(file: IO[bytes]) -> tuple[int, ...]:
+    """The descriptor of a file; bytes in memory have none."""
+    try:
+        return (file.fileno(),)
+    except OSError:
+        return ()
+
+
+def _in_child(name: str, file: IO[bytes], settings: ImageConfig, edge: int, most_tokens: int) -> bytes:
+    try:
+        return confined_bytes(lambda: _decoded(file, settings, edge, most_tokens), PICTURE_LIMITS, _descriptors(file))
+    except LimitError as error:
+        raise InputError(f"{name}: the picture cannot be read: {error}") from None
+    except EdgeqError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _decoded(file: IO[bytes], settings: ImageConfig, edge: int, most_tokens: int) -> bytes:
+    """`_prepared` of a file."""
+    from PIL import Image, UnidentifiedImageError
+
+    # The size is checked below, before anything is decoded, and by another limit.
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with _one_error(), Image.open(file, formats=FORMATS) as image:
+            return _prepared(image, settings, edge, most_tokens, ours=True)
+    except UnidentifiedImageError:
+        raise InputError(f"not a picture that can be read; supported: {READ}") from None
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def _of_open(image: Image, settings: ImageConfig, edge: int, most_tokens: int) -> bytes:
+    """`_prepared` of a picture that the caller opened, which Pillow may not have decoded yet."""
+    try:
+        with _one_error():
+            return _prepared(image, settings, edge, most_tokens)
+    except EdgeqError as error:
+        raise type(error)(f"picture: {error}") from None
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Readers of damaged files raise anything: an InputError of it."""
+    from PIL import UnidentifiedImageError
+
+    try:
+        yield
+    except (EdgeqError, UnidentifiedImageError, MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        raise InputError(f"the picture is truncated or damaged: {error or type(error).__name__}") from None
+
+
+def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, ours: bool = False) -> bytes:
+    """A line of JSON, then the pixels uint8 [height, width, 3] of the resized picture.
+
+    ours   `image` may be decoded at a part of its size, and its memory freed once it is not needed
+    """
+    from PIL import Image as pillow
+
+    if image.width * image.height > MAX_PIXELS:
+        raise InputError(f"{image.width} x {image.height} pixels; at most {MAX_PIXELS:,} are read: make it smaller")
+    if not image.width or not image.height:
+        raise InputError("the picture has no pixels")
+    notes = []
+    frames = getattr(image, "n_frames", 1) if image.format in ("GIF", "WEBP", "PNG") else 1
+    if frames > 1:
+        notes.append(f"{frames} frames; only the first is read")
+    turn = TURNS.get(_orientation(image))
+    swaps = turn in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+    width, height = (image.height, image.width) if swaps else image.size
+    size = settings.size_of(height, width, edge, most_tokens)
+    large = width * height > EXACT_PIXELS
+    if large and ours:
+        # Twice as large as it gets, so that the filter still decides how it looks.
+        image.draft(image.mode, (2 * size[0], 2 * size[1]) if swaps else (2 * size[1], 2 * size[0]))
+    if turn:
+        turned = image.transpose(pillow.Transpose[turn])
+        if ours:
+            image.close()
+        image = turned
+    image = _resized(image, size, pillow.Resampling[settings.resampling.upper()], 3.0 if large else None, ours)
+    if settings.sizing == "factor" and size != settings.size_of(height, width, edge, settings.most_tokens(edge)):
+        notes.append(f"shrunk to {size[1]} x {size[0]}, for at most {most_tokens} tokens")
+    if settings.sizing == "crop":
+        top, left = (size[0] - settings.height) // 2, (size[1] - settings.width) // 2
+        image = image.crop((left, top, left + settings.width, top + settings.height))
+    facts = {"size": (width, height), "height": image.height, "width": image.width, "notes": notes}
+    return json.dumps(facts).encode() + b"\n" + image.tobytes()
+
+
+def _orientation(image: Image) -> int:
+    """EXIF's; 1, upright, where there is none or it is damaged."""
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:
+        return 1
+
+
+def _resized(image: Image, size: tuple[int, int], filters: Resampling, gap: float | None, ours: bool) -> Image:
+    """8 bits of red, green and blue, of a height and width, transparent parts on white.
+
+    gap    as Pillow's `reducing_gap`
+    ours   as of `_prepared`
+    """
+    from PIL import Image as pillow
+
+    colours = _rgb(image)
+    if ours and all(each is not image for each in colours):
+        image.close()
+    resized = [each.resize((size[1], size[0]), filters, reducing_gap=gap) for each in colours]
+    return resized[0] if len(resized) == 1 else pillow.merge("RGB", resized)
+
+
+def _rgb(image: Image) -> list[Image]:
+    """8 bits of red, green and blue, transparent parts on white: one picture, or of a transparent one three of a colour each,
+    which take 3 bytes per pixel where one would take 4."""
+    from PIL import Image as pillow
+
+    image.load()
+    if image.mode == "F":
+        raise InputError("a picture of floating-point numbers; expected 8 or 16 bits per channel")
+    if image.mode.startswith("I"):
+        # The upper byte, as Pillow takes it of 16-bit colours.
+        return [pillow.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")]
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return [image if image.mode == "RGB" else image.convert("RGB")]
+    colours = [pillow.new("L", image.size) for _ in range(3)]
+    for top in range(0, image.height, STRIP):
+        strip = image.crop((0, top, image.width, min(top + STRIP, image.height))).convert("RGBA")
+        white = pillow.new("RGBA", strip.size, (255, 255, 255, 255))
+        for colour, part in zip(colours, pillow.alpha_composite(white, strip).split(), strict=False):
+            colour.paste(part, (0, top))
+    return colours
+
+
+def _levels(pixels: NDArray[np.uint8], vision: VisionConfig) -> NDArray[np.uint8]:
+    """Patches uint8 [n, 3, size, size] of pixels uint8 [height, width, 3]; pixels beyond the last whole patch are left out."""
+    size, merge = vision.patch_size, vision.merge
+    rows, columns = pixels.shape[0] // size // merge, pixels.shape[1] // size // merge
+    pixels = pixels[: rows * merge * size, : columns * merge * size]
+    # Rows and columns of tokens, within a token, and of pixels within a patch.
+    order = pixels.reshape(rows, merge, size, columns, merge, size, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    return order.reshape(-1, 3, size, size)
+
+
+def _values(vision: VisionConfig) -> NDArray[np.float32]:
+    """What stands for each level of each channel, float32 [3, 256]."""
+    # In the arithmetic of the processors: a product in float64, the rest in float32.
+    values = (np.arange(256, dtype=np.float64) * vision.image.rescale).astype(np.float32)
+    mean, std = (np.array(each, np.float32)[:, None] for each in (vision.image.mean, vision.image.std))
+    made: NDArray[np.float32] = (values - mean) / std
+    return made

@@ -1,0 +1,1 @@
+"""Tokenizers and chat templates of strangers' files, and how models mark thinking and calls of tools."""

@@ -1,0 +1,137 @@
+"""Texts become vectors, where the model was made for that."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import InputError
+from edgeq.format.container import ModelFile
+from edgeq.network.pooling import EmbeddingPrompts, Pooling
+from edgeq.pictures.prompt import Prompt
+from edgeq.runtime.arguments import callback, instance, integer, token_ids, wrong
+from edgeq.runtime.network.pooler import EmbeddingRead, Pooler
+from edgeq.runtime.session.context_size import check_length
+from edgeq.runtime.session.session import OnPrompt
+from edgeq.text.tokenizer import Tokenizer
+
+Texts = str | Sequence[str | Sequence[int]]
+"""A text, or several, each as a string or as token ids."""
+Vectors = NDArray[np.float32]
+TINY = 1e-12
+"""The least norm that a vector is divided by, as in torch."""
+
+
+def check_embeds(file: ModelFile) -> Pooling:
+    """How the model of a file pools.  InputError: it continues texts."""
+    pooling = file.metadata.config.pooling
+    if pooling is None:
+        raise InputError(
+            f"{file.path}: this model continues texts; vectors of a model that was not trained for them are bad and look "
+            "good: convert an embedding model, such as Qwen/Qwen3-Embedding-0.6B"
+        )
+    return pooling
+
+
+def check_continues(file: ModelFile, more: str = "") -> None:
+    """InputError: the model of a file embeds texts; `more`: what can be done with it, for the end of the message."""
+    pooling = file.metadata.config.pooling
+    if pooling is not None:
+        raise InputError(
+            f"{file.path}: this model embeds texts ({pooling.kind} pooling) and has no head to continue them with; use edgeq "
+            f"embed, Model.embed or /v1/embeddings{more}"
+        )
+
+
+def instruction_of(file: ModelFile, name: str | None) -> str:
+    """The instruction that comes before a text; `name`: which of the file's, None: its default, or none.
+
+    InputError: there is none of that name.
+    """
+    prompts = EmbeddingPrompts.of(file.metadata.generation)
+    instance("prompt", name, (str, type(None)), "the name of a prompt of the file, or None")
+    if name is not None and name not in prompts.texts:
+        known = ", ".join(prompts.texts)[:400] or "none"
+        raise InputError(f"{file.path} has no prompt {name[:80]!r}; it has {known}")
+    chosen = prompts.default if name is None else name
+    return prompts.texts[chosen] if chosen is not None else ""
+
+
+def check_dimensions(dimensions: int | None, width: int) -> None:
+    """InputError: a vector of `width` numbers cannot be cut to so many."""
+    if dimensions is not None:
+        integer("dimensions", dimensions, 1, width, f"an integer from 1 to {width}, as many as this model gives")
+
+
+def finished(vector: Vectors, pooling: Pooling, dimensions: int | None) -> Vectors:
+    """A pooled vector float32 [hidden], cut to its first `dimensions` (Kusupati et al. 2022), then normalized if the model
+    does that."""
+    cut = vector[:dimensions]
+    if not pooling.normalize:
+        return cut.copy()
+    # Squares of large states overflow a float32.
+    wide = cut.astype(np.float64)
+    return np.asarray(wide / max(float(np.sqrt(wide @ wide)), TINY), np.float32)
+
+
+class Embedder:
+    """Errors are those of Model.embed.
+
+    pooling   how the model pools
+    """
+
+    def __init__(
+        self, file: ModelFile, context: int, text: Callable[[], Tokenizer], pooler: Callable[[int | None], Pooler]
+    ) -> None:
+        """`text` reads the tokenizer of the file when it is first needed; `pooler` makes one with so many cache pages.
+
+        InputError: the model continues texts.
+        """
+        self.pooling, self.pooler = check_embeds(file), pooler
+        self._file, self._config, self._context, self._text = file, file.metadata.config, context, text
+
+    def tokens(self, text: str | Sequence[int], instruction: str, name: str = "texts") -> list[int]:
+        """Those of a text after an instruction, with what the tokenizer puts at its ends; tokens stay as they are.
+
+        name   of the argument, for messages
+        """
+        if isinstance(text, (bytes, bytearray)):
+            raise wrong(name, text, "strings or lists of token ids; decode them first")
+        if isinstance(text, str):
+            # The tokenizer gives an empty text its end token alone.
+            tokens = self._text().encode(instruction + text) if text else []
+        else:
+            tokens = token_ids(name, text, self._config.vocab_size)
+        if not tokens:
+            raise InputError(f"`{name}` has an empty text; give at least one character")
+        return tokens
+
+    def embed(self, texts: Texts, dimensions: int | None, prompt: str | None, on_progress: OnPrompt | None) -> Vectors:
+        callback("on_progress", on_progress)
+        check_dimensions(dimensions, self._config.hidden_size)
+        given = [texts] if isinstance(texts, str) else texts
+        if isinstance(given, (bytes, bytearray)) or not isinstance(given, Sequence):
+            raise wrong("texts", texts, "a string, or a list of strings or lists of token ids")
+        instruction = instruction_of(self._file, prompt)
+        read = [Prompt(self.tokens(text, instruction)) for text in given]
+        for each in read:
+            check_length(len(each.tokens), self._context)
+        done, total = 0, sum(len(each.tokens) for each in read)
+        vectors = np.zeros((len(read), dimensions or self._config.hidden_size), np.float32)
+        pooler, waiting, indices = self.pooler(None), deque(enumerate(read)), dict[EmbeddingRead, int]()
+        try:
+            while waiting or pooler.readings:
+                while waiting and (reading := pooler.seat(waiting[0][1])):
+                    indices[reading] = waiting.popleft()[0]
+                for reading in pooler.step():
+                    vectors[indices.pop(reading)] = finished(reading.vector, self.pooling, dimensions)
+                done += pooler.rows
+                if on_progress is not None:
+                    on_progress(done, total)
+        finally:
+            for reading in list(pooler.readings):
+                pooler.drop(reading)
+        return vectors

@@ -1,0 +1,206 @@
+"""The vision tower and its projector: pixels of pictures become vectors that rows of the decoder bring in place of tokens.
+
+Blocks are those of the decoder (decoder.py); a patch sees all patches of its frame and none of another.  A page of the tower's
+cache holds the keys and values of one layer: each layer overwrites those of the layer before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import InputError, ResourceError
+from edgeq.format.codec import from_bf16
+from edgeq.format.container import ModelFile
+from edgeq.format.manifest import projectors
+from edgeq.format.metadata import Metadata
+from edgeq.format.records import KvCodec
+from edgeq.network.config import VisionConfig
+from edgeq.pictures.frames import FRAME, WINDOW, Frame, Grid, interpolated
+from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, mlp_block, norm
+from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear, Operation, PositionAdd, Scale, Select
+from edgeq.targets.rows import PAGE, VISION, Rows
+from edgeq.targets.target import OnProgress, Options, Target, no_progress
+
+OnPatches = Callable[[int, int], None]
+"""Progress callback of a tower: (patches done, total patches)."""
+
+
+def tower(metadata: Metadata) -> Graph:
+    """The graph of a file's vision tower: rows bring the pixels of a patch, the result are features."""
+    config = vision_of(metadata)
+    operations: list[Operation] = [*patches(metadata, config)]
+    for layer in range(config.num_hidden_layers):
+        span = WINDOW if layer in config.window_layers else FRAME
+        operations += attention_block(metadata, config, layer, cache=0, span=span)
+        operations += mlp_block(metadata, config, layer)
+        if layer in config.tap_layers:
+            operations.append(Scale(layer, "x", 1.0, tap(config.tap_layers.index(layer))))
+    operations += projection(metadata, config)
+    taps = range(len(config.tap_layers))
+    return Graph(
+        buffers=buffer_widths(config)
+        | {
+            "pixels": config.patch_width,
+            "joined": config.joined_size,
+            "project": config.project_size,
+            "projected": config.project_size,
+            "features": config.feature_size,
+            **{tap(index): config.hidden_size for index in taps},
+            **{f"joined {tap(index)}": config.joined_size for index in taps},
+        },
+        operations=tuple(operations),
+        result="features",
+        cache=(cache_of(config),),
+    )
+
+
+def tap(index: int) -> str:
+    """The buffer that keeps the residual stream after a tapped layer."""
+    return f"tap {index}"
+
+
+def patches(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
+    """x = patch(pixels), with learned positions added and normed where the tower has them."""
+    yield InjectVectors(-1, "pixels")
+    yield Linear(-1, "pixels", metadata.linears["vision.patch"], "x")
+    if config.interpolated:
+        yield InjectVectors(-1, "x", config.patch_width, add=True)
+    elif config.position_rows:
+        yield PositionAdd(-1, "x", metadata.arrays["vision.positions"])
+    if config.pre_norm:
+        yield norm(metadata, config, -1, "x", "vision.pre_norm", "x")
+
+
+def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
+    """features = project.1(act(project.0(joined))): each joins neighbouring patches, whose norm comes before or after.
+
+    Those of the last layer, then side by side with them those of the taps.
+    """
+    linears, last = metadata.linears, "x"
+    if config.project_norm == "patch":
+        last = "normed"
+        yield norm(metadata, config, -1, "x", "vision.norm", last)
+    taps = [tap(index) for index in range(len(config.tap_layers))]
+    outs = ("joined", *(f"joined {name}" for name in taps))
+    yield Select(-1, (last, *taps), outs, config.merge**2)
+    for place, (joined, (p, kind)) in enumerate(zip(outs, projectors(config), strict=True)):
+        if kind == "joined":
+            yield norm(metadata, config, -1, joined, f"{p}norm", joined)
+        yield Linear(-1, joined, linears[f"{p}project.0"], "project")
+        yield Activate(-1, "project", config.project_size, "projected", cast(Function, config.project_act), gated=False)
+        yield Linear(-1, "projected", linears[f"{p}project.1"], "features", place * config.out_hidden_size)
+
+
+def vision_of(metadata: Metadata) -> VisionConfig:
+    """InputError: the model of the file reads text alone."""
+    if metadata.config.vision is None:
+        raise InputError(f"this model ({metadata.config.model_type}) reads text alone; give it no images")
+    return metadata.config.vision
+
+
+class Tower:
+    """The compiled vision tower of a file.  One caller at a time.
+
+    most_patches   of a frame
+    """
+
+    def __init__(
+        self, file: ModelFile, target: Target, options: Options, most_patches: int, on_progress: OnProgress = no_progress
+    ) -> None:
+        """options       the decoder's; its mode holds where the file has none for the tower
+        most_patches     of a frame, in whole tokens
+
+        InputError: the file has no tower.  ResourceError: its buffers do not fit in memory.
+        """
+        self.config = vision_of(file.metadata)
+        together = self.config.merge**2
+        self.most_patches = most_patches // together * together
+        graph, rows = tower(file.metadata), self.most_patches + self.config.class_row
+        self._table = position_table(file) if self.config.interpolated else None
+        options = replace(
+            options,
+            mode=file.metadata.vision_mode or options.mode,
+            max_rows=rows,
+            max_logits=self.most_patches // together + self.config.class_feature,
+            kv=KvCodec(),
+            requantize=False,
+        )
+        room = target.room(graph, file, options)
+        pages = -(-rows // PAGE)
+        needed = room.needed + file.metadata.vision_bytes() + pages * graph.page_bytes(options.kv)
+        if needed > room.available:
+            raise ResourceError(
+                f"pictures of {options.max_logits} tokens need {needed >> 20:,} MiB, weights included; "
+                f"{room.available >> 20:,} are available; allow fewer tokens a picture"
+            )
+        self.program = target.compile(graph, file, options, on_progress)
+        self._pages = [self.program.new_page() for _ in range(pages)]
+
+    def encode(
+        self, pixels: NDArray[np.float32], grids: Sequence[Grid], on_progress: OnPatches | None = None
+    ) -> NDArray[np.float32]:
+        """The features float32 [tokens, out_hidden_size] of pictures, one after another.
+
+        pixels   float32 [patches, patch_width] of all pictures, in the order of VisionConfig
+        grids    of each picture
+
+        ValueError: pixels and grids do not agree, or a frame is larger than this tower was compiled for.
+        """
+        config, total = self.config, sum(t * h * w for t, h, w in grids)
+        if pixels.shape != (total, config.patch_width):
+            raise ValueError(f"pixels {pixels.shape} for pictures of {total} patches of {config.patch_width}")
+        features, done = [], 0
+        for grid in grids:
+            frames, rows, columns = grid
+            count = rows * columns
+            if rows % config.merge or columns % config.merge or not 0 < count <= self.most_patches:
+                raise ValueError(f"a picture of {rows} x {columns} patches; at most {self.most_patches}, in whole tokens")
+            if not config.fits(count):
+                raise ValueError(f"a picture of {rows} x {columns} patches; all have {config.position_rows - config.class_row}")
+            frame = Frame.of(grid, config)
+            for _ in range(frames):
+                features.append(self.program.run(self._rows(pixels[done : done + count], frame, grid)).copy())
+                done += count
+                if on_progress is not None:
+                    on_progress(done, total)
+        return np.concatenate(features) if features else np.zeros((0, config.feature_size), np.float32)
+
+    def _rows(self, pixels: NDArray[np.float32], frame: Frame, grid: Grid) -> Rows:
+        """Rows whose result are the features in the order of the picture; a class row comes before them."""
+        classes = int(self.config.class_row)
+        count = classes + len(pixels)
+        slots, spans = np.arange(count, dtype=np.int32), frame.spans
+        if classes:
+            # It brings zeros: what it is, the table of positions adds.
+            pixels = np.concatenate([np.zeros((1, pixels.shape[1]), np.float32), pixels])
+            spans = np.zeros((len(frame.spans), 2, count), np.int32)
+            spans[:, 1] = count
+        if self._table is not None:
+            pixels = np.concatenate([pixels, interpolated(self._table, grid, self.config.merge)], axis=1)
+        return Rows(
+            tokens=np.zeros(count, np.int32),
+            positions=slots[None] if self.config.rope.kind == "learned" else frame.places,
+            slots=slots,
+            sessions=np.zeros(count, np.int32),
+            pages=[self._pages],
+            wanted=slots[classes - self.config.class_feature :] if classes else np.argsort(frame.order).astype(np.int32),
+            vectors=pixels,
+            vector_of=slots if classes else frame.order,
+            modality=np.full(count, VISION, np.uint8),
+            spans=spans,
+        )
+
+
+def position_table(file: ModelFile) -> NDArray[np.float32]:
+    """The learned positions of a tower, float32 [side, side, hidden_size]: a square, row by row."""
+    ref = file.metadata.arrays["vision.positions"]
+    side = math.isqrt(ref.shape[0])
+    stored = file.array(ref)
+    values = from_bf16(stored) if ref.dtype == "bf16" else stored.astype(np.float32)
+    return np.asarray(values.reshape(side, side, -1), np.float32)

@@ -1,0 +1,1 @@
+"""One conversation: its tokens, its cache, and how both are saved."""

@@ -1,0 +1,133 @@
+"""The key/value cache of one session: pages of 64 positions, which a fork shares until one of the two writes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import ParamSpec, TypeVar
+
+from edgeq.targets.rows import PAGE, Page
+from edgeq.targets.target import Program
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_turn(lock: Lock, call: Callable[P, R]) -> Callable[P, R]:
+    """`call` of a program, which has one caller at a time, between the runs of other threads."""
+
+    def waiting(*arguments: P.args, **named: P.kwargs) -> R:
+        with lock:
+            return call(*arguments, **named)
+
+    return waiting
+
+
+REWIND = PAGE
+"""Positions before the begin of the last run that a session can always go back to: drafts that do not hold, and what was drawn
+after the end of a text, are forgotten, and the end of a prompt is read again."""
+
+
+def first_seen(position: int, window: int) -> int:
+    """The first page that rows from REWIND before `position` on see in layers with a window."""
+    return max(0, position - REWIND - window + 1) // PAGE
+
+
+def windowed_pages(window: int, rows: int) -> int:
+    """Pages of a session that have layers with a window, at most: for the next `rows` rows, and for the end of its prompt."""
+    seen = -(-(REWIND + window) // PAGE) + 1
+    return seen + -(-rows // PAGE) + seen
+
+
+def complete(pages: Sequence[Page], length: int, window: int) -> int:
+    """The most positions, up to `length`, before which nothing is dropped that the next row sees."""
+    while window and length > 0:
+        first = -(-length // PAGE)
+        while first and pages[first - 1].windowed is not None:
+            first -= 1
+        if not first or length - window + 1 >= first * PAGE:
+            break
+        length = (first - 1) * PAGE
+    return length
+
+
+class KVCache:
+    """Pages are made when positions are first reserved and kept until the session ends, but for their layers with a window:
+    those are dropped where rows that can come do not see them.
+
+    A page that another cache may hold too is copied before the first write to it.
+    """
+
+    def __init__(self, window: int) -> None:
+        """window   as Graph.window"""
+        self.pages: list[Page] = []
+        self._window = window
+        self._shared: set[int] = set()  # indices of pages that another cache may hold
+        self._mark, self._dropped = 0, 0  # before page `_dropped` all are dropped but those that rows at the mark see
+
+    def share(self, pages: Sequence[Page]) -> None:
+        """Hold `pages`, which others may hold too, in place of as many at the beginning; what was dropped stays dropped."""
+        for index, (own, page) in enumerate(zip(self.pages, pages, strict=False)):
+            if own.full is not page.full:
+                self.pages[index] = Page(page.full, own.windowed and (page.windowed or own.windowed))
+        self.pages += pages[len(self.pages) :]
+        self._shared.update(range(len(pages)))
+
+    def missing(self, start: int, end: int) -> int:
+        """Pages that `reserve` would make."""
+        within = range(start // PAGE, -(-end // PAGE))
+        return max(0, -(-end // PAGE) - len(self.pages)) + len(self._shared.intersection(within))
+
+    def reserve(self, program: Program, start: int, end: int) -> None:
+        """Make the positions from `start` to `end` writable: pages for them, of which no other cache holds one."""
+        self._drop(start)
+        while len(self.pages) * PAGE < end:
+            self.pages.append(program.new_page())
+        if self._shared:
+            for index in self._shared.intersection(range(start // PAGE, -(-end // PAGE))):
+                self.pages[index] = program.copy_page(self.pages[index])
+                self._shared.discard(index)
+
+    def _drop(self, start: int) -> None:
+        """Drop what rows from `start` on do not see, nor those of a text that goes on from the mark again."""
+        if self._window:
+            first, marked = first_seen(start, self._window), self._marked()
+            for index in range(self._dropped, first):
+                if index not in marked:
+                    self.pages[index] = self.pages[index].without_windows()
+            self._dropped = max(self._dropped, first)
+
+    def mark(self, position: int) -> None:
+        """Keep what rows from `position` on see, in place of the position before: a text may go on from there again."""
+        self._dropped = min(self._dropped, self._marked().start)
+        self._mark = position
+
+    def _marked(self) -> range:
+        """The pages that rows at the mark see."""
+        return range(first_seen(self._mark, self._window), -(-self._mark // PAGE))
+
+    def rewind(self, length: int) -> int:
+        """Forget what comes after `length`; how many positions are left, as rows can come after them: perhaps fewer."""
+        left = complete(self.pages, length, self._window)
+        end = -(-left // PAGE)
+        # Pages are written whole.
+        whole = next((i for i in range(end, len(self.pages)) if self.pages[i].windowed is None), len(self.pages))
+        if whole < len(self.pages):
+            del self.pages[whole:]
+            self._shared.intersection_update(range(whole))
+        self._mark = min(self._mark, left)
+        self._dropped = min(self._dropped, first_seen(left, self._window))
+        return left
+
+    def fork(self, positions: int) -> KVCache:
+        """A cache with the first `positions` positions of this one; nothing is copied yet."""
+        forked, count = KVCache(self._window), -(-positions // PAGE)
+        forked.pages = self.pages[:count]
+        forked._shared = set(range(count))
+        forked._mark, forked._dropped = min(self._mark, positions), min(self._dropped, count)
+        self._shared.update(range(count))
+        return forked
+
+    def held(self, positions: int) -> list[Page]:
+        """The pages that hold the first `positions` positions."""
+        return self.pages[: -(-positions // PAGE)]

@@ -1,0 +1,78 @@
+"""How long a context fits in memory; asked before anything is allocated."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from edgeq.errors import InputError, ResourceError
+from edgeq.runtime.session.cache import windowed_pages
+from edgeq.targets.graph import Graph
+from edgeq.targets.rows import PAGE
+from edgeq.targets.target import MemoryNeed, Options
+
+DEFAULT_CONTEXT = 4096
+
+
+MAX_ROWS = 1024
+"""Rows of a run, at most, where that is left to a target."""
+
+
+def cache_bytes(graph: Graph, options: Options, positions: int) -> int:
+    """Bytes of the cache of a session with so many positions, in whole pages; layers with a window hold fewer of them."""
+    (full, windowed), pages = graph.part_bytes(options.kv), -(-positions // PAGE)
+    return pages * full + min(pages, windowed_pages(graph.window, options.max_rows or MAX_ROWS)) * windowed
+
+
+def context_pages(graph: Graph, options: Options, positions: int) -> int:
+    """Whole pages that take as much memory."""
+    return -(-cache_bytes(graph, options, positions) // graph.page_bytes(options.kv))
+
+
+def longest_context(fits: Callable[[int], bool], limit: int) -> int:
+    """The most positions, of whole pages, that `fits` says can be had; a page more than `limit` is not looked for."""
+    return PAGE * bisect_left(range(1, -(-limit // PAGE) + 1), True, key=lambda pages: not fits(PAGE * pages))
+
+
+def choose_context(room: MemoryNeed, size: Callable[[int], int], limit: int, context: int | None) -> int:
+    """`context` if it can be had; without one min(limit, 4096, what fits).
+
+    room    what a program may take, and needs without its cache
+    size    bytes of a cache of so many positions
+    limit   positions that the model was made for
+
+    InputError: out of the model's range.  ResourceError: it does not fit; the message names the largest that does.
+    """
+    if context is not None and not 1 <= context <= limit:
+        raise InputError(
+            f"context {context} is out of range; this model takes 1 to {limit} positions: pass `context={limit}` or less"
+        )
+    fits = longest_context(lambda positions: room.needed + size(positions) <= room.available, limit)
+    wanted = min(limit, DEFAULT_CONTEXT, fits) if context is None else context
+    if wanted == 0 or wanted > fits:
+        need = room.needed + size(max(wanted, 1))
+        cure = f"the largest context that fits is {min(fits, limit)}: pass `context={min(fits, limit)}`"
+        if not fits:
+            cure = "no context fits: free some memory or take a file with fewer bits"
+        if room.saving:
+            cure += f", or {room.saving}"
+        raise ResourceError(
+            f"a context of {max(wanted, 1)} positions needs {_size(need)}, weights included; "
+            f"{_size(room.available)} are available; {cure}"
+        )
+    return wanted
+
+
+def check_length(tokens: int, context: int, held: int = 0, visual: int = 0) -> None:
+    """InputError: a prompt of so many tokens, `visual` of them of pictures, after `held` others, is longer than the context."""
+    if held + tokens > context:
+        after = f", {visual} of them of images" if visual else ""
+        after += f" after the {held} already there" if held else ""
+        raise InputError(
+            f"the prompt has {tokens} tokens{after}, the context {context} positions; "
+            "shorten the prompt or pass a larger `context`"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 20):,.0f} MiB"

@@ -1,0 +1,199 @@
+"""Runs of several sessions of one model: the rows that each contributes, and what each gets of the results.
+
+A session gives the same bits in a run with others as in one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from threading import Lock
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.format.records import Mode
+from edgeq.pictures.prompt import PicturePlace, Prompt, positions
+from edgeq.runtime.network.pictures import PictureFeatures
+from edgeq.targets.rows import TEXT, VISION, Page, Rows
+from edgeq.targets.target import Largest
+
+RowOrder = Literal["sequence", "modality"]
+"""Order of the rows of a run: as the tokens come, or those of pictures first."""
+Logits = NDArray[np.float32]
+
+
+class Runnable(Protocol):
+    """What a run needs of a Session, which says more of each."""
+
+    tokens: list[int]
+    places: tuple[PicturePlace, ...]
+    row_order: RowOrder
+    vision_s: float
+    lock: Lock
+
+    @property
+    def pages(self) -> Sequence[Page]: ...
+
+    @property
+    def axes(self) -> int: ...
+
+    @property
+    def runs_with(self) -> tuple[int, int]: ...
+
+    def requantize(self) -> float: ...
+
+    def check(self, tokens: Sequence[int], visual: int = 0) -> list[int]: ...
+
+    def features(self, prompt: Prompt) -> PictureFeatures | None: ...
+
+    def reserve(self, count: int) -> None: ...
+
+    def run_rows(self, rows: Rows, mode: Mode | None, summing: bool) -> Logits: ...
+
+    def most_largest(self, rows: int) -> int: ...
+
+    def largest_of(self, rows: Rows, count: int) -> Largest: ...
+
+    def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...]) -> None: ...
+
+
+class BatchItem(NamedTuple):
+    """The tokens that one session contributes to a run; `wanted`: indices of those whose logits are asked for.
+
+    places    of all pictures that the session has from then on; empty: of those that it has already
+    vectors   float32 [V, width] that tokens of pictures bring, and which each token brings, int32; -1: none
+    """
+
+    session: Runnable
+    tokens: Sequence[int]
+    wanted: Sequence[int]
+    places: tuple[PicturePlace, ...] = ()
+    vectors: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
+
+
+class Chunks:
+    """A prompt on its way into a session, in pieces whose lengths the caller chooses.
+
+    left   tokens that have not been run;  sees: pictures are among them
+    """
+
+    def __init__(self, session: Runnable, tokens: Sequence[int] | Prompt) -> None:
+        """InputError: no tokens, tokens that are not in the vocabulary, or more than the context has room for."""
+        visual = tokens.visual_tokens if isinstance(tokens, Prompt) else 0
+        self._tokens = session.check(tokens.tokens if isinstance(tokens, Prompt) else tokens, visual)
+        self._session, self._begun = session, len(session.tokens)
+        self._seen = session.features(tokens) if isinstance(tokens, Prompt) else None
+        self.left = len(self._tokens)
+
+    @property
+    def sees(self) -> bool:
+        return self._seen is not None
+
+    def next(self, most: int) -> BatchItem:
+        """The next tokens, at most `most`, which have to run before more are taken; the logits after the last are wanted."""
+        done, seen = len(self._tokens) - self.left, self._seen
+        chunk, vectors = self._tokens[done : done + most], None
+        if seen:
+            before = seen.seconds
+            vectors = seen.between(self._begun + done, self._begun + done + len(chunk))
+            self._session.vision_s += seen.seconds - before
+        self.left -= len(chunk)
+        return BatchItem(self._session, chunk, [] if self.left else [len(chunk) - 1], seen.places if seen else (), vectors)
+
+
+def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summing: bool = False) -> list[Logits]:
+    """One run of the program for the rows of several sessions of one model; the wanted logits of each item, [n, vocab].
+
+    An item gives the same bits as if it ran alone.  Its tokens are the session's once the run is done.
+
+    Sessions with weights of their own, requantized or of an adapter, run one after another.  `summing`: run with the masters
+    and add up what they read, for one item whose session has a requantizer.
+    """
+    if not summing:
+        for item in items:
+            item.session.requantize()
+    found = dict[int, Logits]()
+    for group in _by_weights(items):
+        with _rows_in_turn([items[i] for i in group]) as rows:
+            # The next run, perhaps another session's, overwrites the program's own array.
+            logits = items[group[0]].session.run_rows(rows, mode, summing).copy()
+        ends = accumulate(len(items[i].wanted) for i in group)
+        found |= {i: logits[end - len(items[i].wanted) : end] for i, end in zip(group, ends, strict=True)}
+    return [found[i] for i in range(len(items))]
+
+
+def run_largest(items: Sequence[BatchItem], count: int) -> list[Largest] | None:
+    """The `count` largest logits after each item, which wants those of its last token, from one run as that of `run_together`.
+
+    None: nothing was run, as the target gives only all logits, or has no room for so many rows.
+    """
+    if not all(0 < count <= item.session.most_largest(len(items)) for item in items):
+        return None
+    for item in items:
+        item.session.requantize()
+    found = dict[int, Largest]()
+    for group in _by_weights(items):
+        with _rows_in_turn([items[i] for i in group]) as rows:
+            every = items[group[0]].session.largest_of(rows, count)
+            for row, i in enumerate(group):
+                at = slice(row, row + 1)
+                found[i] = Largest(every.ids[at].copy(), every.values[at].copy(), every.finite[at].copy())
+    return [found[i] for i in range(len(items))]
+
+
+def _by_weights(items: Sequence[BatchItem]) -> list[list[int]]:
+    """The indices of the items, those that share a run together."""
+    groups = dict[tuple[int, int], list[int]]()
+    for index, item in enumerate(items):
+        groups.setdefault(item.session.runs_with, []).append(index)
+    return list(groups.values())
+
+
+@contextmanager
+def _rows_in_turn(items: Sequence[BatchItem]) -> Iterator[Rows]:
+    """The rows of a run of sessions that share weights, between the runs of other threads; after it their tokens are the
+    sessions'."""
+    session = items[0].session
+    with session.lock:
+        # Within the lock: another thread may close a session.
+        for item in items:
+            item.session.reserve(len(item.tokens))
+        rows = _rows_of(items)
+        yield rows.by_modality() if session.row_order == "modality" else rows
+        for item in items:
+            item.session.append(item.tokens, item.places)
+
+
+def _positions(item: BatchItem, axes: int) -> NDArray[np.int32]:
+    held = len(item.session.tokens)
+    return positions(item.places or item.session.places, held, held + len(item.tokens), axes)
+
+
+def _rows_of(items: Sequence[BatchItem]) -> Rows:
+    """The rows of a run: the items one after another, each continuing its session."""
+    # Lists of Python and one array of each: for the few rows of a decode step numpy's own ways take longer than a small model.
+    starts = list(accumulate((len(item.tokens) for item in items[:-1]), initial=0))
+    held = [len(item.session.tokens) for item in items]
+    slots = np.array([at for item, n in zip(items, held, strict=True) for at in range(n, n + len(item.tokens))], np.int32)
+    axes = items[0].session.axes
+    rows = Rows(
+        tokens=np.array([token for item in items for token in item.tokens], np.int32),
+        positions=slots[None] if axes == 1 else np.concatenate([_positions(item, axes) for item in items], axis=1),
+        slots=slots,
+        sessions=np.array([i for i, item in enumerate(items) for _ in item.tokens], np.int32),
+        pages=[item.session.pages for item in items],
+        wanted=np.array([at + start for i, start in zip(items, starts, strict=True) for at in i.wanted], np.int32),
+    )
+    brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]
+    if brought:
+        rows.vectors = np.concatenate([vectors for (vectors, _), _ in brought])
+        rows.vector_of = np.full(len(rows), -1, np.int32)
+        first = 0
+        for (vectors, which), start in brought:
+            rows.vector_of[start : start + len(which)] = np.where(which < 0, -1, which + first)
+            first += len(vectors)
+        rows.modality = np.where(rows.vector_of < 0, TEXT, VISION).astype(np.uint8)
+    return rows

@@ -1,0 +1,1 @@
+"""Attention over the cache, and the write of keys and values into it."""

@@ -1,0 +1,1 @@
+"""Products of stored weights with rows: microkernels, tiles, and the loops around them."""

@@ -1,0 +1,361 @@
+"""Packed integers times many tokens on a processor's matrix unit (matrix_unit.py).
+
+Sums of integers are exact, and what becomes of them is what microkernel_int.py does, in its order: results are the same bits.
+Activations of such a run lie row by row, with zeros up to a whole step of 64 channels.  Weights of 8 bits are multiplied as
+they lie in the file, of fewer, or where a row ends within a step, they are unpacked first, for all tokens once.
+
+Sums stay in the unit's registers for an activation block; where a row has one scale (args.WHOLE), for the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from edgeq.format.codec import CHUNK, LINE, QUADS, ROWS
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.jit.buffers import padded
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.deferred import always_inline, cgutils, intrinsic, types
+from edgeq.targets.cpu.jit.simd import (
+    F16,
+    F32,
+    I8,
+    I32,
+    I64,
+    VF32,
+    VI32,
+    call,
+    constant,
+    get_i64,
+    load,
+    splat,
+    store,
+    vsplat,
+    vstore,
+)
+from edgeq.targets.cpu.kernels.args import A8, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.products.bitplanes import unpack
+from edgeq.targets.cpu.kernels.products.matmul import MIN_SMALL_TILE, SCRATCH_BYTES, SMALL_TILE, finish, share, tile_loop
+from edgeq.targets.cpu.kernels.products.matrix_unit import (
+    CONFIGURATION_BYTES,
+    ROW_BYTES,
+    SIDE,
+    configure,
+    products_int8,
+    release,
+)
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.tiles import at, plus
+
+MIN_ROWS = SIDE
+"""Rows of a run that are worth it."""
+PANEL = 2 * SIDE
+"""Rows that are multiplied with two blocks at once."""
+INTEGERS_BYTES = 4 * PANEL * ROWS * 2
+"""In scratch the integer sums of a panel with two blocks, then as many floats."""
+BYTES_OF_CHUNK = LINE * QUADS
+"""Unpacked."""
+STEP_CHUNKS = ROW_BYTES // CHUNK
+NUMBERS_BYTES = 8
+"""Bytes of a row's numbers: its scale, f32, and the sum of its integers, i32."""
+
+
+def takes(kind: int, block: int) -> bool:
+    """Whether such activations can be multiplied there: steps of 64 channels."""
+    return kind == A8 and block % ROW_BYTES == 0
+
+
+def room_bytes(bits: int, chunks: int, group_blocks: int, numbered_rows: int) -> int:
+    """Room of a thread: numbers of so many rows, then unpacked weights."""
+    numbers = padded(NUMBERS_BYTES * numbered_rows, ROW_BYTES)
+    return CONFIGURATION_BYTES + numbers + weights_bytes(bits, chunks) * group_blocks
+
+
+def weights_bytes(bits: int, chunks: int) -> int:
+    """Bytes of a block of weights, unpacked; 0: they are multiplied as they lie."""
+    return BYTES_OF_CHUNK * padded(chunks, STEP_CHUNKS) if bits < 8 or chunks % STEP_CHUNKS else 0
+
+
+def unpacked(bits: int) -> Any:
+    """A function: (weights, chunks, out): the quads of so many chunks, a byte for every weight."""
+
+    @intrinsic
+    def write(typing: Any, weights: Any, chunks: Any, out: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            weights, chunks, out = values
+            with cgutils.for_range(b, chunks) as loop:
+                quads = unpack(b, at(b, weights, loop.index, bits * LINE), bits, 0, LINE)
+                for j, quad in enumerate(quads):
+                    store(b, quad, plus(b, at(b, out, loop.index, BYTES_OF_CHUNK), LINE * j), LINE)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 3), codegen
+
+    return write
+
+
+def scaled_sums(bits: int, zero: int) -> Any:
+    """A function: (args, sums, index, (n, other), r, rows): the floats after the integer sums of `rows` rows from row r on with
+    blocks n and `other`, of activation block `index`, += scale * scale of the row * (sum - zero * sum of the row)."""
+    octets = ir.VectorType(I8, ROWS)
+
+    @intrinsic
+    def add(typing: Any, args: Any, sums: Any, index: Any, blocks: Any, r: Any, rows: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            record, sums, index, blocks, r, rows = values
+
+            def of(field: Any) -> Any:
+                return field.load(b, record)
+
+            scales, zeros = [], []
+            for block in cgutils.unpack_tuple(b, blocks, 2):
+                place = b.add(b.mul(block, of(ProductArgs.scales_block)), b.mul(index, of(ProductArgs.scales_step)))
+                half = load(b, b.add(of(ProductArgs.scales), place), ir.VectorType(F16, ROWS), 2)
+                scales.append(b.fpext(half, VF32))
+                if zero:
+                    place = b.add(b.mul(block, of(ProductArgs.zeros_block)), b.mul(index, of(ProductArgs.zeros_step)))
+                    stored = load(b, b.add(of(ProductArgs.zeros), place), octets)
+                    zeros.append(b.fneg(b.uitofp(b.zext(stored, VI32), VF32)))
+            step = of(ProductArgs.x_blocks)
+            number = b.shl(b.add(b.mul(r, step), index), ir.Constant(I64, 2))
+            xscale, xsum = b.add(of(ProductArgs.x_scales), number), b.add(of(ProductArgs.x_sums), number)
+            step = b.shl(step, ir.Constant(I64, 2))
+            with cgutils.for_range(b, rows) as loop:
+                factor = splat(b, load(b, b.add(xscale, b.mul(loop.index, step)), F32, 4), VF32)
+                whole = load(b, b.add(xsum, b.mul(loop.index, step)), I32, 4)
+                for i in range(2):
+                    place = plus(b, at(b, sums, loop.index, ROW_BYTES), i * INTEGERS_BYTES // 2)
+                    total, to = load(b, place, VI32, 4), plus(b, place, INTEGERS_BYTES)
+                    if zero:
+                        value = b.sitofp(total, VF32)
+                        value = _fma(b, zeros[i], splat(b, b.sitofp(whole, F32), VF32), value)
+                    else:
+                        center = splat(b, b.mul(whole, ir.Constant(I32, 1 << (bits - 1))), VI32)
+                        value = b.sitofp(b.sub(total, center), VF32)
+                    store(b, _fma(b, value, b.fmul(scales[i], factor), load(b, to, VF32, 4)), to, 4)
+            return context.get_dummy_value()
+
+        pair = types.UniTuple(types.intp, 2)
+        return types.void(args, types.intp, types.intp, pair, types.intp, types.intp), codegen
+
+    return add
+
+
+def row_numbers(b: Any, record: Any, rows: Any, out: Any) -> None:
+    """Scale f32 and sum i32 of the integers of rows 0 ... rows - 1, one pair after another, to `out`: the scale that all
+    activation blocks have, NaN if one of theirs is."""
+    blocks, four = ProductArgs.x_blocks.load(b, record), ir.Constant(I64, 4)
+    line = b.mul(blocks, four)
+    vectors = b.udiv(b.add(blocks, ir.Constant(I64, SIDE - 1)), ir.Constant(I64, SIDE))
+    lanes = ir.Constant(VI32, list(range(SIDE)))
+    with cgutils.for_range(b, rows) as loop:
+        scales = b.add(ProductArgs.x_scales.load(b, record), b.mul(loop.index, line))
+        sums = b.add(ProductArgs.x_sums.load(b, record), b.mul(loop.index, line))
+        bad, total = cgutils.alloca_once(b, VF32), cgutils.alloca_once(b, VI32)
+        b.store(constant(VF32, 0.0), bad)
+        b.store(constant(VI32, 0), total)
+        with cgutils.for_range(b, vectors) as inner:
+            left = b.trunc(b.sub(blocks, b.mul(inner.index, ir.Constant(I64, SIDE))), I32)
+            some = b.icmp_signed("<", lanes, splat(b, left, VI32))
+            of_scales = _some(b, at(b, scales, inner.index, ROW_BYTES), some, VF32, 0.0)
+            of_sums = _some(b, at(b, sums, inner.index, ROW_BYTES), some, VI32, 0)
+            b.store(b.fadd(b.load(bad), b.fmul(of_scales, constant(VF32, 0.0))), bad)
+            b.store(b.add(b.load(total), of_sums), total)
+        worst = call(b, "llvm.vector.reduce.fadd.v16f32", F32, ir.Constant(F32, 0.0), b.load(bad))
+        place = at(b, out, loop.index, NUMBERS_BYTES)
+        store(b, b.fadd(load(b, scales, F32, 4), worst), place, 4)
+        store(b, call(b, "llvm.vector.reduce.add.v16i32", I32, b.load(total)), plus(b, place, 4), 4)
+
+
+def _some(b: Any, address: Any, some: Any, kind: Any, other: Any) -> Any:
+    """The vector at an address where `some`, else `other`, without reading there."""
+    name = f"llvm.masked.load.v16{'f' if kind is VF32 else 'i'}32.p0"
+    return call(b, name, kind, b.inttoptr(address, kind.as_pointer()), ir.Constant(I32, 4), some, constant(kind, other))
+
+
+@intrinsic
+def write_numbers(typing: Any, args: Any, rows: Any, out: Any) -> Any:
+    """A function: (args, rows, out): see `row_numbers`."""
+
+    def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+        row_numbers(b, *values)
+        return context.get_dummy_value()
+
+    return types.void(args, *[types.intp] * 2), codegen
+
+
+def scaled_rows(bits: int, stores_result: bool) -> Any:
+    """A function: (args, sums, (n, other), (r, rows), numbers): scale * scale of the row * (sum - center * sum of the row) of
+    `rows` rows from row r on with blocks n and `other`, to the floats after the integer sums; or, of two whole blocks, what
+    `finish` makes of it, to y.  numbers: of row 0."""
+
+    @intrinsic
+    def scaled(typing: Any, args: Any, sums: Any, blocks: Any, rows: Any, numbers: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            record, sums, blocks, rows, numbers = values
+            first, rows = cgutils.unpack_tuple(b, rows, 2)
+            numbers = at(b, numbers, first, NUMBERS_BYTES)
+            scales, places = [], []
+            for block in cgutils.unpack_tuple(b, blocks, 2):
+                places.append(b.shl(block, ir.Constant(I64, 6)))
+                place = b.add(ProductArgs.scales.load(b, record), b.mul(block, ProductArgs.scales_block.load(b, record)))
+                scales.append(b.fpext(load(b, place, ir.VectorType(F16, ROWS), 2), VF32))
+
+            def each(put: Callable[[Any, int, Any, Any], None]) -> None:
+                with cgutils.for_range(b, rows) as loop:
+                    number = at(b, numbers, loop.index, NUMBERS_BYTES)
+                    factor = splat(b, load(b, number, F32, 4), VF32)
+                    center = b.mul(load(b, plus(b, number, 4), I32, 4), ir.Constant(I32, 1 << (bits - 1)))
+                    for i, scale in enumerate(scales):
+                        place = plus(b, at(b, sums, loop.index, ROW_BYTES), i * INTEGERS_BYTES // 2)
+                        value = b.sitofp(b.sub(load(b, place, VI32, 4), splat(b, center, VI32)), VF32)
+                        put(loop.index, i, place, _fma(b, value, b.fmul(scale, factor), constant(VF32, 0.0)))
+
+            if stores_result:
+                _to_y(b, record, first, places, each)
+            else:
+                each(lambda t, i, place, result: store(b, result, plus(b, place, INTEGERS_BYTES), 4))
+            return context.get_dummy_value()
+
+        pair = types.UniTuple(types.intp, 2)
+        return types.void(args, types.intp, pair, pair, types.intp), codegen
+
+    return scaled
+
+
+def _to_y(b: Any, record: Any, first: Any, places: list[Any], each: Callable[[Callable[..., None]], None]) -> None:
+    """Bias and residual, as `finish` adds them, from row `first` of y on; `places`: bytes from a row to its blocks."""
+    bias, step, none = ProductArgs.bias.load(b, record), ProductArgs.y_stride.load(b, record), ir.Constant(I64, 0)
+    y, biases = b.add(ProductArgs.y.load(b, record), b.mul(first, step)), []
+    for place in places:
+        slot = cgutils.alloca_once(b, VF32)
+        # A result of zero has no sign: a bias of zero changes none.
+        b.store(constant(VF32, 0.0), slot)
+        with b.if_then(b.icmp_unsigned("!=", bias, none)):
+            b.store(load(b, b.add(bias, place), VF32, 4), slot)
+        biases.append(b.load(slot))
+
+    def put(adds: bool, t: Any, i: int, result: Any) -> None:
+        to, result = b.add(b.add(y, b.mul(t, step)), places[i]), b.fadd(result, biases[i])
+        store(b, b.fadd(load(b, to, VF32, 4), result) if adds else result, to, 4)
+
+    with b.if_else(b.icmp_unsigned("!=", ProductArgs.add.load(b, record), none)) as (residual, alone):
+        for branch, adds in ((residual, True), (alone, False)):
+            with branch:
+                each(lambda t, i, place, result, adds=adds: put(adds, t, i, result))
+
+
+def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    return call(b, "llvm.fmuladd.v16f32", VF32, x, y, z)
+
+
+def panel_products(bits: int, zero: int, extent: int) -> Any:
+    """A function: the products of `here` rows from row r on with blocks n and `other`, f32 [2][PANEL][16] after the integers in
+    scratch.  weights: address of these blocks, a byte for every weight;  numbers: of row 0, of whole rows."""
+    if extent == WHOLE:
+        return _whole_products(bits)
+    add = scaled_sums(bits, zero)
+
+    @always_inline
+    def products(args, blocks, weights, rows, scratch, numbers):
+        (r, here), stride = rows, args.x_stride
+        # Of a few rows the second tile is the first once more, and not read.
+        second = r + SIDE if here > SIDE else r
+        left = here - SIDE if here > SIDE else 0
+        a, a_second = args.x + r * stride, args.x + second * stride
+        for i in range(INTEGERS_BYTES, 2 * INTEGERS_BYTES, ROW_BYTES):
+            vstore(scratch + i, vsplat(0.0))
+        chunks, per_block = args.chunks, args.chunks_per_block
+        for index in range(args.x_blocks):
+            first = index * per_block
+            steps = (min(per_block, chunks - first) + 1) // STEP_CHUNKS
+            at_weights = BYTES_OF_CHUNK * first
+            products_int8(
+                a + CHUNK * first,
+                a_second + CHUNK * first,
+                stride,
+                weights[0] + at_weights,
+                weights[1] + at_weights,
+                steps,
+                scratch,
+            )
+            add(args, scratch, index, blocks, r, min(here, SIDE))
+            add(args, scratch + SIDE * ROW_BYTES, index, blocks, second, left)
+
+    return products
+
+
+def _whole_products(bits: int, stores_result: bool = False) -> Any:
+    scaled = scaled_rows(bits, stores_result)
+
+    @always_inline
+    def products(args, blocks, weights, rows, scratch, numbers):
+        (r, here), stride = rows, args.x_stride
+        second = r + SIDE if here > SIDE else r
+        a, steps = args.x, (args.chunks + 1) // STEP_CHUNKS
+        products_int8(a + r * stride, a + second * stride, stride, weights[0], weights[1], steps, scratch)
+        scaled(args, scratch, blocks, rows, numbers)
+
+    return products
+
+
+def matrix_matmul(isa: int, bits: int, zero: int, extent: int) -> Kernel:
+    """`integer_matmul` of 8-bit activations.  Runs of fewer rows than MIN_ROWS go its way."""
+    max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
+    weights = IntegerWeights(isa, bits, 0, zero, extent)
+    large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)
+    small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), MIN_SMALL_TILE)
+    single = tile_loop(IntegerTile(weights, 1), 1)
+    products, unpack_chunks, packed, whole = panel_products(bits, zero, extent), unpacked(bits), bits < 8, extent == WHOLE
+
+    to_y = _whole_products(bits, stores_result=True) if whole else products
+
+    @always_inline
+    def panels(args, first, last, scratch, room):
+        count, chunks = get_i64(args.rows), args.chunks
+        apart = packed or chunks % STEP_CHUNKS != 0
+        step = BYTES_OF_CHUNK * ((chunks + 1) // STEP_CHUNKS * STEP_CHUNKS)
+        numbers = room + CONFIGURATION_BYTES
+        if whole:
+            write_numbers(args, count, numbers)
+        of_weights = numbers + args.numbers_bytes
+        for start in range(first, last, args.group_blocks):
+            stop = min(start + args.group_blocks, last)
+            stored = args.weights + start * args.weights_block
+            if apart:
+                stored = of_weights
+                for n in range(start, stop):
+                    unpack_chunks(args.weights + n * args.weights_block, chunks, stored + (n - start) * step)
+            configure(room, SIDE, SIDE)
+            for r in range(0, count, PANEL):
+                here = min(PANEL, count - r)
+                if here < PANEL:
+                    configure(room, min(here, SIDE), here - SIDE if here > SIDE else here)
+                for n in range(start, stop, 2):
+                    other = min(n + 1, stop - 1)
+                    pair = stored + (n - start) * step, stored + (other - start) * step
+                    if whole and other > n and ROWS * (other + 1) <= args.output_channels:
+                        to_y(args, (n, other), pair, (r, here), scratch, numbers)
+                        continue
+                    products(args, (n, other), pair, (r, here), scratch, numbers)
+                    for i in range(other - n + 1):
+                        finish(args, scratch + INTEGERS_BYTES + i * INTEGERS_BYTES // 2, here, n + i, r)
+        release()
+
+    def kernel(record, part, parts, thread):
+        args = ProductArgs(record)
+        scratch = args.scratch + thread * SCRATCH_BYTES
+        first, last = share(args.output_channels, part, parts, 2)
+        if get_i64(args.rows) >= MIN_ROWS:
+            panels(args, first, last, scratch, args.room + thread * args.room_bytes)
+            return
+        for start in range(first, last, args.group_blocks):
+            stop = min(start + args.group_blocks, last)
+            r = large(args, start, stop, 0, scratch)
+            r = small(args, start, stop, r, scratch)
+            single(args, start, stop, r, scratch)
+
+    return kernel

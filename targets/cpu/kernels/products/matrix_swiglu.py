@@ -1,0 +1,93 @@
+"""swiglu_matmul.py on a processor's matrix unit (matrix_matmul.py): gate and up, silu(gate) * up and its quantization."""
+
+from __future__ import annotations
+
+from edgeq.format.codec import ROWS
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.deferred import always_inline
+from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
+from edgeq.targets.cpu.kernels.args import WHOLE
+from edgeq.targets.cpu.kernels.products.matmul import BLOCK_BYTES, MIN_SMALL_TILE, SCRATCH_BYTES, SMALL_TILE, share
+from edgeq.targets.cpu.kernels.products.matrix_matmul import (
+    BYTES_OF_CHUNK,
+    INTEGERS_BYTES,
+    MIN_ROWS,
+    PANEL,
+    STEP_CHUNKS,
+    panel_products,
+    unpacked,
+    write_numbers,
+)
+from edgeq.targets.cpu.kernels.products.matrix_unit import CONFIGURATION_BYTES, SIDE, configure, release
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerWeights
+from edgeq.targets.cpu.kernels.products.swiglu_matmul import RESULT_STRIDE, UNIT, GatedProductArgs, gated_loop
+from edgeq.targets.cpu.kernels.rows.elementwise import gated
+from edgeq.targets.cpu.kernels.rows.quantize import place_of, write_quantized
+
+RESULTS_BYTES = PANEL * RESULT_STRIDE
+
+
+GROUP_BLOCKS = 2 * UNIT
+"""Blocks of gate and up that are unpacked at a time."""
+
+
+def gated_matrix_matmul(isa: int, bits: int, zero: int, extent: int) -> Kernel:
+    """`gated_matmul` of 8-bit activations.  Runs of fewer rows than MIN_ROWS go its way."""
+    max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
+    weights = IntegerWeights(isa, bits, 0, zero, extent)
+    large = gated_loop(weights, max_tile, blocks_per_tile, max_tile, max_tile)
+    small = gated_loop(weights, SMALL_TILE, blocks_per_tile, MIN_SMALL_TILE, max_tile)
+    single = gated_loop(weights, 1, 1, 1, max_tile)
+    products, unpack_chunks, packed, whole = panel_products(bits, zero, extent), unpacked(bits), bits < 8, extent == WHOLE
+
+    @always_inline
+    def unit(args, start, stop, scratch, numbers):
+        """Blocks [start, stop) of results, at most UNIT."""
+        count, chunks, up, quantized = get_i64(args.rows), args.chunks, args.block_step, args.swiglu.quantized
+        results, room = numbers + args.numbers_bytes, numbers - CONFIGURATION_BYTES
+        apart = packed or chunks % STEP_CHUNKS != 0
+        step = BYTES_OF_CHUNK * ((chunks + 1) // STEP_CHUNKS * STEP_CHUNKS)
+        first, of_up = args.weights + start * args.weights_block, args.weights + (start + up) * args.weights_block
+        if apart:
+            first, of_up = results + RESULTS_BYTES, results + RESULTS_BYTES + UNIT * step
+            for n in range(start, stop):
+                stored, place = args.weights + n * args.weights_block, (n - start) * step
+                unpack_chunks(stored, chunks, first + place)
+                unpack_chunks(stored + up * args.weights_block, chunks, of_up + place)
+        configure(room, SIDE, SIDE)
+        for r in range(0, count, PANEL):
+            here = min(PANEL, count - r)
+            if here < PANEL:
+                configure(room, min(here, SIDE), here - SIDE if here > SIDE else here)
+            for n in range(start, stop):
+                place = (n - start) * step
+                products(args, (n, n + up), (first + place, of_up + place), (r, here), scratch, numbers)
+                floats, out = scratch + INTEGERS_BYTES, results + BLOCK_BYTES * (n - start)
+                for t in range(here):
+                    gate, other = vload(floats + BLOCK_BYTES * t), vload(floats + BLOCK_BYTES * (PANEL + t))
+                    vstore(out + RESULT_STRIDE * t, gated(gate, other))
+            for t in range(here):
+                x = results + RESULT_STRIDE * t - BLOCK_BYTES * start
+                write_quantized(quantized, x, place_of(quantized, r + t, count, max_tile), ROWS * start, ROWS * stop)
+
+    def kernel(record, part, parts, thread):
+        args = GatedProductArgs(record)
+        scratch = args.scratch + thread * SCRATCH_BYTES
+        first, last = share(args.swiglu.width, part, parts, UNIT)
+        many = get_i64(args.rows) >= MIN_ROWS
+        numbers = args.room + thread * args.room_bytes + CONFIGURATION_BYTES
+        if many and whole:
+            write_numbers(args, get_i64(args.rows), numbers)
+        for start in range(first, last, UNIT):
+            stop = min(start + UNIT, last)
+            if many:
+                unit(args, start, stop, scratch, numbers)
+            else:
+                r = large(args, start, stop, 0, scratch)
+                r = small(args, start, stop, r, scratch)
+                single(args, start, stop, r, scratch)
+        if many:
+            release()
+
+    return kernel

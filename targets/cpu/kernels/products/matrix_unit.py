@@ -1,0 +1,84 @@
+"""The matrix unit of Intel's processors, AMX: eight registers of 16 rows of 64 bytes, of which one instruction multiplies two.
+
+A product C += A B takes of A [16][64] int8 (32 bf16) a row for each row of C, of B four (two) neighbouring channels for each
+of 16 columns side by side: a quad of the file's order (edgeq/format/codec.py) is a row of B as it lies.  Registers 0 to 3 are
+the four C of two A, 4 and 5, and two B, 6 and 7 (Intel, Architecture Instruction Set Extensions, chapter 3).
+
+Registers have the size that the last `configure` gave them; a kernel ends with `release`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from edgeq.targets.cpu.jit.deferred import cgutils
+from edgeq.targets.cpu.jit.simd import ADDRESS, I8, I16, I64, VI32, VOID, call, constant, primitive, store
+from edgeq.targets.cpu.kernels.products.tiles import at, plus
+
+SIDE, ROW_BYTES = 16, 64
+"""Rows of a register, and its bytes in a row: also the columns of C, and the bytes of its row."""
+TILE_BYTES = SIDE * ROW_BYTES
+CONFIGURATION_BYTES = 64
+C, A, B = (0, 1, 2, 3), (4, 5), (6, 7)
+
+
+def _register(number: int) -> ir.Constant:
+    return ir.Constant(I8, number)
+
+
+def _pointer(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, I8.as_pointer())
+
+
+def _load_register(b: Any, number: int, address: Any, stride: Any) -> None:
+    call(b, "llvm.x86.tileloadd64", ir.VoidType(), _register(number), _pointer(b, address), stride)
+
+
+@primitive(VOID, ADDRESS, ADDRESS, ADDRESS)
+def configure(b: Any, room: Any, first: Any, second: Any) -> None:
+    """Sizes: of the first A `first` rows, of the second `second`, of all else what there is.  room: CONFIGURATION_BYTES."""
+    store(b, constant(VI32, 0), room)
+    store(b, ir.Constant(I8, 1), room)
+    rows = [first, first, second, second, first, second, *[ir.Constant(I64, SIDE)] * 2]
+    for number, count in enumerate(rows):
+        store(b, ir.Constant(I16, ROW_BYTES), plus(b, room, 16 + 2 * number))
+        store(b, b.trunc(count, I8), plus(b, room, 48 + number))
+    call(b, "llvm.x86.ldtilecfg", ir.VoidType(), _pointer(b, room))
+
+
+@primitive(VOID)
+def release(b: Any) -> None:
+    call(b, "llvm.x86.tilerelease", ir.VoidType())
+
+
+def _products(instruction: str, adds: bool = False) -> Any:
+    def products(b: Any, first: Any, second: Any, stride: Any, weights: Any, other: Any, steps: Any, out: Any) -> None:
+        line = ir.Constant(I64, ROW_BYTES)
+        places = [plus(b, out, TILE_BYTES * (i % 2 * 2 + i // 2)) for i in range(len(C))]
+        for number, place in zip(C, places, strict=True):
+            if adds:
+                _load_register(b, number, place, line)
+            else:
+                call(b, "llvm.x86.tilezero", ir.VoidType(), _register(number))
+        with cgutils.for_range(b, steps) as loop:
+            for number, rows in zip(A, (first, second), strict=True):
+                _load_register(b, number, at(b, rows, loop.index, ROW_BYTES), stride)
+            for number, columns in zip(B, (weights, other), strict=True):
+                _load_register(b, number, at(b, columns, loop.index, TILE_BYTES), line)
+            for i, number in enumerate(C):
+                call(b, instruction, ir.VoidType(), *(_register(n) for n in (number, A[i // 2], B[i % 2])))
+        for number, place in zip(C, places, strict=True):
+            call(b, "llvm.x86.tilestored64", ir.VoidType(), _register(number), _pointer(b, place), line)
+
+    return products
+
+
+products_int8 = primitive(VOID, *[ADDRESS] * 7)(_products("llvm.x86.tdpbsud"))
+"""(first, second, stride, weights, other, steps, out): out int32 [2][32][16] = the rows of the two A, signed, by the columns of
+the two B, unsigned, over `steps` times 64 channels.  A lie row by row, `stride` bytes apart, B tile by tile."""
+products_bf16 = primitive(VOID, *[ADDRESS] * 7)(_products("llvm.x86.tdpbf16ps"))
+"""The same for bf16 and float32, over `steps` times 32 channels."""
+added_bf16 = primitive(VOID, *[ADDRESS] * 7)(_products("llvm.x86.tdpbf16ps", adds=True))
+"""The same, added to what is there."""

@@ -1,0 +1,359 @@
+"""The inner product of packed integers: the code that time is spent in.
+
+For one output channel and one token, in numpy; w are the stored integers of the channel, x those of the token:
+
+    y = 0.0
+    for block in range(activation_blocks):                       # as long as a group of weights, at most 128 channels
+        acc = 0
+        for quad in range(first_quad[block], first_quad[block + 1]):
+            acc += w[4 * quad : 4 * quad + 4] @ x[4 * quad : 4 * quad + 4]          # isa.dot8, int32, exact
+        sum_x = x[4 * first_quad[block] : 4 * first_quad[block + 1]].sum()          # written by quantize.py
+        y += scale_w[block] * scale_x[block] * (acc - zero[block] * sum_x)          # one fused multiply-add, float32
+
+The tile does so for the 16 channels of a block in the lanes of one vector (of several narrower ones), for one or more
+neighbouring blocks and T tokens at once.  It reads the weights in file order, once, and adds in an order that depends neither
+on the number of tokens nor on the instruction set's vector width, so a token's result is the same bits alone and among others.
+
+Activations of a tile of T tokens, as `quantize.py` writes them:
+
+    a8      int8  [chunk][quad][T][4]                    one 32-bit broadcast per quad and token
+    a16     int8  [chunk][quad][T][2][4]                 x = 256 * high + low: the four low, then the four high bytes
+            int16 [chunk][quad][T][4], channels 0 2 1 3  where the set `takes_pairs`: even and odd bytes of a quad of weights
+    scale   f32   [activation block][T],  sum  int32 [activation block][T]: the sum of the block's stored integers
+
+A token alone adds up low and high bytes side by side.  Several would need more registers than there are: their tile passes over
+an activation block twice, first with the high bytes, then, the sums times 256, with the low ones.
+
+Integers of one activation block are summed exactly: 8 bits x 15 bits x 128 channels stay below 2^31.  Where a row ends within a
+chunk of 32 channels, activations are zeros up to its end.
+
+Where neither weights nor activations have a scale inside a row (args.WHOLE), acc runs over all of it, as exactly while it has
+at most MAX_INT32_CHANNELS channels, and is scaled once, by the one scale of its blocks; sum_x is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from llvmlite import ir
+
+from edgeq.format.codec import LINE, QUADS, ROWS
+from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.jit.deferred import cgutils
+from edgeq.targets.cpu.jit.simd import F16, F32, I8, I16, I32, I64, call, constant, load, prefetch, splat, store
+from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.products.bitplanes import unpack
+from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, plus
+
+MAX_INT32_CHANNELS = 1 << 16
+"""Channels of which an int32 holds the sum of products of 8 by 8 bits."""
+SCALES_AHEAD = 512
+"""Bytes of scales: those of 2048 channels with groups of 128.  So thin a stream no processor foresees in time."""
+
+
+@dataclass(frozen=True)
+class IntegerWeights:
+    """What the code for packed integers depends on.
+
+    isa      index into all_isas()
+    mode16   1: activations of 16 bits; 0: of 8
+    zero     1: stored zero points; 0: the symmetric form
+    extent   CHUNKS, HALF_CHUNK or WHOLE: what is added up before it is scaled
+    """
+
+    isa: int
+    bits: int
+    mode16: int
+    zero: int
+    extent: int
+
+
+class IntegerTile:
+    """Emits the product of one or more neighbouring blocks with T tokens; see `Tile`."""
+
+    def __init__(self, weights: IntegerWeights, tokens: int, blocks: int = 1) -> None:
+        isa, bits, mode16, zero = all_isas()[weights.isa], weights.bits, weights.mode16, weights.zero
+        self.isa, self.bits, self.mode16, self.zero, self.extent = isa, bits, mode16, zero, weights.extent
+        self.tokens, self.blocks, self.per_block = tokens, blocks, ROWS // isa.lanes
+        self.parts = blocks * self.per_block
+        self.width = 4 * isa.lanes
+        self.ints, self.floats = ir.VectorType(I32, isa.lanes), ir.VectorType(F32, isa.lanes)
+        self.pairs = bool(mode16) and isa.takes_pairs(bits)
+        # Bytes of an activation that are multiplied apart, low ones first, and those of each pass over an activation block.
+        self.bytes = 2 if mode16 and not self.pairs else 1
+        self.passes = (tuple(range(self.bytes)),) if tokens == 1 else tuple((byte,) for byte in reversed(range(self.bytes)))
+        # What the stored integers still exceed the multiplied ones by: the center of the symmetric form, less the set's offset.
+        self.center = (0 if zero else 1 << (bits - 1)) - (0 if self.pairs else isa.offset(bits))
+        # What was taken off the weights, and is to be off their zero points.
+        self.zero_center = 0
+        # How far ahead weights are asked for.
+        self.ahead: Any = None
+        # Vectors of the tokens of a tile, of whole rows.
+        self.row_factors: Any = None
+        self.row_sums: Any = None
+        # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer
+        # sums may be split freely.  Those of each byte.
+        self.chains = 4 // len(self.passes[0]) if tokens == 1 and self.parts < 4 else 1
+        self.quad_bytes = tokens * (8 if mode16 else 4)
+
+    def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
+        blocks = self._block_numbers(b, record, n)
+
+        def of(field: Any) -> Any:
+            return field.load(b, record)
+
+        def of_blocks(address: Any, step: Any) -> list[Any]:
+            return [b.add(of(address), b.mul(block, of(step))) for block in blocks]
+
+        w = of_blocks(ProductArgs.weights, ProductArgs.weights_block)
+        scale = of_blocks(ProductArgs.scales, ProductArgs.scales_block)
+        zero = of_blocks(ProductArgs.zeros, ProductArgs.zeros_block)
+        scale_step, zero_step = of(ProductArgs.scales_step), of(ProductArgs.zeros_step)
+        x = b.add(of(ProductArgs.x), b.mul(r, of(ProductArgs.x_stride)))
+        numbers = b.mul(b.mul(r, of(ProductArgs.x_blocks)), ir.Constant(I64, 4))
+        xscale, xsum = b.add(of(ProductArgs.x_scales), numbers), b.add(of(ProductArgs.x_sums), numbers)
+        chunks, per_block = of(ProductArgs.chunks), of(ProductArgs.chunks_per_block)
+        self.ahead = of(ProductArgs.prefetch_bytes)
+        if self.blocks > 1:
+            results, owned = self._results(b, record, n, r), b.icmp_signed("!=", stores_result, ir.Constant(I64, 0))
+            with b.if_then(owned):
+                # Stores that wait for their lines hold up all after them.
+                for place in results:
+                    prefetch(b, place, 64 * self.blocks, write=True)
+        floats = [[self._float(b, out, part, t) for t in range(self.tokens)] for part in range(self.parts)]
+        whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
+        count = chunks if self.extent == HALF_CHUNK else whole
+        if self.extent == WHOLE:
+            self.row_factors, self.row_sums = self._of_rows(b, record, xscale, xsum)
+        numbers = (scale, scale_step, zero, zero_step, xscale, xsum)
+        with cgutils.for_range(b, count) as loop:
+            if self.extent == HALF_CHUNK:
+                index = b.shl(loop.index, ir.Constant(I64, 1))
+                self._half_chunk(b, w, x, loop.index, 0, index, numbers, floats)
+                odd = b.or_(index, ir.Constant(I64, 1))
+                with b.if_then(b.icmp_unsigned("<", odd, of(ProductArgs.x_blocks))):
+                    self._half_chunk(b, w, x, loop.index, 4, odd, numbers, floats)
+            else:
+                first, inside = chunks_of(b, loop.index, chunks, per_block)
+
+                def walk(sums: Any, which: tuple[int, ...]) -> None:
+                    with cgutils.for_range(b, inside) as inner:
+                        self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS), which)
+
+                self._block(b, loop.index, numbers, floats, walk)
+        if self.blocks == 1:
+            for part, slots in enumerate(floats):
+                for t, slot in enumerate(slots):
+                    store(b, b.load(slot), self._place(b, out, part, t), 4)
+        else:
+            residual = b.icmp_signed("!=", of(ProductArgs.add), ir.Constant(I64, 0))
+            with b.if_then(owned), b.if_else(residual) as (added, alone):
+                with added:
+                    self._write(b, results, out, True)
+                with alone:
+                    self._write(b, results, out, False)
+
+    def _results(self, b: Any, record: Any, n: Any, r: Any) -> list[Any]:
+        """Where the results of each token go."""
+        step = ProductArgs.y_stride.load(b, record)
+        first = at(b, b.add(ProductArgs.y.load(b, record), b.mul(r, step)), n, 64)
+        return [b.add(first, b.mul(step, ir.Constant(I64, t))) for t in range(self.tokens)]
+
+    def _write(self, b: Any, rows: list[Any], out: Any, add: bool) -> None:
+        for part, t in itertools.product(range(self.parts), range(self.tokens)):
+            block, place = divmod(part, self.per_block)
+            value = load(b, self._place(b, out, part, t), self.floats, 4)
+            to = plus(b, rows[t], 64 * block + 4 * self.isa.lanes * place)
+            store(b, b.fadd(load(b, to, self.floats, 4), value) if add else value, to, 4)
+
+    def _place(self, b: Any, out: Any, part: int, t: int) -> Any:
+        block, place = divmod(part, self.per_block)
+        return plus(b, out, 64 * (block * self.tokens + t) + 4 * self.isa.lanes * place)
+
+    def _float(self, b: Any, out: Any, part: int, t: int) -> Any:
+        """Where a result is added up, at first 0.  Blocks together need the registers for their integer sums."""
+        zero = constant(self.floats, 0.0)
+        if self.blocks == 1:
+            return cgutils.alloca_once_value(b, zero)
+        place = self._place(b, out, part, t)
+        store(b, zero, place, 4)
+        return b.inttoptr(place, self.floats.as_pointer())
+
+    def _block_numbers(self, b: Any, record: Any, n: Any) -> list[Any]:
+        """Block n and those that follow in steps; what would lie after the last is the last once more."""
+        if self.blocks == 1:
+            return [n]
+        last = b.lshr(plus(b, ProductArgs.output_channels.load(b, record), -1), ir.Constant(I64, 4))
+        numbers = [b.add(n, b.mul(ProductArgs.block_step.load(b, record), ir.Constant(I64, i))) for i in range(self.blocks)]
+        return [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
+
+    def _half_chunk(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
+        """An activation block of 16 channels: quads first ... first + 3 of a chunk."""
+
+        def walk(sums: Any, which: tuple[int, ...]) -> None:
+            self._chunk(b, w, x, chunk, sums, range(first, first + 4), which)
+
+        self._block(b, index, numbers, floats, walk)
+
+    def _block(self, b: Any, index: Any, numbers: Any, floats: Any, walk: Callable[[Any, tuple[int, ...]], None]) -> None:
+        """An activation block: `walk` adds the products with some of the bytes of all its chunks to the sums."""
+        xsum = numbers[-1]
+        sums = self._start(b, xsum, index)
+        for which in self.passes:
+            if which != self.passes[0]:
+                self._raise(b, xsum, index, sums)
+            walk(sums, which)
+        self._finish(b, index, numbers, sums, floats)
+
+    def _of_rows(self, b: Any, record: Any, xscale: Any, xsum: Any) -> tuple[Any, Any]:
+        """Vectors of T: the scale that the blocks of each token have, NaN if one of theirs is, and the sum of their sums."""
+        floats = ir.VectorType(F32, self.tokens)
+        bad, first = cgutils.alloca_once_value(b, constant(floats, 0.0)), load(b, xscale, floats, 4)
+        with cgutils.for_range(b, ProductArgs.x_blocks.load(b, record)) as loop:
+            scales = load(b, at(b, xscale, loop.index, 4 * self.tokens), floats, 4)
+            b.store(b.fadd(b.load(bad), b.fmul(scales, constant(floats, 0.0))), bad)
+        return b.fadd(first, b.load(bad)), self._sum_of_row(b, record, xsum)
+
+    def _sum_of_row(self, b: Any, record: Any, xsum: Any) -> Any:
+        """The sums of numbers int32 [activation block][T] over the blocks: a vector of T."""
+        ints = ir.VectorType(I32, self.tokens)
+        total = cgutils.alloca_once_value(b, constant(ints, 0))
+        with cgutils.for_range(b, ProductArgs.x_blocks.load(b, record)) as loop:
+            b.store(b.add(b.load(total), load(b, at(b, xsum, loop.index, 4 * self.tokens), ints, 4)), total)
+        return b.load(total)
+
+    def _number_of(self, b: Any, of_row: Any, address: Any, index: Any, t: int, kind: Any) -> Any:
+        """A number of an activation block of token t: that of its row, where blocks are added up, else the one stored."""
+        if self.extent == WHOLE:
+            return b.extract_element(of_row, ir.Constant(I32, t))
+        return load(b, plus(b, at(b, address, index, 4 * self.tokens), 4 * t), kind, 4)
+
+    def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
+        """Accumulators [part][token][chain], of a token alone those of low bytes and then of high ones."""
+        zero, chains = constant(self.ints, 0), self.chains * len(self.passes[0])
+        sums = [
+            [[cgutils.alloca_once(b, self.ints) for _ in range(chains)] for _ in range(self.tokens)] for _ in range(self.parts)
+        ]
+        for t in range(self.tokens):
+            first = self._first(b, xsum, index, t) if len(self.passes) == 1 else zero
+            for part in range(self.parts):
+                for chain, slot in enumerate(sums[part][t]):
+                    b.store(zero if chain else first, slot)
+        return sums
+
+    def _first(self, b: Any, xsum: Any, index: Any, t: int) -> Any:
+        """What the sums of token t begin with: the symmetric form subtracts its center here, exactly and for nothing."""
+        if not self.center:
+            return constant(self.ints, 0)
+        sum_x = splat(b, self._number_of(b, self.row_sums, xsum, index, t, I32), self.ints)
+        return b.mul(sum_x, constant(self.ints, -self.center))
+
+    def _raise(self, b: Any, xsum: Any, index: Any, sums: Any) -> None:
+        """From sums of high bytes to those that low bytes are added to."""
+        for t in range(self.tokens):
+            first = self._first(b, xsum, index, t)
+            for part in range(self.parts):
+                slot = sums[part][t][0]
+                b.store(self._joined(b, b.load(slot), first), slot)
+
+    def _joined(self, b: Any, high: Any, low: Any) -> Any:
+        return b.add(b.shl(high, constant(self.ints, 8)), low)
+
+    def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
+        lines = [at(b, address, chunk, self.bits * LINE) for address in w]
+        tokens = at(b, x, chunk, QUADS * self.quad_bytes)
+        if self.isa.prefetch_distances and which == self.passes[0]:
+            # Blocks follow each other in the file.
+            for line in lines:
+                prefetch(b, b.add(line, self.ahead), self.bits * LINE, level=2)
+        if self.blocks > 1:
+            places = [(line, place) for line in lines for place in range(self.per_block)]
+            self._dots(b, [self._unpacked(b, line, place) for line, place in places], tokens, sums, quads, which)
+            return
+        for part in range(self.parts):
+            stored = self._unpacked(b, lines[0], part)
+            if self.pairs:
+                self._dot16(b, stored, tokens, sums[part], quads)
+            else:
+                self._dot8(b, stored, tokens, sums[part], quads, which)
+
+    def _unpacked(self, b: Any, line: Any, place: int) -> list[Any]:
+        return unpack(b, line, self.bits, place, self.width, self.isa.shifts_bytes)
+
+    def _dots(self, b: Any, stored: list[list[Any]], tokens: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
+        """Every broadcast token meets all blocks: several tokens, so one of their bytes."""
+        (byte,) = which
+        for j, t in itertools.product(quads, range(self.tokens)):
+            value = self._broadcast(b, tokens, self.bytes * (j * self.tokens + t) + byte)
+            for part in range(self.parts):
+                slot = sums[part][t][0]
+                b.store(self.isa.dot8(b, b.load(slot), [stored[part][j]], [value], self.bits), slot)
+
+    def _dot8(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
+        for t, (place, byte) in itertools.product(range(self.tokens), enumerate(which)):
+            values = {j: self._broadcast(b, tokens, self.bytes * (j * self.tokens + t) + byte) for j in quads}
+            for chain in range(self.chains):
+                mine = [j for j in quads if (j - quads.start) * self.chains // len(quads) == chain]
+                slot = sums[t][place * self.chains + chain]
+                picked = [stored[j] for j in mine]
+                b.store(self.isa.dot8(b, b.load(slot), picked, [values[j] for j in mine], self.bits), slot)
+
+    def _dot16(self, b: Any, stored: list[Any], tokens: Any, sums: Any, quads: range) -> None:
+        words = ir.VectorType(I16, self.width // 2)
+        for j in quads:
+            quad = b.bitcast(stored[j], words)
+            pairs = (b.and_(quad, constant(words, 255)), b.lshr(quad, constant(words, 8)))
+            for t in range(self.tokens):
+                slot = sums[t][j % self.chains]
+                total = b.load(slot)
+                for k in range(2):
+                    value = self._broadcast(b, tokens, 2 * (j * self.tokens + t) + k)
+                    total = self.isa.dot16(b, total, pairs[k], value)
+                b.store(total, slot)
+
+    def _lane(self, b: Any, vector: Any, lane: int) -> Any:
+        return b.shuffle_vector(vector, ir.Constant(self.ints, ir.Undefined), constant(self.ints, lane))
+
+    def _broadcast(self, b: Any, tokens: Any, word: int) -> Any:
+        """Word `word` of the chunk's activations in all lanes.  A vector of four lanes is loaded whole, for `sdot` by lane."""
+        if self.isa.lanes != 4:
+            return splat(b, load(b, plus(b, tokens, 4 * word), I32, 4), self.ints)
+        return self._lane(b, load(b, plus(b, tokens, word // 4 * 16), self.ints, 16), word % 4)
+
+    def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
+        """floats += scale * xscale * (sum - zero * xsum) for one activation block."""
+        scale, scale_step, zero, zero_step, xscale, xsum = addresses
+        lanes = self.isa.lanes
+        for part in range(self.parts):
+            block, place = divmod(part, self.per_block)
+            address = b.add(b.add(scale[block], b.mul(index, scale_step)), ir.Constant(I64, 2 * lanes * place))
+            if self.isa.prefetch_distances and not place:
+                prefetch(b, plus(b, address, SCALES_AHEAD), LINE, level=2)
+            scales = b.fpext(load(b, address, ir.VectorType(F16, lanes), 2), self.floats)
+            if self.zero:
+                address = b.add(b.add(zero[block], b.mul(index, zero_step)), ir.Constant(I64, lanes * place))
+                if self.isa.prefetch_distances and not place:
+                    prefetch(b, plus(b, address, SCALES_AHEAD // 2), LINE, level=2)
+                zeros = b.uitofp(b.zext(load(b, address, ir.VectorType(I8, lanes)), self.ints), self.floats)
+                center = constant(self.floats, float(self.zero_center))
+                zeros = b.fsub(center, zeros) if self.zero_center else b.fneg(zeros)
+            for t in range(self.tokens):
+                value = b.sitofp(self._total(b, sums[part][t]), self.floats)
+                if self.zero:
+                    block_sum = b.sitofp(load(b, plus(b, at(b, xsum, index, 4 * self.tokens), 4 * t), I32, 4), F32)
+                    value = self._fma(b, zeros, splat(b, block_sum, self.floats), value)
+                factor = self._number_of(b, self.row_factors, xscale, index, t, F32)
+                factors = b.fmul(scales, splat(b, factor, self.floats))
+                b.store(self._fma(b, value, factors, b.load(floats[part][t])), floats[part][t])
+
+    def _total(self, b: Any, slots: list[Any]) -> Any:
+        sums = [b.load(slot) for slot in slots]
+        low, *high = (reduce(b.add, sums[i : i + self.chains]) for i in range(0, len(sums), self.chains))
+        return self._joined(b, high[0], low) if high else low
+
+    def _fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+        return call(b, f"llvm.fmuladd.v{self.isa.lanes}f32", self.floats, x, y, z)

@@ -1,0 +1,1 @@
+"""Kernels that pass over rows: norms, activations, transforms, quantized activations, experts."""

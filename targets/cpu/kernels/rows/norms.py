@@ -1,0 +1,153 @@
+"""Kernels over whole rows that not every family has: LayerNorm, norms after a block, scaled and learned embeddings."""
+
+from __future__ import annotations
+
+from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.simd import (
+    get_f32,
+    get_i32,
+    get_i64,
+    put_f32,
+    vadd,
+    vfirst,
+    vfma,
+    vload,
+    vmul,
+    vsplat,
+    vstore,
+    vsub,
+    vsum,
+)
+from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
+from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, get_float, inverse_rms, inverse_root
+from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, write_quantized
+
+
+class LayerNormArgs(Args):
+    """Widths are padded to 16 with zeros in x, gain, bias and out.
+
+    out_of_thread   bytes from one thread's out to the next
+    """
+
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    gain = pointer()
+    bias = pointer()
+    epsilon = float32()
+    out = pointer()
+    out_stride = nbytes()
+    quantized = nested(QuantizedArgs, NOT_QUANTIZED)
+    out_of_thread = nbytes(0)
+
+
+def layer_norm(max_tile: int) -> Kernel:
+    """LayerNorm, with the quantized activations of its result."""
+
+    def kernel(record, part, parts, thread):
+        args = LayerNormArgs(record)
+        count, width = get_i64(args.rows), args.width
+        first, last = rows_of(part, parts, count, max_tile)
+        for r in range(first, last):
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride + thread * args.out_of_thread
+            even, odd = vsplat(0.0), vsplat(0.0)
+            for c in range(0, width, 32):
+                even = vadd(vload(x + 4 * c), even)
+                if c + 16 < width:
+                    odd = vadd(vload(x + 4 * c + 64), odd)
+            mean = vsum(vadd(even, odd)) / width
+            center = vsplat(mean)
+            even, odd = vsplat(0.0), vsplat(0.0)
+            for c in range(0, width, 32):
+                # The padding after the last channel is not at the mean.
+                difference = vfirst(vsub(vload(x + 4 * c), center), width - c)
+                even = vfma(difference, difference, even)
+                if c + 16 < width:
+                    difference = vfirst(vsub(vload(x + 4 * c + 64), center), width - c - 16)
+                    odd = vfma(difference, difference, odd)
+            variance = vsum(vadd(even, odd)) / width
+            factor = vsplat(inverse_root(variance, args.epsilon))
+            for c in range(0, width, 16):
+                scaled = vmul(vsub(vload(x + 4 * c), center), factor)
+                vstore(out + 4 * c, vfma(scaled, vload(args.gain + 4 * c), vload(args.bias + 4 * c)))
+            clear_padding(out, width)
+            write_quantized(args.quantized, out, place_of(args.quantized, r, count, max_tile), 0, width)
+
+    return kernel
+
+
+class NormAddArgs(Args):
+    """Widths are padded to 16 with zeros in x, gain and out."""
+
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    gain = pointer()
+    epsilon = float32()
+    out = pointer()
+    out_stride = nbytes()
+
+
+def norm_add() -> Kernel:
+    """RMSNorm of x, added to out."""
+
+    def kernel(record, part, parts, thread):
+        args = NormAddArgs(record)
+        width = args.width
+        for r in range(part, get_i64(args.rows), parts):
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            factor = vsplat(inverse_rms(x, width, args.epsilon))
+            for c in range(0, width, 16):
+                scaled = vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c))
+                vstore(out + 4 * c, vadd(vload(out + 4 * c), scaled))
+            clear_padding(out, width)
+
+    return kernel
+
+
+class ScaleArgs(Args):
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    factor = float32()
+    out = pointer()
+    out_stride = nbytes()
+
+
+def scale() -> Kernel:
+    """out = x times a factor."""
+
+    def kernel(record, part, parts, thread):
+        args = ScaleArgs(record)
+        factor = vsplat(args.factor)
+        for r in range(part, get_i64(args.rows), parts):
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            for c in range(0, args.width, 16):
+                vstore(out + 4 * c, vmul(vload(x + 4 * c), factor))
+
+    return kernel
+
+
+class PositionAddArgs(Args):
+    """table [positions, width]; positions i32 of the rows."""
+
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    table = pointer()
+    positions = pointer()
+
+
+def position_add(kind: int) -> Kernel:
+    """x += the row of the table for its position."""
+
+    def kernel(record, part, parts, thread):
+        args = PositionAddArgs(record)
+        width = args.width
+        for r in range(part, get_i64(args.rows), parts):
+            x, position = args.x + r * args.x_stride, get_i32(args.positions + 4 * r)
+            for c in range(width):
+                put_f32(x + 4 * c, get_f32(x + 4 * c) + get_float(kind, args.table, position * width + c))
+
+    return kernel

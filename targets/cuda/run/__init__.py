@@ -1,0 +1,1 @@
+"""A compiled graph on a device, and what a run sends, launches and reads."""

@@ -1,0 +1,186 @@
+"""Runs of few rows as recordings: every launch of a run, started by one call of the driver (a CUDA graph).
+
+What differs between runs is in memory that the kernels read: tokens, slots, lengths and the pages of the sessions are one block
+that the recording copies to the device first, and it copies the logits back last.  Rows that a class has and a run has not are
+rows of a session of their own, which has one page, so no launch depends on lengths or on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import ResourceError
+from edgeq.format.records import Mode
+from edgeq.targets.cuda.device.device import Call, Copy, Device, Memory, Pinned, Recording
+from edgeq.targets.cuda.lowering.attention import PART
+from edgeq.targets.cuda.lowering.context import Gather
+from edgeq.targets.cuda.run.feed import Sent
+from edgeq.targets.requantization import WeightSource
+from edgeq.targets.rows import PAGE, Page, Rows
+
+ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of a recording.  A program of which one run gives fewer logits has one for that many instead of the next larger."""
+RECORDINGS = 16
+"""Recordings of the program's launches that memory is reserved for; of more the least recently used are dropped."""
+STEP_BYTES = 16 << 10
+"""Memory that a step of a recording is taken to need on the device; drivers do not state it."""
+OTHER_STEPS = 6
+"""Steps of a recording beside the kernels of a run: the block to the device, the search for the largest, results from it."""
+BLOCK_BYTES = 8 << 20
+"""Reserved for the blocks of all recordings; the longest page tables are 512 KiB."""
+ALIGNMENT = 16
+MAX_BYTES = 64 << 10
+"""Bytes of the largest numbers of a result, where those are more than all of it."""
+Results = Sequence[tuple[int, int]]
+"""Address on the device, and bytes."""
+
+
+class Key(NamedTuple):
+    """What a recording is of.
+
+    weights   number of the requantized weights, 0: the file's
+    rows      of the class;  parts: of the context that its pages reach
+    largest   how many numbers of each row of the result are found; 0: all are copied
+    """
+
+    mode: Mode
+    source: WeightSource
+    weights: int
+    rows: int
+    parts: int
+    largest: int = 0
+
+
+def placed(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Where arrays of these bytes begin, one after another, and their bytes."""
+    places, end = list[tuple[int, int]](), 0
+    for nbytes in sizes:
+        places.append((end, nbytes))
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return places
+
+
+def row_class(count: int, most: int) -> int:
+    """Rows of the recording for `count`, of a program whose runs give at most `most` logits."""
+    return min(most, next(rows for rows in ROW_CLASSES if rows >= count))
+
+
+def parts_of(rows: Rows) -> int:
+    """The parts that the longest session of a run has, as a power of two."""
+    parts = -(-(int(rows.slots.max()) + 1) // PART)
+    return 1 << (parts - 1).bit_length()
+
+
+def repeats(rows: Rows, most: int) -> bool:
+    """Whether runs like this one come again and again, as those do that decode or verify: all rows have their logits."""
+    plain = rows.vectors is None and rows.modality is None and rows.spans is None
+    return plain and 0 < len(rows) == len(rows.wanted) <= min(most, ROW_CLASSES[-1])
+
+
+def padded(rows: Rows, count: int, page: Page) -> Rows:
+    """The run with `count` rows: those that it has not are of a session with that page, and the first in it."""
+    extra, session = count - len(rows), len(rows.pages)
+    # No more pages than the rows see: a session can hold others for what comes next.
+    ends = [int(rows.slots[rows.sessions == i].max(initial=0)) // PAGE + 1 for i in range(session)]
+    return Rows(
+        tokens=np.pad(rows.tokens, (0, extra)),
+        positions=np.pad(rows.positions, ((0, 0), (0, extra))),
+        slots=np.pad(rows.slots, (0, extra)),
+        sessions=np.pad(rows.sessions, (0, extra), constant_values=session),
+        pages=[*(held[:end] for held, end in zip(rows.pages, ends, strict=True)), *([[page]] if extra else [])],
+        wanted=np.concatenate([rows.wanted, np.arange(len(rows), count, dtype=np.int32)]),
+    )
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """places   of what is sent: where it begins in the block, and its bytes"""
+
+    recording: Recording
+    block: Pinned
+    memory: Memory
+    places: Mapping[object, tuple[int, int]]
+    nbytes: int
+
+
+class Recordings:
+    """The recordings of one program, within memory that is reserved when it is made.
+
+    recorded   recordings made so far;  waited_s: seconds in which the host waited for the end of one
+    """
+
+    def __init__(self, device: Device, most_rows: int, width: int, steps: int) -> None:
+        """most_rows    of a recording;  width: of a row of the result, float32;  steps: launches of a run, 0: record nothing"""
+        self.rows = min(most_rows, ROW_CLASSES[-1])
+        self.recorded, self.waited_s = 0, 0.0
+        self._device = device
+        self._result_bytes = self.rows * width * 4 + MAX_BYTES
+        self._room = RECORDINGS * (steps + OTHER_STEPS) * STEP_BYTES + BLOCK_BYTES if steps else 0
+        self._kept: OrderedDict[Key, _Recorded] = OrderedDict()
+        self._result: Pinned | None = None
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the device, with those of the host where it has the same memory; 0: nothing is recorded."""
+        return self._room + self._result_bytes * self._device.integrated if self._room else 0
+
+    def run(
+        self, key: Key, sent: Sent, calls: Callable[[Mapping[object, int]], Sequence[Call | Copy]], results: Results
+    ) -> list[NDArray[np.uint8]] | None:
+        """The results as bytes, valid until the next run; None: there is no memory to record or to start it.
+
+        sent      what the kernels read that differs between runs; its sizes follow from the key
+        calls     the steps, for addresses of what is sent
+        """
+        if not self._room:
+            return None
+        try:
+            found = self._kept.get(key) or self._record(key, sent, calls, results)
+            self._kept.move_to_end(key)
+            # A mode that was lowered after this was recorded can ask for more: what this one does not read has no place.
+            for name, (start, nbytes) in found.places.items():
+                found.block.array[start : start + nbytes] = np.ascontiguousarray(sent[name]).reshape(-1).view(np.uint8)
+            began = perf_counter()
+            found.recording.replay()
+            self.waited_s += perf_counter() - began
+        except ResourceError:
+            self._kept.clear()
+            self._room = 0
+            return None
+        assert self._result is not None
+        return [self._result.array[start : start + nbytes] for start, nbytes in placed(n for _, n in results)]
+
+    def _record(
+        self, key: Key, sent: Sent, calls: Callable[[Mapping[object, int]], Sequence[Call | Copy]], results: Results
+    ) -> _Recorded:
+        if self._result is None:
+            self._result = self._device.pinned(self._result_bytes)
+        places = dict(zip(sent, placed(values.nbytes for values in sent.values()), strict=True))
+        end = max(start + nbytes for start, nbytes in places.values())
+        block, memory = self._device.pinned(end), self._device.allocate(end)
+        steps = [
+            Copy("in", memory.address, block.address, end),
+            *calls({name: memory.address + start for name, (start, _) in places.items()}),
+            *(
+                Copy("out", self._result.address + start, address, nbytes)
+                for (address, nbytes), (start, _) in zip(results, placed(n for _, n in results), strict=True)
+            ),
+        ]
+        made = _Recorded(self._device.record(steps), block, memory, places, end + len(steps) * STEP_BYTES)
+        while self._kept and sum(each.nbytes for each in self._kept.values()) + made.nbytes > self._room:
+            self._kept.popitem(last=False)
+        self._kept[key] = made
+        self.recorded += 1
+        return made
+
+
+def gathered(each: Gather, places: Mapping[object, int], sent: Sent) -> Copy:
+    """What brings rows of a table that stays in the file from the block to their buffer."""
+    return Copy("within", each.address, places[each], sent[each].nbytes)

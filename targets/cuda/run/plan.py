@@ -1,0 +1,164 @@
+"""The kernels and the memory that a model needs on a GPU, found out without one: its program is made on a device that has
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgeq.errors import DeviceError
+from edgeq.format.container import ModelFile
+from edgeq.format.records import Mode
+from edgeq.targets.cuda.device import occupancy
+from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
+from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.cuda.supply.pack import Generated, Variant
+from edgeq.targets.cuda.supply.supply import OnKernel
+from edgeq.targets.graph import Graph, Linear
+from edgeq.targets.target import Options
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class _Place:
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Named:
+    generated: Generated
+
+
+class _Nothing:
+    """A device whose memory is addresses, and whose kernels are names."""
+
+    name, sm = "a GPU that is not here", 0
+
+    def __init__(self, integrated: bool = False, multiprocessors: int = 1) -> None:
+        self.integrated, self.multiprocessors = integrated, multiprocessors
+        self._next = ALIGNMENT
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 62, 1 << 62
+
+    def allocate(self, nbytes: int) -> Memory:
+        place = _Place(self._next, nbytes)
+        self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return place
+
+    def write(self, address: int, data: NDArray[Any]) -> None: ...
+
+    def read(self, address: int, data: NDArray[Any]) -> None: ...
+
+    def zero(self, address: int, nbytes: int) -> None: ...
+
+    def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
+        return {each.variant: _Named(each) for each in kernels}
+
+    def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None: ...
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def stamp(self, mark: Mark) -> None: ...
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        raise DeviceError(f"{self.name} runs nothing")
+
+    def pinned(self, nbytes: int) -> Pinned:
+        raise DeviceError(f"{self.name} runs nothing")
+
+    def record(self, steps: Sequence[Call | Copy | Mark]) -> Recording:
+        raise DeviceError(f"{self.name} runs nothing")
+
+    def synchronize(self) -> None: ...
+
+
+def variants(graph: Graph, file: ModelFile, options: Options, modes: Iterable[Mode]) -> list[Variant]:
+    """Every kernel that a program launches in these modes, with requantized weights too if the options ask for them.
+
+    UnsupportedError: as CudaTarget.compile.
+    """
+    asked: dict[Variant, None] = {}
+
+    def compiled(wanted: Sequence[Variant], on_kernel: OnKernel) -> list[Generated]:
+        asked.update(dict.fromkeys(wanted))
+        return _named(wanted, on_kernel)
+
+    for mode in modes:
+        # A short prompt is decoded with the weights of the file.
+        for requantize in {False, options.requantize}:
+            CudaProgram(_Nothing(), graph, file, replace(options, mode=mode, requantize=requantize), kernel_source=compiled)
+    return sorted(asked, key=lambda variant: variant.symbol)
+
+
+def device_bytes(graph: Graph, file: ModelFile, options: Options, integrated: bool, stream_masters: bool = False) -> int:
+    """Device memory of a program: weights, buffers, recordings, the pages of the cache that its pool begins with, and the
+    requantized weights of one session if the options ask for them.
+
+    UnsupportedError: as CudaTarget.compile.
+    """
+    program = CudaProgram(_Nothing(integrated), graph, file, options, kernel_source=_named, stream_masters=stream_masters)
+    return program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A fused product of a decoded token on a GPU of so many multiprocessors.
+
+    columns   input channels of the weights, of two blocks of them those of the first
+    ctas      blocks of threads
+    blocks    of 16 output channels that each has;  ahead: of these, how many it asks for before it multiplies
+    """
+
+    name: str
+    variant: Variant
+    rows: int
+    columns: int
+    ctas: int
+    blocks: int
+    ahead: int
+
+    def in_flight(self, held: int, multiprocessors: int, threads: int) -> int | None:
+        """Bytes that a multiprocessor has asked for, a mean; `held`: blocks that it has room for.  None: all of the product."""
+        if self.ahead >= self.blocks and self.ctas <= held * multiprocessors:
+            return None
+        return occupancy.bytes_in_flight(
+            self.variant, min(held, self.ctas / multiprocessors), threads, self.ahead, self.columns
+        )
+
+
+def products(graph: Graph, file: ModelFile, options: Options, multiprocessors: int) -> list[Product]:
+    """The different ones of a decoded token, as their launches have them.  UnsupportedError: as CudaTarget.compile."""
+    program = CudaProgram(_Nothing(multiprocessors=multiprocessors), graph, file, options, kernel_source=_named)
+    found: dict[tuple[object, ...], Product] = {}
+    for each in program.launches_of_a_token():
+        if not isinstance(each.operation, Linear) or "ahead" not in each.values:
+            continue
+        layer, values = each.operation.linear, {name: int(each.values[name]) for name in ("ctas", "each", "ahead")}
+        factors = 2 if each.variant.kernel == "fused_activate" and each.variant.literals[1] else 1
+        made = Product(
+            layer.name.rpartition(".")[2],
+            each.variant,
+            layer.rows,
+            layer.weights[0].columns,
+            values["ctas"],
+            values["each"] * factors,
+            values["ahead"],
+        )
+        found.setdefault((made.variant, made.rows, made.columns), made)
+    return list(found.values())
+
+
+def launches_per_token(graph: Graph, file: ModelFile, options: Options) -> int:
+    """Kernels that a decoded token of one text starts.  UnsupportedError: as CudaTarget.compile."""
+    return CudaProgram(_Nothing(), graph, file, options, kernel_source=_named).kernels_per_token
+
+
+def _named(wanted: Sequence[Variant], on_kernel: OnKernel) -> list[Generated]:
+    return [Generated(variant, variant.symbol, "", (), (1, 1, 1), (1, 1, 1)) for variant in wanted]

@@ -1,0 +1,1 @@
+"""Where machine code of kernels comes from: generated, compiled, packed, kept."""

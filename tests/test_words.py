@@ -1,0 +1,101 @@
+"""Names and docstrings keep to the words of CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgeq.folders import OTHER_FOLDERS
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("edgeq", *OTHER_FOLDERS)
+# The schema names what flatc generates.
+TREES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for folder in (*FOLDERS, "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path.name != "model_generated.py"
+}
+PRODUCT = {path: tree for path, tree in TREES.items() if not path.startswith("tests/")}
+LIMIT_WORDS = r"MOST|LARGEST|LONGEST|DEEPEST|WIDEST|HIGHEST|GREATEST|LEAST|SMALLEST|SHORTEST|FEWEST|LOWEST|LIMIT"
+MAX_POSITIONAL = 6
+WHOLE_NAMES = {"MAX", "MIN", "LIMITS", "BESIDE", "ENOUGH", "AHEAD"}
+NOT_MODULES = {"form", "reading", "guess", "wishes", "hears", "pairs", "anew", "told", "utils", "helpers", "manager", "engine"}
+"""What CONTRIBUTING.md has another word for, and names that say nothing."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, text) of the docstrings of a module, and of the strings that explain a name after it."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for before, each in zip([None, *body], body, strict=False):
+            documents = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and before is None
+            match each:
+                case ast.Expr(ast.Constant(str(text))) if documents or isinstance(before, (ast.Assign, ast.AnnAssign)):
+                    yield each.lineno, text
+
+
+def constants(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of what a module assigns."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        for target in targets:
+            yield from ((node.lineno, each.id) for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def is_kernel(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether Numba or TVM compiles it, or it writes machine code: in the rooms of kernels, or without types."""
+    if "kernels" in path.split("/") or path.startswith("targets/cpu/isa/"):
+        return True
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    compiled = any(ast.unparse(each).startswith(("njit", "intrinsic", "inline")) for each in node.decorator_list)
+    return compiled or not any(each.annotation for each in arguments)
+
+
+@pytest.mark.parametrize("path", PRODUCT)
+def test_at_most_six_arguments_are_given_by_place(path: str) -> None:
+    long = []
+    for node in ast.walk(PRODUCT[path]):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_kernel(path, node):
+            names = [each.arg for each in (*node.args.posonlyargs, *node.args.args) if each.arg not in ("self", "cls")]
+            if len(names) > MAX_POSITIONAL:
+                long.append(f"{path}:{node.lineno}: {node.name}({', '.join(names)})")
+    assert not long, "put `*` before those that are better named"
+
+
+@pytest.mark.parametrize("path", TREES)
+def test_no_docstring_begins_with_of(path: str) -> None:
+    found = [f"{path}:{line}: {text:.60}" for line, text in docstrings(TREES[path]) if re.match(r"\s*Of\b", text)]
+    assert not found, "begin with the noun that it is about"
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in PRODUCT.items():
+        if not path.startswith("tools/lab/"):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(f"{path}:{node.lineno}")
+    assert len(places) > 300
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_limits_begin_with_max_or_min() -> None:
+    names = [(path, line, name) for path, tree in PRODUCT.items() for line, name in constants(tree)]
+    wrong = [f"{path}:{line}: {name}" for path, line, name in names if re.search(rf"(^|_)({LIMIT_WORDS})(_|$)", name)]
+    whole = [
+        f"{path}:{line}: {name}" for path, line, name in names if name in ("MAX", "MIN", "LIMITS", "BESIDE", "ENOUGH", "AHEAD")
+    ]
+    assert len([name for _, _, name in names if name.startswith(("MAX_", "MIN_"))]) > 100
+    assert not wrong + whole, "MAX_ or MIN_, and then what it limits"
+
+
+def test_modules_are_named_in_the_words_of_the_field() -> None:
+    assert not [path for path in TREES if Path(path).stem in NOT_MODULES or Path(path).parent.name in NOT_MODULES]

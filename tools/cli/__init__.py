@@ -1,0 +1,1 @@
+"""The command line: its groups, options, types of arguments, help and progress."""

@@ -1,0 +1,1 @@
+"""What each command runs; imported when it is called."""

@@ -1,0 +1,1 @@
+"""How speed, energy and the conditions of a measurement are taken and reported."""

@@ -1,0 +1,104 @@
+"""Files of a shape with random weights, in one codec or a part in another: as fast and as large as a conversion's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.converters.budget.part_names import HEAD, TABLE, part_of
+from edgeq.format.codec import Codec
+from edgeq.format.manifest import FLOAT_PARTS, Shape, array_shapes, fused_shapes
+from edgeq.format.metadata import Metadata
+from edgeq.format.records import ArrayRef, LinearSpec, Weight
+from edgeq.format.writer import Writer
+from edgeq.network.config import ModelConfig
+
+NOISE = 1 << 22
+"""Random bytes that a file repeats."""
+Codecs = Mapping[str, Codec]
+"""Codecs by part, of those that have one of their own."""
+EVERY: Codecs = MappingProxyType({})
+"""No part has."""
+TABLE_BITS = 2
+"""Bits of an embedding that is not the head: a token reads next to nothing of it."""
+
+
+def with_layers(config: ModelConfig, count: int) -> ModelConfig:
+    """The decoder with its first `count` layers; without a vision tower."""
+    return replace(
+        config,
+        num_hidden_layers=count,
+        sliding_windows=config.sliding_windows[:count],
+        layers_without_rope=tuple(layer for layer in config.layers_without_rope if layer < count),
+        vision=None,
+    )
+
+
+def file_bytes(config: ModelConfig, codec: Codec) -> int:
+    """Bytes of the linear layers."""
+    return sum(stored.nbytes(*shape) for _, shape, stored in _linears(config, codec))
+
+
+def linears_read(config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> Iterator[tuple[Shape, Codec, Fraction]]:
+    """Shape, codec and the share that a token reads of every linear layer: of experts those that it uses, of a table none."""
+    used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
+    for name, shape, stored in _linears(config, codec, parts):
+        yield shape, stored, used if ".experts." in name else Fraction(name != TABLE)
+
+
+def bytes_per_token(config: ModelConfig, codec: Codec, floats: bool = True) -> int:
+    """Those that a token reads.
+
+    floats   with the layers that stay in floats whatever the codec
+    """
+    every = [each for each in linears_read(config, codec) if floats or each[1].integer]
+    return int(sum((share * stored.nbytes(*shape) for shape, stored, share in every), Fraction(0)))
+
+
+def write_random(path: Path, config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> None:
+    """Write a file with random weights, parts in codecs of their own.  ResourceError: there is no room for it."""
+    writer, linears, arrays = Writer(path), dict[str, LinearSpec](), dict[str, ArrayRef]()
+    noise = np.random.default_rng(0).integers(0, 256, NOISE, np.uint8)
+    for name, (rows, columns), stored in _linears(config, codec, parts):
+        refs: dict[str, ArrayRef] = {}
+        for part, array in stored.parts(rows, columns).items():
+            if part == "q" and stored.integer:
+                refs[part] = writer.stream(_repeated(noise, array.nbytes), "u8", array.shape)
+            elif part == "q":
+                # A router of zeros: every token uses the first experts, as many as of any.
+                refs[part] = writer.array(np.zeros(array.shape, np.uint16), "bf16")
+            elif part == "zero":
+                refs[part] = writer.array(np.full(array.shape, stored.center, np.uint8), "u8")
+            else:
+                # Outputs keep the size of inputs.
+                size = columns**-0.5 / stored.center
+                refs[part] = writer.array(np.full(array.shape, size, np.float16), "f16")
+        linears[name] = LinearSpec(name, (Weight(stored, rows, columns, refs),))
+    for name, dims in array_shapes(config).items():
+        if name != TABLE:
+            value = 0.0 if name.endswith("_bias") or name == "positions" else 1.0
+            arrays[name] = writer.array(np.full(dims, value, np.float32), "f32")
+    writer.finish(Metadata(config, {"eos_token_ids": []}, {"method": "random"}, "a8", linears, arrays))
+
+
+def _linears(config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> Iterator[tuple[str, Shape, Codec]]:
+    """Name, shape and codec of every linear layer: that of its part, else `codec`; of those that stay in floats bf16."""
+    for layer in range(config.num_hidden_layers):
+        for name, fused in fused_shapes(config, layer):
+            rows, columns = sum(rows for rows, _ in fused.values()), next(iter(fused.values()))[1]
+            floats = name.split(".")[-1] in FLOAT_PARTS
+            yield name, (rows, columns), Codec("bf16") if floats else parts.get(part_of(name), codec)
+    if not config.tie_word_embeddings:
+        yield TABLE, (config.vocab_size, config.hidden_size), replace(codec, bits=TABLE_BITS)
+    yield HEAD, (config.vocab_size, config.hidden_size), parts.get(HEAD, codec)
+
+
+def _repeated(noise: NDArray[np.uint8], count: int) -> Iterator[NDArray[np.uint8]]:
+    for start in range(0, count, len(noise)):
+        yield noise[: count - start]

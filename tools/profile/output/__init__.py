@@ -1,0 +1,1 @@
+"""A profile as tables, as an HTML page, and as a trace."""

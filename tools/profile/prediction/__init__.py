@@ -1,0 +1,1 @@
+"""What other bits, threads or devices would change, predicted from a profile."""

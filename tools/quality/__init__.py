@@ -1,0 +1,1 @@
+"""What quantization lost: predictions over windows of text, and tables and charts of them."""

@@ -1,0 +1,80 @@
+"""What can be had of a model, as a table: ten allocations with their sizes, their predicted divergence and their speed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from edgeq.system.devices import DEVICES, DeviceSpec
+from edgeq.tools.quality.chart import QualityPoint as Mark
+
+if TYPE_CHECKING:
+    from edgeq.converters.probing.frontier import FrontierPoint
+
+HERE = DeviceSpec("this-machine", "", 0, 0, 1.0)
+"""A column of this machine, where every point has its seconds."""
+SHOWN = ("raspberry-pi-4", "raspberry-pi-5", "x86-avx2", "x86-avx512-vnni")
+"""Devices in the table where none was asked for."""
+
+
+def devices_shown(asked: DeviceSpec | None) -> list[DeviceSpec]:
+    """The device that was asked for; without one, a few from slow to fast."""
+    return [asked] if asked else [DEVICES[name] for name in SHOWN]
+
+
+def rows(points: Sequence[FrontierPoint], chosen: FrontierPoint, devices: Sequence[DeviceSpec]) -> list[dict[str, Any]]:
+    """The points and the chosen allocation, by rising bytes per token, as plain values."""
+    every = sorted([*points, chosen], key=lambda point: (point.read, point is chosen))
+    return [
+        {
+            "chosen": point is chosen,
+            "bits_per_weight": point.bits,
+            "file_bytes": point.size,
+            "bytes_per_token": point.read,
+            "kl_predicted": point.kl,
+            "tokens_per_second": {device.name: 1 / (point.seconds or device.decode_seconds(point.read)) for device in devices},
+        }
+        for point in every
+    ]
+
+
+def marks(found: Sequence[dict[str, Any]]) -> list[Mark]:
+    """The rows as points of a chart; the chosen allocation is a series of its own."""
+    return [
+        Mark(
+            "chosen" if row["chosen"] else "what can be had",
+            f"chosen: {row['bits_per_weight']:.2f} bits per weight" if row["chosen"] else "",
+            row["bytes_per_token"] / 1e6,
+            # A logarithmic axis has no place for 0, which a model of few weights can have.
+            max(row["kl_predicted"], 1e-9),
+            f"{row['bits_per_weight']:.2f} bits per weight, KL {row['kl_predicted']:.2g}",
+        )
+        for row in found
+    ]
+
+
+def show(found: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
+    """Print the table; None: to standard error."""
+    # A narrow terminal would break names apart: lines that are too long go on in the next one instead.
+    names = [*found[0]["tokens_per_second"]]
+    console = Console(
+        file=stream or sys.stderr, highlight=False, soft_wrap=True, width=max(60 + 24 * len(names), Console().width)
+    )
+    table = Table(box=None, pad_edge=False)
+    # Two lines, so that four devices fit 100 columns.
+    for name in ("", "bits per\nweight", "file\nMB", "MB per\ntoken", "predicted\nKL", *(f"{name}\ntok/s" for name in names)):
+        table.add_column(name, justify="right")
+    for row in found:
+        table.add_row(
+            ">" if row["chosen"] else "",
+            f"{row['bits_per_weight']:.2f}",
+            f"{row['file_bytes'] / 1e6:,.2f}",
+            f"{row['bytes_per_token'] / 1e6:,.2f}",
+            f"{row['kl_predicted']:.2g}",
+            *(f"{row['tokens_per_second'][name]:,.1f}" for name in names),
+        )
+    console.print(table)
