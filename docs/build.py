@@ -10,6 +10,8 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File, Files
 
+from edgeq.folders import OTHER_FOLDERS
+
 ROOT = Path(__file__).parent.parent
 PAGES = {
     "CONTRIBUTING.md": "CONTRIBUTING.md",
@@ -19,7 +21,6 @@ PAGES = {
 }
 """Page of the repository's root -> its name on the site.  README would be the first page, and where the case of a name does not
 count SECURITY would be docs/security."""
-FOLDERS = ("runtime", "converters", "targets", "tools")
 SOURCE = ROOT / "build" / "site-source" / "edgeq"
 """Where mkdocstrings reads the package: a copy as it is installed, since the folders of a checkout lie beside edgeq/."""
 
@@ -28,7 +29,7 @@ def on_startup(**_: Any) -> None:
     """Before mkdocstrings looks which of its paths exist."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "edgeq", SOURCE, ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in FOLDERS:
+    for folder in OTHER_FOLDERS:
         shutil.copytree(ROOT / folder, SOURCE / folder, ignore=shutil.ignore_patterns("__pycache__"))
 
 
