@@ -19,7 +19,7 @@ from edgeq.errors import FormatError, InputError
 from edgeq.format.container import ModelFile
 from edgeq.network.generation import SAMPLING
 from edgeq.runtime.answers.constraint import Matcher
-from edgeq.runtime.answers.repetition import Breakers, penalties
+from edgeq.runtime.answers.repetition import Breakers, goes_round, penalties
 from edgeq.runtime.answers.thinking import AfterThinking
 from edgeq.runtime.arguments import instance, integer, real, wrong
 from edgeq.targets.target import Largest
@@ -151,7 +151,7 @@ class Rules:
     """What holds for the logits of one text beside its Sampling.
 
     start       tokens of the prompt, which presence, frequency and repetitions do not count
-    late        tokens that must not come among the first `min_tokens` of the text: those that would end it
+    ends        tokens that end the text: they must not come among its first `min_tokens`
     processors  applied one after another
     matcher     follows the text through the grammar that it is held to
     breakers    tokens that end a repetition; None: none does
@@ -159,13 +159,15 @@ class Rules:
 
     start: int = 0
     min_tokens: int = 0
-    late: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()
     processors: tuple[Processor, ...] = ()
     matcher: Matcher | AfterThinking | None = None
     breakers: Breakers | None = None
 
 
 NO_RULES = Rules()
+CERTAIN = 1e4
+"""Added to a logit, far above all others, it makes its token the one that comes."""
 
 
 class Logprobs(NamedTuple):
@@ -203,8 +205,8 @@ def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequenc
     scores = logits.astype(np.float64) if len(tokens) == len(logits) else logits[tokens].astype(np.float64)
     if changes:
         _penalize(scores, sampling, history, rules.start, repeated)
-    if early and rules.late:
-        scores[[token for token in rules.late if token < len(scores)]] = -np.inf
+    if early and rules.ends:
+        scores[[token for token in rules.ends if token < len(scores)]] = -np.inf
     for processor in rules.processors:
         scores = _processed(scores, processor, history)
     if allowed is not None and not unchanged:
@@ -234,8 +236,14 @@ def among(largest: Largest, row: int, sampling: Sampling) -> Candidates:
 
 
 def repetitions(sampling: Sampling, history: Sequence[int], rules: Rules) -> dict[int, float]:
-    """What tokens lose that would go on with a repetition."""
-    return penalties(history[rules.start :], sampling.dry_multiplier, rules.breakers) if sampling.dry_multiplier else {}
+    """What tokens lose that would go on with a repetition, and below 0 what those gain that end a text which goes round."""
+    if not sampling.dry_multiplier:
+        return {}
+    text = history[rules.start :]
+    found = penalties(text, sampling.dry_multiplier, rules.breakers)
+    if rules.ends and rules.breakers and goes_round(text, rules.breakers):
+        found |= dict.fromkeys(rules.ends, -CERTAIN)
+    return found
 
 
 def needed(sampling: Sampling, history: Sequence[int] = (), rules: Rules = NO_RULES) -> int:
@@ -346,7 +354,9 @@ def _penalize(scores: ArrayF64, sampling: Sampling, history: Sequence[int], star
         seen, counts = np.unique(np.asarray(history[start:], np.int64), return_counts=True)
         scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     for token, penalty in repeated.items():
-        scores[token] -= penalty
+        # Tokens that end a text may lie beyond the model's vocabulary.
+        if token < len(scores):
+            scores[token] -= penalty
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
 

@@ -43,8 +43,8 @@ def test_every_make_target_exists(page: str) -> None:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_module_that_is_run_exists(page: str) -> None:
-    """Experiments that are finished are named with the commit that has them."""
-    for module in re.findall(r"python -m edgeq\.([\w.]+)(?!.*# of commit [0-9a-f]{7})", TEXTS[page]):
+    """Experiments that are finished are named with the command that finds them."""
+    for module in re.findall(r"python -m edgeq\.([\w.]+)(?!.*# removed since: git log -- )", TEXTS[page]):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,17 @@ from edgeq.runtime.answers import repetition
 from edgeq.runtime.answers.repetition import BASE, LOOP, MAX_REPEATED, MIN_REPEATED, WINDOW, Breakers, penalties
 from edgeq.runtime.sampling import Rules, Sampler, distribution, needed
 
-WORDS = ["the", " sea", " is", " a", " place", " of", " love", ",", "\n", " 7", "_id", " é", "</think>"]
-THE, SEA, IS, A, PLACE, OF, LOVE, COMMA, LINE, SEVEN, ID, ACCENT, END = range(len(WORDS))
+WORDS = [" the", " sea", " is", " a", " place", " of", " love", ",", "\n", " 7", "_id", " é", "</think>", "ly"]
+THE, SEA, IS, A, PLACE, OF, LOVE, COMMA, LINE, SEVEN, ID, ACCENT, END, LY = range(len(WORDS))
 DRY = Sampling(dry_multiplier=0.8)
 PROMPT = "def f(x):\n    return"
 
 
 @pytest.fixture
 def breakers() -> Breakers:
-    text: Any = SimpleNamespace(token_bytes=lambda token: WORDS[token].encode(), added_ids=frozenset([END]))
+    # Further tokens are words of two letters.
+    further = [f" {chr(97 + token % 26)}{chr(97 + token // 26)}" for token in range(len(WORDS), 300)]
+    text: Any = SimpleNamespace(token_bytes=lambda token: [*WORDS, *further][token].encode(), added_ids=frozenset([END]))
     return Breakers(text)
 
 
@@ -41,7 +44,8 @@ def test_the_penalty_grows_with_the_length_of_the_repetition() -> None:
         assert penalties([*said, COMMA, *said[:length]], 0.8) == pytest.approx(wanted)
     # Each token that has followed one, and each time.
     told = [*said[:5], ACCENT, *said[1:5], OF, LINE, *said[:5]]
-    assert penalties(told, 2.0) == pytest.approx({ACCENT: 2 * BASE, OF: 2.0})
+    longest = 2.0 * BASE ** (5 - MIN_REPEATED)
+    assert penalties(told, 2.0) == pytest.approx({ACCENT: longest, OF: longest / BASE})
     many = list(range(100, 100 + 2 * MAX_REPEATED))
     assert penalties([*many, 1, *many[:-1]], 1.0) == {many[-1]: BASE ** (MAX_REPEATED - MIN_REPEATED)}
 
@@ -58,7 +62,7 @@ def test_it_is_what_a_search_through_the_text_finds(breakers: Breakers, monkeypa
                 if text[-1 - length] in (LINE, SEVEN, ID):
                     break
                 length += 1
-            if length >= MIN_REPEATED:
+            if length >= MIN_REPEATED and text[place] not in (LINE, SEVEN, ID):
                 found[text[place]] = found.get(text[place], 0) + 0.5 * BASE ** (length - MIN_REPEATED)
         return found
 
@@ -73,10 +77,37 @@ def test_it_is_what_a_search_through_the_text_finds(breakers: Breakers, monkeypa
 
 @pytest.mark.parametrize("breaker", [LINE, SEVEN, ID])
 def test_lines_numbers_and_code_break_a_repetition(breakers: Breakers, breaker: int) -> None:
-    data = [THE, SEA, breaker, A, PLACE, OF, LOVE]
+    data = [THE, SEA, A, PLACE, breaker, OF, LOVE]
     assert penalties([*data, COMMA, *data[:6]], 0.8) and not penalties([*data, COMMA, *data[:6]], 0.8, breakers)
-    prose = [THE, SEA, ACCENT, A, PLACE, OF, LOVE]
+    prose = [THE, SEA, A, PLACE, ACCENT, OF, LOVE]
     assert set(penalties([*prose, COMMA, *prose[:6]], 0.8, breakers)) == {LOVE}
+    # It may come itself after what came before it.
+    assert penalties([*data, COMMA, *data[:4]], 0.8) and not penalties([*data, COMMA, *data[:4]], 0.8, breakers)
+
+
+def test_a_word_is_always_spelled_to_its_end(breakers: Breakers) -> None:
+    said = [THE, SEA, LOVE, LY]
+    assert penalties([*said, COMMA, *said[:3]], 0.8, breakers) == {}
+    assert set(penalties([*said, COMMA, *said[:2]], 0.8, breakers)) == {LOVE}
+
+
+def test_prose_that_goes_round_the_same_words_has_to_end(breakers: Breakers) -> None:
+    random = np.random.default_rng(5)
+    words = [THE, SEA, IS, A, PLACE, OF, LOVE, COMMA]
+    said = random.choice(words, 200).tolist()
+    logits = np.zeros(len(WORDS), np.float32)
+    ends = Rules(start=9, ends=frozenset([END, 99]), breakers=breakers)
+
+    def drawn(text: list[int], rules: Rules = ends, sampling: Sampling = DRY) -> float:
+        return float(distribution(logits, replace(sampling, temperature=1.0), [*[THE] * 9, *text], rules)[END])
+
+    assert drawn(said) == 1
+    assert drawn(said[:80]) < 0.5 and drawn(said[:120], replace(ends, min_tokens=130)) == 0
+    assert drawn(said, Rules(start=9, breakers=breakers)) < 0.5 and drawn(said, sampling=Sampling()) < 0.5
+    # Nor where each word is followed by data, where most of it differs, or where it has only begun after a thought.
+    assert drawn([token for word in said for token in (word, SEVEN)]) < 0.5
+    assert drawn([token for word in range(100, 200) for token in (word, THE)]) < 0.5
+    assert drawn([*said[:150], END, *said[150:]]) < 0.5
 
 
 def test_an_answer_may_repeat_what_was_thought_before_it(breakers: Breakers) -> None:
@@ -109,14 +140,14 @@ def test_the_prompt_may_be_quoted_and_the_text_may_not() -> None:
     quoted = distribution(logits, Sampling(temperature=1, dry_multiplier=0.8), [*said, COMMA, *said[:5]], Rules(start=7))
     assert np.allclose(quoted, 1 / len(WORDS))
     found = distribution(logits, Sampling(temperature=1, dry_multiplier=0.8), [*said, COMMA, *said[:5]])
-    wanted = np.exp(np.where(np.arange(len(WORDS)) == OF, -0.8 * BASE, 0))
+    wanted = np.exp(np.where(np.arange(len(WORDS)) == OF, -0.8 * BASE ** (5 - MIN_REPEATED), 0))
     assert np.allclose(found, wanted / wanted.sum())
 
 
 def test_all_logits_are_needed_only_where_something_repeats() -> None:
     said = [THE, SEA, IS, A, PLACE, OF]
     narrow = Sampling(temperature=0.7, top_k=12, dry_multiplier=0.8)
-    assert needed(narrow, [*said, COMMA, *said[:3]]) == 12 and needed(DRY, said) == 1
+    assert needed(narrow, [*said, COMMA, *said[:1]]) == 12 and needed(DRY, said) == 1
     assert needed(narrow, [*said, COMMA, *said[:5]]) == needed(DRY, [*said, COMMA, *said[:5]]) == 0
     assert needed(narrow, [*said, COMMA, *said[:5]], Rules(start=7)) == 12
 

@@ -191,7 +191,7 @@ def test_the_order_is_repetition_penalties_bias_processors_temperature() -> None
 
 
 def test_tokens_that_would_end_the_text_do_not_come_too_early() -> None:
-    rules = Rules(start=1, min_tokens=2, late=frozenset([2, 99]))
+    rules = Rules(start=1, min_tokens=2, ends=frozenset([2, 99]))
     logits = np.array([1, 2, 9], np.float32)
     for sampling in (
         Sampling(),

@@ -207,7 +207,7 @@ def test_drawn_tokens_have_the_law_that_penalties_bias_and_processors_make() -> 
         logits[tokens[-1]] = -np.inf
         return logits
 
-    rules = Rules(start=1, min_tokens=2, late=frozenset([3]), processors=(odd_after_even,))
+    rules = Rules(start=1, min_tokens=2, ends=frozenset([3]), processors=(odd_after_even,))
     stream = Stream(FixedLogits(), Sampler(sampling, rules), [0])  # type: ignore[arg-type]
     seen = np.zeros((5, 5))
     for _ in range(60_000):
