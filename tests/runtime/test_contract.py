@@ -194,7 +194,7 @@ def test_the_command_line_says_in_one_line_that_the_device_is_lost(edgeq: Callab
 def test_a_conversation_ends_when_the_device_is_lost(edgeq: Callable[..., Result], tiny_path: Path, tmp_path: Path) -> None:
     template = tmp_path / "template"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    result = edgeq("chat", tiny_path, "--chat-template", template, "-n", 2, input="a\nb\n/stats\n")
+    result = edgeq("chat", tiny_path, "--chat-template", template, "-n", 2, "--temp", 0, input="a\nb\n/stats\n")
     assert result.exit_code == 1 and result.stderr.splitlines()[-1] == f"error: {LOST}"
     assert len(result.stdout.splitlines()) == 2 and result.stdout.endswith("\n") and "prefill" not in result.stderr
 
