@@ -117,30 +117,76 @@ def round_block(
 
 
 @njit(nogil=True, cache=True)
+def _refit(steps: Any, first: Any, scale: Any, slope: Any, moments: Any, product: Any) -> Any:
+    """The scale of a group after its step to the least error; `slope` [columns] follows.
+
+    With the integers less the zero point as T, 0 outside of the group, its weights are scale T, and the error D M D^T grows by
+    d^2 A + 2 d b where the scale grows by d: A = T M T^T, b = D M T^T, and `slope` is D M.
+
+    steps    [columns of the group]: T
+    first    the group's first column in the block
+    product  [columns]: room for T M
+    """
+    product[:] = 0
+    downhill = _F32(0)
+    for i in range(len(steps)):
+        downhill += steps[i] * slope[first + i]
+        curve = moments[first + i]
+        for j in range(len(product)):
+            product[j] += steps[i] * curve[j]
+    bend = _F32(0)
+    for i in range(len(steps)):
+        bend += steps[i] * product[first + i]
+    if not bend > 0:
+        return scale
+    wanted = _to_f16(max(scale - downhill / bend, _F32(0)))
+    change = wanted - scale
+    # A scale far from the range of its weights would clip many of them: what GPTQ has settled would be settled again.
+    near = scale / _F32(2) <= wanted <= scale * _F32(2)
+    if not near or not change * (_F32(2) * downhill + bend * change) < 0:
+        return scale
+    for j in range(len(product)):
+        slope[j] += change * product[j]
+    return wanted
+
+
+@njit(nogil=True, cache=True)
 def improve_block(
     rounded: NDArray[np.float32],
     gradient: NDArray[np.float32],
     moments: NDArray[np.float32],
     fixed: NDArray[np.bool_],
+    begins: NDArray[np.int64],
     group_of: NDArray[np.int64],
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
     top: np.float32,
     integers: NDArray[np.uint8],
 ) -> None:
-    """Coordinate descent over the columns of a block: each integer to the one with the least error, given all others.
+    """Coordinate descent over the columns of a block: each integer to the one with the least error, given all others, and the
+    scale of a group before its integers.
 
     rounded   [rows, columns]: what the integers stand for; changed with them
     gradient  [rows, columns]: of half the squared error by these weights; changed with them
     moments   [columns, columns]: of the inputs of these columns
     fixed     [columns]: stay as they are
+    begins    [columns]: of how many columns the group has whose scale is refitted there; 0: none
     """
+    columns = rounded.shape[1]
+    steps, product = np.empty(columns, np.float32), np.empty(columns, np.float32)
     for row in range(len(rounded)):
         w, slope = rounded[row], gradient[row]
-        for i in range(len(w)):
+        for i in range(columns):
+            g = group_of[i]
+            if begins[i] > 0:
+                size = begins[i]
+                for k in range(size):
+                    steps[k] = _F32(integers[row, i + k]) - zero[row, g]
+                scale[row, g] = _refit(steps[:size], i, scale[row, g], slope, moments, product)
+                for k in range(size):
+                    w[i + k] = steps[k] * scale[row, g]
             if fixed[i]:
                 continue
-            g = group_of[i]
             code = _code(w[i] - slope[i] / moments[i, i], scale[row, g], zero[row, g], top)
             back = (code - zero[row, g]) * scale[row, g]
             change = back - w[i]
@@ -148,5 +194,5 @@ def improve_block(
                 w[i] = back
                 integers[row, i] = np.uint8(code)
                 curve = moments[i]
-                for j in range(len(w)):
+                for j in range(columns):
                     slope[j] += change * curve[j]

@@ -11,6 +11,7 @@ costs once the columns after it have taken over what they can.  (Weighed by M_jj
 
 GPTQ never comes back to a column.  On its grids every integer is therefore visited again, SWEEPS times, and set to what is best
 given all the others: coordinate descent on tr(D M D^T), as in QuantEase (Behdin et al. 2023, arXiv 2309.01885, section 3).
+The scale of a group moves to its best before the group's integers do, where its columns lie in one block.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class _Slab:
         return [self._quantized(in_order[:, block], codec, block) for codec, block in self._blocks], back_in_order
 
     def _sweep(self, rounded: Tensor, changes: Tensor, integers: NDArray[np.uint8]) -> None:
-        """Set every integer to the best given all others; `rounded` and `changes` [rows, columns] follow."""
+        """Set every scale and integer to the best given all others; `rounded` and `changes` [rows, columns] follow."""
         for span in self._spans():
             gradient = changes @ self._factor.moments[:, self._taken[span]][self._taken]
             here = np.ascontiguousarray(rounded[:, span].cpu().numpy())
@@ -202,11 +203,14 @@ class _Slab:
         """Improve w [rows, columns] of `span`, which is what `integers` stand for, in place."""
         columns, fixed = self._taken[span], self._factor.dead[span].cpu().numpy()
         moments = self._factor.moments[columns][:, columns].cpu().numpy()
-        top, group_of = self._top(span), self._group_of[span]
+        begins, top, group_of = np.zeros(w.shape[1], np.int64), self._top(span), self._group_of[span]
+        for group in self._groups:
+            if span.start <= group.start and group.stop <= span.stop and not self._factor.falling:
+                begins[group.start - span.start] = group.stop - group.start
 
         def share(rows: slice) -> None:
             grids = self._scale[rows], self._zero[rows]
-            kernel.improve_block(w[rows], gradient[rows], moments, fixed, group_of, *grids, top, integers[rows])
+            kernel.improve_block(w[rows], gradient[rows], moments, fixed, begins, group_of, *grids, top, integers[rows])
 
         _in_threads(share, len(w))
 

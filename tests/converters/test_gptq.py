@@ -13,6 +13,7 @@ from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.method import Block
 from edgeq.converters.methods.gptq import gptq_layer
+from edgeq.converters.rounding import column_kernel
 from edgeq.converters.rounding import columns as columns_of_a_matrix
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import LinearItem, Recipe
@@ -85,7 +86,11 @@ def test_the_returned_weight_is_what_the_integers_stand_for(x: torch.Tensor, wei
     assert torch.equal((q.q.float() - zero) * scale, rounded)
 
 
-def test_act_order_fixes_the_grids_of_the_original_weights(x: torch.Tensor, weight: torch.Tensor) -> None:
+def test_act_order_fixes_the_grids_of_the_original_weights(
+    x: torch.Tensor, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The sweeps refit the scales of the other order.
+    monkeypatch.setattr(columns_of_a_matrix, "SWEEPS", 0)
     codec = Codec("int", 4, 32, symmetric=False)
     (static,), _ = gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED), act_order=True)
     (dynamic,), _ = gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED))
@@ -117,7 +122,58 @@ def test_every_sweep_over_the_integers_lowers_the_error(
     assert errors[1] < 0.95 * errors[0] and errors[2] < errors[1]
 
 
-def test_with_uncorrelated_inputs_it_is_rounding(weight: torch.Tensor) -> None:
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 16), (2, 32), (3, 96), (4, 160), (8, 32)])
+def test_a_refitted_scale_is_the_best_in_f16_for_its_integers(
+    x: torch.Tensor, weight: torch.Tensor, bits: int, group_size: int, symmetric: bool
+) -> None:
+    """All integers are kept, so that the scales alone move; a shorter last group, zeros and extreme rows are among them."""
+    wanted = weight.clone().numpy()
+    wanted[0, 32:64], wanted[1], wanted[2], wanted[3] = 0, 0, wanted[2] * 1e-6, wanted[3] * 2e4
+    moments = (x.T @ x).double().numpy()
+    group_of = np.arange(COLUMNS) // group_size
+    begins = np.zeros(COLUMNS, np.int64)
+    begins[::group_size] = np.bincount(group_of)
+    top = np.float32(2**bits - 1)
+    scale, zero = np.empty((2, ROWS, len(np.unique(group_of))), np.float32)
+    for group in range(scale.shape[1]):
+        part = np.ascontiguousarray(wanted[:, group_of == group])
+        costs = np.ones(part.shape[1], np.float32)
+        column_kernel.search_grids(part, costs, top, symmetric, column_kernel.SHARES, scale[:, group], zero[:, group])
+    before = scale.copy()
+    steps = np.clip(np.rint(wanted / scale[:, group_of]) + zero[:, group_of], 0, top) - zero[:, group_of]
+    integers = (steps + zero[:, group_of]).astype(np.uint8)
+    kept, rounded = integers.copy(), (steps * scale[:, group_of]).astype(np.float32)
+    gradient = ((rounded - wanted).astype(np.float64) @ moments).astype(np.float32)
+    every = np.ones(COLUMNS, np.bool_)
+    moments32 = moments.astype(np.float32)
+    column_kernel.improve_block(rounded, gradient, moments32, every, begins, group_of, scale, zero, top, integers)
+
+    assert np.array_equal(integers, kept) and np.array_equal(rounded, (steps * scale[:, group_of]).astype(np.float32))
+    assert np.array_equal(scale, scale.astype(np.float16)) and np.isfinite(scale).all()
+    assert (scale >= before / 2).all() and (scale <= 2 * before).all() and (scale[4:] != before[4:]).mean() > 0.3
+    assert np.array_equal(scale[1], before[1])
+    exact = (rounded - wanted).astype(np.float64) @ moments
+    assert (np.abs(gradient - exact).max(1) <= 1e-4 * np.abs(wanted.astype(np.float64) @ moments).max(1)).all()
+    # Group after group, as the kernel goes: each ends at the least loss, as near as f16 and the bounds let it.
+    changes = steps * before[:, group_of] - wanted.astype(np.float64)
+    for group in range(scale.shape[1]):
+        at = group_of == group
+        bend = ((steps[:, at] @ moments[at][:, at]) * steps[:, at]).sum(1)
+        downhill = ((changes @ moments)[:, at] * steps[:, at]).sum(1)
+        change = scale[:, group].astype(np.float64) - before[:, group]
+        assert (change * (2 * downhill + bend * change) <= 1e-9 * bend * before[:, group] ** 2).all()
+        with np.errstate(invalid="ignore"):
+            best = np.nan_to_num(before[:, group] - downhill / bend)
+        inside = (best > 0.51 * before[:, group]) & (best < 1.99 * before[:, group]) & (before[:, group] > 1e-4)
+        assert np.allclose(scale[inside, group], best[inside], rtol=2**-10 + 1e-4)
+        changes[:, at] = steps[:, at] * scale[:, [group]] - wanted[:, at]
+
+
+def test_with_uncorrelated_inputs_it_is_rounding_before_scales_are_refitted(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_of_a_matrix, "SWEEPS", 0)
     recipe = Recipe(Codec("int", 4, 32, symmetric=False), Preset(zero_inside=True, full_range=True))
     factor = factorize(torch.eye(COLUMNS), recipe, act_order=False)
     (q,), _ = quantize_matrix(weight, factor, recipe, "w")
@@ -157,8 +213,11 @@ def test_columns_without_input_become_zero_and_take_no_error(x: torch.Tensor, we
     assert not rounded[:, 5:9].any() and rounded[:, 9].any()
 
 
-def test_a_second_block_has_its_own_grid_and_takes_over_error(x: torch.Tensor, weight: torch.Tensor) -> None:
+def test_a_second_block_has_its_own_grid_and_takes_over_error(
+    x: torch.Tensor, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The layout of ResQ: columns gathered by a constant order, the last ones in 8 bits, a scale per row and block."""
+    monkeypatch.setattr(columns_of_a_matrix, "SWEEPS", 0)
     order = torch.randperm(COLUMNS, generator=generator(4)).numpy().astype(np.int32)
     low, high = Codec("int", 3, 0, symmetric=True), Codec("int", 8, 0, symmetric=True)
     recipe = Recipe(low, ABSMAX_SEARCH, high, 32, order=order)
