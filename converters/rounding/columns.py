@@ -204,9 +204,8 @@ class _Slab:
         columns, fixed = self._taken[span], self._factor.dead[span].cpu().numpy()
         moments = self._factor.moments[columns][:, columns].cpu().numpy()
         begins, top, group_of = np.zeros(w.shape[1], np.int64), self._top(span), self._group_of[span]
-        for group in self._groups:
-            if span.start <= group.start and group.stop <= span.stop and not self._factor.falling:
-                begins[group.start - span.start] = group.stop - group.start
+        for group in self._begun(span):
+            begins[group.start - span.start] = group.stop - group.start
 
         def share(rows: slice) -> None:
             grids = self._scale[rows], self._zero[rows]
@@ -222,6 +221,10 @@ class _Slab:
         """The grid comes from the weights as they were."""
         return self._factor.falling or group.stop - group.start > BLOCK
 
+    def _begun(self, span: slice) -> list[_Group]:
+        """Groups that lie in a span as a whole, and whose grid is not fixed."""
+        return [group for group in self._groups if span.start <= group.start < span.stop and not self._is_fixed(group)]
+
     def _spans(self) -> Iterator[slice]:
         """Columns that are rounded before the next product: whole groups of one weight block, as a rule BLOCK columns."""
         for codec, block in self._blocks:
@@ -234,8 +237,7 @@ class _Slab:
     def _round_span(self, w: NDArray[np.float32], u: NDArray[np.float32], span: slice, integers: NDArray[np.uint8]) -> None:
         """Round w [rows, columns] of `span` in place."""
         begins = np.zeros(w.shape[1], np.int64)
-        begun = [g for g in self._groups if span.start <= g.start < span.stop and not self._is_fixed(g)]
-        for group in begun:
+        for group in self._begun(span):
             at = slice(group.start - span.start, group.stop - span.start)
             if self._preset.weighed:
                 begins[at.start] = at.stop - at.start
