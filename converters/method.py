@@ -99,6 +99,8 @@ class Method:
     rounds_head  with `calibrates`: the head is rounded by GPTQ over the outputs of the layers, not to nearest
     studies      has a `study`
     pools        it can be had for a model that embeds texts: the last norm gives what it gave
+    keeps_integers  weights that the source has in integers are stored as they are, head and embedding too; layers that other
+                 methods store as one lie apart where their codecs differ
     keeps_channels  inputs and outputs of the layers are those of the checkpoint, but for what a layer does to them itself
     passes       with `calibrates`: how often, about, the calibration text goes through a layer while it is prepared
     effort       how many times the work of plain rounding, about, a weight takes apart from that; both are for progress only
@@ -110,6 +112,7 @@ class Method:
     rounds_head: ClassVar[bool] = False
     studies: bool = False
     pools: ClassVar[bool] = True
+    keeps_integers: ClassVar[bool] = False
     keeps_channels: ClassVar[bool] = False
     passes: ClassVar[int] = 2
     effort: ClassVar[int] = 1

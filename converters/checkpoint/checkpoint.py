@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.converters.checkpoint.source import CheckpointSource, StoredTensor
+from edgeq.converters.checkpoint.source import CheckpointSource, QuantizedTensor, StoredArrays, StoredTensor
 from edgeq.errors import CheckpointError
 from edgeq.format.adapter import Adapter, Factors
 from edgeq.format.codec import Codec, Kind
@@ -170,6 +170,12 @@ class Checkpoint:
             factors, row = tensor.merged
             values = values + factors.b[row + start : row + stop] @ factors.a
         return values + np.float32(tensor.added) if tensor.added else values
+
+    def quantized(self, name: str, start: int, stop: int) -> StoredArrays:
+        """The integers of rows start...stop of a matrix whose `codec` has some."""
+        tensor = self.tensors[name]
+        skipped = tensor.skipped // tensor.shape[-1]
+        return cast(QuantizedTensor, tensor.stored).quantized(skipped + start, stop - start, tensor.name or name)
 
     def _read(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows of a tensor as they are stored, float32; `name`: for messages."""

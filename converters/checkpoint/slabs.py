@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.errors import CheckpointError
 from edgeq.format.codec import ROWS, AnyArray, to_bf16
 from edgeq.format.records import DTYPES
@@ -17,6 +18,9 @@ SLAB_BYTES = 32 << 20
 
 RowReader = Callable[[str, int, int], NDArray[np.float32]]
 """(tensor name, first row, last row + 1) -> float32 [rows, ...]"""
+
+IntegerReader = Callable[[str, int, int], StoredArrays]
+"""The same of the integers of a weight that is quantized already."""
 
 
 class Tensors(Protocol):
@@ -31,18 +35,31 @@ def slabs(
     tensors: tuple[tuple[str, int], ...], width: int, read: RowReader, most: int | None = None
 ) -> Iterator[NDArray[np.float32]]:
     """The rows of `tensors`, one below the other, in slabs of whole 16-row blocks, at most SLAB_BYTES and `most` rows."""
+    for spans in _spans(tensors, width, most):
+        pieces = [read(*span) for span in spans]
+        yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def quantized_slabs(tensors: tuple[tuple[str, int], ...], width: int, read: IntegerReader) -> Iterator[StoredArrays]:
+    """The same of integers: slabs of whole blocks, every array of a codec by itself."""
+    for spans in _spans(tensors, width):
+        pieces = [read(*span) for span in spans]
+        yield {part: np.concatenate([piece[part] for piece in pieces]) for part in pieces[0]}
+
+
+def _spans(tensors: tuple[tuple[str, int], ...], width: int, most: int | None = None) -> Iterator[list[tuple[str, int, int]]]:
+    """The tensors that each slab is made of, with first row and last row + 1."""
     height = min(SLAB_BYTES // (4 * width), most or SLAB_BYTES)
     height = max(ROWS, height // ROWS * ROWS)
     ends = np.cumsum([rows for _, rows in tensors]).tolist()
     starts = [0, *ends[:-1]]
     for top in range(0, ends[-1], height):
         bottom = min(top + height, ends[-1])
-        pieces = [
-            read(name, max(top, start) - start, min(bottom, end) - start)
+        yield [
+            (name, max(top, start) - start, min(bottom, end) - start)
             for (name, _), start, end in zip(tensors, starts, ends, strict=True)
             if start < bottom and top < end
         ]
-        yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def stored(a: NDArray[np.float32], dtype: str, name: str) -> AnyArray:

@@ -13,7 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.format.codec import Codec
+from edgeq.format.codec import AnyArray, Codec
+
+StoredArrays = Mapping[str, AnyArray]
+"""Rows of a quantized weight, by the names of `Codec.parts` and not yet packed: q uint8 [rows, columns], and what else the
+codec has (scale f16, zero u8 ...) as [rows, values of a row]."""
 
 
 class StoredTensor(Protocol):
@@ -40,6 +44,17 @@ class StoredTensor(Protocol):
         ...
 
 
+class QuantizedTensor(StoredTensor, Protocol):
+    """A tensor with a `codec`: besides what its integers mean (`read`) it has them as they are."""
+
+    def quantized(self, first: int, count: int, name: str) -> StoredArrays:
+        """`count` rows after the `first` ones, the leading dimensions of more than two taken as one; `name`: for messages.
+
+        CheckpointError: they are no longer there.
+        """
+        ...
+
+
 class CheckpointSource(Protocol):
     """An opened checkpoint: configuration, texts, tensors, and the files that they come from.
 
@@ -48,6 +63,7 @@ class CheckpointSource(Protocol):
     config   as transformers' config.json has it; what a source resolves itself, such as how its weights are quantized, is left
              out
     texts    a folder with the other text files, as transformers lays them: tokenizer.json, tokenizer_config.json, ...
+    quantized   whether weights are integers with scales already; it then is converted as stored where nothing else is asked
     """
 
     @property
@@ -61,6 +77,9 @@ class CheckpointSource(Protocol):
 
     @property
     def texts(self) -> Path: ...
+
+    @property
+    def quantized(self) -> bool: ...
 
     def tensors(self) -> Mapping[str, StoredTensor]:
         """All tensors by their names in the checkpoint: fetched where they were not, and checked; no weight is read.

@@ -51,6 +51,7 @@ class SafetensorsFolder:
     config: dict[str, Any]
     hub: HubAccess | None = None
     shards: tuple[Path, ...] = ()
+    quantized: ClassVar[bool] = False
 
     @classmethod
     def open(cls, source: str, access: HubAccess) -> SafetensorsFolder:

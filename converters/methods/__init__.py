@@ -1,6 +1,7 @@
 """The quantization methods by name, one file each; `edgeq.converters.method` describes what a method is."""
 
 from edgeq.converters.method import Method
+from edgeq.converters.methods.as_stored import AsStored
 from edgeq.converters.methods.awq import Awq
 from edgeq.converters.methods.gptq import AwqGptq, Gptq
 from edgeq.converters.methods.mquant import MQuant, MQuantTower
@@ -15,7 +16,10 @@ from edgeq.converters.planning.options import ConvertOptions
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (Unquantized, RoundToNearest, Awq, Gptq, AwqGptq, SmoothQuant, SmoothQuantGptq, Ttq, QuaRot, ResQ, MQuant)
+    for method in (
+        *(Unquantized, RoundToNearest, Awq, Gptq, AwqGptq, SmoothQuant, SmoothQuantGptq, Ttq, QuaRot, ResQ, MQuant),
+        AsStored,
+    )
 }
 
 TOWERS: dict[str, type[Method]] = {MQuantTower.name: MQuantTower}

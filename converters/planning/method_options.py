@@ -56,6 +56,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "rotate": True,
         "split_row": None,
     },
+    "as-stored": {"kv_bits": None},
 }
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
 

@@ -14,9 +14,9 @@ from edgeq.network.pooling import POOLINGS
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
-NOT_RECORDED = ("calibration", "merge_lora", "device", "restart", "force", "token", "offline")
+NOT_RECORDED = ("open_method", "calibration", "merge_lora", "device", "restart", "force", "token", "offline")
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "pooling", "merge_lora", "device", "revision", "restart", "force", "token", "offline")
+EVERY_METHOD = ("method", "open_method", "pooling", "merge_lora", "device", "revision", "restart", "force", "token", "offline")
 """Options that do not depend on the method."""
 ONE_CODEC = ("bits", "group_size", "symmetric", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
@@ -66,6 +66,7 @@ class ConvertOptions:
 
     method            not given: gptq with a budget or an allocation, which awq+gptq takes too; else with a calibration text the
                       one that loses least at its bytes (BEST), without one rounding to nearest
+    open_method       neither a method nor an option of one is given: weights that are quantized already then stay as they are
     bits              of weights, 2 to 8
     activation_bits   4, 6, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
@@ -136,10 +137,12 @@ class ConvertOptions:
     token: str | None = None
     revision: str | None = None
     offline: bool = False
+    open_method: bool = False
 
     def __post_init__(self) -> None:
         if not self.method:
             chosen = self.budget is not None or self.allocation is not None
+            object.__setattr__(self, "open_method", not self.of_method())
             object.__setattr__(self, "method", ALLOCATED if chosen else BEST if self.calibration else "rtn")
         for name, value in asdict(self).items():
             if value is not None:

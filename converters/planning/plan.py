@@ -260,13 +260,19 @@ class ConversionPlan:
         return found | {f"option {key}": value for key, value in options.items()}
 
     def notes(self) -> list[str]:
-        """Lines for the user: why a GPU is not used; the layers whose columns the group size does not divide, and what their
-        groups are instead.
+        """Lines for the user: why a GPU is not used; that weights are rounded twice; the layers whose columns the group size
+        does not divide, and what their groups are instead.
         """
         device = [self.compute.note] if self.compute.note else []
+        again = []
+        if self.checkpoint.source.quantized and self.method.options.bits is not None:
+            again = [
+                f"{self.checkpoint.name} is quantized already: --method {self.method.name} rounds it a second time, and loses "
+                "more than either alone; leave out --method, --bits and --calibration to keep its weights as they are"
+            ]
         size = self.method.options.group_size
         if not size or self.options.allocation is not None:
-            return device
+            return device + again
         # (columns, their group size) -> the layers' names without numbers, in order
         layers: dict[tuple[int, int], dict[str, None]] = {}
         for item in (item for step in self.steps if step.layer is not None for item in step.items):
@@ -276,7 +282,8 @@ class ConversionPlan:
                 if columns % size:
                     part = ".".join(x for x in item.name.split(".")[2:] if not x.isdigit())
                     layers.setdefault((columns, codec.group_size), {})[part] = None
-        return [*device, *(_groups_note(size, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items())]
+        found = [_groups_note(size, columns, taken, ", ".join(parts)) for (columns, taken), parts in layers.items()]
+        return device + again + found
 
 
 def _groups_note(size: int, columns: int, taken: int, layers: str) -> str:

@@ -24,6 +24,7 @@ from edgeq.converters.families.network import described, open_tensors
 from edgeq.converters.importers import open_source
 from edgeq.converters.method import Method
 from edgeq.converters.methods import METHODS, TOWERS, chosen
+from edgeq.converters.methods.as_stored import AsStored
 from edgeq.converters.planning.options import ConvertOptions, spelled
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.errors import InputError, ResourceError, UnsupportedError
@@ -64,6 +65,8 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
         # Refuses what could not be run.
         frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(source, config.vocab_size, embeds.prompts if embeds else None)
+    if source.quantized and options.open_method:
+        options = replace(options, method=AsStored.name)
     # Checked against the parts of the model when they are known.
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     method = chosen(options)(options, family, config)
@@ -168,7 +171,9 @@ def _tower(options: ConvertOptions, family: Family) -> Method | None:
             "--vision-bits 16/8: weights in 16 bits multiply activations as they are; choose 16, or 2 to 8 bits of weights"
         )
     bits, activation_bits = options.vision_bits or VISION_BITS, options.vision_activation_bits or VISION_BITS
-    if options.method == "none" or bits == 16:
+    if options.method in ("none", AsStored.name):
+        chosen_for_tower = ConvertOptions(method=options.method, dtype=options.dtype)
+    elif bits == 16:
         chosen_for_tower = ConvertOptions(method="none", dtype=options.dtype)
     elif options.method in TOWERS:
         chosen_for_tower = replace(options, bits=bits, activation_bits=activation_bits, head=None, kv_bits=None)

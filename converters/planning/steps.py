@@ -60,7 +60,10 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         ends.append(stack.array("norm_bias", "norm_bias", NORM_BIAS))
     if config.pooling is None:
         activation = method.head_activation if codec else None
-        recipe = Recipe(codec or Codec(options.dtype or stack.kind(EMBEDDING if tied else HEAD)), activation=activation)
+        source = EMBEDDING if tied else HEAD
+        if method.keeps_integers:
+            codec = stack.codec(source)
+        recipe = Recipe(codec or Codec(options.dtype or stack.kind(source)), activation=activation)
         ends.append(LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe))
     layers = config.num_hidden_layers
     return (
@@ -78,6 +81,8 @@ def _embedding(stack: StackItems, method: Method) -> Item:
     pools = config.pooling is not None and options.bits is not None
     if pools and (rounded := head_codec(options.head or 8, config.hidden_size)):
         return LinearItem(TABLE, ((EMBEDDING, config.vocab_size),), config.hidden_size, Recipe(rounded))
+    if method.keeps_integers and (kept := stack.codec(EMBEDDING)).integer:
+        return LinearItem(TABLE, ((EMBEDDING, config.vocab_size),), config.hidden_size, Recipe(kept))
     if options.budget is None and options.allocation is None:
         return stack.array(TABLE, TABLE, EMBEDDING)
     codec = method.allocated(TABLE) or Codec(cast(Kind, method.dtype(TABLE, stack.kind(EMBEDDING))))
@@ -124,18 +129,27 @@ class StackItems:
             if name == f"{p}o":
                 extras = method.extras(index).items()
                 yield from (ArrayItem(extra, extra, shape, dtype) for extra, (dtype, shape) in extras)
-            yield self._item(p, name, content, names)
+            yield from self._items(p, name, content, names)
 
     def ends(self, contents: StackContents) -> Iterator[Item]:
         """The items of what a tower has before or after its layers."""
         names = {part: name for part, (name, _) in self._method.family.end_parts(contents).items()}
-        yield from (self._item(self._method.stack.prefix, name, content, names) for name, content in contents.items())
+        for name, content in contents.items():
+            yield from self._items(self._method.stack.prefix, name, content, names)
 
-    def _item(self, prefix: str, name: str, content: dict[str, Shape] | tuple[int, ...], names: dict[str, str]) -> Item:
+    def _items(
+        self, prefix: str, name: str, content: dict[str, Shape] | tuple[int, ...], names: dict[str, str]
+    ) -> Iterator[Item]:
         part = name.removeprefix(prefix)
         if isinstance(content, tuple):
-            return self.array(name, part, names[part])
-        return self._linear(name, part, tuple(x.removeprefix(prefix) for x in content), names)
+            yield self.array(name, part, names[part])
+            return
+        parts = tuple(x.removeprefix(prefix) for x in content)
+        if self._method.keeps_integers and len({self._checkpoint.codec(names[x]) for x in parts}) > 1:
+            # One matrix has one codec; a file may hold the rows of q, k and v, or gate and up, apart.
+            yield from (self._linear(f"{prefix}{x}", x, (x,), names) for x in parts)
+        else:
+            yield self._linear(name, part, parts, names)
 
     def _linear(self, name: str, part: str, parts: tuple[str, ...], names: dict[str, str]) -> LinearItem:
         """A layer of the rows of `parts`, whose tensors are in `names`."""

@@ -14,9 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.converters.checkpoint.slabs import RowReader, fits_f16, fitting_f16, slabs, stored
+from edgeq.converters.checkpoint.slabs import (
+    IntegerReader,
+    RowReader,
+    fits_f16,
+    fitting_f16,
+    quantized_slabs,
+    slabs,
+    stored,
+)
+from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.converters.rounding.quantizer import MIN_MAX, Preset, Quantized, quantize
-from edgeq.format.codec import AnyArray, Codec, pack_floats, pack_groups, pack_integers
+from edgeq.format.codec import CHUNK, ROWS, AnyArray, Codec, pack_floats, pack_groups, pack_integers
 from edgeq.format.records import Activation, ArrayRef, LinearSpec, LowRank, SplitRow, Transform, Weight
 from edgeq.format.writer import Writer
 
@@ -74,6 +83,7 @@ class Delivery:
 
     read          rows of its tensors; fused layers are read as one matrix whose rows are those of its parts
     quantized     integers of each weight block, columns in stored order; empty: rows are rounded by the recipe's preset
+    integers      rows of its tensors in the recipe's one codec, of a source that has them; None: they are rounded
     low_rank      b float32 [rows, rank] and a float32 [rank, columns]; `read` gives the weight less b a
     round_rows    how rows are rounded instead of by the recipe's preset
     scales        constant scales of the input, float32 [scales of the recipe]
@@ -82,6 +92,7 @@ class Delivery:
 
     read: RowReader
     quantized: tuple[Quantized, ...] = ()
+    integers: IntegerReader | None = None
     low_rank: tuple[Tensor, Tensor] | None = None
     round_rows: RoundRows | None = None
     scales: NDArray[np.float32] | None = None
@@ -183,8 +194,11 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
             yield found
 
     for index, (codec, block) in enumerate(recipe.blocks(item.columns)):
-        if delivery.quantized:
-            _write_integers(writer, codec, delivery.quantized[index].slabs(), counted)
+        if delivery.integers:
+            _write_integers(writer, codec, quantized_slabs(item.tensors, item.columns, delivery.integers), counted)
+        elif delivery.quantized:
+            slabs_of = (part.arrays for part in delivery.quantized[index].slabs())
+            _write_integers(writer, codec, slabs_of, counted)
         else:
             _write_weight(
                 writer,
@@ -230,13 +244,13 @@ def _write_weight(
 ) -> None:
     """Rows, slab by slab, rounded or packed as floats."""
 
-    def integers() -> Iterator[Quantized]:
+    def integers() -> Iterator[StoredArrays]:
         for slab in matrix:
             weight = torch.from_numpy(np.ascontiguousarray(slab))
             found = round_rows(weight, codec, title)
             if rounded:
                 rounded(weight, found, codec)
-            yield found
+            yield found.arrays
 
     if codec.integer:
         _write_integers(writer, codec, integers(), counted)
@@ -244,19 +258,16 @@ def _write_weight(
         writer.append(counted(pack_floats(a, codec.kind) for a in matrix))
 
 
-def _write_integers(writer: Writer, codec: Codec, parts: Iterator[Quantized], counted: Counted) -> None:
+def _write_integers(writer: Writer, codec: Codec, parts: Iterator[StoredArrays], counted: Counted) -> None:
     # One pass over the weights fills q; its scales, a hundredth of the matrix, wait for their own segments.
-    scales: list[AnyArray] = []
-    zeros: list[AnyArray] = []
+    others: dict[str, list[AnyArray]] = {name: [] for name in codec.parts(ROWS, CHUNK) if name != "q"}
 
     def packed() -> Iterator[AnyArray]:
         for part in parts:
-            scales.append(pack_groups(part.scale.numpy()))
-            if part.zero is not None:
-                zeros.append(pack_groups(part.zero.numpy()))
-            yield pack_integers(part.q.numpy(), codec.bits)
+            for name, found in others.items():
+                found.append(pack_groups(part[name]))
+            yield pack_integers(part["q"], codec.bits)
 
     writer.append(counted(packed()))
-    writer.append(counted(iter(scales)))
-    if zeros:
-        writer.append(counted(iter(zeros)))
+    for found in others.values():
+        writer.append(counted(iter(found)))

@@ -30,6 +30,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.errors import CheckpointError
 from edgeq.format.codec import GROUP_SIZES, Codec
 from edgeq.format.quantization import MIN_RANGE
@@ -85,6 +86,12 @@ class Quantized:
             return parts[0]
         zeros = [part.zero for part in parts if part.zero is not None]
         return cls(torch.cat([p.q for p in parts]), torch.cat([p.scale for p in parts]), torch.cat(zeros) if zeros else None)
+
+    @property
+    def arrays(self) -> StoredArrays:
+        """The same by the names of `Codec.parts`."""
+        found = {"q": self.q.numpy(), "scale": self.scale.numpy()}
+        return found if self.zero is None else {**found, "zero": self.zero.numpy()}
 
     def slabs(self) -> Iterator[Quantized]:
         """The same in slabs of rows, so that packing needs little beside it."""

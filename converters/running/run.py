@@ -88,7 +88,9 @@ class ConversionRun:
             self.plan = self.plan.with_choice(self._measure(tensors, quantize if tied else round_rows or quantize))
         if self.skip <= last:
             # A method's parts are those of decoder layers: the head has a weight alone.
-            self._write(last, self.plan.steps[last], tensors.rows, lambda i: Delivery(tensors.rows, round_rows=round_rows))
+            step, rounded = self.plan.steps[last], Delivery(tensors.rows, round_rows=round_rows)
+            deliver = self._deliver(step, tensors.rows, {}) if self.method.keeps_integers else lambda item: rounded
+            self._write(last, step, tensors.rows, deliver)
         if self.plan.options.allocation is not None and self.plan.calibration is not None:
             self.plan = replace(self.plan, divergence=self._divergence())
         file = self.writer.finish(self.plan.metadata(self.journal.found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,23 +16,19 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.download import HubAccess
-from edgeq.converters.checkpoint.slabs import RowReader, Tensors
-from edgeq.converters.checkpoint.source import CheckpointSource, StoredTensor
+from edgeq.converters.checkpoint.source import CheckpointSource, StoredArrays, StoredTensor
 from edgeq.converters.convert import carry_out
 from edgeq.converters.importers import open_source
-from edgeq.converters.method import Method, Study
-from edgeq.converters.methods import METHODS
-from edgeq.converters.planning import method_options
 from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.planning.preflight import planned
-from edgeq.converters.rounding.linears import Delivery, LinearItem, Recipe
 from edgeq.converters.rounding.quantizer import Quantized
 from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import CheckpointError
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
+from edgeq.runtime.model import Model
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -58,20 +55,29 @@ class ArrayTensor:
     def read(self, first: int, count: int, name: str) -> NDArray[np.float32]:
         return self.values.flatten()[first : first + count].float().numpy()
 
+    def quantized(self, first: int, count: int, name: str) -> StoredArrays:
+        raise AssertionError(f"{name} has no integers")
+
 
 class IntegerTensor(ArrayTensor):
     """A weight as somebody rounded it; `values` are the products of integers and scales."""
 
-    def __init__(self, columns: int, rows: int, seed: int) -> None:
+    def __init__(self, columns: int, rows: int, seed: int, codec: Codec = CODEC) -> None:
         generator = torch.Generator().manual_seed(seed)
-        groups = columns // CODEC.group_size
+        groups = columns // codec.group_size
         # The ends of the range are not used: rounding the products again would give other integers.
         q = torch.randint(2, 13, (rows, columns), generator=generator, dtype=torch.uint8)
-        scale = (torch.rand(rows, groups, generator=generator) * 0.01 + 0.001).half()
+        # Scales of both signs: formats exist that take the sign of a group's largest weight.
+        scale = ((torch.rand(rows, groups, generator=generator) - 0.5) * 0.02).half()
         zero = torch.randint(5, 10, (rows, groups), generator=generator, dtype=torch.uint8)
-        wide = [x.float().repeat_interleave(CODEC.group_size, 1) for x in (scale, zero)]
-        super().__init__((q.float() - wide[1]) * wide[0], CODEC)
-        self.integers = Quantized(q, scale, zero)
+        if codec.symmetric:
+            zero.fill_(codec.center)
+        wide = [x.float().repeat_interleave(codec.group_size, 1) for x in (scale, zero)]
+        super().__init__((q.float() - wide[1]) * wide[0], codec)
+        self._integers = Quantized(q, scale, None if codec.symmetric else zero)
+
+    def quantized(self, first: int, count: int, name: str) -> StoredArrays:
+        return {part: array[first : first + count] for part, array in self._integers.arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,10 @@ class MemorySource:
     texts: Path
     arrays: Mapping[str, StoredTensor]
     place: str = "memory"
+
+    @property
+    def quantized(self) -> bool:
+        return any(tensor.codec for tensor in self.arrays.values())
 
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self.arrays
@@ -130,28 +140,6 @@ def test_messages_name_the_place_of_the_source(checkpoint: Callable[..., Path], 
         planned(MemorySource(source.name, source.config, source.texts, arrays), ConvertOptions())
 
 
-class AsStored(Method):
-    """Keeps what a source brings in integers."""
-
-    name = "as-stored"
-
-    def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
-        return Recipe(stored)
-
-    def tensors(self, source: Tensors, study: Study) -> Tensors:
-        assert isinstance(source, Checkpoint)
-        self._source = source
-        return source
-
-    def deliver(self, item: LinearItem, read: RowReader) -> Delivery:
-        tensors = [self._source.tensors[name].stored for name, _ in item.tensors]
-        integers = [tensor.integers for tensor in tensors if isinstance(tensor, IntegerTensor)]
-        if len(integers) < len(tensors):
-            return Delivery(read)
-        joined = (torch.cat(arrays) for arrays in zip(*((x.q, x.scale, x.zero) for x in integers), strict=True))
-        return Delivery(read, (Quantized(*joined),))
-
-
 @pytest.fixture
 def quantized(checkpoint: Callable[..., Path], tmp_path: Path) -> MemorySource:
     """A checkpoint whose MLPs were quantized before it came here."""
@@ -164,19 +152,53 @@ def quantized(checkpoint: Callable[..., Path], tmp_path: Path) -> MemorySource:
     return MemorySource(source.name, source.config, source.texts, arrays)
 
 
-def test_a_method_can_keep_the_integers_of_a_source(
-    quantized: MemorySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(METHODS, "as-stored", AsStored)
-    monkeypatch.setitem(method_options.DEFAULTS, "as-stored", {"kv_bits": None})  # type: ignore[index]
-    plan = planned(quantized, ConvertOptions(method="as-stored"))
+def test_integers_of_a_source_are_kept_unless_something_else_is_asked(quantized: MemorySource, tmp_path: Path) -> None:
+    plan = planned(quantized, ConvertOptions())
+    assert plan.method.name == "as-stored" and not plan.notes()
     file = carry_out(plan, tmp_path / "kept.edgeq", silent).file
     codecs = {name: linear.weights[0].codec for name, linear in file.metadata.linears.items()}
-    assert {codecs["layers.0.gate_up"], codecs["layers.1.down"]} == {CODEC} and codecs["layers.0.qkv"].kind != "int"
+    assert {codecs["layers.0.gate_up"], codecs["layers.1.down"]} == {CODEC}
+    assert codecs["layers.0.qkv"].kind == codecs["head"].kind == "bf16"
+    assert means_the_same(plan, file, quantized)
+    again = planned(quantized, ConvertOptions(bits=4))
+    assert again.method.name == "rtn"
+    assert any("quantized already: --method rtn rounds it a second time" in line for line in again.notes())
+    assert planned(quantized, ConvertOptions(method="none")).notes() == []
+
+
+def test_rows_in_other_codecs_are_stored_apart(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    # Of layer 0 one part of qkv and one of gate_up are in another codec than the rest.
+    source = in_memory(checkpoint("llama_gqa"), tmp_path / "texts")
+    other, eight = Codec("int", 5, 16), Codec("int", 8, 32)
+    arrays = dict(source.arrays) | {"lm_head.weight": source.arrays["model.embed_tokens.weight"]}
+    for seed, (name, tensor) in enumerate(list(arrays.items())):
+        if len(tensor.shape) == 2:
+            mixed = name in ("model.layers.0.self_attn.v_proj.weight", "model.layers.0.mlp.gate_proj.weight")
+            codec = other if mixed else eight if name.startswith(("lm_head", "model.embed")) else CODEC
+            arrays[name] = IntegerTensor(tensor.shape[1], tensor.shape[0], seed, codec)
+    source = MemorySource(source.name, source.config | {"tie_word_embeddings": False}, source.texts, arrays)
+    plan = planned(source, ConvertOptions(method="as-stored"))
+    file = carry_out(plan, tmp_path / "kept.edgeq", silent).file
+    codecs = {name: linear.weights[0].codec for name, linear in file.metadata.linears.items()}
+    assert {codecs[f"layers.0.{part}"] for part in ("v", "gate")} == {other}
+    assert {codecs[f"layers.0.{part}"] for part in ("q", "k", "up", "o", "down")} == {CODEC}
+    assert codecs["layers.1.qkv"] == codecs["layers.1.gate_up"] == CODEC
+    assert codecs["head"] == codecs["embedding"] == eight
+    assert means_the_same(plan, file, source)
+    with Model.load(file.path, target="reference", threads=1) as reference, Model.load(file.path, threads=1) as cpu:
+        tokens = [1, 5, 9, 2]
+        wanted, found = reference.session().prefill(tokens), cpu.session().prefill(tokens)
+        assert np.abs(wanted - found).max() < 1e-3
+
+
+def means_the_same(plan: ConversionPlan, file: ModelFile, source: MemorySource) -> bool:
+    """Whether what is read back of a file is what the tensors of its source mean, bit for bit."""
     read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
-    for name, tensor in quantized.arrays.items():
-        if isinstance(tensor, IntegerTensor):
-            assert np.array_equal(read(name), tensor.values.numpy()), name
+    count = {name: math.prod(tensor.shape) for name, tensor in source.arrays.items()}
+    return all(
+        np.array_equal(read(name), tensor.read(0, count[name], name).reshape(tensor.shape))
+        for name, tensor in source.arrays.items()
+    )
 
 
 def test_without_quantization_the_integers_of_a_source_become_the_floats_that_they_mean(

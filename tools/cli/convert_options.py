@@ -14,7 +14,10 @@ from edgeq.system.devices import DEVICES
 from edgeq.tools.cli.help_sections import decorated, section
 from edgeq.tools.cli.params import Amount, Bits, Bytes, CalibrationText, GroupSize, OneOf, VisionBits
 
-METHODS = ("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq", "mquant")
+METHODS = (
+    *("none", "rtn", "awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq", "ttq", "quarot", "resq", "mquant"),
+    "as-stored",
+)
 TYPES = ("f32", "f16", "bf16")
 MASTERS = ("i8", "bf16")
 ACTIVATIONS = ("block", "token", "static", "modality")
@@ -58,7 +61,8 @@ CONVERT_OPTIONS = decorated(
         metavar="NAME",
         type=OneOf(*METHODS),
         help="How weights are quantized: none, rtn (round to nearest), awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, "
-        "ttq, quarot, resq or mquant.  [default: rtn; awq+gptq with --calibration; gptq with a budget or a plan]",
+        "ttq, quarot, resq, mquant or as-stored.  [default: rtn; awq+gptq with --calibration; gptq with a budget or a plan; "
+        "as-stored where SRC is quantized already and no option asks for other bits]",
     ),
     quantization(
         "--bits",
