@@ -260,6 +260,19 @@ def test_a_removed_line_is_noticed(variant: Variant, run: Run, line: str, place:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("variant", "run"), [(LOW_RANK, low_rank), (ATTEND, attend)], ids=["low rank", "attend"])
+def test_a_fence_before_the_barrier_is_not_enough(variant: Variant, run: Run) -> None:
+    """What other threads wrote is promised to be seen only if the thread that tells of it fences after they met."""
+    (intact,) = build.kernels([variant])
+    barrier, fence = re.findall(BARRIER, intact.text)[0], re.findall(FENCE, intact.text)[0]
+    at = intact.text.index(fence)
+    before = intact.text.rindex(barrier, 0, at)
+    moved = intact.text[:before] + fence + "\n" + intact.text[before:at] + intact.text[at + len(fence) :]
+    with pytest.raises(DeviceError, match="a counter is raised without a fence before it"):
+        run(replace(intact, text=moved), FORWARD)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", RUNS, ids=lambda variant: variant.symbol)
 def test_every_access_is_within_its_memory_and_aligned(variant: Variant) -> None:
     (intact,) = build.kernels([variant])

@@ -310,9 +310,9 @@ def attend(head_dim, kv, PART, packed):
                 sums[((token * heads + head) * parts + at_part) * STRIDE + STRIDE - 32 + mine] = T.if_then_else(
                     mine == 0, all_[0], all_[1]
                 )
-            T.cuda.thread_fence()
             T.cuda.cta_sync()
             if tid == 0:
+                T.cuda.thread_fence()  # after the barrier, so of what all threads wrote (PTX memory model, cumulativity)
                 before[0] = T.cuda.atomic_add(arrived.ptr_to([token * (kv_heads * tiles) + tile]), 1)
             T.cuda.cta_sync()
             if before[0] == last_part - first_part:

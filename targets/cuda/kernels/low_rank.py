@@ -95,9 +95,9 @@ def low_rank(kind, PARTS=8):
         for i in T.unroll(PARTS):
             total[0] = total[0] + added[i * (16 * TOKENS) + tid]
         sums[(place * shares + share) * THREADS + tid] = total[0]
-        T.cuda.thread_fence()
         T.cuda.cta_sync()
         if tid == 0:
+            T.cuda.thread_fence()  # after the barrier, so of what all threads wrote (PTX memory model, cumulativity)
             before[0] = T.cuda.atomic_add(arrived.ptr_to([place]), 1)
         T.cuda.cta_sync()
         if before[0] == shares - 1:

@@ -24,6 +24,7 @@ struct Thread : Lane {
   jmp_buf context;
   Copy copies[MOST_COPIES];  // asynchronous copies that were asked for and have not been waited for, oldest first
   int copy_count, group_ends[MOST_COPIES], group_count;
+  bool fenced;  // since its last barrier: what the block wrote before that barrier, others then see
 };
 
 struct Warp {
@@ -45,7 +46,6 @@ char failure[256];
 char *shared_start, *shared_stop;
 struct Range { uintptr_t start, stop; };  // of addresses
 std::vector<Range> allowed;  // what a kernel that is checked may read and write, in order
-bool fenced;                                      // the present block fenced what it wrote
 std::vector<const void *> raised;                 // counters that the present block raised
 std::unordered_map<const void *, bool> arrivals;  // of a launch, by counter: whether the last block to raise it fenced after that
 
@@ -206,9 +206,10 @@ void run_block(Index block) {
     thread.block = block;
     thread.state = READY;
     thread.copy_count = thread.group_count = 0;
+    thread.fenced = false;
   }
   for (Warp &warp : warps) warp = {0, 0, 0};
-  fenced = false, raised.clear();
+  raised.clear();
   for (;;) {
     for (volatile size_t w = 0; w < warps.size(); ++w) {
       int turn = _setjmp(scheduler);
@@ -248,19 +249,21 @@ void emulated_meet(int operation) {
 }
 
 void emulated_barrier() {
+  current->fenced = false;
   current->state = AT_BARRIER;
   leave();
 }
 
-// What a block wrote others see once it fenced and then raised a counter; they fence before they read it.
+// What a block wrote others see once a thread that came to a barrier after it fenced, and then raised a counter (PTX memory model,
+// cumulativity: a fence of each thread before the barrier is not what the model promises); they fence before they read it.
 void emulated_arrive(const void *counter) {
-  if (!fenced) fail("a counter is raised without a fence before it");
+  if (!current->fenced) fail("a counter is raised without a fence before it");
   raised.push_back(counter);
   arrivals[counter] = false;
 }
 
 void emulated_fence() {
-  fenced = true;
+  current->fenced = true;
   for (const void *counter : raised) arrivals[counter] = true;
 }
 
