@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgeq.errors import DeviceError, UnsupportedError
-from edgeq.format.codec import Codec
+from edgeq.format.codec import ArraySpec, Codec
 from edgeq.format.container import ModelFile
 from edgeq.format.records import ArrayRef, Mode
 from edgeq.runtime import Model, Sampling
@@ -18,6 +18,7 @@ from edgeq.runtime.answers.tokenizer import Tokenizer
 from edgeq.runtime.network.decoder import decoder
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
+from edgeq.targets.cuda.lowering import linear as linear_lowering
 from edgeq.targets.cuda.run import plan, storage
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.graph import Attention, Embed, Graph, Linear, Select
@@ -259,8 +260,30 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
     refused(device, replace(graph, operations=(attention,)), arrays, match="heads of 18 .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))
     refused(device, replace(graph, operations=again), arrays, match="second choice")
-    for options, match in (({"threads": 2}, "threads"), ({"isa": "sm_80"}, "isa")):
+    for options, match in (({"threads": 2}, "threads"), ({"isa": "sm_75"}, "isa")):
         refused(device, graph, arrays, match=match, **options)
+
+
+class WithAnArray(Codec):
+    """A codec that has one array more than those that are known."""
+
+    def parts(self, rows: int, columns: int) -> dict[str, ArraySpec]:
+        return {**super().parts(rows, columns), "offset": ArraySpec("float16", (1, 1, 16), "f16")}
+
+
+def test_weights_in_a_codec_without_kernels_are_refused_by_its_name(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kind that the table does not have, and an array that its kernels do not read, which must not be left out silently."""
+    arrays, rng = Arrays(), np.random.default_rng(0)
+    graph = product(arrays, rng.standard_normal((3, 64)).astype(np.float32), weight(arrays, rng, Codec("int", 4, 32), 16, 64))
+    linear = graph.operations[-1]
+    assert isinstance(linear, Linear)
+    (stored,) = linear.linear.weights
+    other = replace(linear, linear=replace(linear.linear, weights=(replace(stored, codec=WithAnArray("int", 4, 32)),)))
+    refused(device, replace(graph, operations=(*graph.operations[:-1], other)), arrays, match="weights in the codec i4 g32 yet")
+    monkeypatch.delitem(linear_lowering.CODECS, "int")
+    refused(device, graph, arrays, match="weights in the codec i4 g32 yet; run with --target cpu")
 
 
 @pytest.mark.parametrize("columns", [64, 200])
@@ -297,9 +320,13 @@ def test_what_is_on_the_device_leaves_the_memory_of_the_host(
     assert Reader(program).read([5]).shape == (1, 2048)
 
 
-def test_room_is_that_of_the_device(device: EmulatedDevice, graph: Graph, file: ModelFile) -> None:
+def test_room_is_that_of_the_device(
+    device: EmulatedDevice, graph: Graph, file: ModelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = Options("a16", max_rows=TOKENS, max_logits=TOKENS)
-    free = device.memory()[1]
+    # Given: on a GPU other processes, and what earlier tests held, change what is free.
+    total = free = 3 << 30
+    monkeypatch.setattr(device, "memory", lambda: (total, free))
     room = CudaTarget(device).room(graph, file, options)
     program = CudaTarget(device).compile(graph, file, options)
     assert room.available == free

@@ -16,10 +16,10 @@ from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.lowering.attention import cache_values, rotary_values
 from edgeq.targets.cuda.lowering.context import FACTORS, Launch, Lowered, Lowering, Value
 from edgeq.targets.cuda.lowering.linear import (
-    CODECS,
     NO_NORM,
     Input,
     input_quantizer,
+    launches_of,
     low_rank,
     low_rank_values,
     prepared,
@@ -100,7 +100,7 @@ def taken(op: Linear) -> bool:
     layer = op.linear
     return (
         op.x != op.out
-        and all(CODECS[weight.codec.kind].fused for weight in layer.weights)
+        and all(launches_of(weight.codec).fused for weight in layer.weights)
         and len(layer.weights) <= 2
         and len({activation_block(weight.codec) for weight in layer.weights}) == 1
         and layer.split_row is None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edgeq.format.records import ArrayRef
 from edgeq.targets.cuda.lowering.context import Gather, Launch, Lowered, Lowering, Value, refuse
-from edgeq.targets.cuda.lowering.linear import CODECS, stored
+from edgeq.targets.cuda.lowering.linear import launches_of, stored
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import (
     Activate,
@@ -35,7 +35,7 @@ def embed(lowering: Lowering, op: Embed) -> Sequence[Lowered]:
         "groups": weight.codec.groups(weight.columns),
         "group": weight.codec.group_size,
     }
-    return [Launch(op, lowering.stage, CODECS[weight.codec.kind].rows(weight.codec), values)]
+    return [Launch(op, lowering.stage, launches_of(weight.codec).rows(weight.codec), values)]
 
 
 def rms_norm(lowering: Lowering, op: RmsNorm | NormAdd) -> Sequence[Lowered]:

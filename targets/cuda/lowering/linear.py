@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from edgeq.format.codec import CHUNK, Codec, Kind
+from edgeq.format.codec import CHUNK, ROWS, Codec, Kind
 from edgeq.format.quantization import activation_block, input_rule
 from edgeq.format.records import ArrayRef, LinearSpec, LowRank, Mode, Transform, Weight
-from edgeq.targets.cuda.lowering.context import FACTORS, Bring, Launch, Lowered, Lowering, Value
+from edgeq.targets.cuda.lowering.context import FACTORS, Bring, Launch, Lowered, Lowering, Value, refuse
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Linear
 from edgeq.targets.layers import linears
@@ -202,7 +202,7 @@ def product(
     index: int | None,
 ) -> list[Launch]:  # fmt: skip
     """The product of weight block `place` with x, in the quantized input that the layer's activation or the mode asks for."""
-    make = CODECS[layer.weights[place].codec.kind].product
+    make = launches_of(layer.weights[place].codec).product
     return make(lowering, op, layer, place, x, out, bias=bias, mode=mode, index=index)
 
 
@@ -297,12 +297,14 @@ class CodecLaunches:
     """The kernels of a codec.
 
     product      the launches of y = W x, as `integer_product` takes them
+    arrays       those of a weight that the kernels read
     rows         the kernel that looks rows up, for an embedding
     fused        whether launches of patterns (fused.py) read such weights
     requantize   the kernel that rounds a master of one codec to another; None: there is none
     """
 
     product: Callable[..., list[Launch]]
+    arrays: frozenset[str]
     rows: Callable[[Codec], Variant]
     fused: bool = False
     requantize: Callable[[Codec, Codec], Variant] | None = None
@@ -312,15 +314,24 @@ def integer_requantize(master: Codec, codec: Codec) -> Variant:
     return Variant("requantize", (master.kind, master.bits, not master.symmetric, codec.bits, not codec.symmetric))
 
 
-FLOATS = CodecLaunches(float_product, lambda codec: Variant("embed_float", (codec.kind,)))
+FLOATS = CodecLaunches(float_product, frozenset({"q"}), lambda codec: Variant("embed_float", (codec.kind,)))
 CODECS: Mapping[Kind, CodecLaunches] = {
     "f32": FLOATS,
     "f16": FLOATS,
     "bf16": FLOATS,
     "int": CodecLaunches(
         integer_product,
+        frozenset({"q", "scale", "zero"}),
         lambda codec: Variant("embed", (codec.bits, not codec.symmetric)),
         fused=True,
         requantize=integer_requantize,
     ),
 }
+
+
+def launches_of(codec: Codec) -> CodecLaunches:
+    """UnsupportedError, with the name of the codec: there are no kernels for it, or none that read all of its arrays."""
+    found = CODECS.get(codec.kind)
+    if found is None or not found.arrays.issuperset(codec.parts(ROWS, CHUNK)):
+        refuse(f"weights in the codec {codec.name}")
+    return found

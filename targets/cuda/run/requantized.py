@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from edgeq.format.codec import CHUNK
 from edgeq.format.records import ArrayRef, LinearSpec
 from edgeq.targets.cuda.device.device import Device, Kernel, Memory
-from edgeq.targets.cuda.lowering.linear import CODECS
+from edgeq.targets.cuda.lowering.context import refuse
+from edgeq.targets.cuda.lowering.linear import launches_of
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.requantization import SharedInput, master_arrays, requantized_arrays
@@ -50,8 +51,9 @@ def variant_of(layer: LinearSpec) -> Variant:
     """The kernel that rounds the master of a layer to the codec of its weights."""
     assert layer.master
     master, codec = layer.master.codec, layer.weights[0].codec
-    rounding = CODECS[codec.kind].requantize
-    assert rounding
+    rounding = launches_of(codec).requantize
+    if rounding is None:
+        refuse(f"a rounding of masters to the codec {codec.name}")
     return rounding(master, codec)
 
 
