@@ -108,14 +108,23 @@ DEVICES = {
         DeviceSpec("jetson-orin-nano-8gb-15w", "sm_87", 6, 8 * GIB, 68.3 * GB, multiprocessors=8),
         DeviceSpec("jetson-orin-nx-16gb", "sm_87", 8, 16 * GIB, 102.4 * GB, multiprocessors=8),
         DeviceSpec("jetson-agx-orin-64gb", "sm_87", 12, 64 * GIB, 204.8 * GB, multiprocessors=16),
+        # LPDDR5X on 256 bits; compute capability 11.0, which runs from PTX.
+        DeviceSpec("jetson-agx-thor", "sm_110", 14, 128 * GIB, 273.1 * GB, multiprocessors=20),
         # Two channels of DDR4-3200.
         DeviceSpec("x86-avx2", "avx2", 8, 16 * GIB, 51.2 * GB),
         # Two channels of DDR5-5600.
         DeviceSpec("x86-avx512-vnni", "avx512-vnni", 8, 32 * GIB, 89.6 * GB),
+        DeviceSpec("rtx-3060", "sm_86", 0, 12 * GIB, 360 * GB, multiprocessors=28),
+        DeviceSpec("rtx-3090", "sm_86", 0, 24 * GIB, 936 * GB, multiprocessors=82),
         DeviceSpec("rtx-4060-laptop", "sm_89", 0, 8 * GIB, 256 * GB, multiprocessors=24),
         DeviceSpec("rtx-4070-laptop", "sm_89", 0, 8 * GIB, 256 * GB, multiprocessors=36),
         DeviceSpec("rtx-4070-ti", "sm_89", 0, 12 * GIB, 504 * GB, multiprocessors=60),
         DeviceSpec("rtx-4090", "sm_89", 0, 24 * GIB, 1008 * GB, multiprocessors=128),
+        # Compute capability 12.0, which runs from PTX.
+        DeviceSpec("rtx-5090", "sm_120", 0, 32 * GIB, 1792 * GB, multiprocessors=170),
+        # SXM, as h100 and h200 are.
+        DeviceSpec("a100-80gb", "sm_80", 0, 80 * GIB, 2039 * GB, multiprocessors=108),
+        DeviceSpec("h100", "sm_90", 0, 80 * GIB, 3350 * GB, multiprocessors=132),
         DeviceSpec("h200", "sm_90", 0, 141 * GB, 4800 * GB, multiprocessors=132),
     )
 }

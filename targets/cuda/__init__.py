@@ -7,6 +7,7 @@ device that they emulate, and the driver's functions on an imitation of its libr
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -122,9 +123,9 @@ class CudaTarget:
         return self._device
 
     def _supply(self, file: ModelFile, sm: int, arch: str | None, options: Options) -> KernelSource:
-        from edgeq.targets.cuda.supply import supply
+        from edgeq.targets.cuda.supply import nvrtc, supply
 
-        command = f"edgeq build {file.path} --for {arch or supply.arch_for(sm)}"
+        command = f"edgeq build {shlex.quote(str(file.path))} --for {arch or nvrtc.arch_for(sm)}"
         if options.kv.kind != file.metadata.kv.kind:
             command += f" --kv {options.kv.kind}"
         return supply.Supply(file, sm, self._gpus().driver or supply.PTX_DRIVER, arch, command)

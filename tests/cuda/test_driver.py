@@ -326,7 +326,7 @@ def test_an_image_that_the_driver_does_not_take_is_refused_by_name(tmp_path: Pat
     assert "the driver (CUDA 12.6) does not take kernel k for Imitated GPU 0, sm_87: CUDA_ERROR_INVALID_IMAGE" in str(
         found["text"]
     )
-    assert "CUDA_ERROR_NO_BINARY_FOR_GPU; install a newer driver, or run edgeq build --for sm_87" in str(found["newer"])
+    assert "CUDA_ERROR_NO_BINARY_FOR_GPU; install a newer driver, or run: edgeq build FILE --for sm_87" in str(found["newer"])
 
 
 @on_an_imitated_gpu

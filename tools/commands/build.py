@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +88,17 @@ def build(
 
 def goal(name: str) -> Goal:
     """InputError: neither a GPU of `edgeq devices` nor an architecture that is compiled for."""
-    archs = [f"sm_{sm}" for sm in supply.COMPILED_FOR]
     device = DEVICES.get(name.lower())
-    if device is not None and device.isa in archs:
-        return Goal(device.isa, device)
-    if name.lower() in archs or name.lower() == nvrtc.VIRTUAL:
-        return Goal(name.lower())
-    gpus = ", ".join(known.name for known in DEVICES.values() if known.isa in archs)
-    raise InputError(f"--for {name}: not a GPU that is compiled for; supported: {', '.join(archs)}, {nvrtc.VIRTUAL}, {gpus}")
+    wanted = device.isa if device is not None else name.lower()
+    if wanted == nvrtc.VIRTUAL:
+        return Goal(wanted)
+    capability = re.fullmatch(r"sm_(\d{2,3})", wanted, re.ASCII)
+    # Of a GPU that this compiler does not know, the driver makes machine code from PTX.
+    if capability and int(capability[1]) >= min(nvrtc.COMPILED_FOR):
+        return Goal(nvrtc.arch_for(int(capability[1])), device)
+    archs = ", ".join(f"sm_{sm}" for sm in nvrtc.COMPILED_FOR)
+    gpus = ", ".join(known.name for known in DEVICES.values() if known.isa.startswith("sm_"))
+    raise InputError(f"--for {name}: not a GPU that is compiled for; supported: {archs} and later, {nvrtc.VIRTUAL}, {gpus}")
 
 
 def here() -> Goal:
@@ -104,7 +108,7 @@ def here() -> Goal:
     gpus = find()
     if gpus.first is None:
         raise InputError(f"--for is needed, as this machine has no GPU to build for: {gpus.refused}")
-    return Goal(supply.arch_for(gpus.first.sm))
+    return Goal(nvrtc.arch_for(gpus.first.sm))
 
 
 def needed(file: ModelFile, modes: Sequence[Mode], caches: Sequence[str]) -> list[Variant]:

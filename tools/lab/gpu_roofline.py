@@ -22,6 +22,7 @@ from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.runtime.network.decoder import decoder
 from edgeq.system.devices import DEVICES, DeviceSpec
+from edgeq.targets.cuda.supply.nvrtc import COMPILED_FOR
 from edgeq.targets.target import Options
 from edgeq.tools.cli.entry import Command
 from edgeq.tools.lab.make_checkpoint import SHAPES, llama_config
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 CODEC = Codec("int", 4, 128)
 MODELS = ("smollm-135m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
 OPTIONS = Options("a16", max_rows=16)
-GPUS = [device for device in DEVICES.values() if device.isa.startswith("sm_")]
+GPUS = [device for device in DEVICES.values() if device.isa in {f"sm_{sm}" for sm in COMPILED_FOR}]
+"""Those that there is machine code for: of a kernel from PTX nobody knows the registers before a driver compiled it."""
 ARCHS = sorted({device.isa for device in GPUS})
 MARGIN = 1.5
 """Bytes in flight over those that a multiprocessor needs: half as much again, as blocks do not all wait at the same time."""

@@ -16,9 +16,10 @@ READ, COPY = "read_bandwidth 2 of the GPU ", "copy_bandwidth of the GPU "
 KERNEL = Variant("read_memory")
 BLOCK = 256 << 20
 """Bytes that are read: twice the largest L2 cache of an NVIDIA GPU, which so keeps little of them for the next round."""
-READ_SECONDS = 0.05
-"""Seconds in which they are read again and again: an idle GPU raises its clocks within tens of milliseconds (an assumption)."""
-MAX_ROUNDS = 1024
+READ_SECONDS = 1.0
+"""Seconds in which they are read again and again, once on a machine: the memory of an idle laptop takes 0.1 to 1 s to raise its
+clock (an assumption)."""
+MAX_ROUNDS = 20480
 """Rounds: as many as READ_SECONDS holds at 5 TB/s, should the device's clock stand still."""
 MIN_BLOCK = 16 << 20
 SLOW = 0.005
@@ -40,7 +41,7 @@ def known(name: str) -> float | None:
 
 
 def measured(device: Device, kernel: Kernel, refresh: bool = False) -> float | None:
-    """Bytes per second, measured in a tenth of a second unless known; None: the device has no memory left for it."""
+    """Bytes per second, measured in at most two seconds unless known; None: the device has no memory left for it."""
     before, room = known(device.name), device.memory()[1] // 4
     if room < MIN_BLOCK:
         return before

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from edgeq.targets.cuda.device.driver import DriverDevice
 
 LIBRARY = "libcuda.so.1"
-ELSEWHERE = ("/usr/lib/aarch64-linux-gnu/nvidia", "/usr/lib/aarch64-linux-gnu/tegra", "/usr/lib/wsl/lib")
-"""Where L4T (JetPack 6 and 5) and WSL put the driver's library; not every system tells its loader."""
+ELSEWHERE = (
+    "/usr/lib/aarch64-linux-gnu/nvidia", "/usr/lib/aarch64-linux-gnu/tegra", "/usr/lib/wsl/lib", "/usr/local/nvidia/lib64",
+    "/usr/lib64-nvidia", "/run/opengl-driver/lib",
+)  # fmt: skip
+"""Where L4T (JetPack 6 and 5), WSL, Kubernetes of Google, Colab and NixOS put the driver's library; not every system tells its
+loader."""
 SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/sys/module/nvgpu")
 """What a kernel with NVIDIA's driver has; the last three are those of Jetson boards."""
 PCI = Path("/sys/bus/pci/devices")

@@ -24,6 +24,7 @@ from edgeq.errors import DeviceError, ResourceError, UnsupportedError
 from edgeq.system import machine
 from edgeq.targets.cuda.device.arguments import packed
 from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
+from edgeq.targets.cuda.supply.nvrtc import arch_for
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 
 STAGING = 32 << 20
@@ -259,7 +260,8 @@ class DriverDevice:
                     raise
                 raise UnsupportedError(
                     f"the driver (CUDA {version_text(self.driver)}) does not take kernel {generated.variant.symbol} for "
-                    f"{self.name}, sm_{self.sm}: {error.name}; install a newer driver, or run edgeq build --for sm_{self.sm}"
+                    f"{self.name}, sm_{self.sm}: {error.name}; install a newer driver, or run: "
+                    f"edgeq build FILE --for {arch_for(self.sm)}"
                 ) from None
             self._modules.append(module)
             loaded[generated.variant] = DriverKernel(generated, function)

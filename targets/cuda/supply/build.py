@@ -112,7 +112,17 @@ def _keep(path: Path, data: bytes) -> None:
 
 
 def _image_path(variant: Variant, arch: str) -> Path:
-    return cache_folder() / "cuda" / f"{variant.symbol}-{_digest(image_digest(), repr(variant))}-{arch}.kernels"
+    return cache_folder() / "cuda" / f"{variant.symbol}-{_digest(repr(variant))[:16]}{_made_for(arch)}"
+
+
+def _made_for(arch: str) -> str:
+    """How the names of all files end that hold machine code of this version for one architecture."""
+    return f"-{image_digest()}-{arch}.kernels"
+
+
+def keeps_images(arch: str) -> bool:
+    """Whether any kernel of this version was compiled for an architecture and is kept on this machine."""
+    return next((cache_folder() / "cuda").glob(f"*{_made_for(arch)}"), None) is not None
 
 
 def kept_image(variant: Variant, arch: str) -> Packed | None:

@@ -32,8 +32,15 @@ typedef unsigned int uint32_t;
 """What the text of a kernel needs before it; NVRTC has no C library."""
 VIRTUAL = "compute_80"
 """The architecture of PTX, which a driver compiles for GPUs that are newer than this compiler."""
+COMPILED_FOR = (80, 86, 87, 89, 90)
+"""Compute capabilities for which NVRTC 12.6 makes machine code; newer GPUs get PTX."""
 MAX_REGISTERS = 255
 BF16 = "#include <cuda_bf16.h>\n"
+
+
+def arch_for(sm: int) -> str:
+    """What is compiled for a GPU of a compute capability."""
+    return f"sm_{sm}" if sm in COMPILED_FOR else VIRTUAL
 
 
 def folders() -> list[Path]:

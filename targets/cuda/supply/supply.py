@@ -6,6 +6,7 @@ its user accepted its digest (edgeq/system/trust.py); never because a file bring
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +16,11 @@ from edgeq.errors import EdgeqError, InputError, UnsupportedError, printable
 from edgeq.format.container import ModelFile
 from edgeq.system import machine, trust
 from edgeq.targets.cuda.supply import build, nvrtc, pack_file
-from edgeq.targets.cuda.supply.nvrtc import VIRTUAL, Compiled
+from edgeq.targets.cuda.supply.nvrtc import COMPILED_FOR, VIRTUAL, Compiled, arch_for
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.pack_file import Pack
 from edgeq.targets.target import KernelPack
 
-COMPILED_FOR = (80, 86, 87, 89, 90)
-"""Compute capabilities for which NVRTC 12.6 makes machine code; newer GPUs get PTX."""
 EMBEDDED = frozenset({72, 87, 101, 110})
 """Those of boards: NVIDIA promises nothing of machine code for them on other GPUs, or the other way round."""
 ELF = b"\x7fELF"
@@ -99,7 +98,9 @@ def accept(path: Path) -> list[Found]:
     """Trust the packs of a model file from now on.  InputError: there is none, one is damaged, or it cannot be remembered."""
     found = list(packs(ModelFile.open(path)))
     if not found:
-        raise InputError(f"{path}: no pack of kernels beside or inside it; make one with: edgeq build {path} --for DEVICE")
+        raise InputError(
+            f"{path}: no pack of kernels beside or inside it; make one with: edgeq build {shlex.quote(str(path))} --for DEVICE"
+        )
     for each in found:
         if each.pack is None:
             raise InputError(each.refused or each.name)
@@ -138,11 +139,6 @@ def preferred(archs: Sequence[str], sm: int, driver: int = PTX_DRIVER) -> list[s
     return sorted(ranks, key=ranks.__getitem__)
 
 
-def arch_for(sm: int) -> str:
-    """What is compiled for a GPU where it runs."""
-    return f"sm_{sm}" if sm in COMPILED_FOR else VIRTUAL
-
-
 def can_make() -> bool:
     return build.refusal() is None and nvrtc.refusal() is None
 
@@ -156,12 +152,17 @@ class Supply:
 
     def __init__(self, file: ModelFile, sm: int, driver: int = PTX_DRIVER, arch: str | None = None, command: str = "") -> None:
         self._sm, self._driver, self._arch = sm, driver, arch
-        self._command = command or f"edgeq build {file.path} --for sm_{sm}"
+        self._command = command or f"edgeq build {shlex.quote(str(file.path))} --for {arch_for(sm)}"
         self._found = list(packs(file))
+
+    @property
+    def _own(self) -> str:
+        """The architecture that is compiled for here, and kept in the cache."""
+        return self._arch or arch_for(self._sm)
 
     def refusal(self) -> str | None:
         """Why there are no kernels, as far as that can be told before a graph is compiled; None: there may be."""
-        if can_make() or any(self._chosen(pack.archs) for pack in self._usable()):
+        if can_make() or any(self._chosen(pack.archs) for pack in self._usable()) or build.keeps_images(self._own):
             return None
         refused = [each.refused for each in self._found if each.refused]
         others = sorted({arch for pack in self._usable() for arch in pack.archs})
@@ -198,7 +199,7 @@ class Supply:
     def _ready(self, variant: Variant) -> Generated | None:
         """From the cache, else from a pack."""
         for arch in self._chosen([*(f"sm_{sm}" for sm in COMPILED_FOR), VIRTUAL]):
-            if arch == (self._arch or arch_for(self._sm)) and (kept := build.kept_image(variant, arch)):
+            if arch == self._own and (kept := build.kept_image(variant, arch)):
                 return _with(kept.generated, kept.images[arch])
         for pack in self._usable():
             kernel = pack.kernels.get(variant)
@@ -208,7 +209,7 @@ class Supply:
 
     def _made(self, variant: Variant, on_start: Callable[[], None]) -> Generated | None:
         """Compiled here, from the text of a pack or of TVM; None: what that takes is not installed."""
-        arch = self._arch or arch_for(self._sm)
+        arch = self._own
         text = next((pack.kernels[variant].generated for pack in self._usable() if variant in pack.kernels), None)
         if nvrtc.refusal() or (text is None and build.refusal()) or not self._chosen([arch]):
             return None

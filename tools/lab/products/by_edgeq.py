@@ -16,8 +16,9 @@ from edgeq.targets.cuda.device.device import Device
 from edgeq.targets.cuda.device.discover import find
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply import build
+from edgeq.targets.cuda.supply.nvrtc import arch_for
 from edgeq.targets.cuda.supply.pack import Generated, Variant
-from edgeq.targets.cuda.supply.supply import KernelSource, OnKernel, arch_for
+from edgeq.targets.cuda.supply.supply import KernelSource, OnKernel
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Operation
 from edgeq.targets.rows import Rows
 from edgeq.targets.target import Options
