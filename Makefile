@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo demo-vision test setup-cuda test-cuda kernels test-gpu test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
+.PHONY: demo demo-vision test setup-cuda test-cuda kernels test-gpu test-gpu-imitated test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -76,20 +76,28 @@ test-cuda: $(VENV)/installed-test setup-cuda
 # runs them from build/kernels on the one with the GPU, with neither tvm nor a network, then under compute-sanitizer where CUDA's toolkit
 # is installed.
 GPU ?= sm_80,sm_87,sm_89,sm_90
-ON_GPU := $(BIN)/python -m pytest -q -x --gpu tests/cuda
 CHECKS := memcheck racecheck synccheck initcheck
+# What it says is in build/gpu too, line by line: a run that is cut off has told what it did.
+on_gpu = mkdir -p build/gpu && bash -o pipefail -c '$2 $(BIN)/python -u -m pytest -v -ra --durations=30 --gpu $3 \
+         --junitxml build/gpu/$1.xml tests/cuda 2>&1 | tee build/gpu/$1.log'
 
 kernels: $(VENV)/installed-build
 	$(BIN)/python -m tests.cuda.kernels $(GPU)
 
 test-gpu:
-	$(ON_GPU)
-	@if command -v compute-sanitizer > /dev/null; then \
-	  for check in $(CHECKS); do \
-	    echo "compute-sanitizer $$check"; \
-	    compute-sanitizer --tool $$check --error-exitcode 9 $(ON_GPU) -k "product or logits or chunking" || exit 1; \
-	  done; \
-	else echo "no compute-sanitizer: install CUDA's toolkit, and run it again"; fi
+	@failed=0; $(call on_gpu,tests) || failed=1; \
+	if command -v compute-sanitizer > /dev/null; then \
+	  for check in $(CHECKS); do $(MAKE) test-gpu-$$check || failed=1; done; \
+	else echo "no compute-sanitizer: install CUDA's toolkit, and run it again"; fi; exit $$failed
+
+# One of the sanitizers, over the tests of tests/cuda/sanitized.py: `make test-gpu-racecheck`
+$(addprefix test-gpu-,$(CHECKS)): test-gpu-%:
+	$(call on_gpu,$*,compute-sanitizer --tool $* --error-exitcode 9,-m sanitize)
+
+# All tests that `make test-gpu` runs, on imitated GPUs of these compute capabilities, with an imitated driver and nvidia-smi.
+SM ?= 80,87,89,90,120
+test-gpu-imitated: $(VENV)/installed-test setup-cuda
+	$(BIN)/python -m tests.cuda.imitated $(SM) -q $(PARALLEL)
 
 # The oldest versions that pyproject.toml allows, and another Python.  The machine code of one instruction set, the threads, a run from
 # the command line.  EXTRA=[convert] has torch too, and converts there; without it the file is converted here.

@@ -9,7 +9,7 @@ import pytest
 
 from edgeq.errors import EdgeqError
 from edgeq.targets.cuda.supply import build
-from tests.cuda import emulated, real
+from tests.cuda import emulated, real, sanitized
 from tests.cuda.asked import Asked
 from tests.runtime.conftest import model_path
 
@@ -27,6 +27,7 @@ WITHOUT_GPU = {
     "test_pack.py",
     "test_pack_file.py",
     "test_real.py",
+    "test_supply.py",
 }
 """What is no test of kernels."""
 
@@ -59,7 +60,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return (yield)
 
 
-def pytest_collection_modifyitems(config: pytest.Config) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    # Before `-m` is applied.
+    for item in items:
+        if sanitized.chosen(item.nodeid):
+            item.add_marker("sanitize")
     config.stash[ASKED].partly |= {Path(arg.partition("::")[0]).stem for arg in config.args if "::" in arg}
 
 

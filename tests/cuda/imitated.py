@@ -1,6 +1,8 @@
 """An imitated GPU: cuda.bindings itself, over a libcuda.so.1 that runs kernels on the emulator (imitation/libcuda.cpp).
 
 A process gets it by its environment, so each of these tests is a process: the command line, or a few lines of Python.
+`python -m tests.cuda.imitated 87,90 ...` runs the tests of kernels as on a GPU of each of these compute capabilities, from a
+pack and without TVM and NVRTC; what follows goes to pytest.
 """
 
 from __future__ import annotations
@@ -9,15 +11,20 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from edgeq.targets.cuda.device import discover
-from edgeq.targets.cuda.supply import build
+from edgeq.targets.cuda.supply import build, nvrtc, pack_file
+from edgeq.targets.cuda.supply.nvrtc import Compiled
 from edgeq.targets.cuda.supply.pack import Variant
-from tests.cuda import emulated
+from edgeq.targets.cuda.supply.pack_file import Pack, Packed
+from tests.cuda import asked, emulated
 
 HERE = Path(__file__).parent / "imitation"
+BARE = "import sys; sys.modules['tvm'] = sys.modules['nvidia'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+"""The tests as on a machine with neither TVM nor NVRTC."""
 SIZES = {"pointer": 8, "int64": 8, "int32": 4, "float32": 4}
 
 
@@ -53,12 +60,28 @@ def kernels(variants: Iterable[Variant], folder: Path) -> Path:
     return folder
 
 
-def run(
-    *arguments: str | Path, cache: Path, kernels: Path | None = None, **settings: object
-) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments on a machine with an imitated GPU; `settings` are those of libcuda.cpp, in lower case."""
+def pack(variants: Iterable[Variant]) -> bytes:
+    """A pack of these kernels for any imitated GPU: instead of PTX the name alone, as the imitation does not read it."""
+    made = {
+        generated.variant: Packed(generated, {nvrtc.VIRTUAL: Compiled(nvrtc.VIRTUAL, f".version {generated.name}".encode())})
+        for generated in build.kernels(list(variants))
+    }
+    return pack_file.encode(Pack(build.versions(), build.source_digest(), made))
+
+
+def nvidia_smi(folder: Path) -> Path:
+    """A folder with an nvidia-smi that tells of the imitated GPU, as drivers of desktops and servers bring one."""
+    folder.mkdir(exist_ok=True)
+    lines = "Imitated GPU 0, 53.1, 41, 1500, 550.54, 120.00"
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '{lines}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return folder
+
+
+def environment(cache: Path, kernels: Path | None = None, **settings: object) -> dict[str, str]:
+    """That of a process which has an imitated GPU; `settings` are those of libcuda.cpp, in lower case."""
     core = emulated.compiled((emulated.HERE / "emulator.cpp").read_text(), "emulator", "-O2")
-    environment = {
+    return {
         **os.environ,
         "LD_LIBRARY_PATH": str(library()),
         "XDG_CACHE_HOME": str(cache),
@@ -66,5 +89,35 @@ def run(
         "IMITATED_KERNELS": str(kernels or ""),
         **{f"IMITATED_{name.upper()}": str(value) for name, value in settings.items()},
     }
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def run(
+    *arguments: str | Path, cache: Path, kernels: Path | None = None, **settings: object
+) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments on a machine with an imitated GPU."""
+    command, here = [sys.executable, *map(str, arguments)], environment(cache, kernels, **settings)
+    return subprocess.run(command, env=here, capture_output=True, text=True, timeout=600)
+
+
+def main(capabilities: Sequence[int], arguments: Sequence[str]) -> None:
+    """The tests on each, to the end; exits with 1 if any failed."""
+    if reason := refusal() or build.refusal():
+        sys.exit(reason)
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="edgeq-") as name:
+        folder = Path(name)
+        made, path = kernels(asked.every(), folder / "kernels"), folder / "pack"
+        path.write_bytes(pack(asked.every()))
+        for sm in capabilities:
+            here = environment(folder / "cache", made, sm=sm)
+            here["PATH"] = f"{nvidia_smi(folder / 'bin')}:{here['PATH']}"
+            command = [sys.executable, "-c", BARE, "--gpu", "--pack", str(path), str(HERE.parent), *arguments]
+            print(f"== an imitated GPU of sm_{sm}", flush=True)
+            if subprocess.run(command, env=here).returncode:
+                failed.append(sm)
+    if failed:
+        sys.exit(f"failed on {', '.join(f'sm_{sm}' for sm in failed)}")
+
+
+if __name__ == "__main__":
+    main([int(sm) for sm in sys.argv[1].split(",")], sys.argv[2:])

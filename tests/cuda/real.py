@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from edgeq.errors import InputError
+from edgeq.errors import DeviceError, InputError
 from edgeq.targets.cuda.device import discover
-from edgeq.targets.cuda.device.device import Kernel
-from edgeq.targets.cuda.device.driver import DriverDevice, DriverRecording
-from edgeq.targets.cuda.supply import pack_file, supply
+from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Recording
+from edgeq.targets.cuda.device.driver import DriverDevice
+from edgeq.targets.cuda.supply import nvrtc, pack_file
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.pack_file import Pack
 from edgeq.targets.cuda.supply.supply import preferred
@@ -26,16 +28,33 @@ PACK = Path(__file__).parents[2] / "build" / "kernels" / "tests.kernels"
 class RealDevice(DriverDevice):
     """In place of an EmulatedDevice; a GPU has its own order of threads.
 
-    pack   the only kernels that it has
+    pack    the only kernels that it has
+    held    what keeps the context of this process while no other device does: to make one takes a third of a second (an
+            assumption), and each launch of a test has a device of its own
     """
 
     pack: ClassVar[Pack]
+    held: ClassVar[DriverDevice | None] = None
 
     def __init__(self, order: int = 0) -> None:
+        self.hold()
         super().__init__()
         self.order = order
         self.launches: dict[str, int] = {}
         self.replays = 0
+
+    @classmethod
+    def hold(cls) -> None:
+        """Keep a context, a new one after a kernel failed, which takes its context along.  DeviceError: there is none."""
+        if cls.held is not None:
+            with suppress(DeviceError):
+                cls.held.synchronize()
+                return
+            cls.held = None
+            # What a failed test left behind holds the lost context too.
+            gc.collect()
+        cls.held = DriverDevice()
+        cls.held.synchronize()
 
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
         return super().load([replace(each, image=self._image(each)) for each in kernels])
@@ -49,9 +68,22 @@ class RealDevice(DriverDevice):
         symbol = kernel.generated.variant.symbol
         self.launches[symbol] = self.launches.get(symbol, 0) + 1
 
-    def replay(self, graph: Any) -> None:
-        super().replay(graph)
-        self.replays += 1
+    def record(self, steps: Sequence[Call | Copy | Mark]) -> Recording:
+        recording = super().record(steps)
+        # Those with marks are measurements, which are not counted.
+        return recording if any(isinstance(step, Mark) for step in steps) else RealRecording(self, recording)
+
+
+@dataclass(frozen=True)
+class RealRecording:
+    """A recording whose replays its device counts."""
+
+    device: RealDevice
+    recording: Recording
+
+    def replay(self) -> None:
+        self.recording.replay()
+        self.device.replays += 1
 
 
 def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:
@@ -69,7 +101,7 @@ def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:
         raise InputError(f"{path} is not there; make it with: make kernels")
     RealDevice.pack = pack = pack_file.decode(data, str(path))
     if not preferred(pack.archs, gpus.first.sm, gpus.driver):
-        arch = supply.arch_for(gpus.first.sm)
+        arch = nvrtc.arch_for(gpus.first.sm)
         raise InputError(f"{path} has kernels for {', '.join(pack.archs)} only; make it again with: make kernels GPU={arch}")
 
     def kernels(
@@ -79,6 +111,6 @@ def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:
         assert not missing, f"{path} has no {', '.join(missing)}; make it again with: make kernels"
         return [pack.kernels[variant].generated for variant in variants]
 
-    emulated.EmulatedDevice, emulated.EmulatedRecording = RealDevice, DriverRecording  # type: ignore[attr-defined]
+    emulated.EmulatedDevice, emulated.EmulatedRecording = RealDevice, RealRecording  # type: ignore[attr-defined]
     emulated.refusal = build.refusal = lambda: None  # type: ignore[attr-defined]
     build.kernels = kernels  # type: ignore[attr-defined]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +16,11 @@ import pytest
 
 from edgeq.targets.cuda.supply import nvrtc
 from edgeq.targets.cuda.supply.pack import Variant
-from tests.cuda import asked, conftest, imitated, kernels
+from tests.cuda import asked, conftest, emulated, imitated, kernels, sanitized
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
 HERE = Path(__file__).parent
-BARE = "import sys; sys.modules['tvm'] = sys.modules['nvidia'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 TESTS = "test_largest", "test_attention_parts"
 """Single kernels, and programs."""
 
@@ -31,7 +33,7 @@ def needed() -> None:
 
 def run(tests: Sequence[str], pack: Path, made: Path, cache: Path, **settings: object) -> subprocess.CompletedProcess[str]:
     paths = [HERE / f"{name}.py" for name in tests]
-    return imitated.run("-c", BARE, "-q", "--gpu", "--pack", pack, *paths, cache=cache, kernels=made, **settings)
+    return imitated.run("-c", imitated.BARE, "-q", "--gpu", "--pack", pack, *paths, cache=cache, kernels=made, **settings)
 
 
 def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Path) -> None:
@@ -44,6 +46,61 @@ def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Pa
     (tests,) = (name for name in TESTS if variants[-1] in asked.listed(name))
     ran = run([tests], tmp_path / "less", made, tmp_path / "cache")
     assert ran.returncode == 1 and f"has no {variants[-1].symbol}; make it again with: make kernels" in ran.stdout, ran.stdout
+
+
+class Kinds:
+    """A plugin of pytest that notes the kinds of kernels that a run launches."""
+
+    def __init__(self) -> None:
+        self.found, self.tests = set[str](), set[str]()
+
+    def pytest_sessionstart(self) -> None:
+        launch, found = emulated.EmulatedDevice.launch, self.found
+
+        def noted(device: emulated.EmulatedDevice, kernel: emulated.EmulatedKernel, *rest: Any) -> None:
+            found.add(kernel.generated.variant.kernel)
+            launch(device, kernel, *rest)
+
+        emulated.EmulatedDevice.launch = noted  # type: ignore[method-assign,assignment]
+
+
+def test_what_sanitizers_run_is_there_and_has_every_kind_of_kernel(tmp_path: Path) -> None:
+    """On the emulated device, in a process of its own."""
+    script = """
+        import json, sys, pytest
+        from tests.cuda.test_real import Kinds
+        kinds = Kinds()
+        kinds.pytest_itemcollected = lambda item: kinds.tests.add(item.nodeid.rpartition("/")[2])
+        status = pytest.main(["-q", "-m", "sanitize", sys.argv[1]], plugins=[kinds])
+        json.dump([int(status), sorted(kinds.found), sorted(kinds.tests)], open(sys.argv[2], "w"))
+    """
+    told = tmp_path / "kinds.json"
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), HERE, told], capture_output=True, text=True, check=False
+    )
+    status, kinds, tests = json.loads(told.read_text())
+    assert status == 0, ran.stdout
+    assert set(tests) >= sanitized.TESTS and len(sanitized.TESTS) <= 30
+    assert {variant.kernel for variant in asked.every()} == set(kinds)
+
+
+@pytest.mark.parametrize("sm", [80, 87, 89, 90, 120])
+def test_the_same_tests_pass_on_every_kind_of_gpu(sm: int, tmp_path: Path) -> None:
+    """Those that sanitizers run, with an nvidia-smi; all of them are run by `make test-gpu-imitated`.  In one context."""
+    variants = asked.every()
+    made, pack = imitated.kernels(variants, tmp_path / "made"), tmp_path / "pack"
+    pack.write_bytes(imitated.pack(variants))
+    path = f"{imitated.nvidia_smi(tmp_path / 'bin')}:{os.environ['PATH']}"
+    told = tmp_path / "contexts"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PATH", path)
+        ran = imitated.run(
+            *("-c", imitated.BARE, "-q", "--gpu", "--pack", pack, "-m", "sanitize", HERE),
+            *("-k", "not every_kind_of_method"),
+            cache=tmp_path / "cache", kernels=made, sm=sm, contexts=told,
+        )  # fmt: skip
+    assert ran.returncode == 0 and "passed" in ran.stdout and "skipped" not in ran.stdout, ran.stdout
+    assert len(told.read_text().splitlines()) == 1
 
 
 def test_without_a_gpu_or_a_pack_for_it_one_line_says_so(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_records_of_a_bench_say_what_they_are_of(
     monkeypatch.setattr("edgeq.system.measurements.cache_folder", lambda: tmp_path)
     monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: TargetChoice(CudaTarget(device), []))
     monkeypatch.setattr(gpu, "RELEASE", tmp_path / "no board")
+    monkeypatch.setattr(gpu, "queried", lambda: "")
     path = model_path("llama_gqa", {"initializer_range": 0.05}, method="rtn", bits=4, group_size=32)
     with Model.load(path, target="cuda", mode="a16", context=64, max_rows=32) as model:
         test, bytes_per_s = bench.Test("tg", 2, 0), model.program.read_bandwidth()

@@ -3,11 +3,13 @@
 //   IMITATED_SM, IMITATED_MEMORY (bytes), IMITATED_DRIVER (12060), IMITATED_COUNT, IMITATED_INTEGRATED
 //   IMITATED_KERNELS   folder of NAME.so for each kernel, and NAME.sizes: the bytes of its parameters
 //   IMITATED_CORE      the emulator's own library
+//   IMITATED_CONTEXTS  file to which a line with the process is added whenever a context is made
 //   IMITATED_FAIL      "function:error:call": that call of the function, counted from 1, fails, as do all in the context after it
 //
 // What a real driver forgives least is refused: no current context, addresses outside of allocations, host memory that is not
 // pinned, images for other GPUs.  Copies and launches are done when something waits for them, not when they are asked for.
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -130,7 +132,10 @@ int cuDeviceGetAttribute(int *value, int attribute, int) {
 }
 int cuDeviceTotalMem(size_t *bytes, int) { return *bytes = setting("IMITATED_MEMORY", 1L << 32), SUCCESS; }
 int cuDevicePrimaryCtxRetain(void **context, int) {
-  if (!retained++) lost = 0;
+  if (!retained++) {
+    lost = 0;
+    if (const char *path = getenv("IMITATED_CONTEXTS")) std::ofstream(path, std::ios::app) << getpid() << "\n";
+  }
   return *context = &context_marker, SUCCESS;
 }
 int cuDevicePrimaryCtxRelease(int) {

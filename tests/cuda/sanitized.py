@@ -1,0 +1,56 @@
+"""The tests that run under compute-sanitizer, marked `sanitize`: each kind of kernel once or twice, where it has edges.
+
+A sanitizer makes a kernel ten to a hundred times slower, so all tests under four of them would take hours.  Chosen are odd
+sizes, every barrier, the kernels whose blocks of threads tell each other by counters, and whole tokens with their recordings.
+test_real.py holds that every name is one of a test and that no kind of kernel is left out.
+"""
+
+from __future__ import annotations
+
+I4, I8, ROW4 = (
+    f"Codec(kind='int', bits={bits}, group_size={group}, symmetric={symmetric})-{columns}"
+    for bits, group, symmetric, columns in ((4, 32, True, 192), (8, 16, False, 64), (4, 0, True, 320))
+)
+PRODUCT = "test_products.py::test_a_product_is_that_of_numpy_for_few_and_for_many"
+PART = "test_linear.py::test_every_part_equals_the_reference"
+CUT = "test_cuda_cache.py::test_attention_equals_the_reference_however_it_is_cut"
+SIDE_BY_SIDE = "test_attention_parts.py::test_parts_side_by_side_give_the_bits_of_parts_in_turn_alone_and_together"
+TESTS = frozenset(
+    {
+        f"{PRODUCT}[i4-g128-zero-int8-random]",
+        f"{PRODUCT}[i3-g16-f16-random]",
+        # Counters of arrival, and what is read after them.
+        f"{SIDE_BY_SIDE}[kv1-552-1]",
+        "test_attention_parts.py::test_sessions_in_a_block_of_threads_do_not_touch_each_other[f16]",
+        f"{PART}[low_rank-{I4}]",
+        f"{PART}[thin-{I8}]",
+        f"{PART}[transform and all-{ROW4}]",
+        f"{PART}[input_order-{I8}]",
+        "test_linear.py::test_weights_of_floats[37-33-bf16]",
+        "test_linear.py::test_token_activations_of_every_width_and_of_extreme_rows[i3 g128 zero]",
+        "test_linear.py::test_a_channel_whose_weights_are_kept_apart[codec2-f32-63-parts2]",
+        "test_linear.py::test_constant_scales_by_modality[codec1-scales1-32]",
+        f"{CUT}[6-1-70-150-f16-20]",
+        f"{CUT}[4-2-0-70-int8-72]",
+        f"{CUT}[4-2-0-70-int4+3-72]",
+        "test_cuda_cache.py::test_rotated_heads_equal_the_reference[head-norm-72]",
+        "test_cuda_cache.py::test_a_rotation_of_heads_gives_the_bits_of_the_reference[72]",
+        "test_cuda_layers.py::test_norms[centered-300]",
+        "test_cuda_layers.py::test_activations_over_the_whole_range_of_floats[True-gelu]",
+        "test_cuda_layers.py::test_scale_and_learned_positions[f16]",
+        "test_cuda_layers.py::test_rows_of_a_tied_head_of_floats[31-f16]",
+        "test_cuda_layers.py::test_vectors_that_rows_bring[True]",
+        "test_cuda_experts.py::test_experts_of_two_layers_and_of_other_codecs_and_parts",
+        "test_cuda_requantization.py::test_a_master_is_rounded_to_the_same_bits[i3-g32-i8-row-zero]",
+        "test_cuda_requantization.py::test_sums_have_the_bits_of_the_reference_in_any_chunks",
+        "test_largest.py::test_rows_of_several_slices[0]",
+        "test_times.py::test_memory_is_read_to_its_last_word",
+        # Fused products with their prefetches, and recordings.
+        "test_cuda_fused.py::test_a_token_by_every_kind_of_method[ttq]",
+        "test_program.py::test_greedy_tokens_are_those_of_the_reference_but_for_ties",
+    }
+)
+
+
+def chosen(nodeid: str) -> bool:
+    return nodeid.rpartition("/")[2] in TESTS
