@@ -12,7 +12,6 @@ from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.output import check_output
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.planning.preflight import check_disk, preflight
-from edgeq.converters.probing.allocate import allocate
 from edgeq.converters.running.journal import Journal
 from edgeq.converters.running.run import ConversionRun, OnLayer, Warn
 from edgeq.converters.running.stages import VERIFY, OnProgress
@@ -36,6 +35,8 @@ def convert(
     check_output(source, output)
     plan = preflight(source, options)
     if options.budget is not None:
+        from edgeq.converters.probing.allocate import allocate
+
         plan = allocate(plan, on_progress, warn).plan
     return carry_out(plan, output, on_progress, warn).file
 
@@ -76,7 +77,8 @@ def carry_out(
             def attempt(compute: Compute) -> ModelFile:
                 # Where the device ran out of memory, from the last layer that is safe.
                 writer = Writer(output, journal.resume(restart=False), partial)
-                return ConversionRun(replace(plan, compute=compute), writer, journal, on_progress, warn, on_layer).finish()
+                kind = _run_of(plan)
+                return kind(replace(plan, compute=compute), writer, journal, on_progress, warn, on_layer).finish()
 
             return ConversionResult(within_memory(plan.compute, attempt, warn), False)
     finally:
@@ -86,3 +88,12 @@ def carry_out(
     if not partial.path.exists():
         journal.remove()
     return ConversionResult(file, True)
+
+
+def _run_of(plan: ConversionPlan) -> type[ConversionRun]:
+    """What carries out a plan; the one that runs calibration text, or studies the model, needs torch for it."""
+    if plan.calibration is None and not plan.method.studies:
+        return ConversionRun
+    from edgeq.converters.running.calibrated import CalibratedRun
+
+    return CalibratedRun

@@ -21,27 +21,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from edgeq.converters.budget.part_names import part_of
-from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
-from edgeq.converters.calibration.samples import PictureFile
-from edgeq.converters.calibration.tower_forward import TowerForward
 from edgeq.converters.checkpoint.slabs import RowReader, Tensors
 from edgeq.converters.families import Family
 from edgeq.converters.planning.method_options import DEFAULTS
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rounding.linears import Delivery, LinearItem, Recipe
-from edgeq.converters.rounding.quantizer import MIN_MAX, Preset, fitting_group_size
+from edgeq.converters.rounding.presets import MIN_MAX, Preset, fitting_group_size
 from edgeq.format.codec import Codec
 from edgeq.format.manifest import MODALITIES
 from edgeq.format.records import Activation, KvCodec, Mode
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.stack import Stack
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
+    from edgeq.converters.calibration.samples import PictureFile
 
 Study = dict[str, NDArray[Any]]
 MODE_OF_BITS: dict[int | None, Mode | None] = {None: None, 16: "a16", 8: "a8", 6: "a8", 4: "a4"}
@@ -81,6 +82,8 @@ class Block:
 
     def modules(self, item: LinearItem) -> list[nn.Linear]:
         """The modules of whose rows `item` is made, in its order."""
+        from torch import nn
+
         found = []
         for name, _ in item.tensors:
             module = self.module.get_submodule(name.removeprefix(self.prefix).removesuffix(".weight"))
@@ -258,15 +261,19 @@ class Method:
         return Delivery(read)
 
 
-@torch.no_grad()
 def features_of(tower: Method, pictures: Sequence[PictureFile], tensors: Tensors, read: WholeReader | None) -> Sequence[Tensor]:
     """What a vision tower makes of pictures, float32 [1, tokens, width] each; `read`: where its weights come from, None: the
     checkpoint's, of a tower whose method changes none of them."""
+    import torch
+
+    from edgeq.converters.calibration.tower_forward import TowerForward
+
     assert isinstance(tower.stack, VisionConfig)
     forward = TowerForward(tower.family, tower.stack, pictures, tensors)
-    for index in range(forward.blocks):
-        block = forward.load(index, read)
-        tower.install(index, block)
-        forward.advance(index, block)
-        forward.unload(block)
+    with torch.no_grad():
+        for index in range(forward.blocks):
+            block = forward.load(index, read)
+            tower.install(index, block)
+            forward.advance(index, block)
+            forward.unload(block)
     return forward.states

@@ -181,6 +181,10 @@ def test_the_runtime_loads_neither_torch_nor_transformers(module: str) -> None:
     assert not loaded(f"import {module}") & heavy
 
 
+def test_a_conversion_loads_torch_when_something_is_rounded_not_before() -> None:
+    assert not loaded("import edgeq.converters.convert") & {"torch", "transformers", "safetensors", "huggingface_hub"}
+
+
 def test_the_command_line_starts_without_numpy() -> None:
     assert not loaded("import edgeq.tools.cli.main") & {"numpy", "flatbuffers", "rich", "jinja2", "tokenizers"}
 

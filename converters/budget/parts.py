@@ -14,7 +14,7 @@ from fractions import Fraction
 from edgeq.converters.budget.budget import Unit
 from edgeq.converters.budget.part_names import HEAD, TABLE, part_of
 from edgeq.converters.rounding.linears import LinearItem
-from edgeq.converters.rounding.quantizer import fitting_group_size
+from edgeq.converters.rounding.presets import fitting_group_size
 from edgeq.errors import EdgeqError, InputError
 from edgeq.format.codec import BITS, GROUP_SIZES, Codec
 from edgeq.format.container import aligned

@@ -11,40 +11,50 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from edgeq.errors import InputError
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 T = TypeVar("T")
-BASELINE = 500 << 20
-"""Anonymous memory of Python, torch and transformers with their thread pools."""
 BATCH_ROWS = 2
 """Calibration rows in one forward on the processor: bounds the activations inside a layer."""
 MAX_ROWS = 16
 """The same on a GPU, which they keep busy."""
-CPU = torch.device("cpu")
+CPU = "cpu"
 MESSAGES = ("out of memory", "ALLOC_FAILED")
 """What errors say that torch raises as plain RuntimeError: those of MPS, and of CUDA's libraries, which have workspaces."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """A device of torch, and the calibration rows in one forward there.
+    """A device as torch spells it, and the calibration rows in one forward there.
 
     note   a line for the user about the choice
     """
 
-    device: torch.device = CPU
+    name: str = CPU
     rows: int = BATCH_ROWS
     note: str | None = None
 
     @property
+    def kind(self) -> str:
+        """The device without its number."""
+        return self.name.partition(":")[0]
+
+    @property
     def apart(self) -> bool:
         """Whether the device has a memory of its own."""
-        return self.device.type != "cpu"
+        return self.kind != CPU
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device(self.name)
 
     def put(self, x: Tensor) -> Tensor:
         """`x` on the device: itself where it is there."""
@@ -52,7 +62,7 @@ class Compute:
 
     def batches(self, x: Tensor) -> tuple[Tensor, ...]:
         """Views of rows of tokens in portions."""
-        return torch.split(x, self.rows)
+        return x.split(self.rows)
 
     def smaller(self) -> Compute:
         """With half the rows; after one row the processor."""
@@ -67,26 +77,27 @@ def chosen(name: str, needs: Callable[[int], int], free: Callable[[torch.device]
 
     InputError: it is not there.  A device with too little memory is not used; the note says so.
     """
-    device = _device(name)
-    if device == CPU:
+    if name == CPU or (device := _device(name)).type == CPU:
         return Compute()
     available = (free or free_bytes)(device)
     rows = MAX_ROWS
     while rows >= 1:
         if needs(rows) <= available:
-            return Compute(device, rows)
+            return Compute(str(device), rows)
         rows //= 2
     short = f"{needs(1) / 1e9:.1f} GB are needed, {available / 1e9:.1f} GB are free"
     return Compute(note=f"{device.type}: {short}; the text runs on the CPU")
 
 
 def _device(name: str) -> torch.device:
+    import torch
+
     if name in ("auto", "cuda") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if name in ("auto", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
-    if name in ("auto", "cpu"):
-        return CPU
+    if name == "auto":
+        return torch.device(CPU)
     built = torch.backends.cuda.is_built() if name == "cuda" else torch.backends.mps.is_built()
     reason = "torch finds none" if built else f"this torch, {torch.__version__}, was built without {name}"
     raise InputError(f"--device {name}: no such GPU can be used here: {reason}; leave --device out to use what there is")
@@ -94,6 +105,8 @@ def _device(name: str) -> torch.device:
 
 def free_bytes(device: torch.device) -> int:
     """Free memory of a GPU."""
+    import torch
+
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     return int(torch.cuda.mem_get_info(device)[0])
@@ -111,16 +124,20 @@ def within_memory(compute: Compute, attempt: Callable[[Compute], T], warn: Calla
         before, compute = compute, compute.smaller()
         rows = f"{before.rows} row{'s' * (before.rows > 1)} of tokens at a time"
         onward = f"with {compute.rows}" if compute.apart else "on the CPU"
-        warn(f"{before.device.type}: out of memory with {rows}; going on {onward}")
+        warn(f"{before.kind}: out of memory with {rows}; going on {onward}")
         _release(before.device)
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
+    import torch
+
     return isinstance(error, torch.OutOfMemoryError) or any(part in str(error) for part in MESSAGES)
 
 
 def _release(device: torch.device) -> None:
     """Give back what torch keeps of a GPU's memory for later."""
+    import torch
+
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

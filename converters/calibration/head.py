@@ -12,7 +12,8 @@ from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe, RoundRows
-from edgeq.converters.rounding.quantizer import MIN_MAX_ZERO_WEIGHED, Quantized, quantize
+from edgeq.converters.rounding.presets import MIN_MAX_ZERO_WEIGHED
+from edgeq.converters.rounding.quantizer import Quantized, quantize
 from edgeq.format.codec import Codec
 
 

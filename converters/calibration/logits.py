@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from edgeq.converters.calibration.choose_precision import beginnings, last_norm
-from edgeq.converters.calibration.compute import BASELINE, BATCH_ROWS
+from edgeq.converters.calibration.compute import BATCH_ROWS
 from edgeq.converters.calibration.forward import BlockForward, token_activations
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.checkpoint.sentence_transformers import embedding_settings
-from edgeq.converters.checkpoint.slabs import SLAB_BYTES, Tensors, slabs
+from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES, Tensors, slabs
 from edgeq.converters.families import EMBEDDING, HEAD, Family
 from edgeq.converters.families.network import described, open_tensors
 from edgeq.converters.importers import open_source

@@ -15,6 +15,8 @@ from edgeq.format.records import DTYPES
 
 SLAB_BYTES = 32 << 20
 """Float32 bytes of the rows in memory at a time: the promise is 64 MB, and the quantizer holds a second array of this size."""
+BASELINE = 500 << 20
+"""Anonymous memory of Python, torch and transformers with their thread pools."""
 
 RowReader = Callable[[str, int, int], NDArray[np.float32]]
 """(tensor name, first row, last row + 1) -> float32 [rows, ...]"""

@@ -63,7 +63,9 @@ class CheckpointSource(Protocol):
     config   as transformers' config.json has it; what a source resolves itself, such as how its weights are quantized, is left
              out
     texts    a folder with the other text files, as transformers lays them: tokenizer.json, tokenizer_config.json, ...
+    texts_complete   whether tokenizer.json is all there is: the source wrote it, and transformers adds nothing to it
     quantized   whether weights are integers with scales already; it then is converted as stored where nothing else is asked
+    origin   for the provenance: format and types of the files, where they are not those of transformers; JSON
     """
 
     @property
@@ -79,7 +81,13 @@ class CheckpointSource(Protocol):
     def texts(self) -> Path: ...
 
     @property
+    def texts_complete(self) -> bool: ...
+
+    @property
     def quantized(self) -> bool: ...
+
+    @property
+    def origin(self) -> Mapping[str, object]: ...
 
     def tensors(self) -> Mapping[str, StoredTensor]:
         """All tensors by their names in the checkpoint: fetched where they were not, and checked; no weight is read.

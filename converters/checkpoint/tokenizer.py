@@ -1,7 +1,8 @@
 """The tokenizer, chat template and generation defaults of a checkpoint, checked before any weight is read.
 
 The runtime has only the `tokenizers` library; transformers may add to what is in tokenizer.json.  Both encode a sample here: a
-beginning-of-sequence token that only transformers adds is recorded, any other difference is refused.
+beginning-of-sequence token that only transformers adds is recorded, any other difference is refused.  A source that wrote the
+tokenizer itself has nothing to be compared with.
 """
 
 from __future__ import annotations
@@ -51,13 +52,17 @@ def read_text(source: CheckpointSource, vocab_size: int, prompts: dict[str, obje
             f"{folder}: the tokenizer has {own.tokenizer.get_vocab_size()} tokens, the model {vocab_size}: "
             "they do not belong together; take both from the same checkpoint"
         )
-    transformers_tokenizer, add_bos, end = _compare(folder, own, kind, prompts is not None)
+    if source.texts_complete:
+        special, add_bos, end = {name: settings.get(name) for name in SPECIAL}, False, None
+    else:
+        theirs, add_bos, end = _compare(folder, own, kind, prompts is not None)
+        special = {name: getattr(theirs, name, None) for name in SPECIAL}
     defaults = _optional_json(folder / "generation_config.json")
     generation: dict[str, object] = {
         "bos_token_id": _single_id(_first("bos_token_id", defaults, source.config)),
         "eos_token_ids": _ids(_first("eos_token_id", defaults, source.config)),
         "add_bos": add_bos,
-        "special_tokens": {name: getattr(transformers_tokenizer, name, None) for name in SPECIAL},
+        "special_tokens": special,
     }
     generation |= (prompts or {}) | ({} if end is None else {"end_token_id": end})
     generation.update({key: defaults[key] for key in SAMPLING if type(defaults.get(key)) in (int, float)})

@@ -6,8 +6,10 @@ Only the slab of weights asked for is in memory, and one shard is open at a time
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,7 +53,9 @@ class SafetensorsFolder:
     config: dict[str, Any]
     hub: HubAccess | None = None
     shards: tuple[Path, ...] = ()
+    texts_complete: ClassVar[bool] = False
     quantized: ClassVar[bool] = False
+    origin: ClassVar[Mapping[str, object]] = MappingProxyType({})
 
     @classmethod
     def open(cls, source: str, access: HubAccess) -> SafetensorsFolder:

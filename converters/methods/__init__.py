@@ -1,29 +1,54 @@
-"""The quantization methods by name, one file each; `edgeq.converters.method` describes what a method is."""
+"""The quantization methods by name, one file each; `edgeq.converters.method` describes what a method is.
+
+A method is imported when it is asked for: most of them need torch, and what is stored as it is does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
 from edgeq.converters.method import Method
-from edgeq.converters.methods.as_stored import AsStored
-from edgeq.converters.methods.awq import Awq
-from edgeq.converters.methods.gptq import AwqGptq, Gptq
-from edgeq.converters.methods.mquant import MQuant, MQuantTower
-from edgeq.converters.methods.none import Unquantized
-from edgeq.converters.methods.quarot import QuaRot
-from edgeq.converters.methods.resq import ResQ
-from edgeq.converters.methods.rtn import RoundToNearest
-from edgeq.converters.methods.smoothquant import SmoothQuant, SmoothQuantGptq
-from edgeq.converters.methods.ttq import Ttq
 from edgeq.converters.planning.method_options import check_method_options
 from edgeq.converters.planning.options import ConvertOptions
 
-METHODS: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        *(Unquantized, RoundToNearest, Awq, Gptq, AwqGptq, SmoothQuant, SmoothQuantGptq, Ttq, QuaRot, ResQ, MQuant),
-        AsStored,
-    )
-}
 
-TOWERS: dict[str, type[Method]] = {MQuantTower.name: MQuantTower}
-"""Methods that do to a vision tower more than rounding, by their name."""
+class Methods(Mapping[str, type[Method]]):
+    """Classes by the names of methods; `places`: name -> "module of this package.class"."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> type[Method]:
+        module, _, kind = self._places[name].partition(".")
+        found: type[Method] = getattr(import_module(f"{__name__}.{module}"), kind)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+METHODS = Methods(
+    {
+        "none": "none.Unquantized",
+        "rtn": "rtn.RoundToNearest",
+        "awq": "awq.Awq",
+        "gptq": "gptq.Gptq",
+        "awq+gptq": "gptq.AwqGptq",
+        "smoothquant": "smoothquant.SmoothQuant",
+        "smoothquant+gptq": "smoothquant.SmoothQuantGptq",
+        "ttq": "ttq.Ttq",
+        "quarot": "quarot.QuaRot",
+        "resq": "resq.ResQ",
+        "mquant": "mquant.MQuant",
+        "as-stored": "as_stored.AsStored",
+    }
+)
+TOWERS = Methods({"mquant": "mquant.MQuantTower"})
+"""Methods that do to a vision tower more than rounding."""
 
 
 def chosen(options: ConvertOptions) -> type[Method]:

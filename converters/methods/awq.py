@@ -22,7 +22,8 @@ from edgeq.converters.calibration.staged import Staged, StagedLayer, sites
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.method import Block, Method
 from edgeq.converters.rounding.linears import Delivery
-from edgeq.converters.rounding.quantizer import MIN_MAX, Preset, fake, uniform_spans
+from edgeq.converters.rounding.presets import MIN_MAX, Preset
+from edgeq.converters.rounding.quantizer import fake, uniform_spans
 from edgeq.format.codec import Codec
 
 CodecOfColumns = Callable[[int], Codec]

@@ -20,7 +20,8 @@ from edgeq.converters.methods.static_scales import static_scales
 from edgeq.converters.methods.tuning import tuned_layer
 from edgeq.converters.rounding.columns import DAMPINGS, SLAB_ELEMENTS, factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Delivery
-from edgeq.converters.rounding.quantizer import MIN_MAX_ZERO_WEIGHED, Preset, Quantized
+from edgeq.converters.rounding.presets import MIN_MAX_ZERO_WEIGHED, Preset
+from edgeq.converters.rounding.quantizer import Quantized
 
 BeforeLinear = Callable[[Staged, Sequence[str]], None]
 """Called before linear layers, modules with the same inputs, are quantized; may change the layer but not its function."""

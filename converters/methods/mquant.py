@@ -47,7 +47,7 @@ from edgeq.converters.rotation.tower import (
     stream_rotation,
 )
 from edgeq.converters.rounding.linears import Delivery, Recipe
-from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, Preset
+from edgeq.converters.rounding.presets import ABSMAX_SEARCH, Preset
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.format.codec import Codec
 from edgeq.network.config import ModelConfig, VisionConfig

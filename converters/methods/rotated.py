@@ -28,7 +28,7 @@ from edgeq.converters.rotation.fuse import LayerRotation, Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
 from edgeq.converters.rotation.model import RotatedModel
 from edgeq.converters.rounding.linears import Delivery
-from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, Preset
+from edgeq.converters.rounding.presets import ABSMAX_SEARCH, Preset
 from edgeq.errors import UnsupportedError
 from edgeq.format.codec import Codec
 from edgeq.format.manifest import FLOAT_PARTS, rotation_shapes

@@ -16,7 +16,7 @@ from edgeq.converters.methods.awq import ScaledChannels, apply_scale
 from edgeq.converters.methods.gptq import Gptq
 from edgeq.converters.methods.static_scales import largest_inputs, rounded, static_scales
 from edgeq.converters.rounding.linears import Delivery, Recipe
-from edgeq.converters.rounding.quantizer import MIN_MAX, Preset
+from edgeq.converters.rounding.presets import MIN_MAX, Preset
 from edgeq.format.codec import Codec
 from edgeq.format.records import Activation
 

@@ -23,7 +23,7 @@ from edgeq.converters.families import Family
 from edgeq.converters.method import Method
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rounding.linears import Delivery, LinearItem, Recipe
-from edgeq.converters.rounding.quantizer import fitting_group_size
+from edgeq.converters.rounding.presets import fitting_group_size
 from edgeq.errors import InputError
 from edgeq.format.codec import ROWS, Codec
 from edgeq.format.manifest import layer_contents

@@ -17,19 +17,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from edgeq.converters.budget.budget import MAX_TOKENS
 from edgeq.converters.budget.parts import AllocationPart, parts_of
 from edgeq.converters.budget.prediction import AllocationPrediction
-from edgeq.converters.calibration.choose_precision import LOGIT_BYTES, ROWS, PrecisionChoice, measurement_bytes
-from edgeq.converters.calibration.compute import BASELINE, BATCH_ROWS, Compute
-from edgeq.converters.calibration.dataset import Calibration
-from edgeq.converters.calibration.forward import token_activations
-from edgeq.converters.calibration.moments import MOMENT_BYTES
-from edgeq.converters.calibration.samples import PictureSamples
+from edgeq.converters.calibration.compute import BATCH_ROWS, Compute
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
-from edgeq.converters.checkpoint.slabs import SLAB_BYTES
+from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES
 from edgeq.converters.checkpoint.tokenizer import TextAssets
 from edgeq.converters.method import Method
 from edgeq.converters.planning.code_digest import quantizing_code
@@ -45,6 +40,11 @@ from edgeq.format.container import DATA_OFFSET
 from edgeq.format.metadata import Metadata
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.version import __version__
+
+if TYPE_CHECKING:
+    from edgeq.converters.calibration.choose_precision import PrecisionChoice
+    from edgeq.converters.calibration.dataset import Calibration
+    from edgeq.converters.calibration.samples import PictureSamples
 
 DEVICE_BASELINE = 64 << 20
 """Workspaces of a GPU's libraries, and what is lost between the blocks that torch takes of its memory."""
@@ -121,6 +121,9 @@ class ConversionPlan:
         always, writing = BASELINE + self.method.memory_bytes(tokens), 6 * SLAB_BYTES + scales
         if self.calibration is None:
             return always + writing
+        from edgeq.converters.calibration.choose_precision import ROWS, measurement_bytes
+        from edgeq.converters.calibration.samples import PictureSamples
+
         c, length = self.method.config, self.calibration.longest
         layer, batch = self.layer_bytes, self.batch_bytes(BATCH_ROWS)
         # When all layers are written, a few rows are run again for what the head and the whole file lose.
@@ -140,6 +143,9 @@ class ConversionPlan:
         A decoder layer in float32 and its largest matrix once more, what the method declares, and what is computed from a
         batch; or, when head and mode are chosen, slabs of the head, what enters it and its logits.
         """
+        from edgeq.converters.calibration.choose_precision import LOGIT_BYTES, ROWS
+        from edgeq.converters.calibration.moments import MOMENT_BYTES
+
         assert self.calibration is not None
         c, largest = self.method.config, self.largest_bytes
         # A probe has the moments of all parts of a layer at hand.
@@ -164,12 +170,16 @@ class ConversionPlan:
 
     def batch_bytes(self, rows: int) -> int:
         """Scores of attention, where torch keeps them whole, and what a layer computes from so many rows of tokens."""
+        from edgeq.converters.calibration.forward import token_activations
+
         assert self.calibration is not None
         c, length = self.method.config, self.calibration.longest
         return 4 * rows * length * (3 * c.num_attention_heads * length + token_activations(c))
 
     def _picture_bytes(self, samples: PictureSamples) -> int:
         """Memory that a tower takes over calibration pictures."""
+        from edgeq.converters.calibration.forward import token_activations
+
         assert self.tower is not None and isinstance(self.tower.stack, VisionConfig)
         c, patches = self.tower.stack, [math.prod(picture.grid) for picture in samples.pictures]
         widest = max(c.patch_width, c.hidden_size)
@@ -187,6 +197,7 @@ class ConversionPlan:
         provenance: dict[str, object] = {
             "source": self.checkpoint.name,
             "source_digest": self.checkpoint.digest(),
+            **({"origin": dict(origin)} if (origin := self.checkpoint.source.origin) else {}),
             **({"adapter": {"name": a.name, "digest": a.digest}} if (a := self.checkpoint.adapter) else {}),
             "method": self.method.name,
             "options": {key: value for key, value in self.method.options.recorded().items() if key != "method"},
@@ -234,9 +245,11 @@ class ConversionPlan:
 
     def fingerprint(self) -> dict[str, object]:
         """Everything the bytes of the result depend on, flat, so that a difference can be named."""
-        import torch
+        found: dict[str, object] = {"edgeq": __version__, "code": quantizing_code()}
+        if not self.method.keeps_integers:
+            import torch
 
-        found: dict[str, object] = {"edgeq": __version__, "code": quantizing_code(), "torch": torch.__version__}
+            found["torch"] = torch.__version__
         found["source"] = self.checkpoint.name
         found["adapter"] = self.checkpoint.adapter.digest if self.checkpoint.adapter else None
         for path in self.checkpoint.files():

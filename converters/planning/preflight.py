@@ -8,13 +8,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from edgeq.converters.budget.parts import checked
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.compute import chosen as chosen_compute
-from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, Calibration, calibration
-from edgeq.converters.calibration.samples import PictureSamples, read_samples
 from edgeq.converters.checkpoint.download import HubAccess, OnDownload
 from edgeq.converters.checkpoint.sentence_transformers import embedding_settings
 from edgeq.converters.checkpoint.source import CheckpointSource
@@ -30,6 +28,10 @@ from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.network.rope import Rope, frequencies
 from edgeq.system.machine import available_bytes
+
+if TYPE_CHECKING:
+    from edgeq.converters.calibration.dataset import Calibration
+    from edgeq.converters.calibration.samples import PictureSamples
 
 VISION_BITS = 8
 """Bits of weights and activations of a vision tower where no option says otherwise."""
@@ -124,6 +126,9 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | PictureSampl
     options, longest = method.options, method.config.max_position_embeddings
     if not (method.calibrates or method.studies or options.calibration):
         return None
+    from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, calibration
+    from edgeq.converters.calibration.samples import read_samples
+
     if isinstance(options.calibration, Path) and options.calibration.is_dir():
         # The allocation may still be empty here.
         if options.calibration_length or options.budget is not None or options.allocation is not None:
@@ -146,15 +151,17 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | PictureSampl
 def _compute(plan: ConversionPlan) -> Compute:
     """Where the calibration text runs.  InputError: the device that the options name is not here."""
 
-    def needs(rows: int) -> int:
-        # Without text nothing runs.
-        return 0 if plan.calibration is None else plan.device_bytes(rows)
+    if plan.calibration is None:
+        # Nothing runs; a device that is not there is refused all the same.
+        if plan.options.device not in (None, "auto", "cpu"):
+            chosen_compute(plan.options.device, lambda rows: 0)
+        return Compute()
+    from edgeq.converters.calibration.samples import PictureSamples
 
     if isinstance(plan.calibration, PictureSamples):
         asked = plan.options.device not in (None, "auto", "cpu")
         return Compute(note="calibration pictures run on the CPU" if asked else None)
-    found = chosen_compute(plan.options.device or "auto", needs)
-    return Compute() if plan.calibration is None else found
+    return chosen_compute(plan.options.device or "auto", plan.device_bytes)
 
 
 def _tower(options: ConvertOptions, family: Family) -> Method | None:

@@ -13,7 +13,7 @@ from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITION
 from edgeq.converters.method import Method
 from edgeq.converters.planning.items import ArrayItem, BlobItem, Item
 from edgeq.converters.rounding.linears import LinearItem, Recipe
-from edgeq.converters.rounding.quantizer import fitting_group_size
+from edgeq.converters.rounding.presets import fitting_group_size
 from edgeq.format.codec import Codec, Kind
 from edgeq.format.manifest import (
     FLOAT_PARTS,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from edgeq.converters.budget.parts import AllocationPart
-from edgeq.converters.rounding.quantizer import fitting_group_size
+from edgeq.converters.rounding.presets import fitting_group_size
 from edgeq.format.codec import Codec
 
 MIDDLE = 64

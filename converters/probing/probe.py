@@ -25,12 +25,12 @@ from edgeq.converters.budget.budget import MAX_TOKENS
 from edgeq.converters.budget.part_names import HEAD, TABLE
 from edgeq.converters.budget.parts import AllocationPart
 from edgeq.converters.calibration.choose_precision import last_norm, measurement_bytes
-from edgeq.converters.calibration.compute import BASELINE, BATCH_ROWS
+from edgeq.converters.calibration.compute import BATCH_ROWS
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import gptq_rounding
 from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
-from edgeq.converters.checkpoint.slabs import SLAB_BYTES
+from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES
 from edgeq.converters.methods.gptq import moments_bytes
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.divergence import Rounded, unchanged

@@ -1,18 +1,18 @@
 """A linear layer as it will be stored: which parts, in which codecs, of which size; and how they are written.
 
 A `Recipe` follows from the method, its options and the configuration, so that every segment is known before a weight is read.
-What has to be computed from the weights comes as a `Delivery` when the layer is written.
+What has to be computed from the weights comes as a `Delivery` when the layer is written.  torch is imported when something is
+rounded: what is stored as it is needs none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from edgeq.converters.checkpoint.slabs import (
     IntegerReader,
@@ -24,15 +24,20 @@ from edgeq.converters.checkpoint.slabs import (
     stored,
 )
 from edgeq.converters.checkpoint.source import StoredArrays
-from edgeq.converters.rounding.quantizer import MIN_MAX, Preset, Quantized, quantize
+from edgeq.converters.rounding.presets import MIN_MAX, Preset
 from edgeq.format.codec import CHUNK, ROWS, AnyArray, Codec, pack_floats, pack_groups, pack_integers
 from edgeq.format.records import Activation, ArrayRef, LinearSpec, LowRank, SplitRow, Transform, Weight
 from edgeq.format.writer import Writer
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from edgeq.converters.rounding.quantizer import Quantized
+
 Counted = Callable[[Iterator[AnyArray]], Iterator[AnyArray]]
-Rounded = Callable[[Tensor, Quantized, Codec], None]
+Rounded = Callable[["Tensor", "Quantized", Codec], None]
 """Takes rows of a weight, float32 [rows, columns], what they were rounded to, and in which codec."""
-RoundRows = Callable[[Tensor, Codec, str], Quantized]
+RoundRows = Callable[["Tensor", Codec, str], "Quantized"]
 """Rounds rows of a weight, float32 [rows, columns], to a codec; with the name of the tensor, for messages."""
 
 
@@ -182,6 +187,8 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
     recipe = item.recipe
 
     def by_preset(weight: Tensor, codec: Codec, title: str) -> Quantized:
+        from edgeq.converters.rounding.quantizer import quantize
+
         return quantize(weight, codec, title, recipe.preset)
 
     def rows(codec: Codec, block: slice) -> Iterator[NDArray[np.float32]]:
@@ -228,6 +235,8 @@ def write_linear(writer: Writer, item: LinearItem, delivery: Delivery, counted: 
         for factor in delivery.low_rank:
             _write_weight(writer, FACTOR, iter([factor.numpy()]), by_preset, item.title, counted=counted)
     if recipe.master:
+        from edgeq.converters.rounding.quantizer import quantize
+
         # A master serves other input scales: its own rounding is the plain one.
         _write_weight(writer, recipe.master, rows(recipe.master, slice(0, item.columns)), quantize, item.title, counted=counted)
 
@@ -245,6 +254,8 @@ def _write_weight(
     """Rows, slab by slab, rounded or packed as floats."""
 
     def integers() -> Iterator[StoredArrays]:
+        import torch
+
         for slab in matrix:
             weight = torch.from_numpy(np.ascontiguousarray(slab))
             found = round_rows(weight, codec, title)

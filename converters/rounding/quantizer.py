@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from edgeq.converters.checkpoint.source import StoredArrays
+from edgeq.converters.rounding.presets import MIN_MAX, Preset
 from edgeq.errors import CheckpointError
-from edgeq.format.codec import GROUP_SIZES, Codec
+from edgeq.format.codec import Codec
 from edgeq.format.quantization import MIN_RANGE
 
 SLAB_ROWS = 1024
@@ -40,35 +41,6 @@ SEARCH_STEPS = 80
 SEARCH_POWER = 2.4
 SEARCH_ELEMENTS = 1 << 22
 """Weights that are searched at a time: the search holds several arrays of this size."""
-
-
-@dataclass(frozen=True)
-class Preset:
-    """How a range becomes a grid.
-
-    zero_inside   an asymmetric range is extended to contain 0
-    full_range    a symmetric scale is 2 max|w| / (2^b - 1) instead of max|w| / (2^(b-1) - 1)
-    search        the range is the part of the whole with the least sum |error|^2.4
-    weighed       where columns have costs (columns.py) the range is the part of the whole with the least sum cost * error^2
-    """
-
-    zero_inside: bool = False
-    full_range: bool = False
-    search: bool = False
-    weighed: bool = False
-
-    def title(self, codec: Codec) -> str:
-        """The name of the rounding, as in this module's list; of a search over a codec with zero points, `min-max-search`."""
-        if codec.symmetric:
-            name = "absmax-full" if self.full_range else "absmax"
-        else:
-            name = "min-max-zero" if self.zero_inside else "min-max"
-        return f"{name}-search" if self.search else f"{name}-weighed" if self.weighed else name
-
-
-MIN_MAX = Preset()
-MIN_MAX_ZERO_WEIGHED = Preset(zero_inside=True, full_range=True, weighed=True)
-ABSMAX_SEARCH = Preset(search=True)
 
 
 @dataclass(frozen=True)
@@ -153,11 +125,6 @@ def restored(quantized: Quantized, codec: Codec) -> Tensor:
     ends = [0, *accumulate(part.shape[1] for part in parts)]
     grids = [Grid(scale[:, a:b], zero[:, a:b], codec.bits) for a, b in pairwise(ends)]
     return _joined([found.weights(part) for found, part in zip(grids, parts, strict=True)])
-
-
-def fitting_group_size(columns: int, most: int = GROUP_SIZES[-1]) -> int:
-    """The largest group size up to `most` that divides `columns`; `most` if none does: the last group is then shorter."""
-    return next((size for size in reversed(GROUP_SIZES) if size <= most and columns % size == 0), most)
 
 
 def uniform_spans(codec: Codec, columns: int) -> list[slice]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from edgeq.converters.planning.items import Item
 from edgeq.converters.rounding.linears import LinearItem
-from edgeq.converters.rounding.quantizer import Quantized, restored
 from edgeq.format.codec import Codec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from edgeq.converters.rounding.quantizer import Quantized
 
 EVERY = 16
 """One output channel of so many is compared: a percent of the time that rounding takes."""
@@ -49,6 +52,8 @@ class WeightError:
 
     def add(self, weight: Tensor, quantized: Quantized, codec: Codec) -> None:
         """Weight float32 [rows, columns] and its integers: every 16th row counts."""
+        from edgeq.converters.rounding.quantizer import Quantized, restored
+
         rows, zero = slice(None, None, EVERY), quantized.zero
         sampled = Quantized(quantized.q[rows], quantized.scale[rows], None if zero is None else zero[rows])
         self._weights += float(weight[rows].square().sum())

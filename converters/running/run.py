@@ -1,40 +1,23 @@
-"""One run of a plan: the steps that are missing are quantized and written, then the whole file is measured and verified."""
+"""One run of a plan: the steps that are missing are quantized and written, then the whole file is verified.
+
+What reads calibration text on the way is in calibrated.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import cast
+from collections.abc import Callable
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
-
-from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, choose_for_embedding, last_norm
-from edgeq.converters.calibration.dataset import Calibration
-from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
-from edgeq.converters.calibration.head import gptq_rounding
-from edgeq.converters.calibration.sample_forward import SampleForward
-from edgeq.converters.calibration.samples import PictureSamples
-from edgeq.converters.calibration.tower_forward import TowerForward
 from edgeq.converters.checkpoint.slabs import RowReader, Tensors
-from edgeq.converters.method import Block, Method, Study, features_of
+from edgeq.converters.method import Study
 from edgeq.converters.planning.items import Deliver, write
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.planning.steps import WriteStep
-from edgeq.converters.probing.divergence import Rounded
-from edgeq.converters.probing.outcome import divergence_of_file
-from edgeq.converters.probing.probe import probe_rows
 from edgeq.converters.rounding.linears import Delivery, LinearItem, RoundRows
-from edgeq.converters.rounding.quantizer import quantize
 from edgeq.converters.running.journal import Journal
-from edgeq.converters.running.layer_report import ROWS, LayerReport, WeightError, bits_per_weight, output_error
-from edgeq.converters.running.readback import stored_rows, stored_tensors
-from edgeq.converters.running.stages import DIVERGENCE, MEASURE, PREPARED, STUDY, VERIFY, OnProgress, Stages
+from edgeq.converters.running.layer_report import LayerReport, WeightError, bits_per_weight
+from edgeq.converters.running.stages import VERIFY, OnProgress, Stages
 from edgeq.format.container import ModelFile
 from edgeq.format.writer import Writer
-from edgeq.network.config import VisionConfig
 
 Warn = Callable[[str], None]
 """Called with a line that the user should read; the conversion goes on."""
@@ -67,203 +50,45 @@ class ConversionRun:
 
     def finish(self) -> ModelFile:
         """Writes what is missing; returns the finished file, verified."""
-        steps, last = self.plan.steps, len(self.plan.steps) - 1
-        tensors = self.method.tensors(self.plan.checkpoint, self._study())
+        last = len(self.plan.steps) - 1
+        tensors = self.method.tensors(self.plan.checkpoint, self.study())
         if self.plan.tower:
             tensors = self.plan.tower.tensors(tensors, {})
-        round_rows: RoundRows | None = None
-        if self.method.calibrates:
-            blocks = self._calibrated(tensors)
-            if self.method.rounds_head and self.method.config.pooling is None:
-                round_rows = gptq_rounding(blocks.states, last_norm(self.method.stored_config, tensors), self.plan.compute)
-        else:
-            for index in range(self.skip, last):
-                self._write(index, steps[index], tensors.rows, self._deliver(steps[index], tensors.rows, {}))
-                if index == self.stages.trial_after:
-                    self._try_pass(steps[index].layer or 0, tensors)
-        if self.plan.calibration is not None:
-            # A tied head is the embedding too.  What its rounding costs there is not measured, and GPTQ, which goes by the
-            # head's inputs alone, loses more there: its bits are chosen as for rounding to nearest.
-            tied = self.method.stored_config.tie_word_embeddings
-            self.plan = self.plan.with_choice(self._measure(tensors, quantize if tied else round_rows or quantize))
+        round_rows = self.write_layers(tensors)
         if self.skip <= last:
             # A method's parts are those of decoder layers: the head has a weight alone.
             step, rounded = self.plan.steps[last], Delivery(tensors.rows, round_rows=round_rows)
-            deliver = self._deliver(step, tensors.rows, {}) if self.method.keeps_integers else lambda item: rounded
-            self._write(last, step, tensors.rows, deliver)
-        if self.plan.options.allocation is not None and self.plan.calibration is not None:
-            self.plan = replace(self.plan, divergence=self._divergence())
+            deliver = self.deliver(step, tensors.rows, {}) if self.method.keeps_integers else lambda item: rounded
+            self.write(last, step, tensors.rows, deliver)
+        self.measure_file()
         file = self.writer.finish(self.plan.metadata(self.journal.found))
         for done, size in file.verify():
             self.stages.at(VERIFY, done / size)
         self.journal.remove()
         return file
 
-    def _study(self) -> Study:
-        """The method's statistics of the whole model: from the journal, or made now and kept there."""
-        if not self.method.studies:
-            return {}
-        found = self.kept
-        if found is None:
-            layers = self.method.config.num_hidden_layers
-            with torch.no_grad():
-                found = self.method.study(
-                    self._forward(self.plan.checkpoint),
-                    lambda i: self.stages.at(STUDY, i / layers, f"statistics of layer {i + 1} of {layers}"),
-                )
-            self.journal.keep(found, self.writer.sync())
-        return found
+    def study(self) -> Study:
+        """The method's statistics of the whole model."""
+        return {}
 
-    def _forward(
-        self,
-        tensors: Tensors,
-        calibration: Calibration | PictureSamples | None = None,
-        features: Sequence[Tensor] | None = None,
-    ) -> TokenForward:
-        """What enters the first layer of the decoder.
+    def write_layers(self, tensors: Tensors) -> RoundRows | None:
+        """Write all steps but the last that are missing; returns how the head is rounded, None: to nearest."""
+        steps = self.plan.steps
+        for index in range(self.skip, len(steps) - 1):
+            self.write(index, steps[index], tensors.rows, self.deliver(steps[index], tensors.rows, {}))
+            self.layer_written(index, tensors)
+        return None
 
-        calibration   None: the plan's
-        features      of its pictures; None: those of the tower as stored
-        """
-        calibration = calibration or self.plan.calibration
-        assert calibration is not None
-        if isinstance(calibration, Calibration):
-            plan, method = self.plan, self.method
-            return BlockForward(plan.checkpoint, method.family, method.config, calibration.rows, tensors, plan.compute)
-        tower = self.plan.tower
-        assert tower is not None
-        if features is None:
-            features = features_of(tower, calibration.pictures, self.plan.checkpoint, self._stored())
-        return SampleForward(self.method.family, self.method.config, calibration.samples, features, tensors)
+    def layer_written(self, index: int, tensors: Tensors) -> None:
+        """Called when step `index` is safe, where no text runs through the layers while they are written."""
 
-    def _calibrated(self, tensors: Tensors) -> TokenForward:
-        """All steps but the last.  Blocks written by an earlier run are only run: their outputs are the inputs of the next.
+    def measure_file(self) -> None:
+        """Called when everything is written: what is measured of it goes into the plan."""
 
-        Returns the run through the decoder, whose states are now the outputs of the last layer.
-        """
-        tower: TowerForward | None = None
-        decoder: TokenForward | None = None
-        exact: BlockForward | None = None
-        for index, step in enumerate(self.plan.steps[:-1]):
-            method, finished, forward = step.method, index < self.skip, cast(Forward | None, None)
-            if step.block is not None and method.calibrates:
-                if step.layer is None:
-                    forward = tower = tower or self._tower_forward(method, tensors)
-                else:
-                    forward = decoder = decoder or self._forward(tensors, features=tower.states if tower else None)
-            if step.block is None or forward is None:
-                if not finished:
-                    self._write(index, step, tensors.rows, self._deliver(step, tensors.rows, {}))
-                continue
-            if exact is None and step.layer is not None and method.options.tune:
-                exact = self._exact()
-            self.stages.at(index, label=f"reading {step.label} again" if finished else None)
-            block = forward.load(step.block, self._stored() if finished and method.propagates else None)
-            method.install(step.block, block)
-            if finished:
-                forward.advance(step.block, block)
-                forward.unload(block)
-                if exact is not None:
-                    unquantized = exact.load(step.block)
-                    exact.advance(step.block, unquantized)
-                    exact.unload(unquantized)
-            else:
-                self._prepared(index, step.block, block, forward, tensors, exact)
-        assert decoder is not None
-        return decoder
-
-    def _exact(self) -> BlockForward:
-        """The unquantized decoder, which tuned layers are held to."""
-        found = self._forward(self.plan.checkpoint)
-        assert isinstance(found, BlockForward)
-        return found
-
-    def _tower_forward(self, method: Method, tensors: Tensors) -> TowerForward:
-        assert isinstance(self.plan.calibration, PictureSamples) and isinstance(method.stack, VisionConfig)
-        return TowerForward(method.family, method.stack, self.plan.calibration.pictures, tensors)
-
-    def _prepared(
-        self, index: int, number: int, block: nn.Module, forward: Forward, tensors: Tensors, exact: BlockForward | None
-    ) -> None:
-        """Prepare, write and report block `number` of its stack, step `index` of the plan."""
-        step = self.plan.steps[index]
-        linears = tuple(item for item in step.items if isinstance(item, LinearItem))
-        prefix = forward.prefix(number)
-        read = _block_reader(prefix, block, tensors.rows)
-        # A copy: the states are advanced in place.  Blocks of a tower are not reported.
-        few = None if step.layer is None else forward.few(ROWS)
-        before = few.outputs(number, block) if few else []
-
-        def on_part(done: int, parts: int) -> None:
-            self.stages.at(index, PREPARED * done / parts)
-
-        with torch.no_grad():
-            deliveries = step.method.prepare(Block(number, block, linears, read, forward, self.warn, prefix, on_part, exact))
-        self._write(index, step, read, self._deliver(step, read, deliveries), PREPARED)
-        forward.unload(block)
-        if few is None:
-            return
-        with self.stages.passing():
-            stored = forward.load(number, self._stored())
-            step.method.install(number, stored)
-            after = few.outputs(number, stored)
-        self._report(index, output=output_error(*(_flat(states) for states in (few.states, before, after))))
-        forward.unload(stored)
-
-    def _deliver(self, step: WriteStep, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
+    def deliver(self, step: WriteStep, read: RowReader, deliveries: dict[str, Delivery]) -> Deliver:
         return lambda item: deliveries.get(item.name) or step.method.deliver(item, read)
 
-    def _stored(self) -> WholeReader:
-        """Tensors of the layers already written."""
-        items = [item for step in self.plan.steps for item in step.items]
-        return stored_tensors(self.writer.partial, self.writer.segments, items)
-
-    def _measure(self, tensors: Tensors, round_rows: RoundRows) -> PrecisionChoice:
-        """The bits of the head and the mode, chosen on the layers already written."""
-        assert self.plan.calibration is not None
-        few = self.plan.calibration.few(ROWS)
-        self.stages.at(MEASURE)
-        if self.method.config.pooling is not None:
-            return choose_for_embedding(
-                self.method,
-                tensors,
-                lambda: self._forward(tensors, few),
-                self._stored(),
-                self.plan.codecs(),
-                lambda share: self.stages.at(MEASURE, share),
-            )
-        return choose(
-            self.method,
-            tensors,
-            lambda: self._forward(tensors, few),
-            self._stored(),
-            self.plan.heads(),
-            self.plan.codecs(),
-            on_share=lambda share: self.stages.at(MEASURE, share),
-            round_rows=round_rows,
-            compute=self.plan.compute,
-        )
-
-    def _divergence(self) -> float:
-        """What all that is written lost, on a few rows of the calibration text."""
-        assert self.plan.calibration is not None
-        tied = self.method.stored_config.tie_word_embeddings
-        return divergence_of_file(
-            self.plan,
-            probe_rows(self.plan),
-            self._stored(),
-            self._stored_rows("head"),
-            self._stored_rows("head" if tied else "embedding"),
-            lambda share: self.stages.at(DIVERGENCE, share),
-        )
-
-    def _stored_rows(self, name: str) -> Rounded:
-        """Rows of head or embedding as written."""
-        items = [item for step in self.plan.steps for item in step.items]
-        read = stored_rows(self.writer.partial, self.writer.segments, items, name)
-        return lambda rows, first: torch.from_numpy(read(name, first, first + len(rows)))
-
-    def _write(self, index: int, step: WriteStep, read: RowReader, deliver: Deliver, begun: float = 0.0) -> None:
+    def write(self, index: int, step: WriteStep, read: RowReader, deliver: Deliver, begun: float = 0.0) -> None:
         """Write the items of step `index`, of whose work the share `begun` is done."""
         done, size, error = 0, sum(sum(item.nbytes) for item in step.items), WeightError()
 
@@ -284,37 +109,12 @@ class ConversionRun:
             write(self.writer, item, read, delivered, written, error.add)
         self.journal.record(self.writer.sync())
         if step.layer is not None and not begun:
-            self._report(index, weights=error.relative)
+            self.report(index, weights=error.relative)
 
-    def _try_pass(self, number: int, tensors: Tensors) -> None:
-        """Run the first layer as the measurement at the end will run all, so that the time left is known from here on."""
-        assert self.plan.calibration is not None
-        forward = self._forward(tensors, self.plan.calibration.few(ROWS))
-        with self.stages.passing():
-            layer = forward.load(number, self._stored())
-            self.method.install(number, layer)
-            forward.outputs(number, layer)
-        forward.unload(layer)
-
-    def _report(self, index: int, output: float | None = None, weights: float | None = None) -> None:
+    def report(self, index: int, output: float | None = None, weights: float | None = None) -> None:
         """Report the decoder layer of step `index`, which is finished."""
         step = self.plan.steps[index]
         assert step.layer is not None
         self.stages.ended(index)
         layers = self.method.config.num_hidden_layers
         self.on_layer(LayerReport(step.layer, layers, bits_per_weight(step.items), output, weights))
-
-
-def _flat(states: Sequence[Tensor]) -> Tensor:
-    return torch.cat([state.flatten() for state in states])
-
-
-def _block_reader(prefix: str, block: nn.Module, others: RowReader) -> RowReader:
-    """Rows of the tensors of a block as it has them when asked; what is not in it comes from `others`."""
-
-    def read(name: str, start: int, stop: int) -> NDArray[np.float32]:
-        found = block.state_dict().get(name.removeprefix(prefix))
-        rows: NDArray[np.float32] = others(name, start, stop) if found is None else found[start:stop].cpu().numpy()
-        return rows
-
-    return read

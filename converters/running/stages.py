@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
-from edgeq.converters.calibration.choose_precision import ROWS
 from edgeq.converters.planning.items import ArrayItem, Item
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.planning.steps import WriteStep
-from edgeq.converters.probing.probe import probe_rows
 from edgeq.converters.rounding.linears import LinearItem
 
 OnProgress = Callable[[float, float, str], None]
@@ -73,6 +71,8 @@ class Stages:
         self._passes = self._head_passes = 0.0
         self._two_runs = not method.mode
         if plan.calibration is not None:
+            from edgeq.converters.calibration.choose_precision import ROWS
+
             # In passes through one decoder layer.
             self._passes = len(layers) * (1 if method.mode else 1 + ROUNDED_PASS)
             self._head_passes = _weights(steps[-1]) * (1 + 2 * len(plan.heads())) * len(layers) / decoder
@@ -83,6 +83,8 @@ class Stages:
                 work[TRIAL] = pass_work
         work[len(steps) - 1] = 0 if skip == len(steps) else sum(map(_work, steps[-1].items))
         if plan.calibration is not None and plan.options.allocation is not None:
+            from edgeq.converters.probing.probe import probe_rows
+
             work[DIVERGENCE] = 2 * probe_rows(plan).numel() * decoder / MULTIPLICATIONS
         work[VERIFY] = HASHING * plan.output_bytes
         self._work, self._pass_seconds = work, list[float]()

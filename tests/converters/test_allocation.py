@@ -32,7 +32,8 @@ from edgeq.converters.probing.probe import Probe, probe_rows
 from edgeq.converters.probing.record import Record
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe
-from edgeq.converters.rounding.quantizer import MIN_MAX_ZERO_WEIGHED, Preset, fake
+from edgeq.converters.rounding.presets import MIN_MAX_ZERO_WEIGHED, Preset
+from edgeq.converters.rounding.quantizer import fake
 from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import InputError
 from edgeq.format.codec import Codec, dequantize

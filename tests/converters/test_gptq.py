@@ -17,7 +17,8 @@ from edgeq.converters.rounding import column_kernel
 from edgeq.converters.rounding import columns as columns_of_a_matrix
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import LinearItem, Recipe
-from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, MIN_MAX_ZERO_WEIGHED, Preset, Quantized, fake, quantize
+from edgeq.converters.rounding.presets import ABSMAX_SEARCH, MIN_MAX_ZERO_WEIGHED, Preset
+from edgeq.converters.rounding.quantizer import Quantized, fake, quantize
 from edgeq.format.codec import Codec
 
 ROWS, COLUMNS = 48, 160

@@ -22,7 +22,8 @@ from edgeq.converters.methods.smoothquant import smooth, smoothing
 from edgeq.converters.methods.ttq import factors, shared_rank
 from edgeq.converters.planning.method_options import CALIBRATED, DEFAULTS
 from edgeq.converters.rounding.linears import LinearItem, Recipe
-from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, MIN_MAX, MIN_MAX_ZERO_WEIGHED, Preset, fake, quantize
+from edgeq.converters.rounding.presets import ABSMAX_SEARCH, MIN_MAX, MIN_MAX_ZERO_WEIGHED, Preset
+from edgeq.converters.rounding.quantizer import fake, quantize
 from edgeq.errors import InputError
 from edgeq.format.codec import Codec, dequantize
 from edgeq.format.container import ModelFile

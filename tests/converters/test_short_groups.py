@@ -19,16 +19,8 @@ from edgeq.converters.methods.awq import clip_limits
 from edgeq.converters.rounding import linears
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe
-from edgeq.converters.rounding.quantizer import (
-    ABSMAX_SEARCH,
-    MIN_MAX,
-    MIN_MAX_ZERO_WEIGHED,
-    Preset,
-    Quantized,
-    fake,
-    fitting_group_size,
-    quantize,
-)
+from edgeq.converters.rounding.presets import ABSMAX_SEARCH, MIN_MAX, MIN_MAX_ZERO_WEIGHED, Preset, fitting_group_size
+from edgeq.converters.rounding.quantizer import Quantized, fake, quantize
 from edgeq.format.codec import Codec, unpack_groups, unpack_integers
 from edgeq.format.container import ModelFile
 from edgeq.runtime import Model

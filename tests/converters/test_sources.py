@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ class MemorySource:
     texts: Path
     arrays: Mapping[str, StoredTensor]
     place: str = "memory"
+    texts_complete: bool = False
+    origin: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:

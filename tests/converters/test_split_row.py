@@ -11,7 +11,8 @@ import torch
 
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.rotation.hadamard import hadamard
-from edgeq.converters.rounding.quantizer import ABSMAX_SEARCH, fake
+from edgeq.converters.rounding.presets import ABSMAX_SEARCH
+from edgeq.converters.rounding.quantizer import fake
 from edgeq.format.codec import Codec, dequantize
 from edgeq.format.container import ModelFile
 from edgeq.runtime import Model

@@ -163,9 +163,6 @@ def prospect(plan: ConversionPlan, profile: DeviceSpec | None) -> dict[str, Any]
     device   None, or how the file fits: `needs` with the cache of `context` positions, and the bound of its speed; None where
              this version does not run
     """
-    # Imports torch.
-    from edgeq.converters.planning.tuning_time import tuning_seconds
-
     metadata = plan.metadata()
     sizes = metadata.bytes_per_token()
     context = min(DEFAULT_CONTEXT, metadata.config.max_position_embeddings)
@@ -177,8 +174,8 @@ def prospect(plan: ConversionPlan, profile: DeviceSpec | None) -> dict[str, Any]
         "bits_per_weight": overall_bits(metadata),
         "bytes_per_token": sizes,
         "memory_bytes": plan.memory_bytes,
-        "tuning_seconds": tuning_seconds(plan) if plan.method.options.tune else None,
-        "computes_on": plan.compute.device.type,
+        "tuning_seconds": _tuning_seconds(plan),
+        "computes_on": plan.compute.kind,
         "notes": plan.notes(),
         "device_memory_bytes": plan.device_bytes(plan.compute.rows) if plan.compute.apart else 0,
         "device": profile
@@ -192,6 +189,15 @@ def prospect(plan: ConversionPlan, profile: DeviceSpec | None) -> dict[str, Any]
             "tokens_per_second": profile.ceiling(sizes["weights"] + sizes["head"]) if profile.supported else None,
         },
     }
+
+
+def _tuning_seconds(plan: ConversionPlan) -> float | None:
+    if not plan.method.options.tune:
+        return None
+    # Imports torch.
+    from edgeq.converters.planning.tuning_time import tuning_seconds
+
+    return tuning_seconds(plan)
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
