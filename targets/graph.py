@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Mode
+from edgeq.format.records import ArrayRef, KvCodec, LinearSpec
 from edgeq.targets.column_ranges import without
 from edgeq.targets.rows import PAGE
+from edgeq.targets.states import StateSpec
 
 
 @dataclass(frozen=True)
@@ -343,13 +344,15 @@ class CacheSpec:
 class Graph:
     """A network: buffer widths, operations in order, and the buffer that holds the result after the last: a decoder's logits.
 
-    cache   its layers, which CacheWrite and Attention name by their index
+    cache    its layers, which CacheWrite and Attention name by their index
+    states   of its layers, which their operations name by their index, before any Select
     """
 
     buffers: dict[str, int]
     operations: tuple[Operation, ...]
     result: str
     cache: tuple[CacheSpec, ...]
+    states: tuple[StateSpec, ...] = ()
 
     @cached_property
     def together(self) -> int:
@@ -389,11 +392,3 @@ class Graph:
     def window(self) -> int:
         """Positions that rows see in layers with a window, their own included, at most; 0: no layer has one."""
         return max((layer.window or 0 for layer in self.cache), default=0)
-
-
-def mode_of(operation: Operation, mode: Mode) -> Mode:
-    """The mode in which an operation runs in a run of `mode`.
-
-    After the last layer, right before the softmax, 4 bits would cost more than in all layers together.
-    """
-    return "a8" if mode == "a4" and operation.layer < 0 else mode

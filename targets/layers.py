@@ -1,11 +1,11 @@
-"""The linear layers that a graph reads, and the codecs of their weights."""
+"""The linear layers that a graph reads, the codecs of their weights, and the mode in which an operation runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from edgeq.format.codec import Codec
-from edgeq.format.records import LinearSpec
+from edgeq.format.records import LinearSpec, Mode
 from edgeq.targets.graph import Experts, Graph, Linear, Operation
 
 
@@ -24,3 +24,11 @@ def linears(operation: Operation) -> Iterator[LinearSpec]:
         for projection, down in zip(operation.projections, operation.downs, strict=True):
             yield from projection
             yield down
+
+
+def mode_of(operation: Operation, mode: Mode) -> Mode:
+    """The mode in which an operation runs in a run of `mode`.
+
+    After the last layer, right before the softmax, 4 bits would cost more than in all layers together.
+    """
+    return "a8" if mode == "a4" and operation.layer < 0 else mode

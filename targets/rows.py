@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.targets.states import SessionState
+
 PAGE = 64
 """Cache positions in a page."""
 
@@ -32,20 +34,26 @@ class Page:
 
     full       the layers without a window
     windowed   those with one; None: dropped, as no row that can come sees these positions there
+    snapshot   of the session's states (states.py) after the last position; None: none is kept here
     """
 
-    __slots__ = ("full", "windowed")
+    __slots__ = ("full", "snapshot", "windowed")
 
-    def __init__(self, full: PagePart, windowed: PagePart | None) -> None:
-        self.full, self.windowed = full, windowed
+    def __init__(self, full: PagePart, windowed: PagePart | None, snapshot: PagePart | None = None) -> None:
+        self.full, self.windowed, self.snapshot = full, windowed, snapshot
 
     @property
     def parts(self) -> tuple[PagePart, ...]:
+        """Those with keys and values."""
         return (self.full,) if self.windowed is None else (self.full, self.windowed)
 
     def without_windows(self) -> Page:
         """The page without its part of layers with a window; the other part is shared."""
-        return Page(self.full, None)
+        return Page(self.full, None, self.snapshot)
+
+    def with_snapshot(self, snapshot: PagePart | None) -> Page:
+        """The page with another snapshot, or none; the other parts are shared."""
+        return Page(self.full, self.windowed, snapshot)
 
 
 def parts_of(data: NDArray[np.uint8], sizes: tuple[int, int]) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
@@ -68,6 +76,7 @@ class Rows:
     slots       int32 [R]            where the row's keys and values go in its session's cache
     sessions    int32 [R]            index into `pages`
     pages       per session          its cache pages, enough for the largest slot that is written or seen
+    states      per session          its state, where the graph has some: the rows of a session are the next ones of it
     wanted      int32 [L * together] the rows of the result, in its order; Select says how many make one row of it
     vectors     float32 [V, width]   what rows bring instead of a token, or beside it
     vector_of   int32 [R]            row of `vectors`; -1: none.  None: no row brings one
@@ -88,6 +97,7 @@ class Rows:
     modality: NDArray[np.uint8] | None = None
     spans: NDArray[np.int32] | None = None
     counted: NDArray[np.bool_] | None = None
+    states: Sequence[SessionState] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -110,6 +120,7 @@ class Rows:
             modality=self.modality[order],
             spans=None if self.spans is None else self.spans[:, :, order],
             counted=None if self.counted is None else self.counted[order],
+            states=self.states,
         )
 
     def selected(self, together: int = 1) -> Rows:
@@ -127,3 +138,39 @@ class Rows:
             modality=None if self.modality is None else self.modality[first],
             spans=None if self.spans is None else self.spans[:, :, first],
         )
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """The rows of a run in the order in which states take them.
+
+    order    int32 [R]             rows by session and slot
+    begins   int32 [sessions + 1]  where in `order` those of each session begin
+    """
+
+    order: NDArray[np.int32]
+    begins: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: Rows) -> StateRows:
+        """ValueError: rows without states, or a session's are not the next ones of its state."""
+        if len(rows.states) != len(rows.pages):
+            raise ValueError(f"{len(rows.states)} states for {len(rows.pages)} sessions")
+        order = np.lexsort((rows.slots, rows.sessions))
+        counts = np.bincount(rows.sessions, minlength=len(rows.states))
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        slots = np.array([state.slot for state in rows.states])
+        # A row that is skipped, or comes twice, would go unnoticed.
+        if (rows.slots[order] - np.arange(len(rows)) != np.repeat(slots - begins[:-1], counts)).any():
+            raise ValueError(f"rows that are not the next ones of states at slots {slots.tolist()}")
+        return cls(order.astype(np.int32), begins.astype(np.int32))
+
+    def begin(self, states: Sequence[SessionState]) -> None:
+        """The rows are about to be written: they cannot be told from rows that were, should the run not end."""
+        for state, count in zip(states, np.diff(self.begins).tolist(), strict=True):
+            state.written = max(state.written, state.slot + count)
+
+    def end(self, states: Sequence[SessionState]) -> None:
+        """The rows are in the states."""
+        for state, count in zip(states, np.diff(self.begins).tolist(), strict=True):
+            state.slot += count

@@ -14,7 +14,8 @@ from edgeq.format.records import KvCodec, Mode
 from edgeq.targets.graph import Graph
 from edgeq.targets.hardware import Gpu, Hardware
 from edgeq.targets.requantization import InputSums, Weights
-from edgeq.targets.rows import Page, Rows
+from edgeq.targets.rows import Page, PagePart, Rows
+from edgeq.targets.states import SessionState
 from edgeq.targets.times import RecordedRun
 
 
@@ -81,6 +82,8 @@ class Program(Protocol):
     tile           rows that the kernels multiply together: prefill chunks of a multiple of it waste nothing
     most_largest   numbers of a row of the result that FindsLargest finds, at most; 0: it is no FindsLargest, or finds none
     window         as Graph.window
+    snapshot_pages  pages between the snapshots that a session keeps of its states, as `states.snapshot_pages`; 0: the graph has
+                   no states, else it is a HoldsStates
 
     Any method raises DeviceError once the device has failed: the program is unusable from then on.  To drop it and its pages
     raises nothing.
@@ -91,6 +94,7 @@ class Program(Protocol):
     tile: int
     most_largest: int
     window: int
+    snapshot_pages: int
 
     @property
     def description(self) -> str:
@@ -137,6 +141,10 @@ class Program(Protocol):
     def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
         """The rows of the graph's result, float32 [wanted, width], valid until the next run.
 
+        Where a session's rows come to the end of a page that has a snapshot, its states are copied there.
+
+        ValueError: rows that are not the next ones of their session's states.
+
         mode     None: the mode of the options; another one runs over the same weights and cache, as a cheap draft of an exact
                  run, and is compiled when it first runs
 
@@ -150,6 +158,48 @@ class Program(Protocol):
 
     def recorded(self) -> list[RecordedRun]:
         """The runs that were recorded since the last call, in order, without those that were interrupted."""
+        ...
+
+
+@runtime_checkable
+class HoldsStates(Program, Protocol):
+    """A Program of a graph with states (states.py)."""
+
+    def new_state(self) -> SessionState:
+        """The states of a session without rows.  ResourceError: there is no memory for them."""
+        ...
+
+    def fork_state(self, state: SessionState) -> SessionState:
+        """States of their own with the same contents."""
+        ...
+
+    def new_snapshot(self) -> PagePart:
+        """Room for a snapshot, as `Page.snapshot`."""
+        ...
+
+    def start_from(self, snapshot: PagePart, slot: int) -> SessionState:
+        """The states as they were when they had taken `slot` rows, a whole number of pages: then the snapshot was taken."""
+        ...
+
+    def save_state(self, state: SessionState) -> bytes:
+        """Its contents for `load_state` of the same target and model: always as many bytes."""
+        ...
+
+    def load_state(self, data: NDArray[np.uint8], slot: int, written: int) -> SessionState:
+        """States with contents that `save_state` gave.  ValueError: another number of bytes."""
+        ...
+
+    def save_snapshot(self, snapshot: PagePart) -> bytes:
+        """Its contents for `load_snapshot` of the same target and model: always as many bytes."""
+        ...
+
+    def load_snapshot(self, data: NDArray[np.uint8]) -> PagePart:
+        """A snapshot with contents that `save_snapshot` gave.  ValueError: another number of bytes."""
+        ...
+
+    @property
+    def saved_bytes(self) -> tuple[int, int]:
+        """How many bytes `save_state` and `save_snapshot` give."""
         ...
 
 

@@ -1,13 +1,15 @@
-"""The key/value cache of one session: pages of 64 positions, which a fork shares until one of the two writes to them."""
+"""What a session keeps of its tokens: keys and values in pages of 64 positions, which a fork shares until one of the two writes
+to them, and the states of layers that have one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 from edgeq.targets.rows import PAGE, Page
-from edgeq.targets.target import Program
+from edgeq.targets.states import LOG, SessionState
+from edgeq.targets.target import HoldsStates, Program
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,9 +41,15 @@ def windowed_pages(window: int, rows: int) -> int:
     return seen + -(-rows // PAGE) + seen
 
 
-def complete(pages: Sequence[Page], length: int, window: int) -> int:
-    """The most positions, up to `length`, before which nothing is dropped that the next row sees."""
-    while window and length > 0:
+def complete(pages: Sequence[Page], length: int, window: int, snapshots: bool = False) -> int:
+    """The most positions, up to `length`, before which nothing is dropped that the next row sees.
+
+    snapshots   they end with a page that has a snapshot, from which states can begin
+    """
+    while (window or snapshots) and length > 0:
+        if snapshots and (length % PAGE or pages[length // PAGE - 1].snapshot is None):
+            length = (length - 1) // PAGE * PAGE
+            continue
         first = -(-length // PAGE)
         while first and pages[first - 1].windowed is not None:
             first -= 1
@@ -56,12 +64,19 @@ class KVCache:
     those are dropped where rows that can come do not see them.
 
     A page that another cache may hold too is copied before the first write to it.
+
+    Where layers have a state, there is one for all tokens, which can go back a few rows by itself, and snapshots of it where
+    pages end, from which it begins again: after every `snapshot_pages`-th page, after the last one, and before the mark.
+
+    state   of the tokens that have run; None: it begins with the snapshot of the last page when it is needed
     """
 
-    def __init__(self, window: int) -> None:
-        """window   as Graph.window"""
+    def __init__(self, window: int, snapshot_pages: int = 0) -> None:
+        """window   as Graph.window;  snapshot_pages: as of Program"""
         self.pages: list[Page] = []
-        self._window = window
+        self.state: SessionState | None = None
+        self._running: SessionState | None = None
+        self._window, self._snapshot_pages = window, snapshot_pages
         self._shared: set[int] = set()  # indices of pages that another cache may hold
         self._mark, self._dropped = 0, 0  # before page `_dropped` all are dropped but those that rows at the mark see
 
@@ -69,7 +84,8 @@ class KVCache:
         """Hold `pages`, which others may hold too, in place of as many at the beginning; what was dropped stays dropped."""
         for index, (own, page) in enumerate(zip(self.pages, pages, strict=False)):
             if own.full is not page.full:
-                self.pages[index] = Page(page.full, own.windowed and (page.windowed or own.windowed))
+                windowed, snapshot = own.windowed and (page.windowed or own.windowed), own.snapshot and page.snapshot
+                self.pages[index] = Page(page.full, windowed, snapshot or own.snapshot)
         self.pages += pages[len(self.pages) :]
         self._shared.update(range(len(pages)))
 
@@ -87,6 +103,48 @@ class KVCache:
             for index in self._shared.intersection(range(start // PAGE, -(-end // PAGE))):
                 self.pages[index] = program.copy_page(self.pages[index])
                 self._shared.discard(index)
+        if self._snapshot_pages:
+            self._place_snapshots(cast(HoldsStates, program), start, end)
+
+    def missing_snapshots(self, start: int, end: int) -> int:
+        """Snapshots that `reserve` would make, at most."""
+        return sum(index >= len(self.pages) or self.pages[index].snapshot is None for index in self._snapshots(start, end))
+
+    def _snapshots(self, start: int, end: int) -> list[int]:
+        """The pages after which a snapshot is taken in a run of the positions from `start` to `end`."""
+        if not self._snapshot_pages:
+            return []
+        first, last = start // PAGE, end // PAGE
+        return [index for index in range(first, last) if (index + 1) % self._snapshot_pages == 0 or index + 1 == last]
+
+    def _place_snapshots(self, program: HoldsStates, start: int, end: int) -> None:
+        """Room for the snapshots of a run; those that need not be kept any more are dropped."""
+        taken = self._snapshots(start, end)
+        if not taken:
+            return
+        for index in taken:
+            if self.pages[index].snapshot is None:
+                self.pages[index] = self.pages[index].with_snapshot(program.new_snapshot())
+        marked = self._mark // PAGE
+        for index in range(end // PAGE):
+            kept = (index + 1) % self._snapshot_pages == 0 or index + 1 == marked or index in taken
+            if not kept and self.pages[index].snapshot is not None:
+                self.pages[index] = self.pages[index].with_snapshot(None)
+
+    def state_of_run(self, program: Program, start: int, rows: int) -> SessionState:
+        """The state that takes `rows` rows from `start` on.  If they are more than it could forget it is a copy until the run
+        has ended: one that is interrupted leaves what was.
+        """
+        holds = cast(HoldsStates, program)
+        if self.state is None:
+            snapshot = self.pages[start // PAGE - 1].snapshot if start else None
+            self.state = holds.start_from(snapshot, start) if snapshot is not None else holds.new_state()
+        self._running = holds.fork_state(self.state) if rows > LOG else self.state
+        return self._running
+
+    def end_run(self) -> None:
+        """The state has taken the rows."""
+        self.state, self._running = self._running, None
 
     def _drop(self, start: int) -> None:
         """Drop what rows from `start` on do not see, nor those of a text that goes on from the mark again."""
@@ -109,6 +167,8 @@ class KVCache:
     def rewind(self, length: int) -> int:
         """Forget what comes after `length`; how many positions are left, as rows can come after them: perhaps fewer."""
         left = complete(self.pages, length, self._window)
+        if self._snapshot_pages and not (self.state and left and self.state.trim(left)):
+            left, self.state = complete(self.pages, left, self._window, snapshots=True), None
         end = -(-left // PAGE)
         # Pages are written whole.
         whole = next((i for i in range(end, len(self.pages)) if self.pages[i].windowed is None), len(self.pages))
@@ -120,8 +180,8 @@ class KVCache:
         return left
 
     def fork(self, positions: int) -> KVCache:
-        """A cache with the first `positions` positions of this one; nothing is copied yet."""
-        forked, count = KVCache(self._window), -(-positions // PAGE)
+        """A cache with the first `positions` positions of this one, without their state; nothing is copied yet."""
+        forked, count = KVCache(self._window, self._snapshot_pages), -(-positions // PAGE)
         forked.pages = self.pages[:count]
         forked._shared = set(range(count))
         forked._mark, forked._dropped = min(self._mark, positions), min(self._dropped, count)

@@ -9,6 +9,7 @@ from edgeq.errors import InputError, ResourceError
 from edgeq.runtime.session.cache import windowed_pages
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import PAGE
+from edgeq.targets.states import snapshot_bytes, snapshot_pages, state_bytes
 from edgeq.targets.target import MemoryNeed, Options
 
 DEFAULT_CONTEXT = 4096
@@ -19,9 +20,20 @@ MAX_ROWS = 1024
 
 
 def cache_bytes(graph: Graph, options: Options, positions: int) -> int:
-    """Bytes of the cache of a session with so many positions, in whole pages; layers with a window hold fewer of them."""
+    """Bytes of the cache of a session with so many positions, in whole pages, and of its states.
+
+    Layers with a window hold fewer of the pages.
+    """
     (full, windowed), pages = graph.part_bytes(options.kv), -(-positions // PAGE)
-    return pages * full + min(pages, windowed_pages(graph.window, options.max_rows or MAX_ROWS)) * windowed
+    held = pages * full + min(pages, windowed_pages(graph.window, options.max_rows or MAX_ROWS)) * windowed
+    return held + states_bytes(graph, options, pages) if graph.states else held
+
+
+def states_bytes(graph: Graph, options: Options, pages: int) -> int:
+    """Bytes of the states of a session and of their snapshots: with so many pages, and while a prompt is read."""
+    apart = snapshot_pages(graph.states, graph.page_bytes(options.kv))
+    snapshots = pages // apart + (2 if apart > 1 else 0)
+    return 2 * state_bytes(graph.states) + snapshots * snapshot_bytes(graph.states)
 
 
 def context_pages(graph: Graph, options: Options, positions: int) -> int:

@@ -18,6 +18,7 @@ from edgeq.format.records import Mode
 from edgeq.pictures.prompt import PicturePlace, Prompt, positions
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.targets.rows import TEXT, VISION, Page, Rows
+from edgeq.targets.states import SessionState
 from edgeq.targets.target import Largest
 
 RowOrder = Literal["sequence", "modality"]
@@ -33,6 +34,7 @@ class Runnable(Protocol):
     row_order: RowOrder
     vision_s: float
     lock: Lock
+    has_states: bool
 
     @property
     def pages(self) -> Sequence[Page]: ...
@@ -50,6 +52,8 @@ class Runnable(Protocol):
     def features(self, prompt: Prompt) -> PictureFeatures | None: ...
 
     def reserve(self, count: int) -> None: ...
+
+    def state_of_run(self, count: int) -> SessionState: ...
 
     def run_rows(self, rows: Rows, mode: Mode | None, summing: bool) -> Logits: ...
 
@@ -187,6 +191,8 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
         pages=[item.session.pages for item in items],
         wanted=np.array([at + start for i, start in zip(items, starts, strict=True) for at in i.wanted], np.int32),
     )
+    if items[0].session.has_states:
+        rows.states = [item.session.state_of_run(len(item.tokens)) for item in items]
     brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]
     if brought:
         rows.vectors = np.concatenate([vectors for (vectors, _), _ in brought])

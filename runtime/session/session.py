@@ -24,7 +24,8 @@ from edgeq.runtime.session.runs import BatchItem, Chunks, Logits, RowOrder, run_
 from edgeq.runtime.session.session_file import Origin
 from edgeq.targets.requantization import Weights
 from edgeq.targets.rows import Page, Rows
-from edgeq.targets.target import FindsLargest, Largest, Program
+from edgeq.targets.states import SessionState
+from edgeq.targets.target import FindsLargest, HoldsStates, Largest, Program
 
 CHUNK_SECONDS = 1.25
 """Every chunk of a prompt reads all weights once: at 0.4 seconds that took a twentieth of the time here, more on small
@@ -76,7 +77,8 @@ class Session:
         self.owner: object = None
         self._running: Program | None = program
         self._vocab_size = vocab_size
-        self._cache = KVCache(program.window)
+        self._cache = KVCache(program.window, program.snapshot_pages)
+        self.has_states = program.snapshot_pages > 0
         self.lock = lock
         self._prefill_rate = prefill_rate
         self._origin = origin
@@ -110,7 +112,7 @@ class Session:
     def fork(self) -> Session:
         """A session that goes on from here by itself, with the same tokens.
 
-        The two share the pages of the cache; a page is copied when one of them first writes to it.
+        The two share the pages of the cache; a page is copied when one of them first writes to it.  States are copied.
         """
         program = self._program
         requantizer = self._requantizer.fork() if self._requantizer else None
@@ -121,6 +123,8 @@ class Session:
         forked.tokens, forked.places, forked.row_order = list(self.tokens), self.places, self.row_order
         forked.logits = None if self.logits is None else self.logits.copy()
         forked._cache = self._cache.fork(len(self.tokens))
+        if self._cache.state is not None:
+            forked._cache.state = in_turn(self.lock, cast(HoldsStates, program).fork_state)(self._cache.state)
         return forked
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -129,10 +133,9 @@ class Session:
         ResourceError: it cannot be written.  UnsupportedError: the session sums what it reads for requantization.
         """
         self._check_saving()
-        contents = map(in_turn(self.lock, self._program.save_page), self._cache.held(len(self.tokens)))
-        sizes = len(self._program.page_memory(False)), len(self._program.page_memory())
-        whole = [page.windowed is not None for page in self._cache.held(len(self.tokens))]
-        session_file.write(Path(path), self._origin, self.tokens, self.places, contents, sizes=sizes, whole=whole)
+        kept, program = self._cache.held(len(self.tokens)), self._program
+        saved = session_file.Saved(self.tokens, self.places, kept, self._cache.state)
+        session_file.write(Path(path), self._origin, saved, program, self.lock)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote, in place of what is here.  The last token has to run again to give logits.
@@ -142,14 +145,11 @@ class Session:
         InputError: another model's or other settings', longer than the context, or no such file.  FormatError: damaged.
         """
         self._check_saving()
-        program, load_page = self._program, in_turn(self.lock, self._program.load_page)
-        found = session_file.read(
-            Path(path), self._origin, vocab_size=self._vocab_size, context=self.context, window=program.window,
-            page_memory=program.page_memory, load_page=load_page,
-        )  # fmt: skip
+        found = session_file.read(Path(path), self._origin, self._program, self.lock, self._vocab_size, self.context)
         self.owner = None
-        self._cache = KVCache(program.window)
-        (self.tokens, self.places, self._cache.pages), self.logits = found, None
+        self._cache = KVCache(self._program.window, self._program.snapshot_pages)
+        self.tokens, self.places, self.logits = list(found.tokens), tuple(found.places), None
+        self._cache.pages, self._cache.state = list(found.pages), found.state
 
     def _check_saving(self) -> None:
         """UnsupportedError: as `save`."""
@@ -157,6 +157,11 @@ class Session:
             raise UnsupportedError(
                 "a session with requantized weights cannot be saved or loaded; load the model with `requantization=never`"
             )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be used and holds memory."""
+        return self._running is not None
 
     @property
     def left(self) -> int:
@@ -241,10 +246,18 @@ class Session:
         """Make them.  ResourceError: there is no memory for it; what was made until then stays."""
         self._cache.reserve(self._program, len(self.tokens), len(self.tokens) + count)
 
+    def missing_snapshots(self, count: int) -> int:
+        """Snapshots that have to be made before `count` more tokens can run, at most."""
+        return self._cache.missing_snapshots(len(self.tokens), len(self.tokens) + count)
+
+    def state_of_run(self, count: int) -> SessionState:
+        """The state that takes the next `count` rows."""
+        return self._cache.state_of_run(self._program, len(self.tokens), count)
+
     def rewind(self, length: int) -> int:
         """Forget all but the first `length` tokens, or more where they cannot be kept; how many are left.
 
-        Tokens that are forgotten in vain have to run again.
+        Tokens that are forgotten in vain have to run again.  What the last run added, up to 16 tokens, is forgotten alone.
         """
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"length {length} outside the {len(self.tokens)} tokens of the session")
@@ -313,6 +326,8 @@ class Session:
     def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...]) -> None:
         """Tokens whose keys and values a run has written; `places`: as of BatchItem."""
         self.tokens += [int(t) for t in tokens]
+        if self.has_states:
+            self._cache.end_run()
         if places:
             self.places = cut(places, len(self.tokens))
 

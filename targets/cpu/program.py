@@ -26,9 +26,11 @@ from edgeq.targets.cpu.threads.optable import Tables
 from edgeq.targets.cpu.threads.threadpool import ThreadPool
 from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate
 from edgeq.targets.host import check_rows, resolved
+from edgeq.targets.host_states import HostStates
 from edgeq.targets.layers import integer_codecs, linears
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, WeightSource, shared_inputs
-from edgeq.targets.rows import Page, PagePart, Rows, parts_of
+from edgeq.targets.rows import Page, PagePart, Rows, StateRows, parts_of
+from edgeq.targets.states import snapshot_pages
 from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
 from edgeq.targets.times import RanRows, RecordedRun, StepTimes
 
@@ -46,13 +48,14 @@ MAX_PRODUCTS, MAX_SCORES = 4e9, 2e9
 picture, is as long as the picture is large, and its longer operations are cut as well."""
 
 
-class CpuProgram:
+class CpuProgram(HostStates):
     """Weights are read where the file is mapped; everything else a run needs is allocated here, once."""
 
     tile = TILE
     most_largest = 0
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress) -> None:
+        super().__init__(graph.states, zeros)
         most = max(1, sum(linear.nbytes for o in graph.operations for linear in linears(o)) // MIN_THREAD_BYTES)
         begin = partial(on_progress, 0, 0, "measuring which kernels and how many threads are fastest")
         isa, self._reason = choose(options.isa, begin)
@@ -66,6 +69,7 @@ class CpuProgram:
         }
         options = replace(resolved(options), threads=self.threads, threads_prefill=self.threads_prefill)
         self._part_bytes, self.window = part_bytes(graph, options.kv), graph.window
+        self.snapshot_pages = snapshot_pages(graph.states, graph.page_bytes(options.kv))
         # Which parts a page has: without a window 0, with one 1.
         self._part_kinds = [windowed for windowed, nbytes in enumerate(self._part_bytes) if nbytes]
         self.options = options
@@ -99,9 +103,10 @@ class CpuProgram:
             spans=spans, vectors=vectors, selection=selection, selected_slots=selected_slots,
             selected_page_tables=selected_page_tables, selected_spans=selected_spans, selected_vectors=selected_vectors,
             counted=counted, sums=sums, modality=modality, selected_modality=selected_modality,
+            **(self._state_arrays(rows) if graph.states else {}),
         )  # fmt: skip
         self._context = partial(
-            Context, graph, file, isa=isa, memory=self._memory, arrays=arrays,
+            Context, graph, file, isa=isa, memory=self._memory, arrays=arrays, state_places=self.places,
             prefetch_bytes=ahead, features=processor.current().features,
         )  # fmt: skip
         self._tables: dict[tuple[Mode, WeightSource], Tables] = {}
@@ -136,6 +141,14 @@ class CpuProgram:
 
     def facts(self) -> ProgramFacts:
         return ProgramFacts(isa=self.isa)
+
+    def _state_arrays(self, rows: int) -> dict[str, int]:
+        """The arrays of runs with states, and their addresses by the names of RowArrays."""
+        shapes = {"state_sessions": 1, "state_order": rows, "state_begins": rows + 1, "states": rows, "snapshots": rows}
+        kinds = dict.fromkeys(("state_order", "state_begins"), np.int32)
+        made = {name: self._memory.array(count, kinds.get(name, np.int64)) for name, count in shapes.items()}
+        self._states = {name: array for name, (array, _) in made.items()}
+        return {name: address for name, (_, address) in made.items()}
 
     def _lowered(self, mode: Mode, source: WeightSource) -> Context:
         masters = Masters() if source == "file" else masters_of(self._inputs, source == "masters")
@@ -244,6 +257,7 @@ class CpuProgram:
         self._modality[:count] = 0 if rows.modality is None else rows.modality
         self._selected_modality[:selected] = self._modality[first]
         vectors = self._place_vectors(rows, first) if self._injects else None
+        taken = self._place_states(rows) if self.snapshot_pages else None
         self._selection[: len(rows.wanted)] = rows.wanted
         self._selected_slots[:selected] = rows.slots[first]
         self._selected_page_tables[:, :selected] = self._page_tables[:, first]
@@ -256,8 +270,25 @@ class CpuProgram:
         alone = count == selected == 1 and rows.spans is None
         kept = RanRows.of(rows) if self._recording and not alone else None
         self._pool.run(table, threads, pieces, cuts, made, kept)
-        del vectors, pages
+        if taken:
+            taken[0].end(rows.states)
+        del vectors, pages, taken
         return self._logits[:selected]
+
+    def _place_states(self, rows: Rows) -> tuple[StateRows, list[NDArray[np.int64]]]:
+        """Note the order of the rows, where states lie and snapshots go; the arrays that kernels read until the run ends."""
+        found, arrays, count = StateRows.of(rows), self._states, len(rows.states)
+        snapshots = [
+            np.array([page.snapshot.address if page.snapshot else 0 for page in pages], np.int64)  # type: ignore[attr-defined]
+            for pages in rows.pages
+        ]
+        arrays["state_sessions"][0] = count
+        arrays["state_order"][: len(rows)] = found.order
+        arrays["state_begins"][: count + 1] = found.begins
+        arrays["states"][:count] = [state.address for state in rows.states]  # type: ignore[attr-defined]
+        arrays["snapshots"][:count] = [each.ctypes.data for each in snapshots]
+        found.begin(rows.states)
+        return found, snapshots
 
     def _place_vectors(self, rows: Rows, first: NDArray[np.int32]) -> NDArray[np.float32] | None:
         """Note where the vector of each row lies, 0 for none; returns the array that they lie in."""

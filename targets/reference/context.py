@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,10 +11,11 @@ from edgeq.format.codec import as_float32
 from edgeq.format.container import ModelFile
 from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Mode
 from edgeq.targets.graph import Graph
+from edgeq.targets.host_states import StatePlace
 from edgeq.targets.reference.matrices import Matrices
 from edgeq.targets.reference.requantize import ReferenceWeights, add_squares, with_master
 from edgeq.targets.requantization import InputSums
-from edgeq.targets.rows import Rows
+from edgeq.targets.rows import Rows, StateRows
 
 ArrayF32 = NDArray[np.float32]
 State = dict[str, ArrayF32]
@@ -24,6 +27,8 @@ class RunContext:
 
     weights   requantized weights to use instead of the file's
     sums      where the squares of what layers with a master read are added; such layers then use their master
+    state_rows      the rows in the order in which states take them; None: the graph has no states
+    state_places    where the states of the graph lie
     """
 
     def __init__(self, graph: Graph, file: ModelFile, mode: Mode, kv: KvCodec) -> None:
@@ -31,6 +36,8 @@ class RunContext:
         self.matrices = Matrices(file)
         self.weights: ReferenceWeights | None = None
         self.sums: InputSums | None = None
+        self.state_rows: StateRows | None = None
+        self.state_places: Sequence[StatePlace] = ()
 
     def layer(self, layer: LinearSpec, x: ArrayF32, rows: Rows) -> tuple[LinearSpec, Matrices, ArrayF32 | None]:
         """A layer as this run has it, its matrices, and what requantized weights multiply its input x by; x is counted."""

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from edgeq.format.quantization import quantized_input
 from edgeq.format.records import LinearSpec, Transform
-from edgeq.targets.graph import Linear, mode_of
+from edgeq.targets.graph import Linear
+from edgeq.targets.layers import mode_of
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.rows import Rows
 

@@ -39,19 +39,21 @@ from edgeq.targets.graph import (
     Select,
 )
 from edgeq.targets.host import check_rows, resolved
+from edgeq.targets.host_states import HostStates
 from edgeq.targets.reference import attention, layers, requantize
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.linear import linear
 from edgeq.targets.reference.requantize import ReferenceWeights
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
-from edgeq.targets.rows import Page, Rows, parts_of
+from edgeq.targets.rows import Page, Rows, StateRows, parts_of
+from edgeq.targets.states import snapshot_pages
 from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
 from edgeq.targets.times import RecordsRuns, Step, in_turn
 
 ArrayF32 = NDArray[np.float32]
 
 
-class ReferenceProgram(RecordsRuns):
+class ReferenceProgram(RecordsRuns, HostStates):
     """numpy's BLAS chooses its own threads; `threads` is what this file uses."""
 
     threads = 1
@@ -59,10 +61,13 @@ class ReferenceProgram(RecordsRuns):
     most_largest = 0
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options) -> None:
-        super().__init__()
+        RecordsRuns.__init__(self)
+        HostStates.__init__(self, graph.states, lambda nbytes: np.zeros(nbytes, np.uint8))
         self.options = resolved(options)
         self.context = RunContext(graph, file, options.mode, options.kv)
+        self.context.state_places = self.places
         self._graph, self.window = graph, graph.window
+        self.snapshot_pages = snapshot_pages(graph.states, graph.page_bytes(options.kv))
         full, windowed = (data.nbytes for data in attention.data_of(self.new_page()))
         self._part_bytes = full, windowed
 
@@ -131,6 +136,9 @@ class ReferenceProgram(RecordsRuns):
         check_rows(rows, self.options, self._graph.together)
         context = self.context
         context.mode, context.weights, context.sums = mode or self.options.mode, weights, sums
+        if self.snapshot_pages:
+            context.state_rows = StateRows.of(rows)
+            context.state_rows.begin(rows.states)
         state: State = {}
         steps: list[Step] = []
         clock = [perf_counter()]
@@ -148,6 +156,8 @@ class ReferenceProgram(RecordsRuns):
             self._note(in_turn(steps, clock), context.mode, rows)
         if sums is not None:
             sums.tokens += len(rows) if rows.counted is None else int(rows.counted.sum())
+        if context.state_rows:
+            context.state_rows.end(rows.states)
         return context.out(state, self._graph.result, len(here))
 
 

@@ -41,6 +41,8 @@ PAGES = [Numbers(bytes([i]) * PAGE_BYTES) for i in range(MIN_PAGES)]
 class Pages:
     """What a store needs of a program."""
 
+    window, snapshot_pages = 0, 0
+
     def facts(self) -> ProgramFacts:
         return ProgramFacts()
 
@@ -63,10 +65,8 @@ class Caches:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._of = folder / "session", Pages()
-        session_file.write(
-            self._path, ORIGIN, TOKENS, PLACES, (page.data for page in PAGES),
-            sizes=(PAGE_BYTES, PAGE_BYTES), whole=[True] * len(PAGES),
-        )  # fmt: skip
+        saved = session_file.Saved(TOKENS, PLACES, PAGES, None)
+        session_file.write(self._path, ORIGIN, saved, cast(Program, self._of), Lock())
         self._session = self._path.read_bytes()
         self._store = PromptStore(folder / "kept", 1 << 20, ORIGIN, cast(Program, self._of), Lock())
         tree, nodes = PrefixTree(), list[Node]()
@@ -96,10 +96,9 @@ class Caches:
             data = body + xxhash.xxh3_128_digest(body)
         self._path.write_bytes(data)
         try:
-            tokens, places, pages = session_file.read(
-                self._path, ORIGIN, vocab_size=VOCABULARY, context=CONTEXT, window=0,
-                page_memory=self._of.page_memory, load_page=self._of.load_page,
-            )  # fmt: skip
+            tokens, places, pages, _ = session_file.read(
+                self._path, ORIGIN, cast(Program, self._of), Lock(), VOCABULARY, CONTEXT
+            )
         except EdgeqError as error:
             return refused(error)
         assert len(tokens) <= CONTEXT and len(pages) == -(-len(tokens) // PAGE) and all(0 <= t < VOCABULARY for t in tokens)

@@ -36,7 +36,7 @@ LETTER = 66
 class IdleProgram:
     """Every token is followed by LETTER.  After so many runs as `last` says the device is lost."""
 
-    threads, tile, window, most_largest, description = 1, 64, 0, 0, "idle"
+    threads, tile, window, snapshot_pages, most_largest, description = 1, 64, 0, 0, 0, "idle"
 
     def __init__(self, graph: Graph, options: Options, last: int) -> None:
         self.options = replace(options, max_rows=options.max_rows or 1024)

@@ -104,6 +104,26 @@ class ProductArgs(Args):
     prefetch_bytes = nbytes(0)
 
 
+class StateArgs(Args):
+    """What every kernel of a state reads (lowering/context.py, RowArrays).  A work item is a session and some channels.
+
+    sessions                 their number, int64
+    order, begins            of the rows in it, by session and slot
+    slots                    int32 per row
+    states, snapshots        of each session
+    offset, snapshot_offset  bytes to this layer's
+    """
+
+    sessions = pointer()
+    order = pointer()
+    begins = pointer()
+    slots = pointer()
+    states = pointer()
+    snapshots = pointer()
+    offset = nbytes()
+    snapshot_offset = nbytes()
+
+
 class CacheArgs(Args):
     """What every kernel of the key/value cache reads.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -21,6 +21,8 @@ from edgeq.targets.cpu.kernels.products import matmul
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.cpu.lowering.lifetimes import Buffer, lives, places
 from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, ExpertStage, Variant
+from edgeq.targets.host_states import StatePlace
+from edgeq.targets.layers import mode_of
 from edgeq.targets.requantization import SharedInput, WeightSource, input_indices
 from edgeq.targets.target import Options
 from edgeq.targets.times import Step
@@ -30,7 +32,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RowArrays:
-    """Addresses of what changes from run to run."""
+    """Addresses of what changes from run to run.
+
+    Of graphs with states (host_states.py), beside those of rows: state_sessions has the number of sessions, int64; state_order
+    int32 [rows] and state_begins int32 [sessions + 1] are as in StateRows; states has the address of each session's state, and
+    snapshots that of the addresses of its snapshots, one for each page, 0 for none.
+    """
 
     rows: int
     selected: int
@@ -49,6 +56,11 @@ class RowArrays:
     selected_modality: int
     counted: int
     sums: int
+    state_sessions: int = 0
+    state_order: int = 0
+    state_begins: int = 0
+    states: int = 0
+    snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,15 +123,17 @@ class Context:
         stage_of_expert: bool = False,
         prefetch_bytes: Mapping[Codec, int] = MappingProxyType({}),  # noqa: B008
         features: frozenset[str] = frozenset(),
+        state_places: Sequence[StatePlace] = (),
     ) -> None:
         """`stage_of_expert`: the op records will not follow one another in a table, nor will the rows be those of a thread.
         `prefetch_bytes`: how far ahead products ask for weights, by their codec (isa.py).
         `features`: of the processor that will run this, which may be a device's.
+        `state_places`: where the graph's states lie.
         """
         self.graph, self.file, self.options, self.isa, self.memory, self.arrays = graph, file, options, isa, memory, arrays
         self.source, self.masters, self.stage_of_expert = source, masters, stage_of_expert
         self.isa_index, self.max_tile = isa_index(isa), isa.tiles[0]
-        self.prefetch_bytes, self.features = prefetch_bytes, features
+        self.prefetch_bytes, self.features, self.state_places = prefetch_bytes, features, state_places
         self.threads = max(options.threads, options.threads_prefill)
         self.scratch = memory.shared("scratch", self.threads * matmul.SCRATCH_BYTES)
         self.records: list[OpRecord] = []
@@ -191,7 +205,16 @@ class Context:
         return self.graph.buffers[buffer]
 
     def mode(self, o: op.Operation) -> Mode:
-        return op.mode_of(o, self.options.mode)
+        return mode_of(o, self.options.mode)
+
+    def state_args(self, index: int) -> dict[str, int]:
+        """The arguments that every kernel of state `index` of the graph has (kernels/args.py, StateArgs)."""
+        arrays, place = self.arrays, self.state_places[index]
+        return {
+            "sessions": arrays.state_sessions, "order": arrays.state_order, "begins": arrays.state_begins,
+            "slots": arrays.slots, "states": arrays.states, "snapshots": arrays.snapshots,
+            "offset": 4 * place.state, "snapshot_offset": 4 * place.snapshot,
+        }  # fmt: skip
 
     def temporary(self, name: str, columns: int) -> BufferRows:
         """Rows of so many channels that are valid until the next operation that asks by this name."""

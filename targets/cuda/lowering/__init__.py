@@ -43,6 +43,8 @@ def lower(
 
     UnsupportedError: the graph has something that this target does not.
     """
+    if graph.states:
+        refuse("layers with a state")
     lowering = Lowering(graph, storage, options, source, inputs)
     at = 0
     while at < len(graph.operations):

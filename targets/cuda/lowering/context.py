@@ -17,7 +17,8 @@ from edgeq.errors import UnsupportedError
 from edgeq.format.records import ArrayRef, LinearSpec, Mode
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.cuda.supply.pack import Variant
-from edgeq.targets.graph import Embed, Experts, Graph, InjectVectors, LayerNorm, Operation, RmsNorm, mode_of
+from edgeq.targets.graph import Embed, Experts, Graph, InjectVectors, LayerNorm, Operation, RmsNorm
+from edgeq.targets.layers import mode_of
 from edgeq.targets.requantization import SharedInput, WeightSource, input_indices
 from edgeq.targets.target import Options
 

@@ -47,6 +47,7 @@ class CudaProgram(RecordsRuns):
 
     threads = 1
     tile = MANY_TOKENS
+    snapshot_pages = 0
 
     def __init__(
         self,
