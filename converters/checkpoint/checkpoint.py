@@ -156,6 +156,10 @@ class Checkpoint:
         changed = tensor.added or tensor.first or tensor.merged
         return (None if changed else tensor.stored.codec) or Codec(cast(Kind, self.dtype(name)))
 
+    def order(self, name: str) -> NDArray[np.int32] | None:
+        """The order in which the integers of a weight have its columns, as in `QuantizedTensor`; None: their own."""
+        return cast(QuantizedTensor, self.tensors[name].stored).order if self.codec(name).integer else None
+
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start...stop of a tensor as float32 [stop - start, ...]; a vector is a tensor of one-element rows.
 

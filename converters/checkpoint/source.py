@@ -45,7 +45,13 @@ class StoredTensor(Protocol):
 
 
 class QuantizedTensor(StoredTensor, Protocol):
-    """A tensor with a `codec`: besides what its integers mean (`read`) it has them as they are."""
+    """A tensor with a `codec`: besides what its integers mean (`read`) it has them as they are.
+
+    order   i32 [columns]: column j of the integers is that of input channel order[j]; None: as the channels are
+    """
+
+    @property
+    def order(self) -> NDArray[np.int32] | None: ...
 
     def quantized(self, first: int, count: int, name: str) -> StoredArrays:
         """`count` rows after the `first` ones, the leading dimensions of more than two taken as one; `name`: for messages.
@@ -65,6 +71,7 @@ class CheckpointSource(Protocol):
     texts    a folder with the other text files, as transformers lays them: tokenizer.json, tokenizer_config.json, ...
     texts_complete   whether tokenizer.json is all there is: the source wrote it, and transformers adds nothing to it
     quantized   whether weights are integers with scales already; it then is converted as stored where nothing else is asked
+    notes    what the user should know of how `tensors` were read, a line each
     origin   for the provenance: format and types of the files, where they are not those of transformers; JSON
     """
 
@@ -85,6 +92,9 @@ class CheckpointSource(Protocol):
 
     @property
     def quantized(self) -> bool: ...
+
+    @property
+    def notes(self) -> Sequence[str]: ...
 
     @property
     def origin(self) -> Mapping[str, object]: ...

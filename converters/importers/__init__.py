@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.checkpoint.source import CheckpointSource
+from edgeq.converters.importers.quantized.folder import QuantizedFolder
 from edgeq.converters.importers.safetensors_folder import SafetensorsFolder
 
 
 def open_source(source: str, access: HubAccess) -> CheckpointSource:
     """The checkpoint `source`, a folder or a hub id of which only the small text files are fetched.
 
-    CheckpointError: there is none, or its configuration cannot be read.
+    CheckpointError: there is none, or its configuration cannot be read.  UnsupportedError: its weights are quantized in a
+    format that is not read, by its name.
     """
-    return SafetensorsFolder.open(source, access)
+    folder = SafetensorsFolder.open(source, access)
+    return QuantizedFolder.of(folder) or folder

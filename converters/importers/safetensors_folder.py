@@ -5,6 +5,7 @@ Only the slab of weights asked for is in memory, and one shard is open at a time
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,15 +18,15 @@ from numpy.typing import NDArray
 
 from edgeq.converters.checkpoint.download import HubAccess, download, silent
 from edgeq.errors import CheckpointError
-from edgeq.format.codec import Codec
-from edgeq.format.safetensors import MAX_TENSORS, SIZES, floats, read_header, read_json
+from edgeq.format.codec import AnyArray, Codec
+from edgeq.format.safetensors import MAX_TENSORS, SIZES, floats, read_header, read_json, values
 
 MAX_FILE_NAME = 255
 """Bytes that Linux and macOS take; with a longer name the system refuses to look for the file."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_FILES = ("*.json", "*.jinja")
-WEIGHT_FILES = ("model*.safetensors",)
+WEIGHT_FILES = ("model*.safetensors", "gptq_model*.safetensors")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -43,6 +44,12 @@ class ShardTensor:
         """`count` values after the `first` ones.  CheckpointError: the shard is no longer what its header said."""
         return floats(self.path, self.dtype, self.offset + first * SIZES[self.dtype], count, name)
 
+    def raw(self, first_row: int, rows: int, name: str) -> AnyArray:
+        """`rows` rows [rows, ...] as the file has them, bf16 as uint16.  CheckpointError: as `read`."""
+        width = math.prod(self.shape[1:])
+        offset = self.offset + first_row * width * SIZES[self.dtype]
+        return values(self.path, self.dtype, offset, rows * width, name).reshape(rows, *self.shape[1:])
+
 
 @dataclass
 class SafetensorsFolder:
@@ -55,6 +62,7 @@ class SafetensorsFolder:
     shards: tuple[Path, ...] = ()
     texts_complete: ClassVar[bool] = False
     quantized: ClassVar[bool] = False
+    notes: ClassVar[tuple[str, ...]] = ()
     origin: ClassVar[Mapping[str, object]] = MappingProxyType({})
 
     @classmethod
@@ -120,6 +128,10 @@ class SafetensorsFolder:
         if (self.folder / SINGLE).exists():
             return {SINGLE: None}
         if not (self.folder / INDEX).exists():
+            weights = sorted(path.name for path in self.folder.iterdir() if path.suffix == ".safetensors")
+            if len(weights) == 1:
+                # Older programs named the one file after the bits and groups of its weights.
+                return {weights[0]: None}
             pickled = sorted(path.name for path in self.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
             if pickled:
                 raise CheckpointError(

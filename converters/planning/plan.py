@@ -277,12 +277,12 @@ class ConversionPlan:
         does not divide, and what their groups are instead.
         """
         device = [self.compute.note] if self.compute.note else []
-        again = []
+        again = [*self.checkpoint.source.notes]
         if self.checkpoint.source.quantized and self.method.options.bits is not None:
-            again = [
+            again.append(
                 f"{self.checkpoint.name} is quantized already: --method {self.method.name} rounds it a second time, and loses "
                 "more than either alone; leave out --method, --bits and --calibration to keep its weights as they are"
-            ]
+            )
         size = self.method.options.group_size
         if not size or self.options.allocation is not None:
             return device + again

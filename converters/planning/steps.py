@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from edgeq.converters.budget.part_names import TABLE
@@ -60,10 +60,10 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         ends.append(stack.array("norm_bias", "norm_bias", NORM_BIAS))
     if config.pooling is None:
         activation = method.head_activation if codec else None
-        source = EMBEDDING if tied else HEAD
+        source, order = EMBEDDING if tied else HEAD, None
         if method.keeps_integers:
-            codec = stack.codec(source)
-        recipe = Recipe(codec or Codec(options.dtype or stack.kind(source)), activation=activation)
+            codec, order = stack.codec(source), checkpoint.order(source)
+        recipe = Recipe(codec or Codec(options.dtype or stack.kind(source)), order=order, activation=activation)
         ends.append(LinearItem("head", ((table, config.vocab_size),), config.hidden_size, recipe))
     layers = config.num_hidden_layers
     return (
@@ -118,6 +118,11 @@ class StackItems:
         codecs = {self._checkpoint.codec(name) for name in tensors}
         return codecs.pop() if len(codecs) == 1 else Codec(self.kind(*tensors))
 
+    def _kept(self, tensor: str) -> tuple[Codec, bytes]:
+        """What the rows of a matrix have in common where they are kept as they are: codec, and order of their columns."""
+        order = self._checkpoint.order(tensor)
+        return self._checkpoint.codec(tensor), b"" if order is None else order.tobytes()
+
     def array(self, name: str, part: str, tensor: str) -> ArrayItem:
         return ArrayItem(name, tensor, self._shapes[tensor], self._method.dtype(part, self.kind(tensor)))
 
@@ -145,8 +150,8 @@ class StackItems:
             yield self.array(name, part, names[part])
             return
         parts = tuple(x.removeprefix(prefix) for x in content)
-        if self._method.keeps_integers and len({self._checkpoint.codec(names[x]) for x in parts}) > 1:
-            # One matrix has one codec; a file may hold the rows of q, k and v, or gate and up, apart.
+        if self._method.keeps_integers and len({self._kept(names[x]) for x in parts}) > 1:
+            # One matrix has one codec and one order; a file may hold the rows of q, k and v, or gate and up, apart.
             yield from (self._linear(f"{prefix}{x}", x, (x,), names) for x in parts)
         else:
             yield self._linear(name, part, parts, names)
@@ -160,6 +165,8 @@ class StackItems:
             recipe = Recipe(Codec(cast(Kind, method.dtype(part, self.kind(*tensors)))))
         else:
             recipe = method.recipe(name, columns, self.codec(*tensors))
+            if method.keeps_integers:
+                recipe = replace(recipe, order=self._checkpoint.order(tensors[0]))
         bias_dtype = method.dtype(f"{part}.bias", self.kind(*biases)) if biases else "f32"
         rows = tuple((tensor, shapes[tensor][0]) for tensor in tensors)
         return LinearItem(name, rows, columns, recipe, tuple((b, shapes[b][0]) for b in biases), bias_dtype)

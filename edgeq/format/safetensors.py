@@ -30,6 +30,9 @@ MAX_TENSORS = 1 << 20
 FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 SIZES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
+NUMPY = {"U8": "u1", "I8": "i1", "I16": "<i2", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "U32": "<u4", "F32": "<f4"}
+NUMPY |= {"I64": "<i8", "U64": "<u8"}
+"""Types whose values are read, and how numpy spells them."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,21 @@ class TensorEntry:
     offset: int
 
 
-def floats(path: Path, dtype: str, offset: int, count: int, name: str) -> NDArray[np.float32]:
-    """`count` values of `dtype`, one of FLOATS, from `offset` on, as float32; `name`: of the tensor, for messages.
+def values(path: Path, dtype: str, offset: int, count: int, name: str) -> NDArray[Any]:
+    """`count` values of `dtype`, one of NUMPY, from `offset` on, bf16 as uint16; `name`: of the tensor, for messages.
 
     CheckpointError: the file ends before them.
     """
-    raw = np.fromfile(path, {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype], count, offset=offset)
+    raw: NDArray[Any] = np.fromfile(path, NUMPY[dtype], count, offset=offset)
     if len(raw) != count:
         raise CheckpointError(f"{path}: ends inside {name}; it changed while it was read")
-    values: NDArray[np.float32] = from_bf16(raw) if dtype == "BF16" else raw.astype(np.float32, copy=False)
-    return values
+    return raw
+
+
+def floats(path: Path, dtype: str, offset: int, count: int, name: str) -> NDArray[np.float32]:
+    """The same of one of FLOATS, as float32."""
+    raw = values(path, dtype, offset, count, name)
+    return from_bf16(raw) if dtype == "BF16" else raw.astype(np.float32, copy=False)
 
 
 def open_regular(path: Path) -> BinaryIO:

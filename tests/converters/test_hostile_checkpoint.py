@@ -10,11 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import published
 import pytest
 
+from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.checkpoint.tokenizer import MAX_TEMPLATE
 from edgeq.converters.convert import ConvertOptions, preflight
 from edgeq.converters.families import recognise
+from edgeq.converters.importers import open_source
 from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.format.safetensors import MAX_VALUES, read_file, read_header, read_json
 
@@ -146,3 +150,21 @@ def test_layer_types_that_are_no_list_are_refused(checkpoint: Callable[..., Path
     config = json.loads((checkpoint("smollm3") / "config.json").read_text()) | {"layer_types": types}
     with pytest.raises(CheckpointError, match="layer_types is not a list"):
         recognise({**config, "use_sliding_window": False})
+
+
+@pytest.mark.parametrize("kind", ("awq", "compressed-tensors"))
+def test_groups_and_blocks_of_a_stranger_cannot_fill_the_memory(llama: Path, kind: str) -> None:
+    """Each would repeat a scale two thousand million times."""
+    weights = {"num_bits": 4, "strategy": "block", "block_structure": [(1 << 31) - 1, (1 << 31) - 1]}
+    groups = {"g": {"targets": ["Linear"], "weights": weights}}
+    lay, _ = published.awq() if kind == "awq" else published.compressed("int-quantized", "block")
+    huge = {"group_size": (1 << 31) - 1, "bits": 4, "quant_method": kind, "format": "gemm", "config_groups": groups}
+    config = {"quantization_config": huge | ({"format": "int-quantized"} if kind != "awq" else {})}
+
+    def draw(name: str, shape: tuple[int, int], seed: int) -> published.Record:
+        return published.record((published.BLOCK_ROWS if kind != "awq" else shape[0], shape[1]), seed, group_size=-1)
+
+    folder = published.publish(llama, llama.parent / "published", lay, config, draw).folder
+    for name, tensor in open_source(str(folder), HubAccess()).tensors().items():
+        if tensor.codec is not None:
+            assert tensor.codec.group_size == 0 and np.isfinite(tensor.read(0, tensor.shape[1], name)).all()

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -43,6 +43,7 @@ def silent(done: float, total: float, label: str) -> None:
 class ArrayTensor:
     values: torch.Tensor
     codec: Codec | None = None
+    order: ClassVar[None] = None
 
     @property
     def dtype(self) -> str:
@@ -87,6 +88,7 @@ class MemorySource:
     texts: Path
     arrays: Mapping[str, StoredTensor]
     place: str = "memory"
+    notes: tuple[str, ...] = ()
     texts_complete: bool = False
     origin: Mapping[str, object] = field(default_factory=dict)
 

@@ -1,19 +1,23 @@
-"""Hostile checkpoints: config.json, the index of shards, headers of safetensors files."""
+"""Hostile checkpoints: config.json, the index of shards, headers of safetensors files, packed integers."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mutation import VALUES, changed_bytes, changed_json, refused
 
 from edgeq.converters.families import FAMILIES, recognise
+from edgeq.converters.importers.quantized.folder import QuantizedFolder
+from edgeq.converters.importers.quantized.packed_tensor import PackedTensor
 from edgeq.converters.importers.safetensors_folder import INDEX, SafetensorsFolder
 from edgeq.errors import EdgeqError
-from edgeq.format.safetensors import read_header
+from edgeq.format.safetensors import SIZES, read_header
 
 COMMON: dict[str, Any] = {
     **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -94,4 +98,71 @@ def index(rng: random.Random, folder: Path) -> str:
     except EdgeqError as error:
         return refused(error)
     assert all(tensor.path.parent == folder and tensor.path.name in SHARDS for tensor in tensors.values()), tensors
+    return "read"
+
+
+FORMATS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, list[int]]]]] = {
+    "awq": (
+        {"bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+        {"qweight": ("I32", [64, 4]), "qzeros": ("I32", [2, 4]), "scales": ("F16", [2, 32])},
+    ),
+    "gptq": (
+        {"bits": 4, "group_size": 32, "sym": False, "desc_act": True, "checkpoint_format": "gptq", "dynamic": {}},
+        {"qweight": ("I32", [8, 32]), "qzeros": ("I32", [2, 4]), "scales": ("F16", [2, 32]), "g_idx": ("I32", [64])},
+    ),
+    "compressed-tensors": (
+        {
+            **{"format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"]},
+            "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}},
+        },
+        {
+            **{"weight_packed": ("I32", [32, 8]), "weight_shape": ("I64", [2]), "weight_scale": ("F16", [32, 2])},
+            **{"weight_zero_point": ("I32", [4, 2]), "weight_g_idx": ("I32", [64])},
+        },
+    ),
+}
+"""What config.json says of a format, and the tensors of one weight of 32 outputs and 64 inputs: (dtype, shape)."""
+
+
+SOUND = {
+    **dict.fromkeys(("scale", "scales"), np.arange(1, 30, dtype=np.float16).tobytes()),
+    "shape": struct.pack("<qq", 32, 64),
+    "g_idx": np.roll(np.arange(64) // 32, 5).astype(np.int32).tobytes(),
+}
+"""Values with which a weight is read; of other tensors any are."""
+
+
+def packed(rng: random.Random, folder: Path) -> str:
+    """A folder of one quantized weight: keys of its configuration, types, shapes and values of its tensors are changed."""
+    folder.mkdir(exist_ok=True)
+    name = rng.choice(list(FORMATS))
+    keys, parts = FORMATS[name]
+    keys = changed_json(rng, {**keys, "quant_method": name}) if rng.random() < 0.5 else {**keys, "quant_method": name}
+    shapes: Any = {part: [dtype, shape] for part, (dtype, shape) in parts.items()}
+    if rng.random() < 0.5:
+        shapes = changed_json(rng, shapes, (*VALUES, "F16", "I32", "I8", "BF16", [64, 4], [32, 1], [1], 32, 2))
+    header, data = dict[str, Any](), b""
+    for part, tensor in (shapes if isinstance(shapes, dict) else {}).items():
+        dtype, shape = tensor if isinstance(tensor, list) and len(tensor) == 2 else ("I32", [2, 2])
+        sound = isinstance(shape, list) and all(type(n) is int and 0 <= n < 4096 for n in shape) and len(shape) < 5
+        size = math.prod(shape) * SIZES.get(dtype, 4) if sound and isinstance(dtype, str) else 0
+        values = rng.randbytes(min(size, 1 << 16)).ljust(size, b"\0")
+        if (plain := SOUND.get(part.removeprefix("weight_"))) and rng.random() < 0.95:
+            values = (plain * (1 + size // len(plain)))[:size]
+        header[f"m.{part}"] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        data += values
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    try:
+        source = QuantizedFolder.of(SafetensorsFolder(folder, "packed", {"quantization_config": keys}))
+        if source is None:
+            return "floats"
+        for each in source.tensors().values():
+            if isinstance(each, PackedTensor):
+                rows, columns = each.shape
+                each.read(columns, columns, "m")
+                arrays = each.quantized(0, rows, "m")
+                assert arrays["q"].shape == (rows, columns) and np.isfinite(arrays["scale"]).all(), arrays
+    except EdgeqError as error:
+        return refused(error)
     return "read"

@@ -77,6 +77,12 @@ def _header(folder: Path) -> Trial:
     return partial(header, path=folder / "header.safetensors")
 
 
+def _packed(folder: Path) -> Trial:
+    from checkpoint_trials import packed
+
+    return partial(packed, folder=folder / "packed")
+
+
 def _cache(folder: Path) -> Trial:
     import logging
 
@@ -136,6 +142,7 @@ KINDS = {
     "config": Kind(_config, 100_000),
     "index": Kind(_index, 100_000),
     "header": Kind(_header, 100_000),
+    "packed": Kind(_packed, 100_000),
     "cache": Kind(_cache, 100_000),
     "request": Kind(_request, 10_000, seconds=20.0, memory=0, own_cache=False, hang=120.0),
     "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False, hang=300.0),
