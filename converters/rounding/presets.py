@@ -23,7 +23,7 @@ class Preset:
     weighed: bool = False
 
     def title(self, codec: Codec) -> str:
-        """The name of the rounding, as in the list of quantizer.py; of a search over a codec with zero points, `min-max-search`."""
+        """The name of the rounding, as in the list of quantizer.py; `min-max-search` is one over a codec with zero points."""
         if codec.symmetric:
             name = "absmax-full" if self.full_range else "absmax"
         else:

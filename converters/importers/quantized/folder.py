@@ -43,6 +43,7 @@ class QuantizedFolder:
     settings: QuantizationSettings
     notes: tuple[str, ...] = ()
     quantized: ClassVar[bool] = True
+    texts_complete: ClassVar[bool] = False
 
     @classmethod
     def of(cls, folder: SafetensorsFolder) -> QuantizedFolder | None:
@@ -60,6 +61,10 @@ class QuantizedFolder:
     @property
     def place(self) -> str:
         return self.folder.place
+
+    @property
+    def origin(self) -> Mapping[str, object]:
+        return {"format": self.format}
 
     @property
     def config(self) -> Mapping[str, Any]:
