@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.format.container import ModelFile
+from edgeq.format.kernel_pack import KernelSet
 from edgeq.format.records import KvCodec, Mode
+from edgeq.system.devices import DeviceSpec
 from edgeq.targets.graph import Graph
 from edgeq.targets.hardware import Gpu, Hardware
 from edgeq.targets.requantization import InputSums, Weights
@@ -295,6 +297,83 @@ class KernelPack(NamedTuple):
     versions: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What kernels are compiled ahead for: a graph of a file with these options, in each of these modes.
+
+    optional   the model runs without it too: a target that has not all of it leaves it out and says so
+    """
+
+    graph: Graph
+    file: ModelFile
+    options: Options
+    modes: Sequence[Mode]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What kernels are compiled for: an architecture, and the device of that name where one was named."""
+
+    arch: str
+    device: DeviceSpec | None = None
+
+
+class BuiltKernel(NamedTuple):
+    """A kernel that was compiled ahead.
+
+    goal     name of the device, else the architecture
+    nbytes   of its machine code
+    facts    what the compiler states of it and what follows from that, by name
+    """
+
+    name: str
+    goal: str
+    arch: str
+    nbytes: int
+    facts: Mapping[str, int | None]
+
+
+class BuiltKernels(NamedTuple):
+    """What a KernelBuilder made: sets for a pack, and a line for each kernel and goal.
+
+    compiled   how many kernels were not kept from earlier
+    left_out   why an optional workload was
+    """
+
+    sets: Sequence[KernelSet]
+    kernels: Sequence[BuiltKernel]
+    compiled: int
+    left_out: Sequence[str] = ()
+
+
+class KernelBuilder(Protocol):
+    """Compiles kernels for machines other than this one.
+
+    architectures   that it compiles for
+    """
+
+    architectures: Sequence[str]
+
+    def refusal(self) -> str | None:
+        """Why nothing can be compiled here; None: it can."""
+        ...
+
+    def arch_for(self, isa: str) -> str | None:
+        """Which of `architectures` a device of this instruction set takes; None: it is none of this target's."""
+        ...
+
+    def outdated(self, made: KernelSet) -> str | None:
+        """Why kernels are of no use to this edgeq, as the end of a message; None: they are."""
+        ...
+
+    def build(
+        self, workloads: Sequence[Workload], goals: Sequence[Goal], on_progress: OnProgress = no_progress
+    ) -> BuiltKernels:
+        """UnsupportedError: a graph has something that the target does not, or a kernel does not compile."""
+        ...
+
+
 class Absence(str):
     """A refusal because this machine has nothing of the kind: told only to who asked for that target."""
 
@@ -329,9 +408,6 @@ class Target(Protocol):
         """The kernels beside and inside a file, which it may have for this target."""
         ...
 
-    def trust_packs(self, file: ModelFile) -> Sequence[KernelPack]:
-        """Trust them from now on.
-
-        InputError: the target takes some, and there are none, or one is damaged, or that cannot be remembered.
-        """
+    def builder(self) -> KernelBuilder | None:
+        """What compiles its kernels ahead, for machines other than this one; None: it has none to compile."""
         ...

@@ -227,11 +227,6 @@ def test_no_command_imports_the_laboratory() -> None:
 
 
 INTERNALS = ("edgeq.targets.cpu.", "edgeq.targets.cuda.", "edgeq.targets.reference.")
-COMPILES_AHEAD = {
-    "tools/commands/warm.py": "compiles kernels of the cpu target into an archive",
-    "tools/commands/build.py": "compiles kernels of the cuda target into packs",
-}
-"""Commands that are about one target, and what they do with it."""
 
 
 def test_tools_ask_targets_by_the_contract() -> None:
@@ -241,8 +236,7 @@ def test_tools_ask_targets_by_the_contract() -> None:
     for path in tools:
         if found := [name for _, name in imports(path) if f"{name}.".startswith(INTERNALS)]:
             inside[path.relative_to(ROOT).as_posix()] = found
-    assert {name: found for name, found in inside.items() if name not in COMPILES_AHEAD} == {}
-    assert set(COMPILES_AHEAD) <= set(inside), "a command that no longer needs its exception"
+    assert inside == {}
 
 
 def project() -> dict[str, object]:

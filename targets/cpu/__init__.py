@@ -10,7 +10,7 @@ from edgeq.format.container import ModelFile
 from edgeq.targets.graph import Graph
 from edgeq.targets.hardware import Gpu, Hardware
 from edgeq.targets.host import host_room
-from edgeq.targets.target import KernelPack, MemoryNeed, OnProgress, Options, Program, no_progress
+from edgeq.targets.target import KernelBuilder, KernelPack, MemoryNeed, OnProgress, Options, Program, no_progress
 
 
 class CpuTarget:
@@ -41,7 +41,11 @@ class CpuTarget:
         return CpuHardware()
 
     def packs(self, file: ModelFile) -> Sequence[KernelPack]:
-        return ()
+        from edgeq.targets.cpu.jit.packed import facts
 
-    def trust_packs(self, file: ModelFile) -> Sequence[KernelPack]:
-        return ()
+        return facts(file)
+
+    def builder(self) -> KernelBuilder:
+        from edgeq.targets.cpu.ahead import CpuBuilder
+
+        return CpuBuilder()

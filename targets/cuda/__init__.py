@@ -16,7 +16,7 @@ from edgeq.errors import UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.targets.graph import Graph
 from edgeq.targets.hardware import Gpu, Hardware
-from edgeq.targets.target import KernelPack, MemoryNeed, OnProgress, Options, no_progress
+from edgeq.targets.target import KernelBuilder, KernelPack, MemoryNeed, OnProgress, Options, no_progress
 
 if TYPE_CHECKING:
     from edgeq.targets.cuda.device.device import Device
@@ -93,10 +93,10 @@ class CudaTarget:
 
         return [found.facts for found in packs(file)]
 
-    def trust_packs(self, file: ModelFile) -> Sequence[KernelPack]:
-        from edgeq.targets.cuda.supply.supply import accept
+    def builder(self) -> KernelBuilder:
+        from edgeq.targets.cuda.supply.ahead import CudaBuilder
 
-        return [found.facts for found in accept(file.path)]
+        return CudaBuilder()
 
     def _keeps_masters(self, device: Device, graph: Graph, file: ModelFile, options: Options) -> bool:
         """Whether all masters fit beside the context and the requantized weights of a session."""

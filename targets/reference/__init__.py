@@ -40,5 +40,5 @@ class ReferenceTarget:
     def packs(self, file: ModelFile) -> Sequence[KernelPack]:
         return ()
 
-    def trust_packs(self, file: ModelFile) -> Sequence[KernelPack]:
-        return ()
+    def builder(self) -> None:
+        return None

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from edgeq.format import kernel_pack
+from edgeq.format.kernel_pack import beside
 from edgeq.runtime import Model
 from edgeq.system.devices import DEVICES
-from edgeq.system.trust import digest_of
-from edgeq.tools.commands.warm import warm
+from edgeq.tools.commands.build import build
 from tests.arm.tiles import write_objects
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +61,11 @@ def test_kernels_and_generation_on(board: str, model_file: Path, tmp_path: Path)
 
 
 def test_kernels_compiled_here_run_there(model_file: Path, tmp_path: Path) -> None:
-    """Made on the machine of the tests, installed and run on the emulated one, which compiles nothing."""
-    root, kernels = BUILT / "root", tmp_path / "kernels.zip"
-    settings = {"mode": "a8", "kv": "file", "isa": None, "target": None, "requantization": None}
-    warm(model=model_file, device="raspberry-pi-5", out=kernels, source=None, trust=None, **settings)
+    """Made on the machine of the tests, trusted and run on the emulated one, which compiles nothing."""
+    root = BUILT / "root"
+    none: dict[str, Any] = {"out": None, "embedded": False, "target": None, "isa": None, "as_json": True}
+    build(model=model_file, goals=["raspberry-pi-5"], mode="a8", caches=["file"], **none)
+    made = {f"{name}.o" for each in kernel_pack.decode(beside(model_file).read_bytes(), "pack") for name in each.kernels}
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     def there(*arguments: str | Path) -> str:
@@ -72,9 +74,7 @@ def test_kernels_compiled_here_run_there(model_file: Path, tmp_path: Path) -> No
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    there("warm", "--from", kernels, "--trust", digest_of(kernels.read_bytes()))
-    made = {path.name for path in (tmp_path / "cache").rglob("*.o")}
-    written = json.loads(there("run", model_file, "-p", PROMPT, "-n", "8", "--mode", "a8", "--json"))
+    written = json.loads(there("run", model_file, "-p", PROMPT, "-n", "8", "--mode", "a8", "--json", "--trust-kernels"))
     assert made and {path.name for path in (tmp_path / "cache").rglob("*.o")} == made
     generation = Model.load(model_file, context=256, threads=1, mode="a8").generate(PROMPT, max_tokens=8)
     assert written["text"] == generation.text()

@@ -96,7 +96,7 @@ def test_a_file_that_is_something_else(edgeq: Run, tiny_llama: Path) -> None:
         refused(edgeq(command[0], tiny_llama / "config.json", *command[1:]), "not an .edgeq file; make one with: edgeq convert")
 
 
-@pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["inspect"], ["bench"], ["warm"]], ids=lambda x: x[0])
+@pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["inspect"], ["bench"], ["build"]], ids=lambda x: x[0])
 def test_a_model_in_another_form_is_answered_with_the_command_that_converts_it(
     edgeq: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:

@@ -41,11 +41,11 @@ def test_convert_without_quantizing(edgeq: Run, tiny_llama: Path, tmp_path: Path
     assert {g["codec"] for g in objects(edgeq("inspect", out, "--json"))["layers"]} == {"f16"}
 
 
-def test_warm_compiles_for_both_modes(edgeq: Run, demo: Path) -> None:
-    result = edgeq("warm", demo, *REFERENCE)
+def test_build_compiles_here_for_every_mode(edgeq: Run, demo: Path) -> None:
+    result = edgeq("build", demo, *REFERENCE)
     assert result.exit_code == 0 and result.stdout == ""
     assert "mode a16: ready after" in result.stderr and "mode a8: ready after" in result.stderr
-    assert "mode a16" not in edgeq("warm", demo, "--mode", "a8", *REFERENCE).stderr
+    assert "mode a16" not in edgeq("build", demo, "--mode", "a8", *REFERENCE).stderr
 
 
 def test_devices_say_what_will_be_used(edgeq: Run) -> None:

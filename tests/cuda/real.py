@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from edgeq.errors import DeviceError, InputError
+from edgeq.format import kernel_pack
 from edgeq.targets.cuda.device import discover
 from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Recording
 from edgeq.targets.cuda.device.driver import DriverDevice
@@ -96,7 +97,7 @@ def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:
     gpus = discover.find()
     if gpus.first is None:
         raise InputError(f"no GPU to test on: {gpus.refused}")
-    data = pack_file.read(path)
+    data = kernel_pack.read(path)
     if data is None:
         raise InputError(f"{path} is not there; make it with: make kernels")
     RealDevice.pack = pack = pack_file.decode(data, str(path))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from edgeq.errors import InputError
+from edgeq.format import kernel_pack
 from edgeq.format.container import ModelFile
 from edgeq.runtime import Model, Sampling
 from edgeq.system import machine
@@ -56,7 +57,15 @@ def model(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def built(model: Path, capsys: pytest.CaptureFixture[str], *goals: str, **options: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"mode": "a16", "caches": ("f16",), "out": None, "embedded": False, **options}
+    settings: dict[str, Any] = {
+        "mode": "a16",
+        "caches": ("f16",),
+        "out": None,
+        "embedded": False,
+        "target": None,
+        "isa": None,
+        **options,
+    }
     build(model=model, goals=goals or ("sm_87",), as_json=True, **settings)
     return dict(json.loads(capsys.readouterr().out))
 
@@ -64,7 +73,7 @@ def built(model: Path, capsys: pytest.CaptureFixture[str], *goals: str, **option
 @pytest.mark.exhaustive
 def test_a_second_build_has_the_same_bytes_and_compiles_nothing(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = built(model, capsys, "sm_87")
-    data = pack_file.beside(model).read_bytes()
+    data = kernel_pack.beside(model).read_bytes()
     second = built(model, capsys, "SM_87", out=model.with_name("other.kernels"))
     assert second["compiled"] == 0 and model.with_name("other.kernels").read_bytes() == data
     assert first["packs"][0]["digest"] == second["packs"][0]["digest"] and trusted(first["packs"][0]["digest"])
@@ -78,12 +87,12 @@ def test_a_second_build_has_the_same_bytes_and_compiles_nothing(model: Path, cap
 def test_a_build_adds_to_a_pack_that_is_trusted(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     built(model, capsys, "sm_87")
     built(model, capsys, "jetson-agx-orin-64gb", "sm_80")
-    assert pack_file.decode(pack_file.beside(model).read_bytes(), "pack").archs == ["compute_80", "sm_80", "sm_87"]
+    assert pack_file.decode(kernel_pack.beside(model).read_bytes(), "pack").archs == ["compute_80", "sm_80", "sm_87"]
     # One that came from elsewhere would become this machine's own.
     shutil.rmtree(tmp_path / "trusted")
     with pytest.raises(InputError, match="machine code that was made elsewhere.* or give another name with -o"):
         built(model, capsys, "sm_80")
-    pack_file.beside(model).write_bytes(b"a letter")
+    kernel_pack.beside(model).write_bytes(b"a letter")
     with pytest.raises(InputError, match="exists and is no pack of kernels"):
         built(model, capsys, "sm_80")
 
@@ -108,7 +117,7 @@ def test_kernels_inside_the_model_file(model: Path, capsys: pytest.CaptureFixtur
     found = built(model, capsys, "sm_87", embedded=True)
     file = ModelFile.open(model)
     assert set(file.metadata.kernels) == {"compute_80", "sm_87"} and len(found["packs"]) == 2 and list(file.verify())
-    assert file.metadata.linears == before.metadata.linears and not pack_file.beside(model).exists()
+    assert file.metadata.linears == before.metadata.linears and not kernel_pack.beside(model).exists()
     assert all(pack.refused is None for pack in supply.packs(file))
     # Embedded again, it is the same file.
     built(model, capsys, "sm_87", embedded=True)
@@ -116,8 +125,8 @@ def test_kernels_inside_the_model_file(model: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_gpu_that_is_not_known_is_refused_with_those_that_are(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("sm_75", "raspberry-pi-5", "rtx-1080", "sm_8o"):
-        with pytest.raises(InputError, match="supported: sm_80, sm_86, sm_87, sm_89, sm_90 and later, compute_80, jetson"):
+    for name in ("sm_75", "raspberry-pi-6", "rtx-1080", "sm_8o"):
+        with pytest.raises(InputError, match="supported: sm_80, sm_86, sm_87, sm_89, sm_90, compute_80, neon, .*, jetson"):
             built(model, capsys, name)
 
 
@@ -130,9 +139,9 @@ def test_a_cache_that_cannot_be_written_costs_time_and_no_pack(
     monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path / "file")
     monkeypatch.setattr("edgeq.system.trust._folder", lambda: tmp_path / "file" / "trusted")
     variants = [kernels.Variant("select"), kernels.Variant("scale")]
-    monkeypatch.setattr("edgeq.tools.commands.build.needed", lambda *_: variants)
+    monkeypatch.setattr("edgeq.targets.cuda.supply.ahead.needed", lambda *_: (variants, []))
     found = built(model, capsys, "sm_87")
-    assert found["compiled"] == 2 and pack_file.decode(pack_file.beside(model).read_bytes(), "pack").archs
+    assert found["compiled"] == 2 and pack_file.decode(kernel_pack.beside(model).read_bytes(), "pack").archs
     assert not any(pack.refused is None for pack in supply.packs(ModelFile.open(model)))
 
 
@@ -148,7 +157,7 @@ def test_a_model_runs_from_its_pack_on_a_machine_with_a_gpu_and_no_compilers(
     if reason := imitated.refusal():
         pytest.skip(reason)
     built(model, capsys, "sm_87", "sm_90")
-    pack = pack_file.decode(pack_file.beside(model).read_bytes(), "pack")
+    pack = pack_file.decode(kernel_pack.beside(model).read_bytes(), "pack")
     here: dict[str, Any] = {"cache": tmp_path / "cache", "kernels": imitated.kernels(pack.kernels, tmp_path / "kernels")}
     refused = bare("run", model, *PROMPT, "--target", "cuda", **here)
     assert refused.returncode == 1 and "pass --trust-kernels" in refused.stderr and "edgeq build" in refused.stderr

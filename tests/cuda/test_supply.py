@@ -16,7 +16,8 @@ from edgeq.targets.cuda.supply import build, nvrtc
 from edgeq.targets.cuda.supply.nvrtc import Compiled
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.supply import Supply, preferred
-from edgeq.tools.commands.build import goal
+from edgeq.targets.target import Goal
+from edgeq.tools.commands.build import goal_of
 from tests.edgeq.sample_file import write_body
 
 pytestmark = pytest.mark.cuda
@@ -45,6 +46,13 @@ def wanted_for(message: str) -> str:
     (command,) = re.findall(r"edgeq build .*", message)
     words = shlex.split(command)
     return words[words.index("--for") + 1]
+
+
+def goal(name: str) -> Goal:
+    """What `edgeq build --for` makes of a name of a GPU."""
+    target, found = goal_of(name)
+    assert target == "cuda"
+    return found
 
 
 @pytest.mark.usefixtures("bare")

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.format import container
+from edgeq.format import container, kernel_pack
 from edgeq.runtime.batching import page_file
 from edgeq.runtime.session import session_file
-from edgeq.targets.cuda.supply import pack_file
 from edgeq.tools.quality import kept_predictions
 from edgeq.tools.quality.kept_predictions import ENDING, kept_or_made, read
 from edgeq.tools.quality.predictions import SAMPLED, TOP, Collector, Divergence, Predictions
@@ -183,7 +182,7 @@ def test_entries_outside_the_vocabulary_and_infinities_are_no_predictions(folder
 
 
 def test_no_other_kind_of_file_begins_as_kept_predictions_do() -> None:
-    magics = [module.MAGIC for module in (container, page_file, session_file, pack_file, kept_predictions)]
+    magics = [module.MAGIC for module in (container, page_file, session_file, kernel_pack, kept_predictions)]
     assert len(set(magics)) == len(magics) and {len(magic) for magic in magics} == {8}
 
 

@@ -26,7 +26,6 @@ from edgeq.tools.cli.options import (
     MODEL,
     TARGET_OPTIONS,
     THREADS,
-    WARM_OPTIONS,
     chat_options,
     execution,
     prompt,
@@ -357,23 +356,9 @@ def compare(**options: Any) -> None:
 
 @main.command(
     short_help="Compile the kernels of a model ahead of its first run.",
-    epilog="edgeq warm model.edgeq --for raspberry-pi-5 -o kernels.zip",
-)
-@WARM_OPTIONS
-def warm(**options: Any) -> None:
-    """Compile the kernels that a model needs, so that its first run starts at once.  Without --mode: for every mode.
-
-    --for does so for a slower device, where --from installs them; what you did not make, only if its maker told you its digest.
-    """
-    from edgeq.tools.commands.warm import warm as command
-
-    command(**options)
-
-
-@main.command(
-    short_help="Compile the kernels of a model for GPUs.",
     epilog="""
-    edgeq build llama.edgeq --for jetson-agx-orin-64gb
+    edgeq build llama.edgeq
+    edgeq build llama.edgeq --for raspberry-pi-5,jetson-agx-orin-64gb
     edgeq build llama.edgeq --for sm_87,rtx-4090 --kv file,int8 -o llama.edgeq.kernels
     """,
 )
@@ -381,9 +366,10 @@ def warm(**options: Any) -> None:
 @BUILD_OPTIONS
 @JSON
 def build(**options: Any) -> None:
-    """Compile the kernels that FILE needs on NVIDIA GPUs and write them beside it; no GPU is needed for that.
+    """Compile the kernels that FILE needs, so that its first run starts at once: here, or with --for on other machines.
 
-    It needs pip install edgeq[build]; the machine with the GPU only edgeq[cuda12] or edgeq[cuda13].
+    --for writes them into a pack beside FILE: copy both.  Where FILE runs, --trust-kernels accepts the pack.  For GPUs it needs
+    pip install edgeq[build], and no GPU; the machine with the GPU only edgeq[cuda12] or edgeq[cuda13].
     """
     from edgeq.tools.commands.build import build as command
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from edgeq.system.devices import DEVICES
 from edgeq.tools.cli.help_sections import decorated, section
 from edgeq.tools.cli.params import Count, EdgeqFile, Gamma, OneOf, PixelSize, Seed, Several, Threads
 
@@ -58,12 +57,11 @@ def trusting(command: F) -> F:
     def apply(*arguments: Any, trust_kernels: bool, **options: Any) -> Any:
         if trust_kernels:
             from edgeq.format.container import ModelFile
-            from edgeq.targets import TARGETS, load
+            from edgeq.targets.kernel_packs import accept
             from edgeq.tools.cli.terminal import note
 
             for path in options["models"] if "models" in options else (options["model"],):
-                file = ModelFile.open(path) if path else None
-                for pack in [each for name in TARGETS if file for each in load(name).trust_packs(file)]:
+                for pack in accept(ModelFile.open(path)) if path else ():
                     note(f"{pack.name}: trusted from now on, digest {pack.digest}")
         return command(*arguments, **options)
 
@@ -84,7 +82,7 @@ THREADS = execution(
 TRUST_KERNELS = execution(
     "--trust-kernels",
     is_flag=True,
-    help="Trust the pack of GPU kernels beside or inside FILE from now on: machine code, which can do what you can do.",
+    help="Trust the pack of kernels beside or inside FILE from now on: machine code, which can do what you can do.",
 )
 EXECUTION_OPTIONS = decorated(
     execution(
@@ -270,17 +268,17 @@ BENCH_TESTS = decorated(
         help="How often each test is run; the table has the median.",
     ),
 )
-gpus = section("Kernels for GPUs")
+kernels = section("Kernels compiled ahead")
 BUILD_OPTIONS = decorated(
-    gpus(
+    kernels(
         "--for",
         "goals",
         type=Several(click.STRING),
-        metavar="GPU,GPU",
-        help="Architectures, such as sm_87, or names of edgeq devices, such as jetson-agx-orin-64gb.  [default: the GPU here]",
+        metavar="NAME,NAME",
+        help="Names of edgeq devices, such as raspberry-pi-5, or architectures, such as sm_87.  [default: this machine]",
     ),
-    gpus("--mode", type=OneOf(*MODES), help="Only what this precision of activations needs.  [default: every mode]"),
-    gpus(
+    kernels("--mode", type=OneOf(*MODES), help="Only what this precision of activations needs.  [default: every mode]"),
+    kernels(
         "--kv",
         "caches",
         type=Several(OneOf(*CACHES)),
@@ -289,30 +287,16 @@ BUILD_OPTIONS = decorated(
         show_default=True,
         help="Types of the cached keys and values: file, f16, int8, int4.",
     ),
-    gpus(
+    kernels(
         "-o",
         "--out",
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="The pack to write, or to add to; with --embed the model.  [default: FILE.kernels; with --embed FILE itself]",
     ),
-    gpus("--embed", "embedded", is_flag=True, help="Put the kernels into the model file."),
-)
-elsewhere = section("Kernels for another machine")
-WARM_OPTIONS = decorated(
-    click.argument("model", metavar="[FILE]", required=False, type=EdgeqFile()),
-    elsewhere(
-        "--for",
-        "device",
-        metavar="DEVICE",
-        type=OneOf(*(name for name, device in DEVICES.items() if device.supported)),
-        help="Compile for this device, not to be run here; edgeq devices lists the names.",
-    ),
-    elsewhere("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write what --for compiles here."),
-    elsewhere("--from", "source", type=click.Path(path_type=Path), metavar="FILE", help="Install what --for wrote."),
-    elsewhere("--trust", metavar="DIGEST", help="Install it without a question if this is its digest."),
-    THREADS,
-    TARGET_OPTIONS,
+    kernels("--embed", "embedded", is_flag=True, help="Put the kernels into the model file."),
+    kernels("--target", type=OneOf(*TARGETS), help="Without --for: the target.  [default: the one that runs here]"),
+    kernels("--isa", metavar="NAME", help="Without --for: the instruction set.  [default: the fastest here]"),
 )
 GENERATION_OPTIONS = decorated(
     text("-n", "--tokens", type=int, metavar="N", default=256, show_default=True, help="Generate at most N tokens."),

@@ -83,13 +83,20 @@ _OF_ISA = {
 }
 
 
+ISAS = tuple(_OF_ISA)
+"""Instruction sets of devices that kernels are compiled for."""
+
+
 def of_device(device: DeviceSpec) -> Processor:
     """The processor of a device.  InputError: none that kernels are compiled for."""
     if device.isa not in _OF_ISA:
-        raise InputError(
-            f"device {device.name} computes on a GPU ({device.isa}); kernels are compiled for {', '.join(_OF_ISA)}"
-        )
-    arch, triple, features, name = _OF_ISA[device.isa]
+        raise InputError(f"device {device.name} computes on a GPU ({device.isa}); kernels are compiled for {', '.join(ISAS)}")
+    return of_isa(device.isa)
+
+
+def of_isa(isa: str) -> Processor:
+    """The processor that devices of one of ISAS have at least."""
+    arch, triple, features, name = _OF_ISA[isa]
     flags = settings(features, name)[1] if arch == "aarch64" else "+avx512vnni" if "avx512_vnni" in features else ""
     return Processor(arch, features, triple, name, flags)
 

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from edgeq.errors import EdgeqError, FormatError, UnsupportedError
+from edgeq.format import kernel_pack
 from edgeq.system.machine import cache_folder
 from edgeq.system.whole_file import write_whole
 from edgeq.targets.cuda.supply import nvrtc, pack_file
@@ -129,7 +130,7 @@ def kept_image(variant: Variant, arch: str) -> Packed | None:
     """A kernel that was compiled on this machine earlier; None: it was not, or what is kept of it is damaged."""
     path = _image_path(variant, arch)
     try:
-        data = pack_file.read(path)
+        data = kernel_pack.read(path)
         kernel = pack_file.decode(data, path.name).kernels.get(variant) if data else None
     except EdgeqError:
         return None

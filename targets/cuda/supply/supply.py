@@ -1,7 +1,6 @@
 """Where the kernels of a program come from: this machine's cache, a trusted pack, the compilers that are installed.
 
-A cubin is code and can do what the user can do.  A pack beside or inside a model file is used if this machine made it, or if
-its user accepted its digest (edgeq/system/trust.py); never because a file brings it.
+Packs are those of targets/kernel_packs.py; which of their kernels fit this edgeq and a GPU is decided here.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from edgeq.errors import EdgeqError, InputError, UnsupportedError, printable
+from edgeq.errors import FormatError, UnsupportedError
 from edgeq.format.container import ModelFile
-from edgeq.system import machine, trust
+from edgeq.format.kernel_pack import KernelSet
+from edgeq.targets import kernel_packs
 from edgeq.targets.cuda.supply import build, nvrtc, pack_file
 from edgeq.targets.cuda.supply.nvrtc import COMPILED_FOR, VIRTUAL, Compiled, arch_for
 from edgeq.targets.cuda.supply.pack import Generated, Variant
@@ -55,70 +54,34 @@ class Found:
 
 
 def packs(file: ModelFile) -> Iterator[Found]:
-    """The packs of a model file, the one beside it first.  What cannot be read is told in `refused`."""
-    beside = pack_file.beside(file.path)
+    """The packs of a model file that have kernels for GPUs, or cannot be read; why nothing is used is told in `refused`."""
+    for pack in kernel_packs.packs(file):
+        sets = [each for each in pack.sets if each.target == pack_file.TARGET]
+        if pack.damaged is not None:
+            yield Found(pack.name, pack.digest, None, pack.damaged)
+        elif sets:
+            yield _found(pack.name, pack.digest, sets, pack.distrusted)
+
+
+def _found(name: str, digest: str, sets: Sequence[KernelSet], distrusted: str | None) -> Found:
+    # A set of another version beside those of this one is left alone.
+    reasons = [outdated(each) for each in sets]
+    fitting = [each for each, reason in zip(sets, reasons, strict=True) if reason is None]
     try:
-        data = pack_file.read(beside)
-    except EdgeqError as error:
-        yield Found(str(beside), "", None, str(error))
-    else:
-        if data is not None:
-            yield examined(str(beside), data)
-    for arch, segment in file.metadata.kernels.items():
-        yield examined(f"{file.path} ({arch})", file.segment(segment).data)
+        pack = pack_file.pack_of(fitting or sets)
+    except FormatError as error:
+        return Found(name, digest, None, f"{name}: {error}")
+    return Found(name, digest, pack, distrusted if fitting else f"{name}: {reasons[0]}")
 
 
-def examined(name: str, stored: bytes | memoryview) -> Found:
-    """A pack in a copy of its own: a file that is mapped can change after its digest was taken."""
-    # An architecture is a stranger's word, and a refusal goes to the terminal without an error.
-    name = printable(name)
-    if len(stored) > pack_file.MAX_BYTES:
-        return Found(name, "", None, pack_file.too_large(name, len(stored)))
-    data = bytes(stored)
-    digest = trust.digest_of(data)
-    try:
-        pack = pack_file.decode(data, name)
-    except EdgeqError as error:
-        return Found(name, digest, None, str(error))
-    return Found(name, digest, pack, _refusal(name, digest, pack))
-
-
-def _refusal(name: str, digest: str, pack: Pack) -> str | None:
-    if pack.sources != build.source_digest():
-        return f"{name}: its kernels are those of another version of edgeq; build it again with this one"
+def outdated(made: KernelSet) -> str | None:
+    """Why kernels are not those of this edgeq, as the end of a message; None: they are."""
+    if made.sources != build.source_digest():
+        return "its kernels are those of another version of edgeq; build it again with this one"
     wanted = build.GENERATOR | build.COMPILER
-    if other := [f"{program} {version}" for program, version in sorted(set(pack.versions.items()) - set(wanted.items()))]:
-        return f"{name}: made by {', '.join(other)}, this edgeq takes those of `pip install edgeq[build]`; build it again"
-    if not trust.trusted(digest):
-        return f"{name}: machine code that was made elsewhere; if its maker told you its digest {digest}, pass --trust-kernels"
+    if other := [f"{program} {version}" for program, version in sorted(set(made.versions.items()) - set(wanted.items()))]:
+        return f"made by {', '.join(other)}, this edgeq takes those of `pip install edgeq[build]`; build it again"
     return None
-
-
-def accept(path: Path) -> list[Found]:
-    """Trust the packs of a model file from now on.  InputError: there is none, one is damaged, or it cannot be remembered."""
-    found = list(packs(ModelFile.open(path)))
-    if not found:
-        raise InputError(
-            f"{path}: no pack of kernels beside or inside it; make one with: edgeq build {shlex.quote(str(path))} --for DEVICE"
-        )
-    for each in found:
-        if each.pack is None:
-            raise InputError(each.refused or each.name)
-        if not trust.trusted(each.digest):
-            remember(each.digest)
-    return found
-
-
-def remember(digest: str) -> None:
-    """InputError: the cache folder cannot be written."""
-    try:
-        trust.trust(digest)
-    except OSError as error:
-        folder = machine.cache_folder()
-        raise InputError(
-            f"{folder}: cannot remember there that kernels are trusted: {error.strerror}; set XDG_CACHE_HOME to a folder that "
-            "you can write"
-        ) from None
 
 
 def preferred(archs: Sequence[str], sm: int, driver: int = PTX_DRIVER) -> list[str]:
