@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import time
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_tokenizer_is_one_error(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    started = time.process_time()
+def test_a_hostile_tokenizer_is_one_error(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed, confine = list[int](), foreign_tokenizer.confined
+
+    def confined(work: Callable[[], str], limits: ConfinementLimits) -> str:
+        allowed.append(limits.seconds)
+        return confine(work, limits)
+
+    monkeypatch.setattr(foreign_tokenizer, "confined", confined)
     with pytest.raises(FormatError, match="^the file's tokenizer (does not work: .*|makes .*); convert the checkpoint again$"):
         encoded(HOSTILE[name])
-    assert time.process_time() - started < 8
+    # The system ends a child that has had its processor time: it is judged, and if it passed, it encodes.
+    assert 1 <= len(allowed) <= 2 and max(allowed) <= 6
     assert capfd.readouterr() == ("", ""), "a panic prints nothing but the error"
 
 
@@ -140,17 +150,30 @@ def test_the_tokens_of_a_text_have_their_limit(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("pattern", sorted(LINEAR_PATTERNS))
-def test_published_patterns_run_here_and_in_proportion_to_the_text(pattern: str) -> None:
+def test_published_patterns_run_here_and_repeat_nothing_that_repeats(pattern: str) -> None:
+    """What repeats a repetition can be searched in more ways than a text has characters; a search of all would not end here."""
     found = load(changed(pre_tokenizer=split(pattern)))
-    assert found.is_linear
+    assert found.is_linear and not repeats_a_repetition(pattern)
+    texts = [unit * (64000 // len(unit)) for unit in (" ", "a", "A", "0", "\n", ".", "'s", " \n", "é日", "aA", "/ \r")]
+    assert len(found.encode_each(texts, add_special_tokens=False)) == len(texts)
 
-    def seconds(count: int) -> float:
-        texts = [unit * (count // len(unit)) for unit in (" ", "a", "A", "0", "\n", ".", "'s", " \n", "é日", "aA", "/ \r")]
-        started = time.process_time()
-        found.encode_each(texts, add_special_tokens=False)
-        return time.process_time() - started
 
-    assert seconds(64000) < 16 * max(seconds(16000), 0.01)
+def repeats_a_repetition(pattern: str) -> bool:
+    """Whether a group of a regular expression is repeated without a bound and has such a repetition in it."""
+    plain = re.sub(r"\[(?:\\.|[^\]])*\]", "x", re.sub(r"\\p\{\w+\}", "x", pattern))
+    plain = re.sub(r"\\.", "x", plain)
+    while (inner := re.search(r"\(([^()]*)\)([*+]|\{\d+,\})?", plain)) is not None:
+        repeated = re.search(r"[*+]|\{\d+,\}", inner[1]) is not None
+        if repeated and inner[2]:
+            return True
+        plain = plain[: inner.start()] + ("x+" if repeated else "x") + (inner[2] or "") + plain[inner.end() :]
+    return False
+
+
+def test_a_repeated_repetition_is_seen() -> None:
+    for pattern in ("(x+x+)+y", "(a*)*b", r"(?:[a\]b]{2,}|c)+", "((a+)b)*"):
+        assert repeats_a_repetition(pattern)
+    assert not repeats_a_repetition(r"(?:\p{L}|[*+])+(?!\+)")
 
 
 def test_any_other_pattern_runs_in_a_child_with_the_same_result() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edgeq.errors import InputError, UnsupportedError
+from edgeq.system.confinement import ConfinementLimits
 from edgeq.text import chat_template
 from edgeq.text.chat_template import MAX_SOURCE, MAX_TRANSLATED, MAX_VALUE, TEMPLATE_LIMITS, ChatTemplate
 from edgeq.text.tokenizer import Tokenizer
@@ -197,11 +197,23 @@ def test_in_the_assistants_words_only_special_tokens_are_text(text: Tokenizer) -
         "{{ messages.append(1) }}",
     ),
 )
-def test_a_hostile_template_is_stopped(hostile: str, text: Tokenizer) -> None:
-    started = time.process_time()
+def test_a_hostile_template_is_stopped(hostile: str, text: Tokenizer, children: list[ConfinementLimits]) -> None:
     with pytest.raises(UnsupportedError, match="--chat-template"):
         ChatTemplate(hostile, text).encode(CHAT)
-    assert time.process_time() - started < 20
+    assert len(children) <= 2 and set(children) <= {TEMPLATE_LIMITS}
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[ConfinementLimits]:
+    """The limits of every child that a template is translated or rendered in: the system ends one that has had its time."""
+    found, confine = list[ConfinementLimits](), chat_template.confined
+
+    def confined(work: Callable[[], str], limits: ConfinementLimits) -> str:
+        found.append(limits)
+        return confine(work, limits)
+
+    monkeypatch.setattr(chat_template, "confined", confined)
+    return found
 
 
 def growing(step: str, start: str = "'aaaaaaaa'", times: int = 40) -> str:
@@ -241,14 +253,15 @@ LONG = ("a list in itself", "a list in itself as JSON", "macros", "lorem ipsum")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in LONG else name for name in BOMBS])
-def test_no_operator_filter_or_loop_takes_more_than_its_share(name: str, text: Tokenizer) -> None:
-    """Processor time of this process and of its children; memory of the children, of which the largest counts."""
+def test_no_operator_filter_or_loop_takes_more_than_its_share(
+    name: str, text: Tokenizer, children: list[ConfinementLimits]
+) -> None:
+    """It runs only in children with limits; memory of the children, of which the largest counts."""
     source, reason = BOMBS[name]
-    before, largest = os.times(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     with pytest.raises(UnsupportedError, match=f"goes too far: .*({reason}).*--chat-template"):
         ChatTemplate(source, text).encode(CHAT)
-    after = os.times()
-    assert sum(after[:4]) - sum(before[:4]) < 2 * TEMPLATE_LIMITS.seconds + 1
+    assert 1 <= len(children) <= 2 and set(children) == {TEMPLATE_LIMITS}
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(largest, own + (TEMPLATE_LIMITS.memory >> 10))
 
