@@ -13,7 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from edgeq.runtime.batching.job import Busy
+from starlette.requests import Request
+
+from edgeq.runtime.batching.job import Busy, Job
+from edgeq.runtime.model import Model
+from edgeq.runtime.server.interfaces.chat_request import compiled
+from edgeq.runtime.server.replies import while_connected
 
 T = TypeVar("T")
 
@@ -27,17 +32,31 @@ class _Waiting:
 class Grammars:
     """The worker, and who waits for it.  Used within one event loop.
 
-    most   that may wait
+    most      that may wait
+    seconds   that one may wait
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._pool = most, ThreadPoolExecutor(1, "edgeq-compiler")
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._seconds, self._pool = most, seconds, ThreadPoolExecutor(1, "edgeq-compiler")
         self._clients = dict[str, deque[_Waiting]]()  # in the order of their turns
         self._compiling = False
 
     @property
     def waiting(self) -> int:
         return sum(map(len, self._clients.values()))
+
+    async def compiled(self, request: Request, model: Model, job: Job) -> Job:
+        """The job of a request with its grammar compiled, if it has one.
+
+        Busy, ApiError: there is no time for it, or it cannot be used.  ClientDisconnect: the client has left.
+        """
+        if not job.request.waits:
+            return job
+        turn = self.run(job.client, lambda: compiled(model, job, model.constraints.compile))
+        try:
+            return await asyncio.wait_for(while_connected(request, turn), self._seconds)
+        except asyncio.TimeoutError:
+            raise Busy("the grammar waited for too long to be compiled") from None
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """What `work` gives, on the worker, when the client's turn has come.  Whoever stops waiting gives up the place.

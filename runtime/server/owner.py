@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from threading import Condition, Thread
 from time import perf_counter
 
@@ -63,6 +64,44 @@ class TicketUpdates:
         return found
 
 
+NumberedUpdate = tuple[int, Update] | None
+"""An update with the number of the first text of its job among those of the request; None where nothing came for 10 s."""
+
+
+class RequestUpdates:
+    """The updates of the jobs of one request, job after job.  Whoever closes them ends what has not ended."""
+
+    def __init__(self, owner: Owner, answering: Sequence[TicketUpdates]) -> None:
+        self._owner, self._answering = owner, answering
+        self._numbered = self._take()
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [each.ticket for each in self._answering]
+
+    def __aiter__(self) -> AsyncIterator[NumberedUpdate]:
+        return self._numbered
+
+    async def aclose(self) -> None:
+        await self._numbered.aclose()
+        # Those that nobody began to read too.
+        for each in self._answering:
+            self._owner.cancel(each)
+
+    async def _take(self) -> AsyncGenerator[NumberedUpdate, None]:
+        first = 0
+        for each in self._answering:
+            async with aclosing(self._owner.updates(each)) as updates:
+                async for update in updates:
+                    if update and update.error:
+                        if update.pieces:
+                            # Those of earlier steps, which come together with it.
+                            yield first, update
+                        raise update.error
+                    yield (first, update) if update else None
+            first += each.ticket.job.n
+
+
 class Owner:
     """Runs the scheduler while there is work, and sleeps otherwise.
 
@@ -82,8 +121,19 @@ class Owner:
         self._thread = Thread(target=self._run, name="edgeq-owner", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> TicketUpdates:
-        """Busy: the queue is full.  InputError: the prompt is too long."""
+    def submit(self, jobs: Sequence[Job]) -> RequestUpdates:
+        """All jobs of a request, or none.  Busy: the queue is full.  InputError: a prompt is too long."""
+        found = list[TicketUpdates]()
+        try:
+            for job in jobs:
+                found.append(self._submit(job))
+        except Exception:
+            for each in found:
+                self.cancel(each)
+            raise
+        return RequestUpdates(self, found)
+
+    def _submit(self, job: Job) -> TicketUpdates:
         if self.draining or self.failed:
             raise ApiError(503, "server_draining", "the server is ending", headers={"retry-after": "5", "connection": "close"})
         held = sum(each.ticket.job.prompt.nbytes for each in self._answering.values()) if job.prompt.pictures else 0

@@ -1,22 +1,85 @@
-"""Responses of the application, and work that ends when the client who would get one has left."""
+"""Responses of the application: jobs are submitted, and their updates become an answer; work ends when its client has left."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
+from edgeq.runtime.batching.job import Job, Ticket, Update
 from edgeq.runtime.server.errors import ApiError
+from edgeq.runtime.server.owner import NumberedUpdate, Owner, RequestUpdates
 
 T = TypeVar("T")
 
 
-async def closed_with(events: AsyncIterator[bytes], updates: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
+STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class TakesUpdates(Protocol):
+    def take(self, first: int, update: Update) -> Any:
+        """An update of a job whose first text has the number `first`."""
+        ...
+
+
+class ServedAnswer(TakesUpdates, Protocol):
+    """The answer to a request as it comes, in the shape of an interface."""
+
+    def whole(self) -> Mapping[str, Any]:
+        """All of it, once every update was taken."""
+        ...
+
+    def events(self, updates: AsyncIterable[NumberedUpdate], shown_error: ShownError) -> AsyncIterator[bytes]:
+        """It as a stream, from its updates; the stream ends with an error if they raise one."""
+        ...
+
+
+ShownError = Callable[[Exception], ApiError]
+"""What a client is shown of an error."""
+
+
+async def respond(
+    request: Request,
+    owner: Owner,
+    jobs: Sequence[Job],
+    answer_to: Callable[[Sequence[Ticket]], ServedAnswer],
+    *,
+    stream: bool,
+    shown: ShownError,
+) -> Response:
+    """The response to a request that asks for these jobs.
+
+    Busy: the queue is full.  ClientDisconnect: the client has left, and the work with it.
+    """
+    updates = owner.submit(jobs)
+    answer = answer_to(updates.tickets)
+    if stream:
+        events = _closed_with(answer.events(updates, shown), updates)
+        return StreamingResponse(events, 200, STREAM | ignored(request))
+    await collected(request, updates, answer)
+    return json_of(answer.whole(), ignored(request))
+
+
+async def collected(request: Request, updates: RequestUpdates, answer: TakesUpdates) -> None:
+    """Give all updates to an answer.  ClientDisconnect: the client has left, and the work with it."""
+
+    async def take() -> None:
+        async for numbered in updates:
+            if numbered:
+                answer.take(*numbered)
+
+    try:
+        await while_connected(request, take())
+    finally:
+        await updates.aclose()
+
+
+async def _closed_with(events: AsyncIterator[bytes], updates: RequestUpdates) -> AsyncIterator[bytes]:
     """`events`; whoever stops reading them ends the work."""
     try:
         async for each in events:

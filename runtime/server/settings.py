@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edgeq.errors import InputError
 from edgeq.runtime.model import Model
+from edgeq.runtime.server.errors import ApiError
 from edgeq.runtime.speculative.speculator import DraftSource, Speculator
 
 MIB = 1 << 20
@@ -67,6 +68,12 @@ class Settings:
     def title(self, model: Model | None) -> str:
         """How answers call it."""
         return next(name for name, found in self.models.items() if found is model)
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError: no model has that name here."""
+        if name is not None and name not in self.models:
+            known = ", ".join(self.models)
+            raise ApiError(404, "model_not_found", f"the model {name[:100]!r} is not here; there is {known}", "model")
 
     def owner(self, key: bytes) -> str | None:
         """The name of the client with this key, compared in constant time; None: there is none."""

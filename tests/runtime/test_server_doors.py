@@ -19,7 +19,7 @@ from edgeq.runtime import Model
 pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
-from edgeq.runtime.server import app, listener  # noqa: E402
+from edgeq.runtime.server import bodies, listener  # noqa: E402
 from edgeq.runtime.server.listener import LOG_SECONDS, MAX_TURNED_AWAY, Listener  # noqa: E402
 from tests.runtime.serving import TEMPLATE, Served, serving  # noqa: E402
 
@@ -167,7 +167,7 @@ def test_a_server_without_descriptors_goes_on(model: Model, caplog: pytest.LogCa
 )
 def test_a_bad_size_of_a_chunk_ends_at_once(served: Served, monkeypatch: pytest.MonkeyPatch, chunks: bytes) -> None:
     """It used to be told after the time limit of a body: h11 waits for the end of the line."""
-    monkeypatch.setattr(app, "BODY_SECONDS", 1e6)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 1e6)
     status, headers, body = served.raw(CHUNKED + chunks)
     assert status == 400 and b"invalid_http" in body and headers["connection"] == "close"
 

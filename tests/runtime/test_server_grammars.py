@@ -157,7 +157,7 @@ def test_turns_go_around_the_clients() -> None:
     order, gate = list[str](), threading.Event()
 
     async def asking() -> None:
-        grammars = Grammars(8)
+        grammars = Grammars(8, 60)
 
         def work(name: str) -> Callable[[], str]:
             def run() -> str:
@@ -185,7 +185,7 @@ def test_a_full_queue_refuses_who_has_most() -> None:
     gate = threading.Event()
 
     async def asking() -> None:
-        grammars = Grammars(3)
+        grammars = Grammars(3, 60)
         runs = [asyncio.ensure_future(grammars.run(name, gate.wait)) for name in "aaaa"]
         await asyncio.sleep(0)
         assert grammars.waiting == 3

@@ -23,7 +23,7 @@ from edgeq.runtime import Model
 msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
-from edgeq.runtime.server import app, connection, watch  # noqa: E402
+from edgeq.runtime.server import app, bodies, connection, watch  # noqa: E402
 from edgeq.runtime.server.interfaces.answers import RequestAnswer  # noqa: E402
 from tests.runtime.serving import TEMPLATE, Served, serving  # noqa: E402
 
@@ -118,7 +118,7 @@ def test_a_client_that_left_before_its_stream_began_leaves_nothing(served: Serve
 
 def test_only_as_many_bodies_are_open_as_there_are_threads(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """JSON takes thirty times the memory of its text: a request is read to its end before the next one is begun."""
-    decoded, fields, lock, found = app.decoded, app.fields, threading.Lock(), list[int]()
+    decoded, fields, lock, found = bodies.decoded, bodies.fields, threading.Lock(), list[int]()
     opened = 0
 
     def opening(body: bytes) -> Any:
@@ -134,8 +134,8 @@ def test_only_as_many_bodies_are_open_as_there_are_threads(served: Served, monke
             opened -= 1
         return fields(*arguments)
 
-    monkeypatch.setattr(app, "decoded", opening)
-    monkeypatch.setattr(app, "fields", closing)
+    monkeypatch.setattr(bodies, "decoded", opening)
+    monkeypatch.setattr(bodies, "fields", closing)
     body = b'{"prompt": "a", "max_tokens": 1, "x": [' + b"{}," * 20_000 + b"0]}"
     threads = [threading.Thread(target=served.ask, args=("/v1/completions", body)) for _ in range(12)]
     for thread in threads:
@@ -148,13 +148,13 @@ def test_only_as_many_bodies_are_open_as_there_are_threads(served: Served, monke
 def test_bodies_together_have_a_limit_that_small_ones_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "x": "' + b"x" * 200_000 + b'"}'
     with monkeypatch.context() as patched:
-        patched.setattr(app, "MAX_BODIES", 0)
+        patched.setattr(bodies, "MAX_BODIES", 0)
         status, headers, found = served.ask("/v1/completions", body)
         assert (status, found["error"]["code"]) == (503, "server_overloaded") and headers["retry-after"]
         assert headers["connection"] == "close"
         assert served.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
     assert served.ask("/v1/completions", body)[0] == 200
-    assert served.ask("/v1/completions", b"{")[0] == 400 and served.server._body_bytes == 0
+    assert served.ask("/v1/completions", b"{")[0] == 400 and served.server.bodies.nbytes == 0
 
 
 def test_a_stream_keeps_nothing_of_what_it_has_sent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
 from edgeq.runtime.server import connection  # noqa: E402
-from edgeq.runtime.server.fields import Chat, Completion, decoded  # noqa: E402
+from edgeq.runtime.server.interfaces.fields import Chat, Completion, decoded  # noqa: E402
 from edgeq.runtime.server.interfaces.messages import Messages  # noqa: E402
 from edgeq.runtime.server.serve import cache_pages, check_address  # noqa: E402
 from edgeq.runtime.server.settings import Settings, read_keys  # noqa: E402
@@ -88,9 +88,9 @@ def test_one_that_says_nothing_or_little_is_closed(served: Served, monkeypatch: 
 
 
 def test_a_body_that_does_not_come_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgeq.runtime.server import app
+    from edgeq.runtime.server import bodies
 
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n"
     status, _, body = served.raw(head.encode() + b'{"mess')
     assert status == 408 and json.loads(body)["error"]["code"] == "body_too_slow"
@@ -283,16 +283,16 @@ def test_prompts_of_completions_have_bounds(served: Served) -> None:
 
 
 def test_other_clients_are_answered_while_a_body_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgeq.runtime.server import app
+    from edgeq.runtime.server import bodies
 
-    decoded, begun, asked = app.decoded, threading.Event(), threading.Event()
+    decoded, begun, asked = bodies.decoded, threading.Event(), threading.Event()
 
     def slow(body: bytearray) -> Any:
         begun.set()
         assert asked.wait(120), "another client was not answered meanwhile"
         return decoded(body)
 
-    monkeypatch.setattr(app, "decoded", slow)
+    monkeypatch.setattr(bodies, "decoded", slow)
     statuses = list[int]()
     reading = threading.Thread(target=lambda: statuses.append(served.ask(CHAT, {"messages": []})[0]))
     reading.start()

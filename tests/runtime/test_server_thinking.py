@@ -155,10 +155,10 @@ def test_messages_have_blocks_of_thinking(claude: Any) -> None:
 def test_a_stop_string_of_the_thinking_did_not_end_the_answer(model_path: Callable[..., Path]) -> None:
     text = Model.load(model_path("tiny-llama", bits=4, group_size=32), mode="a16", threads=1).text
     job = Job(Prompt([5]), Request(stop=["path", "return"]), Sampling())
-    reply = MessagesAnswer("tiny", job, text)
+    reply = MessagesAnswer("tiny", Ticket(job), text)
     pieces = [Piece("", token, said == "path") for said in ("path", "return") for token in text.encode_plain(said)]
-    reply.take(Update(Ticket(job), 0, pieces, reason="stop"))
-    ended = reply.whole(0)
+    reply.take(0, Update(Ticket(job), 0, pieces, reason="stop"))
+    ended = reply.whole()
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "return")
     assert ended["usage"]["output_tokens"] == len(pieces)
 
@@ -202,7 +202,7 @@ def test_log_probabilities_of_the_empty_line_are_streamed(served: Served, togeth
         return [Update(ticket, 0, pieces[a:b], known[a:b], "stop" if b == 5 else None) for a, b in spans]
 
     answer = answered(served, ticket)
-    chunks = [each["choices"][0] for each in streamed(lambda come: answer.events(come, False, told), updates())]
+    chunks = [each["choices"][0] for each in streamed(lambda come: answer.events(come, told), updates())]
     whole = [json.loads(bytes(each)) for each in answer.choices[0].logprobs]
     assert len(whole) == 2 and [each for chunk in chunks for each in (chunk["logprobs"] or {}).get("content", [])] == whole
     assert not any(chunk["logprobs"]["content"] for chunk in chunks if "reasoning_content" in chunk["delta"])
@@ -217,10 +217,10 @@ def test_an_empty_message_is_streamed_as_it_is_whole(served: Served, thoughts: s
     ticket = Ticket(job)
     pieces = [Piece("", BEGIN, True), Piece(thoughts, 9, True), Piece("", END, True)] if thoughts else []
     updates = [Update(ticket, 0, [*pieces, Piece("", STOP)], reason="stop")]
-    reply = MessagesAnswer("tiny", job, served.server.model.text)
-    events = streamed(lambda come: reply.events(come, lambda: 0, told), updates)
+    reply = MessagesAnswer("tiny", ticket, served.server.model.text)
+    events = streamed(lambda come: reply.events(come, told), updates)
     begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
-    assert begun == [block["type"] for block in reply.whole(0)["content"]] == (["thinking"] if thoughts else ["text"])
+    assert begun == [block["type"] for block in reply.whole()["content"]] == (["thinking"] if thoughts else ["text"])
     shown = ResponsesAnswer(Responses(model="tiny", input="?"), answered(served, ticket))
     events = streamed(lambda come: shown.events(come, told), updates)
     items = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
@@ -87,17 +87,20 @@ class RequestAnswer:
         model: str,
         fingerprint: str,
         text: Tokenizer,
-        tickets: list[Ticket],
+        tickets: Sequence[Ticket],
         *,
         stops: frozenset[int],
         keeps: bool,
+        usage: bool = False,
     ) -> None:
         """stops   tokens that end a text and are not shown among its log-probabilities
         keeps   what comes, for `whole`; log-probabilities take some KB for each token
+        usage   comes last in a stream
         """
         self._shape, self._text, self._stops, self._keeps = shape, text, stops, keeps
         self.model = model
         self.tickets = tickets
+        self._streams_usage = usage
         self.choices = [Choice(ticket.job.reader(text, i)) for ticket in tickets for i in range(ticket.job.n)]
         self._head = {
             "id": identifier("chatcmpl-" if shape == "chat" else "cmpl-"),
@@ -181,13 +184,13 @@ class RequestAnswer:
             "preempted": sum(each.preemptions for each in self.tickets),
         }
 
-    def chunk(self, index: int, delta: dict[str, Any], reason: str | None, shown: Any, *, usage: bool) -> bytes:
-        """An event of a stream; `usage`: the request asked for it, which comes last."""
+    def chunk(self, index: int, delta: dict[str, Any], reason: str | None, shown: Any) -> bytes:
+        """An event of a stream."""
         kind = "chat.completion.chunk" if self._shape == "chat" else "text_completion"
         body = {"delta": delta} if self._shape == "chat" else {"text": delta.get("content", "")}
         choice = {"index": index, **body, "logprobs": shown, "finish_reason": reason}
         data = {**self._head, "object": kind, "choices": [choice]}
-        return event({**data, "usage": None} if usage else data)
+        return event({**data, "usage": None} if self._streams_usage else data)
 
     def final_usage(self) -> bytes:
         kind = "chat.completion.chunk" if self._shape == "chat" else "text_completion"
@@ -198,16 +201,16 @@ class RequestAnswer:
         return self._shown(entries, self.choices[index].characters - sum(len(entry["token"]) for entry in entries))
 
     async def events(
-        self, updates: AsyncIterator[tuple[int, Update] | None], usage: bool, told: Callable[[Exception], ApiError]
+        self, updates: AsyncIterable[tuple[int, Update] | None], shown_error: Callable[[Exception], ApiError]
     ) -> AsyncIterator[bytes]:
         """A stream: the role, pieces of text, why each text ended, usage if it was asked for, [DONE].
 
-        told   an error to show
+        shown_error   what a client sees of an error
         """
         try:
             if self._shape == "chat":
                 for index in range(len(self.choices)):
-                    yield self.chunk(index, {"role": "assistant", "content": ""}, None, None, usage=usage)
+                    yield self.chunk(index, {"role": "assistant", "content": ""}, None, None)
             async for found in updates:
                 if found is None:
                     yield PING
@@ -219,15 +222,15 @@ class RequestAnswer:
                     deltas = [*deltas, {"content": ""}]
                 for delta in deltas:
                     thought = "reasoning_content" in delta
-                    yield self.chunk(index, delta, None, self.shown(index, []) if thought else shown, usage=usage)
+                    yield self.chunk(index, delta, None, self.shown(index, []) if thought else shown)
                     shown = shown if thought else self.shown(index, [])
                 if self.choices[index].reason:
-                    yield self.chunk(index, {}, self.choices[index].reason, None, usage=usage)
+                    yield self.chunk(index, {}, self.choices[index].reason, None)
         except Exception as error:
             # Without [DONE]: a client takes a stream that merely ends for a whole answer.
-            yield event(told(error).body)
+            yield event(shown_error(error).body)
             return
-        if usage:
+        if self._streams_usage:
             yield self.final_usage()
         yield DONE
 

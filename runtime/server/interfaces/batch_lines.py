@@ -21,9 +21,9 @@ from edgeq.runtime.batching.job import Job, Ticket
 from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.model import Model
 from edgeq.runtime.server.errors import ApiError, of_exception, unsupported
-from edgeq.runtime.server.fields import Chat, Completion, decoded, fields
 from edgeq.runtime.server.interfaces.answers import RequestAnswer, Shape
 from edgeq.runtime.server.interfaces.chat_request import Asker, chat_job, compiled, completion_jobs
+from edgeq.runtime.server.interfaces.fields import Chat, Completion, decoded, fields
 from edgeq.runtime.server.interfaces.responses import Responses, responses_job
 from edgeq.runtime.server.interfaces.responses_answer import ResponsesAnswer
 from edgeq.runtime.server.settings import Settings

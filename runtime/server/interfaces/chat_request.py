@@ -20,7 +20,7 @@ from edgeq.runtime.model import Model
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.server.errors import ApiError, unsupported
-from edgeq.runtime.server.fields import OUR_ARGUMENTS, Chat, Completion, GenerationFields, Message
+from edgeq.runtime.server.interfaces.fields import OUR_ARGUMENTS, Chat, Completion, GenerationFields, Message
 from edgeq.runtime.server.settings import Settings
 
 MAX_PROMPTS = 8

@@ -6,21 +6,19 @@ import base64
 from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from edgeq.errors import InputError
 from edgeq.pictures.prompt import Prompt
 from edgeq.runtime.batching.embedding_scheduler import EmbeddingScheduler
-from edgeq.runtime.batching.job import Job
+from edgeq.runtime.batching.job import Job, Update
 from edgeq.runtime.model import Model
 from edgeq.runtime.network.embedding import check_continues, check_dimensions, check_embeds, finished, instruction_of
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.server.errors import ApiError
-from edgeq.runtime.server.fields import LongText
 from edgeq.runtime.server.interfaces.chat_request import Asker, check_characters
+from edgeq.runtime.server.interfaces.fields import LongText
 from edgeq.runtime.server.settings import Settings
 
 MAX_INPUTS = 2048
@@ -100,11 +98,11 @@ class Embedding:
                 raise ApiError(400, "invalid_value", f"the texts have more than {MAX_TOKENS} tokens together", "input")
         self._vectors: list[Any] = [None] * len(self.jobs)
 
-    def take(self, index: int, vector: NDArray[np.float32] | None) -> None:
-        """The vector of a text."""
-        assert vector is not None
-        found = finished(vector, self._pooling, self._dimensions)
-        self._vectors[index] = base64.b64encode(found.astype("<f4").tobytes()).decode() if self._packed else found
+    def take(self, first: int, update: Update) -> None:
+        """The vector of the text of that number."""
+        assert update.vector is not None
+        found = finished(update.vector, self._pooling, self._dimensions)
+        self._vectors[first] = base64.b64encode(found.astype("<f4").tobytes()).decode() if self._packed else found
 
     def body(self, title: str) -> bytes:
         """The answer; `title`: how the model is called.  Of many vectors it takes a second."""

@@ -12,7 +12,6 @@ from edgeq.runtime.answers.tools import ToolUse
 from edgeq.runtime.batching.job import Job
 from edgeq.runtime.model import Model
 from edgeq.runtime.server.errors import ApiError, unsupported
-from edgeq.runtime.server.fields import GenerationFields, LongText, Stop
 from edgeq.runtime.server.interfaces.chat_request import (
     MAX_IMAGE_CHARACTERS,
     MAX_IMAGES,
@@ -23,6 +22,7 @@ from edgeq.runtime.server.interfaces.chat_request import (
     rendered,
     tools_in,
 )
+from edgeq.runtime.server.interfaces.fields import GenerationFields, LongText, Stop
 from edgeq.runtime.server.settings import Settings
 
 Name = Annotated[str, Meta(max_length=128)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 
 from edgeq.runtime.answers.call_reader import CallArguments, CallBegin, Event, Thought, arguments_text
-from edgeq.runtime.batching.job import Job, Update
+from edgeq.runtime.batching.job import Ticket, Update
 from edgeq.runtime.server.errors import ApiError
 from edgeq.runtime.server.interfaces.answers import events_of, identifier
 from edgeq.text.tokenizer import Tokenizer
@@ -18,16 +18,16 @@ from edgeq.text.tokenizer import Tokenizer
 class MessagesAnswer:
     """The answer to one request as it comes."""
 
-    def __init__(self, name: str, job: Job, text: Tokenizer) -> None:
-        self._job, self._decoder = job, text
-        self._reader = job.reader(text, 0)
+    def __init__(self, name: str, ticket: Ticket, text: Tokenizer) -> None:
+        self._ticket, self._job, self._decoder = ticket, ticket.job, text
+        self._reader = ticket.job.reader(text, 0)
         self._events, self._tokens = list[Event](), list[int]()
         self._thought = 0  # of the tokens: the first ones
         self._reason: str | None = None
         self._head = {"id": identifier("msg_"), "type": "message", "role": "assistant", "model": name}
 
-    def take(self, update: Update) -> list[Event]:
-        """What is new."""
+    def take(self, first: int, update: Update) -> list[Event]:
+        """What is new; there is one job, whose first text has the number 0."""
         events = events_of(self._reader, update)
         self._events += events
         self._tokens += [piece.token for piece in update.pieces]
@@ -53,7 +53,7 @@ class MessagesAnswer:
         fixed = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
         return {"input_tokens": read, **fixed, "output_tokens": len(self._tokens)}
 
-    def whole(self, cached: int) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         text = "".join(event for event in self._events if isinstance(event, str))
         thoughts = "".join(event.text for event in self._events if isinstance(event, Thought))
         content: list[dict[str, Any]] = [{"type": "thinking", "thinking": thoughts, "signature": ""}] if thoughts else []
@@ -61,7 +61,7 @@ class MessagesAnswer:
         for event in self._events:
             if isinstance(event, CallBegin):
                 content.append({"type": "tool_use", "id": event.id, "name": event.name, "input": self._input(event.index)})
-        return {**self._head, "content": content, **self._stop, "usage": self._usage(cached)}
+        return {**self._head, "content": content, **self._stop, "usage": self._usage(self._ticket.cached_tokens)}
 
     def _input(self, index: int) -> dict[str, Any]:
         """The arguments of a call; nothing where `max_tokens` cut them off."""
@@ -72,12 +72,9 @@ class MessagesAnswer:
         return found if isinstance(found, dict) else {}
 
     async def events(
-        self,
-        updates: AsyncIterator[tuple[int, Update] | None],
-        cached: Callable[[], int],
-        told: Callable[[Exception], ApiError],
+        self, updates: AsyncIterable[tuple[int, Update] | None], shown_error: Callable[[Exception], ApiError]
     ) -> AsyncIterator[bytes]:
-        """cached   gives the tokens of the prompt that were in the cache, once that is known;  told: an error to show"""
+        """`shown_error`: what a client sees of an error."""
         start: dict[str, Any] = {
             **self._head,
             "content": [],
@@ -95,11 +92,11 @@ class MessagesAnswer:
                 if found is None:
                     yield _event({"type": "ping"})
                     continue
-                for event in self.take(found[1]):
+                for event in self.take(*found):
                     for each in blocks.events(event):
                         yield each
         except Exception as error:
-            yield _event(told(error).body)
+            yield _event(shown_error(error).body)
             return
         if not blocks.begun and not self._reader:
             # It might have begun with thinking, and said nothing.
@@ -107,7 +104,7 @@ class MessagesAnswer:
                 yield each
         for each in blocks.end():
             yield each
-        yield _event({"type": "message_delta", "delta": self._stop, "usage": self._usage(cached())})
+        yield _event({"type": "message_delta", "delta": self._stop, "usage": self._usage(self._ticket.cached_tokens)})
         yield _event({"type": "message_stop"})
 
 

@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 from edgeq.runtime.batching.job import Job
 from edgeq.runtime.model import Model
 from edgeq.runtime.server.errors import ApiError, unsupported
-from edgeq.runtime.server.fields import Chat, ContentPart, Count, LongText, Message
 from edgeq.runtime.server.interfaces.chat_request import Asker, chat_job
+from edgeq.runtime.server.interfaces.fields import Chat, ContentPart, Count, LongText, Message
 from edgeq.runtime.server.settings import Settings
 
 LOGPROBS = "message.output_text.logprobs"

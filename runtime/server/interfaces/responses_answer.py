@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -48,6 +48,9 @@ class ResponsesAnswer:
             "top_p": fields.top_p,
             "truncation": "disabled",
         }
+
+    def take(self, first: int, update: Update) -> None:
+        self._answer.take(first, update)
 
     def whole(self) -> dict[str, Any]:
         used, ends = self._answer.usage, self._status
@@ -100,9 +103,9 @@ class ResponsesAnswer:
         return f"event: {kind}\n".encode() + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
     async def events(
-        self, updates: AsyncIterator[tuple[int, Update] | None], told: Callable[[Exception], ApiError]
+        self, updates: AsyncIterable[tuple[int, Update] | None], shown_error: Callable[[Exception], ApiError]
     ) -> AsyncIterator[bytes]:
-        """`told`: an error to show."""
+        """`shown_error`: what a client sees of an error."""
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
@@ -119,7 +122,7 @@ class ResponsesAnswer:
                     yield each
         except Exception as error:
             # In both shapes: that of the reference, and that in which streams have come from OpenAI's own server.
-            shown = told(error)
+            shown = shown_error(error)
             plain = {"code": shown.code, "message": shown.message, "param": shown.param}
             yield self._event("error", **plain, error={**plain, "type": shown.kind})
             return
