@@ -15,7 +15,7 @@ from edgeq.runtime.session.runs import BatchItem, Logits, run_largest, run_toget
 from edgeq.runtime.session.session import Session
 from edgeq.runtime.speculative.lookup import Lookup
 from edgeq.runtime.stats import Speculation
-from edgeq.targets.target import Largest
+from edgeq.targets.capabilities import Largest
 
 
 @dataclass

@@ -42,9 +42,10 @@ from edgeq.runtime.session.session_file import Origin
 from edgeq.runtime.speculative.speculator import DraftSource, Speculator, checked_draft
 from edgeq.runtime.start import start
 from edgeq.targets import TargetChoice, pick
+from edgeq.targets.capabilities import Requantizable
 from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
-from edgeq.targets.target import OnProgress, Options, Program, Requantizable, no_progress
+from edgeq.targets.target import OnProgress, Options, Program, no_progress
 from edgeq.text.chat_template import ChatTemplate, Message
 from edgeq.text.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ from edgeq.runtime.answers.constraint import Matcher
 from edgeq.runtime.answers.repetition import Breakers, goes_round, penalties
 from edgeq.runtime.answers.thinking import AfterThinking
 from edgeq.runtime.arguments import instance, integer, real, wrong
-from edgeq.targets.target import Largest
+from edgeq.targets.capabilities import Largest
 
 ArrayF64 = NDArray[np.float64]
 RUN = 64

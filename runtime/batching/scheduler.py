@@ -26,8 +26,8 @@ from edgeq.runtime.session.runs import BatchItem, Chunks, Logits, run_together
 from edgeq.runtime.session.session import CHUNK_SECONDS
 from edgeq.runtime.speculative.speculator import Speculator
 from edgeq.runtime.stats import MAX_DRAFT, StepRecord
+from edgeq.targets.capabilities import Largest
 from edgeq.targets.rows import PAGE
-from edgeq.targets.target import Largest
 
 SPARE_PAGES = 4
 """Pages that must be free beside those of its prompt before a text begins: else it would soon have to make room again."""

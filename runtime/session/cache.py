@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import ParamSpec, TypeVar, cast
 
+from edgeq.targets.capabilities import HoldsStates
 from edgeq.targets.rows import PAGE, Page
 from edgeq.targets.states import LOG, SessionState
-from edgeq.targets.target import HoldsStates, Program
+from edgeq.targets.target import Program
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,9 +25,9 @@ from edgeq.errors import UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.format.records import Mode
 from edgeq.runtime.arguments import flag, integer, real, wrong
+from edgeq.targets.capabilities import Requantizable
 from edgeq.targets.requantization import InputSums, Weights
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import Requantizable
 
 When = Literal["prompt", "drift", "never"]
 WHEN: tuple[When, ...] = ("prompt", "drift", "never")

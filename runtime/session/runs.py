@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from edgeq.format.records import Mode
 from edgeq.pictures.prompt import PicturePlace, Prompt, positions
 from edgeq.runtime.network.pictures import PictureFeatures
+from edgeq.targets.capabilities import Largest
 from edgeq.targets.rows import TEXT, VISION, Page, Rows
 from edgeq.targets.states import SessionState
-from edgeq.targets.target import Largest
 
 RowOrder = Literal["sequence", "modality"]
 """Order of the rows of a run: as the tokens come, or those of pictures first."""

@@ -22,10 +22,11 @@ from edgeq.runtime.session.prefill_rate import PrefillRate
 from edgeq.runtime.session.requantize import SessionRequantizer
 from edgeq.runtime.session.runs import BatchItem, Chunks, Logits, RowOrder, run_together
 from edgeq.runtime.session.session_file import Origin
+from edgeq.targets.capabilities import FindsLargest, HoldsStates, Largest
 from edgeq.targets.requantization import Weights
 from edgeq.targets.rows import Page, Rows
 from edgeq.targets.states import SessionState
-from edgeq.targets.target import FindsLargest, HoldsStates, Largest, Program
+from edgeq.targets.target import Program
 
 CHUNK_SECONDS = 1.25
 """Every chunk of a prompt reads all weights once: at 0.4 seconds that took a twentieth of the time here, more on small

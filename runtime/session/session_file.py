@@ -38,10 +38,11 @@ from edgeq.format.container import ModelFile
 from edgeq.pictures.prompt import PicturePlace
 from edgeq.runtime.session.cache import in_turn
 from edgeq.system.whole_file import write_whole
+from edgeq.targets.capabilities import HoldsStates
 from edgeq.targets.graph import Graph, RopeRotate
 from edgeq.targets.rows import PAGE, Page
 from edgeq.targets.states import LOG, SessionState
-from edgeq.targets.target import HoldsStates, Options, Program
+from edgeq.targets.target import Options, Program
 
 MAGIC = b"edgeqs\r\n"
 VERSION = 4

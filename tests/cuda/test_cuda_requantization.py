@@ -12,13 +12,14 @@ from edgeq.format.codec import Codec, pack_floats, unpack_groups, unpack_integer
 from edgeq.format.quantization import rounded
 from edgeq.format.records import KvCodec, LinearSpec, Weight
 from edgeq.targets import load
+from edgeq.targets.capabilities import Requantizable
 from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.run import plan
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.run.requantized import CudaWeights
 from edgeq.targets.graph import Graph
 from edgeq.targets.requantization import requantized_arrays, shared_inputs
-from edgeq.targets.target import Options, Requantizable
+from edgeq.targets.target import Options
 from tests.cuda.emulated import FORWARD, SHUFFLED, EmulatedDevice
 from tests.targets.cases import matrix, recording, rows_of
 from tests.targets.test_requantization import CODECS, MASTERS, Case, File, graph_of, hard, layer, stored

@@ -18,8 +18,8 @@ from edgeq.runtime.batching.job import Busy, Job, Ticket, Update
 from edgeq.runtime.batching.prefix_tree import PrefixTree, key_of
 from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
+from edgeq.targets.capabilities import Largest
 from edgeq.targets.rows import PAGE, Page, PagePart, Rows
-from edgeq.targets.target import Largest
 
 WARM = Sampling(temperature=1.0, top_p=0.95, seed=3)
 LONG = "".join(f"def f{i}(x{i}, path):\n    return {7 * i}\n" for i in range(8))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edgeq.errors import DeviceError, ResourceError, UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.format.records import Mode
+from edgeq.targets.capabilities import Largest
 from edgeq.targets.cuda.device import bandwidth
 from edgeq.targets.cuda.device.device import Call, Copy, Device, Kernel
 from edgeq.targets.cuda.device.timed import Timer
@@ -33,7 +34,7 @@ from edgeq.targets.graph import Embed, Graph, Operation, Select
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, WeightSource, master_arrays, shared_inputs
 from edgeq.targets.rows import PAGE, Page, Rows
-from edgeq.targets.target import Largest, OnProgress, Options, ProgramFacts, no_progress
+from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
 from edgeq.targets.times import RecordsRuns, Step, StepTimes
 
 CHUNK_ROWS = 1024

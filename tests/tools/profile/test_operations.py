@@ -15,9 +15,9 @@ import pytest
 from edgeq.format.records import KvCodec
 from edgeq.runtime import Model, Sampling
 from edgeq.system import machine
+from edgeq.targets.capabilities import Largest
 from edgeq.targets.graph import Attention, CacheWrite
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import Largest
 from edgeq.targets.times import Step
 from edgeq.tools.commands import bench
 from edgeq.tools.profile import findings
