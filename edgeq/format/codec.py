@@ -18,8 +18,8 @@ of a chunk are stored in planes of 4, 2 and 1 bits (8 bits: one plane of bytes),
     2 bits = [2]   3 = [2][1]   4 = [4]   5 = [4][1]   6 = [4][2]   7 = [4][2][1]   8 = the eight quads themselves
 
 so a 4-bit byte 4r + c of line t is  q[r, 8t + c] | q[r, 8t + 4 + c] << 4,  and no bit of a whole chunk is wasted.  Scales are
-f16 [blocks][groups][16], zero points u8 in the same order.  A group is `group_size` consecutive channels of one row; the last
-group of a row has what is left of it, 1 to `group_size` channels.
+f16 [blocks][groups][16], zero points u8 and offsets f16 in the same order.  A group is `group_size` consecutive channels of one
+row; the last group of a row has what is left of it, 1 to `group_size` channels.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ AnyArray = NDArray[Any]
 # Planes of each width, low bits first: (bits of the plane, lines of the plane in a chunk).
 PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
-Kind = Literal["f32", "f16", "bf16", "int"]
+Kind = Literal["f32", "f16", "bf16", "int", "offset"]
 FLOAT_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16")
-_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero)?")
+ZeroKind = Literal["symmetric", "integer", "offset"]
+_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero| offset)?")
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,11 @@ class ArraySpec:
 class Codec:
     """The storage of one weight matrix.
 
-    kind         "f32", "f16", "bf16" or "int"
-    bits         2 to 8 for "int", else 0
+    kind         "f32", "f16", "bf16"; "int"; "offset": integers too, w = scale * q + offset with an f16 offset per group
+    bits         2 to 8 for integers, else 0
     group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row
-    symmetric    True: w = scale * (q - 2**(bits-1)); False: w = scale * (q - zero) with a stored zero point per group
+    symmetric    of "int".  True: w = scale * (q - 2**(bits-1)); False: w = scale * (q - zero) with a stored zero point per
+                 group.  Always True for other kinds
     """
 
     kind: Kind
@@ -83,8 +85,10 @@ class Codec:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind not in (*FLOAT_KINDS, "int"):
+        if self.kind not in (*FLOAT_KINDS, "int", "offset"):
             raise UnsupportedError(f"unknown codec {self.kind!r}; supported: f32, f16, bf16 and i2 to i8")
+        if not self.symmetric and self.kind != "int":
+            raise UnsupportedError(f"codec {self.kind!r} has no zero points; only integers without an offset do")
         if self.integer:
             if self.bits not in BITS:
                 raise UnsupportedError(f"{self.bits} bits are not supported; choose 2, 3, 4, 5, 6, 7 or 8")
@@ -96,24 +100,33 @@ class Codec:
     @property
     def integer(self) -> bool:
         """Whether weights are integers with scales; inputs of others are never rounded."""
-        return self.kind == "int"
+        return self.kind not in FLOAT_KINDS
+
+    @property
+    def zero_kind(self) -> ZeroKind:
+        """What says which integer stands for zero: nothing, a stored integer per group, or an offset per group."""
+        return "offset" if self.kind == "offset" else "symmetric" if self.symmetric else "integer"
 
     @property
     def name(self) -> str:
-        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i8 row`."""
+        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i4 g32 offset`, `i8 row`."""
         if not self.integer:
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
-        return f"i{self.bits} {group}" + ("" if self.symmetric else " zero")
+        return f"i{self.bits} {group}" + {"symmetric": "", "integer": " zero", "offset": " offset"}[self.zero_kind]
 
     @classmethod
     def named(cls, name: str) -> Codec:
         """The codec of this `name`.  UnsupportedError: there is none."""
         found = _NAME.fullmatch(name)
         if not found:
-            raise UnsupportedError(f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row or i4 g128 zero")
-        kind, bits, size, zero = found.groups()
-        return cls(cast(Kind, kind)) if kind else cls("int", int(bits), int(size or 0), not zero)
+            raise UnsupportedError(
+                f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row, i4 g128 zero or i4 g32 offset"
+            )
+        kind, bits, size, beside = found.groups()
+        if kind:
+            return cls(cast(Kind, kind))
+        return cls("offset" if beside == " offset" else "int", int(bits), int(size or 0), beside != " zero")
 
     def groups(self, columns: int) -> int:
         """Scales per row of `columns` channels; where the group size does not divide them, the last group is shorter."""
@@ -122,7 +135,7 @@ class Codec:
         return -(-columns // self.group_size) if self.group_size else 1
 
     def parts(self, rows: int, columns: int) -> dict[str, ArraySpec]:
-        """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and with zero points "zero"."""
+        """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and "zero" or "offset"."""
         blocks = -(-rows // ROWS)
         if self.kind == "f32":
             return {"q": ArraySpec("float32", (blocks, columns, ROWS), "f32")}
@@ -131,8 +144,10 @@ class Codec:
         scales = (blocks, self.groups(columns), ROWS)
         codes = (blocks, -(-columns // CHUNK), self.bits, LINE)
         parts = {"q": ArraySpec("uint8", codes, "u8"), "scale": ArraySpec("float16", scales, "f16")}
-        if not self.symmetric:
+        if self.zero_kind == "integer":
             parts["zero"] = ArraySpec("uint8", scales, "u8")
+        if self.zero_kind == "offset":
+            parts["offset"] = ArraySpec("float16", scales, "f16")
         return parts
 
     def nbytes(self, rows: int, columns: int) -> int:
@@ -240,16 +255,19 @@ def unpack_floats(packed: AnyArray, kind: Kind, rows: int, columns: int) -> Arra
 def dequantize(codec: Codec, rows: int, columns: int, arrays: Mapping[str, AnyArray]) -> ArrayF32:
     """Stored arrays, as `codec.parts` names them -> W float32 [rows, columns].
 
-    Exact: for integers a product of an f16 scale and an integer below 2**9.
+    Exact: for integers a product of an f16 scale and an integer below 2**9.  An offset is added to it, rounded once.
     """
     if not codec.integer:
         return unpack_floats(arrays["q"], codec.kind, rows, columns)
+
+    def of_groups(part: str) -> ArrayF32:
+        return per_channel(unpack_groups(arrays[part], rows).astype(np.float32), codec, columns)
+
     values = unpack_integers(arrays["q"], rows, columns).astype(np.float32)
-    if codec.symmetric:
-        values -= np.float32(codec.center)
-    else:
-        values -= per_channel(unpack_groups(arrays["zero"], rows).astype(np.float32), codec, columns)
-    return values * per_channel(unpack_groups(arrays["scale"], rows).astype(np.float32), codec, columns)
+    if codec.zero_kind == "offset":
+        return values * of_groups("scale") + of_groups("offset")
+    values -= np.float32(codec.center) if codec.symmetric else of_groups("zero")
+    return values * of_groups("scale")
 
 
 def per_channel(a: ArrayF32, codec: Codec, columns: int) -> ArrayF32:

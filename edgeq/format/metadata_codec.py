@@ -16,7 +16,7 @@ import flatbuffers  # type: ignore[import-untyped]
 
 import edgeq.format.schema.model_generated as fb
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.format.codec import FLOAT_KINDS, Codec, Kind
+from edgeq.format.codec import FLOAT_KINDS, Codec, Kind, ZeroKind
 from edgeq.format.metadata import ALIGNMENT, DIGEST_BYTES, Metadata, Segment
 from edgeq.format.records import (
     KV_KINDS,
@@ -49,6 +49,8 @@ MAX_NAME = 256
 MAX_MODE = 16
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
 CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int")
+"""By `CodecKind`.  Integers with an offset are of that kind too, of another `ZeroKind`."""
+ZERO_KINDS: tuple[ZeroKind, ...] = ("symmetric", "integer", "offset")
 
 
 def encode(metadata: Metadata, segments: list[Segment]) -> bytes:
@@ -104,9 +106,9 @@ def _weight(weight: Weight | None) -> Any:
     if weight is None:
         return None
     codec = fb.CodecT()
-    codec.kind, codec.bits = CODEC_KINDS.index(weight.codec.kind), weight.codec.bits
-    codec.groupSize = weight.codec.group_size
-    codec.zero = fb.ZeroKind.symmetric if weight.codec.symmetric else fb.ZeroKind.integer
+    codec.kind = fb.CodecKind.integer if weight.codec.integer else CODEC_KINDS.index(weight.codec.kind)
+    codec.bits, codec.groupSize = weight.codec.bits, weight.codec.group_size
+    codec.zero = ZERO_KINDS.index(weight.codec.zero_kind)
     t = fb.WeightT()
     t.codec, t.rows, t.columns = codec, weight.rows, weight.columns
     for name, array in weight.arrays.items():
@@ -310,16 +312,19 @@ def _read_weight(name: str, w: Any) -> Weight:
     codec = w.Codec()
     if codec.Kind() >= len(CODEC_KINDS):
         raise UnsupportedError(f"{name}: codec kind {codec.Kind()} is not supported; this file needs a newer edgeq")
-    if codec.Zero() not in (fb.ZeroKind.symmetric, fb.ZeroKind.integer):
-        raise UnsupportedError(f"{name}: zero kind {codec.Zero()} is not supported; supported: symmetric, integer")
-    read = {part: _read_array(field) for part, field in (("q", w.Q()), ("scale", w.Scale()), ("zero", w.Zero()))}
+    if codec.Zero() >= len(ZERO_KINDS):
+        raise UnsupportedError(f"{name}: zero kind {codec.Zero()} is not supported; this file needs a newer edgeq")
+    fields = {"q": w.Q(), "scale": w.Scale(), "zero": w.Zero(), "offset": w.Offset()}
+    read = {part: _read_array(field) for part, field in fields.items()}
     arrays = {part: array for part, array in read.items() if array is not None}
     if "q" not in arrays:
         raise FormatError(f"{name}: a weight without data")
     kind = CODEC_KINDS[codec.Kind()]
     if kind in FLOAT_KINDS and (codec.Bits() or codec.GroupSize() or codec.Zero()):
         raise FormatError(f"{name}: codec {kind} has bits, a group size or a zero point; only integer codecs do")
-    stored = Codec(kind, int(codec.Bits()), int(codec.GroupSize()), codec.Zero() == fb.ZeroKind.symmetric)
+    zero = ZERO_KINDS[codec.Zero()]
+    form: Kind = "offset" if zero == "offset" else kind
+    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), zero != "integer")
     return Weight(stored, int(w.Rows()), int(w.Columns()), arrays)
 
 

@@ -24,6 +24,7 @@ from edgeq.targets.cpu.jit.compile import Kernel, address
 from edgeq.targets.cpu.jit.deferred import cgutils, literal_intrinsic, types
 from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
 from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
+from edgeq.targets.cpu.kernels.products.groups import group_args, group_kind
 from edgeq.targets.cpu.kernels.products.matmul import SCRATCH_BYTES, integer_matvec
 from edgeq.targets.cpu.kernels.products.matrix_unit import (
     CONFIGURATION_BYTES,
@@ -268,7 +269,7 @@ DECODE_CODEC = Codec("int", 4, 128)
 
 def decode_literals(codec: Codec) -> tuple[int, ...]:
     """Literals of the product that is probed, with 8-bit activations."""
-    return codec.bits, 0, int(not codec.symmetric), HALF_CHUNK if activation_block(codec) < CHUNK else CHUNKS
+    return codec.bits, 0, group_kind(codec), HALF_CHUNK if activation_block(codec) < CHUNK else CHUNKS
 
 
 def decode_threads(isa: Isa, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
@@ -350,19 +351,19 @@ def _decode_table(isa: Isa, threads: int, codec: Codec) -> tuple[Table, list[NDA
     """One product of a matrix larger than caches, 16 MiB for each bit, with a token of mode a8; and the arrays it needs."""
     rows, columns, block = 64 << 10, 2 << 10, activation_block(codec)
     parts, blocks = codec.parts(rows, columns), rows // ROWS
-    groups, grouped = codec.groups(columns), int(codec.group_size > 0)
-    weights, scales = zeros(parts["q"].nbytes), zeros(parts["scale"].nbytes)
-    zero_points = zeros(0 if codec.symmetric else parts["zero"].nbytes)
+    of_groups = {name: zeros(part.nbytes) for name, part in parts.items() if name != "q"}
+    weights = zeros(parts["q"].nbytes)
     weights[:] = 0x5A
     token, numbers, y = zeros(columns), zeros(4 * columns // block), zeros(4 * rows)
     scratch, count = zeros(threads * SCRATCH_BYTES), np.array([1], np.int64)
     args = ProductArgs(
         rows=count.ctypes.data, x=token.ctypes.data, x_stride=columns, x_scales=numbers.ctypes.data, x_sums=numbers.ctypes.data,
         x_blocks=columns // block, weights=weights.ctypes.data, weights_block=weights.nbytes // blocks,
-        scales=scales.ctypes.data, scales_block=2 * ROWS * groups, scales_step=2 * ROWS * grouped,
-        zeros=zero_points.ctypes.data, zeros_block=ROWS * groups, zeros_step=ROWS * grouped,
+        **group_args(codec, rows, columns, lambda name: of_groups[name].ctypes.data),
         chunks=columns // CHUNK, chunks_per_block=max(1, block // CHUNK), output_channels=rows, group_blocks=1,
         y=y.ctypes.data, y_stride=0, scratch=scratch.ctypes.data, prefetch_bytes=next(iter(isa.prefetch_distances), 0),
     )  # fmt: skip
     function = address(integer_matvec, isa_index(isa), *decode_literals(codec))
-    return np.array([args.record(function)], np.int64), [weights, scales, zero_points, token, numbers, y, scratch, count]
+    return np.array([args.record(function)], np.int64), [
+        weights, *of_groups.values(), token, numbers, y, scratch, count
+    ]  # fmt: skip

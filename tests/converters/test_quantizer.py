@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from edgeq.converters.rounding.linears import Delivery, LinearItem, Recipe, write_linear
 from edgeq.converters.rounding.quantizer import fake, quantize
 from edgeq.errors import CheckpointError
 from edgeq.format.codec import BITS, Codec, dequantize, pack_groups, pack_integers
@@ -81,3 +86,42 @@ def test_slabs_of_rows_quantize_like_the_whole_matrix() -> None:
     codec = Codec("int", 3, 32, symmetric=False)
     parts = [quantize(part, codec, "w") for part in torch.split(weight, 16)]
     assert torch.equal(torch.cat([p.q for p in parts]), quantize(weight, codec, "w").q)
+
+
+@pytest.mark.parametrize("group", [0, 16, 64])
+def test_integers_with_offsets_of_a_source_are_written_as_they_are(group: int) -> None:
+    rows, columns, codec, rng = 50, 152, Codec("offset", 5, group), np.random.default_rng(group)
+    shape = rows, codec.groups(columns)
+    q = rng.integers(0, 32, (rows, columns)).astype(np.uint8)
+    scale, offset = (rng.uniform(-0.5, 0.5, shape).astype(np.float16) for _ in range(2))
+    brought = {"q": q, "scale": scale, "offset": offset}
+
+    def integers(name: str, first: int, stop: int) -> dict[str, NDArray[Any]]:
+        return {part: array[first:stop] for part, array in brought.items()}
+
+    segments, item = Segments(), LinearItem("layer", (("w", rows),), columns, Recipe(codec))
+    delivery = Delivery(unread, integers=integers)
+    write_linear(segments, item, delivery, lambda chunks: chunks, lambda *_: None)  # type: ignore[arg-type]
+    assert tuple(map(len, segments.found)) == item.nbytes
+    parts = codec.parts(rows, columns)
+    arrays = {
+        name: np.frombuffer(data, part.dtype).reshape(part.shape)
+        for (name, part), data in zip(parts.items(), segments.found, strict=True)
+    }
+    channel = np.arange(columns) // (group or columns)
+    expected = q.astype(np.float32) * scale.astype(np.float32)[:, channel] + offset.astype(np.float32)[:, channel]
+    assert np.array_equal(dequantize(codec, rows, columns, arrays), expected)
+
+
+class Segments:
+    """A writer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.found: list[bytes] = []
+
+    def append(self, chunks: Iterable[NDArray[Any]]) -> None:
+        self.found.append(b"".join(chunk.tobytes() for chunk in chunks))
+
+
+def unread(*_: object) -> NDArray[np.float32]:
+    raise AssertionError("the rows of a tensor whose integers were brought")

@@ -37,23 +37,25 @@ CONFIG = ModelConfig(
 def write_weight(writer: Writer, name: str, codec: Codec, rows: int, columns: int) -> LinearSpec:
     """One layer of random numbers."""
     rng = np.random.default_rng(len(writer.segments))
-    if codec.kind != "int":
+    if not codec.integer:
         floats = pack_floats(rng.standard_normal((rows, columns)).astype(np.float32), codec.kind)
         return LinearSpec(name, (Weight(codec, rows, columns, {"q": writer.array(floats, codec.kind)}),))
     groups = codec.groups(columns)
     q = writer.array(pack_integers(rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8), codec.bits), "u8")
     scale = writer.array(pack_groups(rng.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)), "f16")
     arrays = {"q": q, "scale": scale}
-    if not codec.symmetric:
+    if codec.zero_kind == "integer":
         arrays["zero"] = writer.array(pack_groups(rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8)), "u8")
+    if codec.zero_kind == "offset":
+        arrays["offset"] = writer.array(pack_groups(rng.uniform(-1, 0, (rows, groups)).astype(np.float16)), "f16")
     return LinearSpec(name, (Weight(codec, rows, columns, arrays),))
 
 
 def write_body(writer: Writer) -> Metadata:
     """All segments of the sample; the same bytes every time."""
     linears, codecs = {}, [Codec("int", 4, 16, False), Codec("int", 3, 16), Codec("f16"), Codec("int", 8, 0)]
-    for layer in range(CONFIG.num_hidden_layers):
-        for (name, parts), codec in zip(fused_shapes(CONFIG, layer), codecs, strict=True):
+    for layer, first in enumerate((codecs[0], Codec("offset", 4, 16))):
+        for (name, parts), codec in zip(fused_shapes(CONFIG, layer), [first, *codecs[1:]], strict=True):
             rows = sum(rows for rows, _ in parts.values())
             linears[name] = write_weight(writer, name, codec, rows, next(iter(parts.values()))[1])
     linears["head"] = write_weight(writer, "head", Codec("int", 8, 0), CONFIG.vocab_size, CONFIG.hidden_size)

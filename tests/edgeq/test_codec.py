@@ -28,7 +28,12 @@ from edgeq.format.records import ArrayRef, LinearSpec, Weight
 SHAPES = [(1, 16), (16, 32), (17, 48), (15, 80), (33, 96), (5, 128), (31, 384), (3, 640)]
 # Widths that no group size from 16 on divides, and widths that only the smaller ones do.
 ODD_WIDTHS = (72, 84, 100, 200, 400, 3420)
-CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, *GROUP_SIZES) for symmetric in (True, False)]
+CODECS = [
+    Codec(kind, bits, group, symmetric)  # type: ignore[arg-type]
+    for bits in BITS
+    for group in (0, *GROUP_SIZES)
+    for kind, symmetric in (("int", True), ("int", False), ("offset", True))
+]
 FILLS = ["random", "min", "max", "ends"]
 
 
@@ -147,14 +152,22 @@ def test_dequantize_equals_the_formula(codec: Codec, shape: tuple[int, int], kin
     scale.flat[0], scale.flat[-1] = 6.0e-8, 65504  # the smallest and the largest f16
     zero = rng.choice(np.array([0, 1, (1 << codec.bits) - 1], np.uint8), (rows, groups))
     arrays = {"q": pack_integers(q, codec.bits), "scale": pack_groups(scale)}
-    if not codec.symmetric:
+    if codec.zero_kind == "integer":
         arrays["zero"] = pack_groups(zero)
+    offset = rng.uniform(-9, 9, (rows, groups)).astype(np.float16)
+    offset.flat[0], offset.flat[-1] = -6.0e-8, -65504
+    if codec.zero_kind == "offset":
+        arrays["offset"] = pack_groups(offset)
     parts = codec.parts(rows, columns)
     assert {n: (a.dtype.name, a.shape) for n, a in arrays.items()} == {n: (p.dtype, p.shape) for n, p in parts.items()}
     assert codec.nbytes(rows, columns) == sum(a.nbytes for a in arrays.values())
     group = np.arange(columns) // (codec.group_size or columns)
     zeros = np.float64(1 << (codec.bits - 1)) if codec.symmetric else zero.astype(np.float64)[:, group]
     expected = scale.astype(np.float64)[:, group] * (q - zeros)
+    if codec.zero_kind == "offset":
+        # Exact in float64, then rounded once.
+        exact = scale.astype(np.float64)[:, group] * q + offset.astype(np.float64)[:, group]
+        expected = exact.astype(np.float32)
     result = dequantize(codec, rows, columns, arrays)
     assert result.dtype == np.float32
     np.testing.assert_array_equal(result, expected)
@@ -173,16 +186,21 @@ def test_the_last_group_has_what_is_left_of_the_row(codec: Codec, columns: int) 
     assert groups == len(starts) and codec.parts(rows, columns)["scale"].shape == (2, groups, 16)
     q = rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8)
     scale = rng.uniform(0.001, 1, (rows, groups)).astype(np.float16)
-    zero = None if codec.symmetric else rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8)
+    zero = rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8) if codec.zero_kind == "integer" else None
+    offset = rng.uniform(-1, 1, (rows, groups)).astype(np.float16) if codec.zero_kind == "offset" else None
     expected = np.empty((rows, columns), np.float32)
     for row in range(rows):
         for g, start in enumerate(starts):
-            center = np.float32(1 << (codec.bits - 1) if zero is None else zero[row, g])
+            center = np.float32(0 if offset is not None else 1 << (codec.bits - 1) if zero is None else zero[row, g])
             part = q[row, start : start + size].astype(np.float32)
             expected[row, start : start + size] = np.float32(scale[row, g]) * (part - center)
+            if offset is not None:
+                expected[row, start : start + size] += np.float32(offset[row, g])
     arrays = {"q": pack_integers(q, codec.bits), "scale": pack_groups(scale)}
     if zero is not None:
         arrays["zero"] = pack_groups(zero)
+    if offset is not None:
+        arrays["offset"] = pack_groups(offset)
     np.testing.assert_array_equal(dequantize(codec, rows, columns, arrays), expected)
     indices = np.array([17, 0, 5])
     np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), expected[indices])
@@ -222,6 +240,7 @@ def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
         (Codec("int", 4, 128, False), 4 + 24 / 128),
         (Codec("int", 3, 32, False), 3 + 24 / 32),
         (Codec("int", 5, 16), 6),
+        (Codec("offset", 4, 32), 5),
         (Codec("int", 8, 0), 8 + 16 / 256),
         (Codec("bf16"), 16),
         (Codec("f32"), 32),
@@ -250,6 +269,25 @@ def test_bits_out_of_range_are_refused(bits: int) -> None:
 def test_unknown_group_sizes_are_refused(group_size: int) -> None:
     with pytest.raises(UnsupportedError, match=f"group size {group_size} is not supported; choose 16"):
         Codec("int", 4, group_size)
+
+
+def test_a_codec_with_offsets_has_no_zero_points() -> None:
+    with pytest.raises(UnsupportedError, match="'offset' has no zero points"):
+        Codec("offset", 4, 32, symmetric=False)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name)
+def test_a_name_names_its_codec(codec: Codec) -> None:
+    assert Codec.named(codec.name) == codec
+
+
+def test_a_block_of_a_gguf_q4_1_tensor_is_held_exactly() -> None:
+    """d 0.5, m -1.25, and integers 0 ... 15 twice: the values that llama.cpp reads back."""
+    q = np.tile(np.arange(16, dtype=np.uint8), 2)[None]
+    arrays = {"q": pack_integers(q, 4)}
+    arrays |= {"scale": pack_groups(np.float16([[0.5]])), "offset": pack_groups(np.float16([[-1.25]]))}
+    read = dequantize(Codec("offset", 4, 32), 1, 32, arrays)
+    assert read.tolist() == [[0.5 * i - 1.25 for i in range(16)] * 2]
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeq.errors import UnsupportedError
 from edgeq.format.codec import FLOAT_KINDS, Codec
 from edgeq.targets.cpu.lowering import codecs as cpu
 from edgeq.targets.cuda.lowering import linear as cuda
@@ -28,3 +29,9 @@ def test_a_target_has_an_entry_for_every_codec_that_it_runs(table: dict[str, obj
     for kind in table:
         codec = Codec(kind) if kind in FLOAT_KINDS else Codec(kind, 4, 32)  # type: ignore[arg-type]
         assert list(codec.parts(16, 64))[0] == "q" and codec.integer != (kind in FLOAT_KINDS)
+
+
+def test_cuda_refuses_by_name_what_it_has_no_kernels_for() -> None:
+    assert cuda.launches_of(Codec("int", 4, 32)) is cuda.CODECS["int"]
+    with pytest.raises(UnsupportedError, match="weights in the codec i4 g32 offset yet; run with --target cpu"):
+        cuda.launches_of(Codec("offset", 4, 32))

@@ -86,7 +86,7 @@ def test_what_is_reserved_is_refused_by_the_reader() -> None:
         for cells in rows(section(title), "field" if title.startswith("Table") else "name")
         if "refused" in cells[2]
     }
-    assert reserved == {"static_scales", "offset", "group", "tensor"}
+    assert reserved == {"static_scales", "group", "tensor"}
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,17 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
         FormatError,
         "scale is f16 .*i4 g64 zero implies",
     ),
-    "zero kind offset": (setting("linears.0.weights.0.codec.zero", 2), UnsupportedError, "zero kind 2"),
+    "unknown zero kind": (setting("linears.0.weights.0.codec.zero", 3), UnsupportedError, "zero kind 3"),
+    "zero points as offsets": (
+        setting("linears.0.weights.0.codec.zero", 2),
+        FormatError,
+        "i4 g16 offset and array 'offset' do not",
+    ),
+    "weight without offsets": (setting("linears.4.weights.0.offset", None), FormatError, "'offset' do not agree"),
+    "offsets beside zero points": (setting("linears.0.weights.0.offset", array()), FormatError, "'offset' do not agree"),
+    "offsets of integers": (setting("linears.4.weights.0.offset.dtype", 3), FormatError, "offset is u8 .*implies f16"),
+    "short offsets": (setting("linears.4.weights.0.offset.shape", [4, 1, 16]), FormatError, "offset is f16 .4, 1, 16."),
+    "zero kind of floats": (setting("linears.2.weights.0.codec.zero", 2), FormatError, "layers.0.gate_up"),
     # parts that do not fit their layer: layers.0.o is 32 x 32
     "input_scale of f16": (setting("linears.1.inputScale", array(dtype=1)), FormatError, "input_scale is f16 .*expected f32"),
     "input_scale short": (setting("linears.1.inputScale", array(dtype=0, shape=[31])), FormatError, "input_scale is f32 .31,"),

@@ -63,13 +63,17 @@ def integers(rng: np.random.Generator, codec: Codec, rows: int, columns: int, va
 
 
 def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, columns: int, values: str = "random") -> Weight:
-    if codec.kind != "int":
+    if not codec.integer:
         w = rng.standard_normal((rows, columns)).astype(np.float32)
         return Weight(codec, rows, columns, {"q": arrays.add(pack_floats(w, codec.kind), codec.kind)})
     q, scale, zero = integers(rng, codec, rows, columns, values)
-    parts = {"q": arrays.add(pack_integers(q, codec.bits), "u8"), "scale": arrays.add(pack_groups(scale), "f16")}
-    if not codec.symmetric:
-        parts["zero"] = arrays.add(pack_groups(zero), "u8")
+    found, stored = {"scale": scale, "zero": zero}, codec.parts(rows, columns)
+    if "offset" in stored:
+        # From that of weights around zero to that of weights of one sign, of either.
+        share = rng.choice(np.array([0, -0.5, -1, 0.25]), scale.shape) + rng.uniform(-0.1, 0.1, scale.shape)
+        found["offset"] = (share * scale * (1 << codec.bits)).astype(np.float16)
+    parts = {"q": arrays.add(pack_integers(q, codec.bits), "u8")}
+    parts |= {name: arrays.add(pack_groups(found[name]), part.stored) for name, part in stored.items() if name != "q"}
     return Weight(codec, rows, columns, parts)
 
 
@@ -99,8 +103,10 @@ def run(target: str, graph: Graph, arrays: Arrays, count: int, options: Options)
 
 
 INTEGER_CODECS = [
-    Codec("int", bits, group, symmetric)
-    for bits, group, symmetric in itertools.product(range(2, 9), (16, 32, 64, 128, 0), (True, False))
+    Codec(kind, bits, group, symmetric)
+    for bits, group, (kind, symmetric) in itertools.product(
+        range(2, 9), (16, 32, 64, 128, 0), (("int", True), ("int", False), ("offset", True))
+    )
 ]
 
 
@@ -112,7 +118,7 @@ def case(*values: object, common: bool, id: str):
 def product_case(isa: str, codec: Codec):
     """Parameters of a test of integer products; those whose kernels few other tests need are left to the exhaustive run.
 
-    A kernel depends on the instruction set, the bits, whether there are zero points and whether groups have 16 channels: 140
+    A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
     kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Four bits are tried on every
     instruction set, every width on the best one.
     """

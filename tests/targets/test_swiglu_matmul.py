@@ -14,6 +14,7 @@ from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, case, recording, rows_of, run, weight
 
 I4, I4_ZERO, I3, I8 = Codec("int", 4, 128), Codec("int", 4, 32, False), Codec("int", 3, 64), Codec("int", 8, 16)
+I4_OFFSET, I5_OFFSET = Codec("offset", 4, 32), Codec("offset", 5, 16)
 
 
 def mlp(
@@ -48,7 +49,7 @@ def kernels(graph: Graph, arrays: Arrays, count: int, options: Options) -> list[
     return [step.kernel for step in times[0].steps]
 
 
-CODECS = {"g128": (I4, I4), "g32-zero": (I4_ZERO, I8), "3-bit": (I3, I4_ZERO)}
+CODECS = {"g128": (I4, I4), "g32-zero": (I4_ZERO, I8), "3-bit": (I3, I4_ZERO), "offset": (I4_OFFSET, I5_OFFSET)}
 
 
 @pytest.mark.parametrize(

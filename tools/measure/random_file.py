@@ -76,8 +76,8 @@ def write_random(path: Path, config: ModelConfig, codec: Codec, parts: Codecs = 
             elif part == "zero":
                 refs[part] = writer.array(np.full(array.shape, stored.center, np.uint8), "u8")
             else:
-                # Outputs keep the size of inputs.
-                size = columns**-0.5 / stored.center
+                # Outputs keep the size of inputs; an offset makes the middle of the integers zero.
+                size = columns**-0.5 / stored.center * (-stored.center if part == "offset" else 1)
                 refs[part] = writer.array(np.full(array.shape, size, np.float16), "f16")
         linears[name] = LinearSpec(name, (Weight(stored, rows, columns, refs),))
     for name, dims in array_shapes(config).items():

@@ -540,8 +540,18 @@ class Weight(object):
             return obj
         return None
 
+    # Weight
+    def Offset(self) -> Optional[Array]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            x = self._tab.Indirect(o + self._tab.Pos)
+            obj = Array()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
 def WeightStart(builder: flatbuffers.Builder):
-    builder.StartObject(6)
+    builder.StartObject(7)
 
 def WeightAddCodec(builder: flatbuffers.Builder, codec: int):
     builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(codec), 0)
@@ -560,6 +570,9 @@ def WeightAddScale(builder: flatbuffers.Builder, scale: int):
 
 def WeightAddZero(builder: flatbuffers.Builder, zero: int):
     builder.PrependUOffsetTRelativeSlot(5, flatbuffers.number_types.UOffsetTFlags.py_type(zero), 0)
+
+def WeightAddOffset(builder: flatbuffers.Builder, offset: int):
+    builder.PrependUOffsetTRelativeSlot(6, flatbuffers.number_types.UOffsetTFlags.py_type(offset), 0)
 
 def WeightEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
@@ -581,6 +594,7 @@ class WeightT(object):
         q = None,
         scale = None,
         zero = None,
+        offset = None,
     ):
         self.codec = codec  # type: Optional[CodecT]
         self.rows = rows  # type: int
@@ -588,6 +602,7 @@ class WeightT(object):
         self.q = q  # type: Optional[ArrayT]
         self.scale = scale  # type: Optional[ArrayT]
         self.zero = zero  # type: Optional[ArrayT]
+        self.offset = offset  # type: Optional[ArrayT]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -620,6 +635,8 @@ class WeightT(object):
             self.scale = ArrayT.InitFromObj(weight.Scale())
         if weight.Zero() is not None:
             self.zero = ArrayT.InitFromObj(weight.Zero())
+        if weight.Offset() is not None:
+            self.offset = ArrayT.InitFromObj(weight.Offset())
 
     # WeightT
     def Pack(self, builder):
@@ -631,6 +648,8 @@ class WeightT(object):
             scale = self.scale.Pack(builder)
         if self.zero is not None:
             zero = self.zero.Pack(builder)
+        if self.offset is not None:
+            offset = self.offset.Pack(builder)
         WeightStart(builder)
         if self.codec is not None:
             WeightAddCodec(builder, codec)
@@ -642,6 +661,8 @@ class WeightT(object):
             WeightAddScale(builder, scale)
         if self.zero is not None:
             WeightAddZero(builder, zero)
+        if self.offset is not None:
+            WeightAddOffset(builder, offset)
         weight = WeightEnd(builder)
         return weight
 

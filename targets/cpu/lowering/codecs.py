@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from edgeq.format.codec import ROWS, Codec, Kind
+from edgeq.format.codec import Codec, Kind
 from edgeq.format.records import Weight
 from edgeq.targets.cpu.kernels.args import FLOAT_KINDS
+from edgeq.targets.cpu.kernels.products.groups import group_args, group_kind
 from edgeq.targets.cpu.kernels.rows import elementwise, requantize
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import QuantizedActivation
@@ -36,11 +37,11 @@ def float_rows(context: Context, weight: Weight) -> tuple[Variant, dict[str, int
 
 
 def integer_rows(context: Context, weight: Weight) -> tuple[Variant, dict[str, int]]:
-    codec, groups = weight.codec, weight.codec.groups(weight.columns)
-    return kernel(elementwise.embed_integer_tile, codec.bits, int(not codec.symmetric)), {
-        "scales": context.memory.stored(weight.arrays["scale"]), "scales_block": 2 * ROWS * groups,
-        "zeros": context.memory.stored(weight.arrays.get("zero")), "zeros_block": ROWS * groups,
-        "group": codec.group_size or weight.columns,
+    codec = weight.codec
+    args = group_args(codec, weight.rows, weight.columns, lambda name: context.memory.stored(weight.arrays[name]))
+    args = {name: value for name, value in args.items() if not name.endswith("_step")}
+    return kernel(elementwise.embed_integer_tile, codec.bits, group_kind(codec)), {
+        **args, "group": codec.group_size or weight.columns
     }  # fmt: skip
 
 
@@ -54,4 +55,5 @@ CODECS: Mapping[Kind, CodecKernels] = {
     "f16": FLOATS,
     "bf16": FLOATS,
     "int": CodecKernels(integer_product, integer_rows, integer_requantize, swiglu=True),
+    "offset": CodecKernels(integer_product, integer_rows, swiglu=True),
 }

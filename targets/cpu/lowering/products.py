@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from edgeq.format.codec import CHUNK, ROWS
+from edgeq.format.codec import CHUNK
 from edgeq.format.records import Weight
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.products import low_rank, matmul, matrix_matmul, matrix_swiglu, swiglu_matmul, winograd
+from edgeq.targets.cpu.kernels.products.groups import group_args, group_kind
 from edgeq.targets.cpu.kernels.products.matrix_unit import ROW_BYTES
 from edgeq.targets.cpu.kernels.products.microkernel_int import MAX_INT32_CHANNELS
 from edgeq.targets.cpu.lowering.context import BufferRows, Context
@@ -49,10 +50,10 @@ class ProductScratch:
 def integer_product(context: Context, product: LinearProduct, x: QuantizedActivation) -> None:
     """The product with integers, by the fastest kernel that the machine has for the layout of x."""
     weight, codec, block = product.weight, product.weight.codec, x.layout.block
-    blocks, groups, grouped = weight.arrays["q"].shape[0], codec.groups(weight.columns), int(codec.group_size > 0)
-    blocks_per_tile, zero = context.isa.blocks_per_tile, int(not codec.symmetric)
+    blocks = weight.arrays["q"].shape[0]
+    blocks_per_tile, kind = context.isa.blocks_per_tile, group_kind(codec)
     chunks, extent = -(-weight.columns // CHUNK), _extent(weight, x.layout)
-    literals = (context.isa_index, codec.bits, int(x.layout.kind in (A16, A16_PAIRS)), zero, extent)
+    literals = (context.isa_index, codec.bits, int(x.layout.kind in (A16, A16_PAIRS)), kind, extent)
     factory = swiglu_matmul.gated_matmul if product.swiglu else matmul.integer_matmul
     prefill, room = kernel(factory, *literals), ProductScratch()
     shared = _shared_args(context, product)
@@ -61,16 +62,15 @@ def integer_product(context: Context, product: LinearProduct, x: QuantizedActiva
         nbytes = at_once * winograd.CONSTANT_BYTES * x.layout.blocks
         room = ProductScratch(context.memory.shared(WINOGRAD, context.threads * nbytes), nbytes)
         by_winograd = winograd.gated_winograd_matmul if product.swiglu else winograd.winograd_matmul
-        prefill = kernel(by_winograd, context.isa_index, zero, extent)
+        prefill = kernel(by_winograd, context.isa_index, kind, extent)
     if x.layout.flat_from:
         group, room = _matrix_room(context, product, extent)
         shared["group_blocks"] = group
         by_matrix_unit = matrix_swiglu.gated_matrix_matmul if product.swiglu else matrix_matmul.matrix_matmul
-        prefill = kernel(by_matrix_unit, context.isa_index, codec.bits, zero, extent)
+        prefill = kernel(by_matrix_unit, context.isa_index, codec.bits, kind, extent)
     args = ProductArgs(
         **shared, **_activation_args(x),
-        scales=context.memory.stored(weight.arrays["scale"]), scales_block=2 * ROWS * groups, scales_step=2 * ROWS * grouped,
-        zeros=context.memory.stored(weight.arrays.get("zero")), zeros_block=ROWS * groups, zeros_step=ROWS * grouped,
+        **group_args(codec, weight.rows, weight.columns, lambda name: context.memory.stored(weight.arrays[name])),
         chunks=chunks, chunks_per_block=chunks if extent == WHOLE else max(1, block // CHUNK),
         block_step=blocks // 2 if product.swiglu else 1, winograd_sums=x.winograd_sums,
         room=room.address, room_bytes=room.nbytes, numbers_bytes=room.numbers,
@@ -83,8 +83,9 @@ def _extent(weight: Weight, layout: Layout) -> int:
     """What products add up before they multiply with scales (args.py)."""
     if layout.block < CHUNK:
         return HALF_CHUNK
-    one_scale = layout.scaling != BLOCK and weight.codec.groups(weight.columns) == 1 and weight.codec.symmetric
-    # Zero points would be multiplied in float32, which would round sums of whole rows.
+    alone = weight.codec.zero_kind == "symmetric" and weight.codec.groups(weight.columns) == 1
+    one_scale = layout.scaling != BLOCK and alone
+    # Zero points and offsets would be multiplied in float32, which would round sums of whole rows.
     return WHOLE if one_scale and layout.kind == A8 and weight.columns <= MAX_INT32_CHANNELS else CHUNKS
 
 

@@ -86,9 +86,9 @@ def tile_loop(tile: Tile, least: int) -> Any:
     return loop
 
 
-def integer_matvec(isa: int, bits: int, mode16: int, zero: int, extent: int) -> Kernel:
+def integer_matvec(isa: int, bits: int, mode16: int, group_kind: int, extent: int) -> Kernel:
     """GEMV of decode: packed integers times one token."""
-    single = tile_loop(IntegerTile(IntegerWeights(isa, bits, mode16, zero, extent), 1), 1)
+    single = tile_loop(IntegerTile(IntegerWeights(isa, bits, mode16, group_kind, extent), 1), 1)
 
     def kernel(record, part, parts, thread):
         args = ProductArgs(record)
@@ -100,14 +100,14 @@ def integer_matvec(isa: int, bits: int, mode16: int, zero: int, extent: int) -> 
     return kernel
 
 
-def integer_matmul(isa: int, bits: int, mode16: int, zero: int, extent: int) -> Kernel:
+def integer_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int) -> Kernel:
     """GEMM of prefill: packed integers times any number of tokens.
 
     In tiles of the instruction set's size, of 4 and of 1, two or three tokens in one of 4; of the larger tiles several blocks
     at once.
     """
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, bits, mode16, zero, extent)
+    weights = IntegerWeights(isa, bits, mode16, group_kind, extent)
     large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), MIN_SMALL_TILE)
     single = tile_loop(IntegerTile(weights, 1), 1)

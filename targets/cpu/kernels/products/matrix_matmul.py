@@ -22,7 +22,6 @@ from edgeq.targets.cpu.jit.deferred import always_inline, cgutils, intrinsic, ty
 from edgeq.targets.cpu.jit.simd import (
     F16,
     F32,
-    I8,
     I32,
     I64,
     VF32,
@@ -38,6 +37,7 @@ from edgeq.targets.cpu.jit.simd import (
 )
 from edgeq.targets.cpu.kernels.args import A8, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.products.bitplanes import unpack
+from edgeq.targets.cpu.kernels.products.groups import Groups
 from edgeq.targets.cpu.kernels.products.matmul import MIN_SMALL_TILE, SCRATCH_BYTES, SMALL_TILE, finish, share, tile_loop
 from edgeq.targets.cpu.kernels.products.matrix_unit import (
     CONFIGURATION_BYTES,
@@ -97,45 +97,30 @@ def unpacked(bits: int) -> Any:
     return write
 
 
-def scaled_sums(bits: int, zero: int) -> Any:
-    """A function: (args, sums, index, (n, other), r, rows): the floats after the integer sums of `rows` rows from row r on with
-    blocks n and `other`, of activation block `index`, += scale * scale of the row * (sum - zero * sum of the row)."""
-    octets = ir.VectorType(I8, ROWS)
+def scaled_sums(bits: int, group_kind: int) -> Any:
+    """A function: (args, sums, index, (n, other), r, rows): adds the products of activation block `index` of blocks n and
+    `other` with `rows` rows from row r on, from their integer sums, to the floats after these."""
+    groups = Groups(group_kind, bits, ROWS)
 
     @intrinsic
     def add(typing: Any, args: Any, sums: Any, index: Any, blocks: Any, r: Any, rows: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             record, sums, index, blocks, r, rows = values
-
-            def of(field: Any) -> Any:
-                return field.load(b, record)
-
-            scales, zeros = [], []
-            for block in cgutils.unpack_tuple(b, blocks, 2):
-                place = b.add(b.mul(block, of(ProductArgs.scales_block)), b.mul(index, of(ProductArgs.scales_step)))
-                half = load(b, b.add(of(ProductArgs.scales), place), ir.VectorType(F16, ROWS), 2)
-                scales.append(b.fpext(half, VF32))
-                if zero:
-                    place = b.add(b.mul(block, of(ProductArgs.zeros_block)), b.mul(index, of(ProductArgs.zeros_step)))
-                    stored = load(b, b.add(of(ProductArgs.zeros), place), octets)
-                    zeros.append(b.fneg(b.uitofp(b.zext(stored, VI32), VF32)))
-            step = of(ProductArgs.x_blocks)
+            addresses = [groups.addresses(b, record, block) for block in cgutils.unpack_tuple(b, blocks, 2)]
+            numbers = [groups.load(b, each, index, 0) for each in addresses]
+            step = ProductArgs.x_blocks.load(b, record)
             number = b.shl(b.add(b.mul(r, step), index), ir.Constant(I64, 2))
-            xscale, xsum = b.add(of(ProductArgs.x_scales), number), b.add(of(ProductArgs.x_sums), number)
+            xscale, xsum = (b.add(field.load(b, record), number) for field in (ProductArgs.x_scales, ProductArgs.x_sums))
             step = b.shl(step, ir.Constant(I64, 2))
             with cgutils.for_range(b, rows) as loop:
-                factor = splat(b, load(b, b.add(xscale, b.mul(loop.index, step)), F32, 4), VF32)
+                factor = load(b, b.add(xscale, b.mul(loop.index, step)), F32, 4)
                 whole = load(b, b.add(xsum, b.mul(loop.index, step)), I32, 4)
+                taken = splat(b, b.mul(whole, ir.Constant(I32, groups.taken)), VI32)
                 for i in range(2):
                     place = plus(b, at(b, sums, loop.index, ROW_BYTES), i * INTEGERS_BYTES // 2)
                     total, to = load(b, place, VI32, 4), plus(b, place, INTEGERS_BYTES)
-                    if zero:
-                        value = b.sitofp(total, VF32)
-                        value = _fma(b, zeros[i], splat(b, b.sitofp(whole, F32), VF32), value)
-                    else:
-                        center = splat(b, b.mul(whole, ir.Constant(I32, 1 << (bits - 1))), VI32)
-                        value = b.sitofp(b.sub(total, center), VF32)
-                    store(b, _fma(b, value, b.fmul(scales[i], factor), load(b, to, VF32, 4)), to, 4)
+                    total = b.sub(total, taken) if groups.taken else total
+                    store(b, groups.added(b, numbers[i], total, lambda: whole, factor, load(b, to, VF32, 4)), to, 4)
             return context.get_dummy_value()
 
         pair = types.UniTuple(types.intp, 2)
@@ -252,12 +237,12 @@ def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return call(b, "llvm.fmuladd.v16f32", VF32, x, y, z)
 
 
-def panel_products(bits: int, zero: int, extent: int) -> Any:
+def panel_products(bits: int, group_kind: int, extent: int) -> Any:
     """A function: the products of `here` rows from row r on with blocks n and `other`, f32 [2][PANEL][16] after the integers in
     scratch.  weights: address of these blocks, a byte for every weight;  numbers: of row 0, of whole rows."""
     if extent == WHOLE:
         return _whole_products(bits)
-    add = scaled_sums(bits, zero)
+    add = scaled_sums(bits, group_kind)
 
     @always_inline
     def products(args, blocks, weights, rows, scratch, numbers):
@@ -302,14 +287,14 @@ def _whole_products(bits: int, stores_result: bool = False) -> Any:
     return products
 
 
-def matrix_matmul(isa: int, bits: int, zero: int, extent: int) -> Kernel:
+def matrix_matmul(isa: int, bits: int, group_kind: int, extent: int) -> Kernel:
     """`integer_matmul` of 8-bit activations.  Runs of fewer rows than MIN_ROWS go its way."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, bits, 0, zero, extent)
+    weights = IntegerWeights(isa, bits, 0, group_kind, extent)
     large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), MIN_SMALL_TILE)
     single = tile_loop(IntegerTile(weights, 1), 1)
-    products, unpack_chunks, packed, whole = panel_products(bits, zero, extent), unpacked(bits), bits < 8, extent == WHOLE
+    products, unpack_chunks, packed, whole = panel_products(bits, group_kind, extent), unpacked(bits), bits < 8, extent == WHOLE
 
     to_y = _whole_products(bits, stores_result=True) if whole else products
 

@@ -32,14 +32,14 @@ GROUP_BLOCKS = 2 * UNIT
 """Blocks of gate and up that are unpacked at a time."""
 
 
-def gated_matrix_matmul(isa: int, bits: int, zero: int, extent: int) -> Kernel:
+def gated_matrix_matmul(isa: int, bits: int, group_kind: int, extent: int) -> Kernel:
     """`gated_matmul` of 8-bit activations.  Runs of fewer rows than MIN_ROWS go its way."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, bits, 0, zero, extent)
+    weights = IntegerWeights(isa, bits, 0, group_kind, extent)
     large = gated_loop(weights, max_tile, blocks_per_tile, max_tile, max_tile)
     small = gated_loop(weights, SMALL_TILE, blocks_per_tile, MIN_SMALL_TILE, max_tile)
     single = gated_loop(weights, 1, 1, 1, max_tile)
-    products, unpack_chunks, packed, whole = panel_products(bits, zero, extent), unpacked(bits), bits < 8, extent == WHOLE
+    products, unpack_chunks, packed, whole = panel_products(bits, group_kind, extent), unpacked(bits), bits < 8, extent == WHOLE
 
     @always_inline
     def unit(args, start, stop, scratch, numbers):

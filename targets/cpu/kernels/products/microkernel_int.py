@@ -8,7 +8,7 @@ For one output channel and one token, in numpy; w are the stored integers of the
         for quad in range(first_quad[block], first_quad[block + 1]):
             acc += w[4 * quad : 4 * quad + 4] @ x[4 * quad : 4 * quad + 4]          # isa.dot8, int32, exact
         sum_x = x[4 * first_quad[block] : 4 * first_quad[block + 1]].sum()          # written by quantize.py
-        y += scale_w[block] * scale_x[block] * (acc - zero[block] * sum_x)          # one fused multiply-add, float32
+        y += scale_w[block] * scale_x[block] * (acc - zero[block] * sum_x)          # one fused multiply-add, float32; groups.py
 
 The tile does so for the 16 channels of a block in the lanes of one vector (of several narrower ones), for one or more
 neighbouring blocks and T tokens at once.  It reads the weights in file order, once, and adds in an order that depends neither
@@ -44,40 +44,40 @@ from llvmlite import ir
 from edgeq.format.codec import LINE, QUADS, ROWS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.deferred import cgutils
-from edgeq.targets.cpu.jit.simd import F16, F32, I8, I16, I32, I64, call, constant, load, prefetch, splat, store
+from edgeq.targets.cpu.jit.simd import F32, I16, I32, I64, constant, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.products.bitplanes import unpack
+from edgeq.targets.cpu.kernels.products.groups import Groups
 from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, plus
 
 MAX_INT32_CHANNELS = 1 << 16
 """Channels of which an int32 holds the sum of products of 8 by 8 bits."""
-SCALES_AHEAD = 512
-"""Bytes of scales: those of 2048 channels with groups of 128.  So thin a stream no processor foresees in time."""
 
 
 @dataclass(frozen=True)
 class IntegerWeights:
     """What the code for packed integers depends on.
 
-    isa      index into all_isas()
-    mode16   1: activations of 16 bits; 0: of 8
-    zero     1: stored zero points; 0: the symmetric form
-    extent   CHUNKS, HALF_CHUNK or WHOLE: what is added up before it is scaled
+    isa          index into all_isas()
+    mode16       1: activations of 16 bits; 0: of 8
+    group_kind   what groups have beside their integers: a literal of groups.py
+    extent       CHUNKS, HALF_CHUNK or WHOLE: what is added up before it is scaled
     """
 
     isa: int
     bits: int
     mode16: int
-    zero: int
+    group_kind: int
     extent: int
 
 
 class IntegerTile:
     """Emits the product of one or more neighbouring blocks with T tokens; see `Tile`."""
 
-    def __init__(self, weights: IntegerWeights, tokens: int, blocks: int = 1) -> None:
-        isa, bits, mode16, zero = all_isas()[weights.isa], weights.bits, weights.mode16, weights.zero
-        self.isa, self.bits, self.mode16, self.zero, self.extent = isa, bits, mode16, zero, weights.extent
+    def __init__(self, weights: IntegerWeights, tokens: int, blocks: int = 1, zero_center: int = 0) -> None:
+        isa, bits, mode16 = all_isas()[weights.isa], weights.bits, weights.mode16
+        self.isa, self.bits, self.mode16, self.extent = isa, bits, mode16, weights.extent
+        self.groups = Groups(weights.group_kind, bits, isa.lanes, zero_center)
         self.tokens, self.blocks, self.per_block = tokens, blocks, ROWS // isa.lanes
         self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes
@@ -86,10 +86,8 @@ class IntegerTile:
         # Bytes of an activation that are multiplied apart, low ones first, and those of each pass over an activation block.
         self.bytes = 2 if mode16 and not self.pairs else 1
         self.passes = (tuple(range(self.bytes)),) if tokens == 1 else tuple((byte,) for byte in reversed(range(self.bytes)))
-        # What the stored integers still exceed the multiplied ones by: the center of the symmetric form, less the set's offset.
-        self.center = (0 if zero else 1 << (bits - 1)) - (0 if self.pairs else isa.offset(bits))
-        # What was taken off the weights, and is to be off their zero points.
-        self.zero_center = 0
+        # What the stored integers still exceed the multiplied ones by: what their groups take off, less the set's offset.
+        self.center = self.groups.taken - (0 if self.pairs else isa.offset(bits))
         # How far ahead weights are asked for.
         self.ahead: Any = None
         # Vectors of the tokens of a tile, of whole rows.
@@ -106,13 +104,8 @@ class IntegerTile:
         def of(field: Any) -> Any:
             return field.load(b, record)
 
-        def of_blocks(address: Any, step: Any) -> list[Any]:
-            return [b.add(of(address), b.mul(block, of(step))) for block in blocks]
-
-        w = of_blocks(ProductArgs.weights, ProductArgs.weights_block)
-        scale = of_blocks(ProductArgs.scales, ProductArgs.scales_block)
-        zero = of_blocks(ProductArgs.zeros, ProductArgs.zeros_block)
-        scale_step, zero_step = of(ProductArgs.scales_step), of(ProductArgs.zeros_step)
+        w = [b.add(of(ProductArgs.weights), b.mul(block, of(ProductArgs.weights_block))) for block in blocks]
+        of_groups = [self.groups.addresses(b, record, block) for block in blocks]
         x = b.add(of(ProductArgs.x), b.mul(r, of(ProductArgs.x_stride)))
         numbers = b.mul(b.mul(r, of(ProductArgs.x_blocks)), ir.Constant(I64, 4))
         xscale, xsum = b.add(of(ProductArgs.x_scales), numbers), b.add(of(ProductArgs.x_sums), numbers)
@@ -129,7 +122,7 @@ class IntegerTile:
         count = chunks if self.extent == HALF_CHUNK else whole
         if self.extent == WHOLE:
             self.row_factors, self.row_sums = self._of_rows(b, record, xscale, xsum)
-        numbers = (scale, scale_step, zero, zero_step, xscale, xsum)
+        numbers = (of_groups, xscale, xsum)
         with cgutils.for_range(b, count) as loop:
             if self.extent == HALF_CHUNK:
                 index = b.shl(loop.index, ir.Constant(I64, 1))
@@ -325,35 +318,21 @@ class IntegerTile:
         return self._lane(b, load(b, plus(b, tokens, word // 4 * 16), self.ints, 16), word % 4)
 
     def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
-        """floats += scale * xscale * (sum - zero * xsum) for one activation block."""
-        scale, scale_step, zero, zero_step, xscale, xsum = addresses
-        lanes = self.isa.lanes
+        """Adds one activation block to the floats."""
+        of_groups, xscale, xsum = addresses
         for part in range(self.parts):
             block, place = divmod(part, self.per_block)
-            address = b.add(b.add(scale[block], b.mul(index, scale_step)), ir.Constant(I64, 2 * lanes * place))
-            if self.isa.prefetch_distances and not place:
-                prefetch(b, plus(b, address, SCALES_AHEAD), LINE, level=2)
-            scales = b.fpext(load(b, address, ir.VectorType(F16, lanes), 2), self.floats)
-            if self.zero:
-                address = b.add(b.add(zero[block], b.mul(index, zero_step)), ir.Constant(I64, lanes * place))
-                if self.isa.prefetch_distances and not place:
-                    prefetch(b, plus(b, address, SCALES_AHEAD // 2), LINE, level=2)
-                zeros = b.uitofp(b.zext(load(b, address, ir.VectorType(I8, lanes)), self.ints), self.floats)
-                center = constant(self.floats, float(self.zero_center))
-                zeros = b.fsub(center, zeros) if self.zero_center else b.fneg(zeros)
+            numbers = self.groups.load(b, of_groups[block], index, place, ahead=bool(self.isa.prefetch_distances))
             for t in range(self.tokens):
-                value = b.sitofp(self._total(b, sums[part][t]), self.floats)
-                if self.zero:
-                    block_sum = b.sitofp(load(b, plus(b, at(b, xsum, index, 4 * self.tokens), 4 * t), I32, 4), F32)
-                    value = self._fma(b, zeros, splat(b, block_sum, self.floats), value)
+
+                def sum_x(t: int = t) -> Any:
+                    return self._number_of(b, self.row_sums, xsum, index, t, I32)
+
                 factor = self._number_of(b, self.row_factors, xscale, index, t, F32)
-                factors = b.fmul(scales, splat(b, factor, self.floats))
-                b.store(self._fma(b, value, factors, b.load(floats[part][t])), floats[part][t])
+                to = b.load(floats[part][t])
+                b.store(self.groups.added(b, numbers, self._total(b, sums[part][t]), sum_x, factor, to), floats[part][t])
 
     def _total(self, b: Any, slots: list[Any]) -> Any:
         sums = [b.load(slot) for slot in slots]
         low, *high = (reduce(b.add, sums[i : i + self.chains]) for i in range(0, len(sums), self.chains))
         return self._joined(b, high[0], low) if high else low
-
-    def _fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
-        return call(b, f"llvm.fmuladd.v{self.isa.lanes}f32", self.floats, x, y, z)

@@ -73,10 +73,10 @@ def gated_loop(weights: IntegerWeights, tokens: int, blocks: int, least: int, ma
     return loop
 
 
-def gated_matmul(isa: int, bits: int, mode16: int, zero: int, extent: int) -> Kernel:
+def gated_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int) -> Kernel:
     """Packed integers times any number of tokens, then SwiGLU and quantization; see `GatedProductArgs`."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, bits, mode16, zero, extent)
+    weights = IntegerWeights(isa, bits, mode16, group_kind, extent)
     large = gated_loop(weights, max_tile, blocks_per_tile, max_tile, max_tile)
     small = gated_loop(weights, SMALL_TILE, blocks_per_tile, MIN_SMALL_TILE, max_tile)
     single = gated_loop(weights, 1, 1, 1, max_tile)

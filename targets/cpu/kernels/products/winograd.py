@@ -77,8 +77,7 @@ class WinogradTile(IntegerTile):
     """
 
     def __init__(self, weights: IntegerWeights, tokens: int, blocks: int, constants: Any, later: Any) -> None:
-        super().__init__(weights, tokens, blocks)
-        self.zero_center = CENTER
+        super().__init__(weights, tokens, blocks, zero_center=CENTER)
         self.constants, self.later = constants, later
         self.of_rows: Any = None
 
@@ -208,10 +207,10 @@ def large_tiles(weights: IntegerWeights, tokens: int, blocks: int, gates: bool) 
     return loop
 
 
-def winograd_matmul(isa: int, zero: int, extent: int) -> Kernel:
+def winograd_matmul(isa: int, group_kind: int, extent: int) -> Kernel:
     """`integer_matmul` of 4-bit weights and 8-bit activations, whose largest tiles go by Winograd's method."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, BITS, 0, zero, extent)
+    weights = IntegerWeights(isa, BITS, 0, group_kind, extent)
     large = large_tiles(weights, max_tile, blocks_per_tile, False)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), MIN_SMALL_TILE)
     single = tile_loop(IntegerTile(weights, 1), 1)
@@ -231,10 +230,10 @@ def winograd_matmul(isa: int, zero: int, extent: int) -> Kernel:
     return kernel
 
 
-def gated_winograd_matmul(isa: int, zero: int, extent: int) -> Kernel:
+def gated_winograd_matmul(isa: int, group_kind: int, extent: int) -> Kernel:
     """`gated_matmul` in the same way."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, BITS, 0, zero, extent)
+    weights = IntegerWeights(isa, BITS, 0, group_kind, extent)
     large = large_tiles(weights, max_tile, blocks_per_tile, True)
     small = gated_loop(weights, SMALL_TILE, blocks_per_tile, MIN_SMALL_TILE, max_tile)
     single = gated_loop(weights, 1, 1, 1, max_tile)

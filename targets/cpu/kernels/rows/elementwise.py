@@ -32,6 +32,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import F16_KIND, F32_KIND, NOT_QUANTIZED, QuantizedArgs
+from edgeq.targets.cpu.kernels.products.groups import OFFSET, ZERO
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, share_of, write_quantized
 
 
@@ -96,8 +97,8 @@ def embed_float_tile(kind: int) -> Kernel:
     return kernel
 
 
-def embed_integer_tile(bits: int, zero: int) -> Kernel:
-    """As `embed_float_tile`, of packed integers."""
+def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
+    """As `embed_float_tile`, of packed integers; group_kind: of groups.py."""
     wide, middle, low = (bits & 8) // 8, (bits & 4) // 4, bits % 4
     two, one = low // 2, low % 2
 
@@ -124,8 +125,13 @@ def embed_integer_tile(bits: int, zero: int) -> Kernel:
                         line, shift = line + 128, shift + 2
                     if one:
                         q |= ((get_u8(line) >> quad) & 1) << shift
-                center = get_u8(zeros + c // group * 16 + lane) if zero else 1 << (bits - 1)
-                put_f32(out + 4 * c, get_f16(scales + (c // group * 16 + lane) * 2) * (q - center))
+                place = c // group * 16 + lane
+                scale = get_f16(scales + 2 * place)
+                if group_kind == OFFSET:
+                    put_f32(out + 4 * c, scale * q + get_f16(zeros + 2 * place))
+                else:
+                    center = get_u8(zeros + place) if group_kind == ZERO else 1 << (bits - 1)
+                    put_f32(out + 4 * c, scale * (q - center))
 
     return kernel
 
