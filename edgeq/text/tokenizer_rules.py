@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from edgeq.errors import FormatError
+from edgeq.text import split_patterns
 
 MAX_PARTS = 64
 """Normalizers, pre-tokenizers, post-processors and decoders together; published tokenizers have at most about ten."""
@@ -28,27 +29,10 @@ MAX_WORD = 200
 MAX_PIECE = 256
 """Bytes of a token of Unigram in this process: it tries all lengths everywhere; SentencePiece's default is 16 characters."""
 
-_WORDS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_START, _SIGNS = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+"
 LINEAR_PATTERNS = frozenset(
-    (
-        # GPT-2
-        rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+{_SIGNS}|\s+(?!\S)|\s+",
-        # GPT-4, Llama 3
-        rf"{_WORDS}|{_START}\p{{L}}+|\p{{N}}{{1,3}}{_SIGNS}[\r\n]*{_BREAKS}",
-        # Qwen 2 and 3
-        rf"{_WORDS}|{_START}\p{{L}}+|\p{{N}}{_SIGNS}[\r\n]*{_BREAKS}",
-        # Mistral
-        rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}{_SIGNS}[\r\n/]*{_BREAKS}",
-        # GPT-4o, Llama 4
-        rf"{_START}{_UPPER}*{_LOWER}+{_WORDS}?|{_START}{_UPPER}+{_LOWER}*{_WORDS}?|\p{{N}}{{1,3}}{_SIGNS}[\r\n/]*{_BREAKS}",
-        # Normalizers of SentencePiece models
-        " {2,}",
-    )
+    (split_patterns.GPT2, split_patterns.GPT4, split_patterns.QWEN2, split_patterns.TEKKEN, split_patterns.GPT4O)
+    + (split_patterns.SPACES,)
 )
-"""Regular expressions of published tokenizers, whose time was found to grow as the text does."""
 
 _NORMALIZERS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Nmt": 1}
 _NORMALIZERS |= {"BertNormalizer": 6, "ByteLevel": 2}

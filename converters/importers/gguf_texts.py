@@ -1,0 +1,81 @@
+"""The text files of a checkpoint from the metadata of a GGUF file: tokenizer, chat template, defaults of generation.
+
+Nothing but the metadata is needed: a device that has neither torch nor transformers converts such files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgeq.converters.checkpoint.tokenizer import MAX_TEMPLATE
+from edgeq.converters.importers.gguf_tokenizers import tokenizer_json
+from edgeq.converters.importers.gguf_vocabulary import CONTROL, USER_DEFINED, GgufVocabulary, read_vocabulary
+from edgeq.errors import CheckpointError
+
+ENDS_OF_TURN = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>", "<|end|>"),
+    *("<end_of_turn>", "<eos>"),
+)
+"""Control tokens that end an answer in published models: many files name but one of theirs."""
+SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Key of generation_config.json -> key of a GGUF file, after `general.sampling.`."""
+
+
+def write_texts(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json, generation_config.json and, where there is one, chat_template.jinja.
+
+    metadata   keys as in the file; strings as str, arrays as lists or numpy arrays
+
+    CheckpointError: a tokenizer that is not supported, or metadata that do not fit together; the key is named.
+    """
+    vocabulary = read_vocabulary(metadata)
+    tokenizer = tokenizer_json(metadata, vocabulary)
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    settings = {name: literal for key, name in names.items() if (literal := vocabulary.literal(key)) is not None}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        (folder / "chat_template.jinja").write_bytes(_template(template))
+    _write(folder / "tokenizer.json", tokenizer)
+    _write(folder / "tokenizer_config.json", {**kind, **settings})
+    _write(folder / "generation_config.json", _generation(metadata, vocabulary))
+
+
+def _template(template: Any) -> bytes:
+    if isinstance(template, str) and len(template) <= MAX_TEMPLATE:
+        try:
+            return template.encode()
+        except UnicodeEncodeError:
+            pass
+    raise CheckpointError(f"tokenizer.chat_template is not text of at most {MAX_TEMPLATE} characters")
+
+
+def _generation(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> dict[str, Any]:
+    """Token ids that begin, pad and end a text, and what the file recommends for sampling."""
+    ids = vocabulary.ids
+    known = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    by_name = [i for i, (token, kind) in enumerate(known) if token in ENDS_OF_TURN and kind in (CONTROL, USER_DEFINED)]
+    ends = dict.fromkeys([*(ids[name] for name in ("eos", "eot", "eom") if name in ids), *by_name])
+    generation: dict[str, Any] = {"eos_token_id": list(ends)}
+    generation |= {f"{key}_token_id": ids[name] for key, name in (("bos", "bos"), ("pad", "padding")) if name in ids}
+    for key, name in SAMPLING_KEYS.items():
+        value = metadata.get(f"general.sampling.{name}")
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise CheckpointError(f"general.sampling.{name} is {value!r:.80}; expected a number")
+        generation[key] = value
+    return generation
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

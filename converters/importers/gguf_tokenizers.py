@@ -1,0 +1,256 @@
+"""A tokenizer.json, as the tokenizers library reads it, from a vocabulary of a GGUF file.
+
+The file names a kind of tokenizer; the rules of each are those of the checkpoints that such files are made of:
+
+gpt2    byte-level BPE; `tokenizer.ggml.pre` names how a text is split before, which the file does not hold
+llama   SentencePiece's BPE: the pair whose joined token has the best score is merged first; bytes where nothing else fits
+t5      SentencePiece's Unigram (Kudo 2018): the split of a text with the largest sum of scores
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgeq.converters.importers.gguf_vocabulary import (
+    BYTE,
+    CONTROL,
+    MAX_MERGES,
+    PREFIX,
+    UNKNOWN,
+    USER_DEFINED,
+    GgufVocabulary,
+    array,
+    flag,
+)
+from edgeq.errors import CheckpointError
+from edgeq.text import split_patterns
+
+OTHER_SOURCE = "convert the folder of the original checkpoint instead, which has a tokenizer.json"
+SPACE = "\u2581"
+"""A space in tokens of SentencePiece."""
+MAX_PIECE = 256
+"""Characters of a token of SentencePiece, whose ways to be cut in two are tried; its default for training is 16."""
+MAX_CHARSMAP = 4 << 20
+"""Bytes of a table of character replacements; that of multilingual models has 237,539."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a byte-level tokenizer splits a text.
+
+    digits    every digit stands alone
+    whole     a part that is a token is not built by merges: vocabularies that were made for tiktoken
+    composed  the text is brought into the normal form NFC
+    add_bos   whether a text begins with bos where the file does not say so
+    """
+
+    pattern: str
+    digits: bool = False
+    whole: bool = False
+    composed: bool = False
+    add_bos: bool = False
+
+
+_LLAMA3 = Split(split_patterns.GPT4, whole=True, add_bos=True)
+_GPT2, _GPT4 = Split(split_patterns.GPT2), Split(split_patterns.GPT4)
+SPLITS = {
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "smollm": Split(split_patterns.GPT2, digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _GPT4,
+    "dbrx": _GPT4,
+    "qwen2": Split(split_patterns.QWEN2, composed=True),
+    "deepseek-r1-qwen": Split(split_patterns.QWEN2),
+    "tekken": Split(split_patterns.TEKKEN, whole=True, add_bos=True),
+    "gpt-4o": Split(split_patterns.GPT4O),
+    "llama4": Split(split_patterns.GPT4O),
+}
+"""Name in `tokenizer.ggml.pre` -> how the text is split."""
+
+
+def tokenizer_json(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
+    """The tokenizer of these metadata.
+
+    CheckpointError: of a kind, or with a way to split texts, that is not supported, or parts that do not fit together.
+    """
+    kind = metadata.get(f"{PREFIX}model")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise CheckpointError(f"{PREFIX}model is {kind!r:.80}; supported: {', '.join(KINDS)}; {OTHER_SOURCE}")
+    parts = {"normalizer": None, "pre_tokenizer": None, "decoder": None, **KINDS[kind](metadata, vocabulary)}
+    begins = flag(metadata, "add_bos_token", parts.pop("add_bos"))
+    ends = flag(metadata, "add_eos_token", False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(metadata, vocabulary),
+        "post_processor": _post_processor(vocabulary, begins, ends),
+        **parts,
+    }
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
+    name = metadata.get(f"{PREFIX}pre")
+    if not isinstance(name, str) or name not in SPLITS:
+        raise CheckpointError(
+            f"{PREFIX}pre is {name!r:.80}, a way to split texts that is not known here; supported: {', '.join(SPLITS)}; "
+            f"{OTHER_SOURCE}"
+        )
+    split = SPLITS[name]
+    splits: list[Json] = [{"type": "Digits", "individual_digits": True}] if split.digits else []
+    splits.append({"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False})
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "normalizer": {"type": "NFC"} if split.composed else None,
+        "pre_tokenizer": _sequence("pretokenizers", [*splits, byte_level]),
+        "decoder": byte_level,
+        "model": _bpe(vocabulary, vocabulary.merges, ignore_merges=split.whole),
+        "add_bos": split.add_bos,
+    }
+
+
+def _sentence_piece_bpe(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
+    spaced = flag(metadata, "add_space_prefix", True)
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if spaced else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else []
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    restore = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    return {
+        "normalizer": _sequence("normalizers", [*prefix, replace]),
+        "decoder": _sequence("decoders", [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]),
+        "model": _bpe(vocabulary, _merges_by_score(vocabulary), unknown=vocabulary.literal("unknown")),
+        "add_bos": True,
+    }
+
+
+def _unigram(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
+    _check_scores(vocabulary)
+    spaced = flag(metadata, "add_space_prefix", True)
+    charsmap = array(metadata, f"{PREFIX}precompiled_charsmap", MAX_CHARSMAP)
+    if any(type(value) is not int or not -128 <= value < 256 for value in charsmap):
+        raise CheckpointError(f"{PREFIX}precompiled_charsmap has a value that is not a byte")
+    normalizers: list[Json] = []
+    if charsmap:
+        packed = base64.b64encode(bytes(value & 255 for value in charsmap)).decode()
+        normalizers.append({"type": "Precompiled", "precompiled_charsmap": packed})
+    if flag(metadata, "remove_extra_whitespaces", False):
+        normalizers.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        normalizers.append({"type": "Replace", "pattern": {"Regex": split_patterns.SPACES}, "content": " "})
+    space = {
+        "type": "Metaspace",
+        "replacement": SPACE,
+        "prepend_scheme": "always" if spaced else "never",
+        "split": True,
+    }
+    return {
+        "normalizer": _sequence("normalizers", normalizers) if normalizers else None,
+        "pre_tokenizer": space,
+        "decoder": space,
+        "model": {
+            "type": "Unigram",
+            "unk_id": vocabulary.ids.get("unknown"),
+            "vocab": [list(pair) for pair in zip(vocabulary.tokens, vocabulary.scores, strict=True)],
+            "byte_fallback": BYTE in vocabulary.kinds,
+        },
+        "add_bos": False,
+    }
+
+
+KINDS: Mapping[str, Callable[[Mapping[str, Any], GgufVocabulary], Json]] = {
+    "gpt2": _byte_level,
+    "llama": _sentence_piece_bpe,
+    "t5": _unigram,
+}
+
+
+def _sequence(key: str, parts: list[Json]) -> Json:
+    return parts[0] if len(parts) == 1 else {"type": "Sequence", key: parts}
+
+
+def _bpe(vocabulary: GgufVocabulary, merges: Any, unknown: str | None = None, ignore_merges: bool = False) -> Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": unknown is not None,
+        "byte_fallback": BYTE in vocabulary.kinds,
+        "ignore_merges": ignore_merges,
+        "vocab": {token: i for i, token in enumerate(vocabulary.tokens)},
+        "merges": [list(pair) for pair in merges],
+    }
+
+
+def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
+    """The pairs that make a token each, of the best score first, and of one token the one with the longest beginning.
+
+    Control tokens and bytes are never made of text.  What a user defined is matched before anything is merged, so it is first.
+    """
+    _check_scores(vocabulary)
+    made = {
+        token: i
+        for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        if kind not in (CONTROL, UNKNOWN, BYTE)
+    }
+    order = [
+        (vocabulary.kinds[i] != USER_DEFINED, 0.0 if vocabulary.kinds[i] == USER_DEFINED else -vocabulary.scores[i], i)
+        for i in made.values()
+    ]
+    merges = list[tuple[str, str]]()
+    for _, _, i in sorted(order):
+        token = vocabulary.tokens[i]
+        if len(token) > MAX_PIECE:
+            raise CheckpointError(f"{PREFIX}tokens: number {i} has {len(token)} characters; at most {MAX_PIECE} are possible")
+        for cut in range(len(token) - 1, 0, -1):
+            if token[:cut] in made and token[cut:] in made:
+                merges.append((token[:cut], token[cut:]))
+        if len(merges) > MAX_MERGES:
+            raise CheckpointError(f"{PREFIX}tokens can be made of each other in more than {MAX_MERGES} ways")
+    return merges
+
+
+def _check_scores(vocabulary: GgufVocabulary) -> None:
+    if not vocabulary.scores:
+        raise CheckpointError(f"{PREFIX}scores is missing: SentencePiece needs the score of each token")
+    for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
+        if kind == BYTE and not (len(token) == 6 and token.startswith("<0x") and token.endswith(">")):
+            raise CheckpointError(f"{PREFIX}tokens: {token[:80]!r} is said to be a byte; expected <0x00> to <0xFF>")
+
+
+def _added_tokens(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> list[Json]:
+    """Tokens that are found in a text before anything else, those that control something marked as special."""
+    # Phi-3's control tokens take the white space after them; its GGUF files do not say so.
+    takes = metadata.get("general.architecture") == "phi3" and metadata.get(f"{PREFIX}model") == "llama"
+    added = list[Json]()
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED) and token:
+            entry = {"id": i, "content": token, "single_word": False, "lstrip": False, "normalized": False}
+            rstrip = takes and token not in ("<unk>", "<s>", "<|endoftext|>")
+            added.append({**entry, "rstrip": rstrip, "special": kind != USER_DEFINED})
+    return added
+
+
+def _post_processor(vocabulary: GgufVocabulary, begins: bool, ends: bool) -> Json | None:
+    """What puts bos before a text and eos after it."""
+    special, pieces = {}, {"bos": list[Json](), "eos": list[Json]()}
+    for name, asked in (("bos", begins), ("eos", ends)):
+        if not asked:
+            continue
+        literal = vocabulary.literal(name)
+        if literal is None:
+            raise CheckpointError(f"{PREFIX}add_{name}_token is true, but {PREFIX}{name}_token_id is missing")
+        special[literal] = {"id": literal, "ids": [vocabulary.ids[name]], "tokens": [literal]}
+        pieces[name].append({"SpecialToken": {"id": literal, "type_id": 0}})
+    if not special:
+        return None
+    single, pair = ([*pieces["bos"], {"Sequence": {"id": each, "type_id": 0}}, *pieces["eos"]] for each in "AB")
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single, *pair], "special_tokens": special}
