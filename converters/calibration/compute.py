@@ -62,7 +62,8 @@ class Compute:
 
     def batches(self, x: Tensor) -> tuple[Tensor, ...]:
         """Views of rows of tokens in portions."""
-        return x.split(self.rows)
+        portions: tuple[Tensor, ...] = x.split(self.rows)
+        return portions
 
     def smaller(self) -> Compute:
         """With half the rows; after one row the processor."""

@@ -201,6 +201,6 @@ def test_an_interrupted_conversion_with_other_options_is_not_mixed_up(edgeq: Run
     assert edgeq("convert", tiny_llama, "-o", out, "--bits", 5, "--restart").exit_code == 0
 
 
-def test_a_gguf_file_cannot_be_converted(convert: Convert, tmp_path: Path) -> None:
+def test_a_damaged_gguf_file_cannot_be_converted(convert: Convert, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    refused(convert(tmp_path / "m.gguf"), "a GGUF file", "original checkpoint")
+    refused(convert(tmp_path / "m.gguf"), "m.gguf: the header ends inside", "download it again")

@@ -105,7 +105,7 @@ def test_a_model_in_another_form_is_answered_with_the_command_that_converts_it(
     refused(edgeq(name, tmp_path, *options), "a folder", ".edgeq file")
     gguf = tmp_path / "m.gguf"
     gguf.write_bytes(b"GGUF\x03\0\0\0")
-    refused(edgeq(name, gguf, *options), "a GGUF file", "edgeq convert OWNER/NAME -o m.edgeq")
+    refused(edgeq(name, gguf, *options), "m.gguf: the header ends inside", "download it again")
     monkeypatch.chdir(tmp_path)
     convert = "edgeq convert meta-llama/Llama-3.2-1B -o Llama-3.2-1B.edgeq"
     refused(edgeq(name, "meta-llama/Llama-3.2-1B", *options), "no such file", "Hugging Face hub", convert)

@@ -83,6 +83,12 @@ def _packed(folder: Path) -> Trial:
     return partial(packed, folder=folder / "packed")
 
 
+def _gguf(folder: Path) -> Trial:
+    from gguf_trials import gguf
+
+    return partial(gguf, path=folder / "m.gguf")
+
+
 def _cache(folder: Path) -> Trial:
     import logging
 
@@ -143,6 +149,7 @@ KINDS = {
     "index": Kind(_index, 100_000),
     "header": Kind(_header, 100_000),
     "packed": Kind(_packed, 100_000),
+    "gguf": Kind(_gguf, 100_000),
     "cache": Kind(_cache, 100_000),
     "request": Kind(_request, 10_000, seconds=20.0, memory=0, own_cache=False, hang=120.0),
     "mutant": Kind(_mutant, 10_000, seconds=60.0, memory=4 << 30, own_cache=False, hang=300.0),

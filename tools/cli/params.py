@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +199,7 @@ class Several(click.ParamType):  # type: ignore[type-arg]
 
 
 class EdgeqFile(click.Path):
-    """The path of an .edgeq file.
+    """The path of an .edgeq file, or that of a GGUF file, which is converted into the cache.
 
     InputError: it is something else that people have models in; the message has the command that converts it.
     """
@@ -217,7 +216,10 @@ class EdgeqFile(click.Path):
             raise InputError(f"{path}: a folder; give the path of an .edgeq file")
         if not os.path.exists(path) and is_hub_id(path):
             raise InputError(f"{path}: no such file; if it is a model on the Hugging Face hub, {convert_first}")
-        refuse_gguf(path)
+        if is_gguf(path):
+            from edgeq.tools.commands.from_gguf import converted
+
+            return converted(path)
         return path
 
 
@@ -231,13 +233,13 @@ def is_hub_id(path: Path) -> bool:
     return bool(_HUB_ID.fullmatch(str(path))) and path.suffix != ".edgeq" and not os.path.exists(path.parent)
 
 
-def refuse_gguf(path: Path) -> None:
-    """InputError: a GGUF file.  Other files, and none, pass."""
-    with suppress(OSError):
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF files do; none, and what cannot be read, does not."""
+    try:
+        # A pipe would wait for its writer.
+        if not path.is_file():
+            return False
         with open(path, "rb") as file:
-            found = file.read(len(GGUF_MAGIC))
-        if found == GGUF_MAGIC:
-            raise InputError(
-                f"{path}: a GGUF file, which edgeq does not read; convert the original checkpoint of the model: "
-                f"edgeq convert OWNER/NAME -o {shlex.quote(path.stem)}.edgeq"
-            )
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False

@@ -20,7 +20,6 @@ from edgeq.errors import InputError, ResourceError
 from edgeq.format.container import ModelFile
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
 from edgeq.system.devices import DeviceSpec, device, needed
-from edgeq.tools.cli.params import refuse_gguf
 from edgeq.tools.cli.terminal import note, progress, write
 from edgeq.tools.commands.budget import decode_here, resolved
 from edgeq.tools.measure.report import overall_bits
@@ -44,10 +43,9 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     """Convert `source` into `output`; None: only say what would be made, on standard output.
 
     What it will take, progress and the result go to standard error; as_json: the result to standard output, as one object.
-    InputError: a GGUF file; otherwise as edgeq.converters.convert.convert.  ResourceError: it will not fit the device `target`.
+    Errors: as edgeq.converters.convert.convert.  ResourceError: it will not fit the device `target`.
     ModuleNotFoundError: torch or transformers is not installed.
     """
-    refuse_gguf(Path(source))
     profile = device(target) if target else None
     plot, save = options.pop("plot", None), options.pop("save_plan", None)
     here = None if profile else options.get("speed")

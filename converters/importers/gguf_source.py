@@ -1,0 +1,207 @@
+"""A GGUF file, or the parts of a split one, as a checkpoint: nothing is read but headers, until weights are asked for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, ClassVar
+
+import numpy as np
+
+from edgeq.converters.importers.gguf_architectures import EMBEDDING, ENDS, FREQUENCIES, HEAD, Architecture, architecture
+from edgeq.converters.importers.gguf_config import config_of
+from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
+from edgeq.converters.importers.gguf_tensors import GgufTensor, bytes_of
+from edgeq.converters.importers.gguf_texts import write_texts
+from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, type_name
+from edgeq.errors import CheckpointError, UnsupportedError
+
+MAX_PARTS = 1024
+MAX_FACTORS = 4096
+"""Pairs of a head; published models have at most 128."""
+FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_]+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    """An opened file.
+
+    texts   a folder that is gone when the source is
+    parts   all files that it consists of
+    types   how many tensors there are of each
+    """
+
+    name: str
+    place: str
+    config: Mapping[str, Any]
+    texts: Path
+    parts: tuple[Path, ...]
+    found: Mapping[str, GgufTensor]
+    types: Mapping[str, int]
+    notes: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def open(cls, path: Path) -> GgufSource:
+        """Read all headers, and write what a tokenizer is made of into a temporary folder.
+
+        CheckpointError: damaged, a part missing, a tensor missing or too many.  UnsupportedError: an architecture, types of
+        tensors, all at once, a tokenizer or a setting of the network.
+        """
+        files = _parts(path)
+        metadata, place = files[0].metadata, str(path)
+        kind, keys = architecture(metadata, place)
+        stored = _stored(files, place)
+        config = config_of(kind, keys, {name: tensor.shape for name, tensor in stored.items()}, _small(stored))
+        keys.check_all_read()
+        tensors = _renamed(stored, kind, config, place)
+        types = Counter(type_name(tensor.type) for tensor in stored.values())
+        texts, parts = Path(mkdtemp(prefix="edgeq-gguf-")), tuple(file.path for file in files)
+        source = cls(_PART.sub(r"\1.gguf", path.name), place, config, texts, parts, tensors, dict(sorted(types.items())))
+        weakref.finalize(source, shutil.rmtree, texts, ignore_errors=True)
+        try:
+            write_texts(metadata, texts)
+        except (CheckpointError, UnsupportedError) as error:
+            raise type(error)(f"{place}: {error}") from None
+        return source
+
+    @property
+    def texts_complete(self) -> bool:
+        return True
+
+    @property
+    def quantized(self) -> bool:
+        return any(tensor.block for tensor in self.found.values())
+
+    @property
+    def origin(self) -> dict[str, object]:
+        two_level = any(tensor.block and tensor.block.two_level for tensor in self.found.values())
+        rounded = {"scales of K-quants": "products rounded to f16"} if two_level else {}
+        return {"format": "gguf", "types": dict(self.types), **rounded}
+
+    def tensors(self) -> Mapping[str, GgufTensor]:
+        return self.found
+
+    def files(self) -> list[Path]:
+        return [*self.parts]
+
+
+def _parts(path: Path) -> list[GgufFile]:
+    """The file, or all parts of the one that it is a part of.  CheckpointError: one is missing or belongs elsewhere."""
+    first = read_gguf(path)
+    count = first.metadata.get("split.count", 0)
+    if type(count) is not int or not 0 <= count <= MAX_PARTS:
+        raise CheckpointError(f"{path}: split.count is {count!r:.40}; expected at most {MAX_PARTS}")
+    if count < 2:
+        return [first]
+    named = _PART.fullmatch(path.name)
+    if not named or int(named[3]) != count:
+        raise CheckpointError(
+            f"{path}: one of {count} parts, which are found by their names: give it the name that it had, "
+            f"...-00001-of-{count:05}.gguf"
+        )
+    paths = [path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    missing = [each.name for each in paths if not each.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of its {count} parts are missing: {', '.join(missing)[:200]}; download them"
+        )
+    files = [read_gguf(each) for each in paths]
+    for number, file in enumerate(files):
+        at = file.metadata.get("split.no"), file.metadata.get("split.count")
+        if at != (number, count):
+            raise CheckpointError(f"{file.path}: says that it is part {at[0]} of {at[1]}, not {number} of {count}")
+    return files
+
+
+def _stored(files: list[GgufFile], place: str) -> dict[str, GgufTensor]:
+    """The tensors by their names in the files.
+
+    UnsupportedError: types without a codec.  CheckpointError: a tensor outside of its file, over another one or there twice.
+    """
+    refused: dict[str, list[str]] = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            if tensor.type not in BLOCK_TYPES and tensor.type not in FLOAT_TYPES:
+                refused.setdefault(type_name(tensor.type), []).append(name)
+    if refused:
+        listed = "; ".join(
+            f"{kind}: {len(names)} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for kind, names in refused.items()
+        )
+        supported = ", ".join([*FLOAT_TYPES.values(), *(block.name for block in BLOCK_TYPES.values())])
+        raise UnsupportedError(
+            f"{place}: tensors of types that are not supported: {listed:.600}; supported: {supported}.  Take a file of such a "
+            "type, Q4_K_M or Q8_0 for example, or convert the original checkpoint"
+        )
+    found: dict[str, GgufTensor] = {}
+    for file in files:
+        at = 0
+        for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].offset):
+            nbytes = bytes_of(tensor.shape, tensor.type)
+            if nbytes is None:
+                raise CheckpointError(
+                    f"{file.path}: {name} has the shape {tensor.shape}, no rows of whole blocks of {type_name(tensor.type)}; "
+                    "the file is damaged: download it again"
+                )
+            if tensor.offset < at:
+                raise CheckpointError(f"{file.path}: {name} lies over another tensor; the file is damaged: download it again")
+            at = tensor.offset + nbytes
+            if at > file.size:
+                raise CheckpointError(
+                    f"{file.path}: truncated: {name} ends at byte {at}, the file at {file.size}; download it again"
+                )
+            if name in found:
+                raise CheckpointError(f"{file.path}: {name} is in another part, too; the parts do not belong together")
+            found[name] = GgufTensor(file.path, tensor.shape, tensor.type, tensor.offset)
+    return found
+
+
+def _small(stored: dict[str, GgufTensor]) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Factors of rotary embeddings, which a configuration holds: taken out of `stored` and read."""
+    found = {}
+    for name in (FREQUENCIES, *FACTORS):
+        tensor = stored.pop(name, None)
+        if tensor is None:
+            continue
+        if len(tensor.shape) > 1 or tensor.rows > MAX_FACTORS or tensor.block:
+            raise CheckpointError(f"{tensor.path}: {name} is no vector of at most {MAX_FACTORS} numbers")
+        found[name] = tensor.read(0, tensor.rows, name)
+    return found
+
+
+def _renamed(
+    stored: Mapping[str, GgufTensor], kind: Architecture, config: Mapping[str, Any], place: str
+) -> dict[str, GgufTensor]:
+    """Tensors under transformers' names, experts one by one.  UnsupportedError: one that has no place."""
+    head_sizes = {"attn_q": config["head_dim"], "attn_k": config["head_dim"]} if kind.interleaved else {}
+    found: dict[str, GgufTensor] = {}
+    for name, tensor in stored.items():
+        if name in ENDS:
+            gain = kind.gain if name not in (EMBEDDING, HEAD) else 0.0
+            found[ENDS[name]] = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, added=-gain)
+            continue
+        at = _LAYER.fullmatch(name)
+        module = kind.tensors.get(at[2]) if at else None
+        if at is None or module is None:
+            raise UnsupportedError(f"{place}: tensor {name:.80} has no place in a {kind.family}; edgeq has nothing for it")
+        prefix, size = f"model.layers.{int(at[1])}.", head_sizes.get(at[2], 0)
+        if size and tensor.rows % size:
+            raise CheckpointError(f"{place}: {name} has {tensor.rows} rows, no whole heads of {size}")
+        gain = kind.gain if "norm" in at[2] else 0.0
+        whole = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, size, -gain)
+        if "{}" in module and len(tensor.shape) == 3:
+            experts, rows, columns = tensor.shape
+            for expert in range(experts):
+                found[f"{prefix}{module.format(expert)}.{at[3]}"] = whole.part(expert * rows, (rows, columns))
+        elif at[2] == "ffn_gate_inp_shexp":
+            found[f"{prefix}{module}.{at[3]}"] = whole.part(0, (1, tensor.rows * tensor.columns))
+        else:
+            found[f"{prefix}{module}.{at[3]}"] = whole
+    return found

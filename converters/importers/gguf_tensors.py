@@ -1,0 +1,127 @@
+"""Tensors of a GGUF file in the order of rows that transformers has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.converters.checkpoint.source import StoredArrays
+from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, BlockType, stored_bytes
+from edgeq.errors import CheckpointError
+from edgeq.format.codec import AnyArray, ArrayF32, Codec, per_channel
+from edgeq.format.safetensors import floats
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor, or some whole rows of one.
+
+    type         ggml's number
+    offset       bytes from the start of the file to its first row
+    head_size    rows of a head that llama.cpp interleaves: row i of half s is row 2i + s of the file; 0: rows are in order
+    added        to every value: what llama.cpp adds to a gain is taken out again
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    head_size: int = 0
+    added: float = 0.0
+    order: ClassVar[None] = None
+
+    @property
+    def block(self) -> BlockType | None:
+        """Blocks of its type; None: it has floats."""
+        return BLOCK_TYPES.get(self.type)
+
+    @property
+    def dtype(self) -> str:
+        return FLOAT_TYPES.get(self.type, "F32")
+
+    @property
+    def codec(self) -> Codec | None:
+        return self.block.codec if self.block else None
+
+    @property
+    def columns(self) -> int:
+        """Values of a row; a vector is a tensor of one-element rows."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def rows(self) -> int:
+        """All but the last dimension taken as one."""
+        return math.prod(self.shape) // self.columns
+
+    def part(self, row: int, shape: tuple[int, ...]) -> GgufTensor:
+        """The tensor of `shape` that begins at `row`."""
+        before = stored_bytes(self.type, row, self.columns)
+        assert before is not None
+        return replace(self, shape=shape, offset=self.offset + before)
+
+    def read(self, first: int, count: int, name: str) -> NDArray[np.float32]:
+        """Values as ggml computes them in float32, row-major."""
+        top, bottom = first // self.columns, -(-(first + count) // self.columns)
+        rows = self._rows(top, bottom - top, name)
+        # Whoever reads looks for NaN and infinity in what comes out.
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = rows if self.block is None else self._dequantized(self.block, rows)
+        if self.added:
+            values = values + np.float32(self.added)
+        return values.reshape(-1)[first - top * self.columns :][:count]
+
+    def quantized(self, first: int, count: int, name: str) -> StoredArrays:
+        """Rows as the arrays of `codec`; scales that are products of two are rounded to f16."""
+        assert self.block is not None
+        with np.errstate(invalid="ignore"):
+            found = self.block.unpack(self._rows(first, count, name))
+        arrays: dict[str, AnyArray] = {"q": found.q, "scale": _f16(found.scale, name)}
+        return arrays if found.offset is None else {**arrays, "offset": _f16(found.offset, name)}
+
+    def _dequantized(self, block: BlockType, rows: AnyArray) -> ArrayF32:
+        found, codec = block.unpack(rows), block.codec
+        scale, q = per_channel(found.scale, codec, self.columns), found.q.astype(np.float32)
+        if found.offset is None:
+            return scale * (q - np.float32(codec.center))
+        return scale * q + per_channel(found.offset, codec, self.columns)
+
+    def _rows(self, first: int, count: int, name: str) -> AnyArray:
+        """Rows in transformers' order: float32 [count, columns], of a quantized type uint8 [count, blocks, bytes]."""
+        if not self.head_size:
+            return self._as_stored(first, count, name)
+        size = self.head_size
+        top, bottom = first // size * size, -(-(first + count) // size) * size
+        rows = self._as_stored(top, bottom - top, name)
+        # head, i, half -> head, half, i
+        order = np.arange(len(rows)).reshape(-1, size // 2, 2).transpose(0, 2, 1).reshape(-1)
+        return rows[order[first - top : first - top + count]]
+
+    def _as_stored(self, first: int, count: int, name: str) -> AnyArray:
+        skipped, nbytes = (stored_bytes(self.type, rows, self.columns) for rows in (first, count))
+        assert skipped is not None and nbytes is not None
+        at = self.offset + skipped
+        if self.block is None:
+            return floats(self.path, self.dtype, at, count * self.columns, name).reshape(count, self.columns)
+        raw = np.fromfile(self.path, np.uint8, nbytes, offset=at)
+        if len(raw) != nbytes:
+            raise CheckpointError(f"{self.path}: ends inside {name}; it changed while it was read")
+        return raw.reshape(count, -1, self.block.nbytes)
+
+
+def bytes_of(shape: tuple[int, ...], kind: int) -> int | None:
+    """Bytes of a tensor in a file; None: its rows are no whole blocks, or it is a vector, which no program quantizes."""
+    columns = shape[-1] if len(shape) > 1 else 1
+    return stored_bytes(kind, math.prod(shape) // columns, columns)
+
+
+def _f16(scales: ArrayF32, name: str) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        found = scales.astype(np.float16)
+    if not np.isfinite(found).all():
+        raise CheckpointError(f"{name} has a scale or an offset that is NaN, infinite or too large for 16 bits; it is damaged")
+    return found

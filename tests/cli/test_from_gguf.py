@@ -1,0 +1,63 @@
+"""Commands that are given a GGUF file: it is converted once, into the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from gguf import GGMLQuantizationType as Type
+
+from edgeq.converters.importers import gguf_source
+from tests.cli.refusal import refused
+from tests.converters.gguf_files import in_type, tiny_texts, write_gguf
+
+Run = Callable[..., Result]
+ONCE = "converting it once, into"
+
+
+@pytest.fixture
+def gguf(checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small model, and an empty cache."""
+    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_gguf(checkpoint("llama_gqa"), tmp_path / "m.gguf", in_type(Type.Q4_0))
+    return tmp_path / "m.gguf"
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache").rglob("*.edgeq"))
+
+
+def test_a_gguf_file_is_converted_once(edgeq: Run, gguf: Path, tmp_path: Path) -> None:
+    first, again = (edgeq("inspect", gguf, "--json") for _ in range(2))
+    assert first.exit_code == again.exit_code == 0, first.stderr
+    assert ONCE in first.stderr and ONCE not in again.stderr and first.stdout == again.stdout
+    assert json.loads(first.stdout)["provenance"]["method"] == "as-stored"
+    [path] = kept(tmp_path)
+    # Not the same file: converted again, and what it was is gone.
+    os.utime(gguf, ns=(1, 1))
+    assert ONCE in edgeq("inspect", gguf).stderr
+    [other] = kept(tmp_path)
+    assert other != path and other.name == path.name == "m.edgeq"
+    # The same conversion by hand.
+    assert edgeq("convert", gguf, "-o", tmp_path / "m.edgeq").exit_code == 0
+    assert (tmp_path / "m.edgeq").read_bytes() == other.read_bytes()
+
+
+def test_a_gguf_file_runs(edgeq: Run, gguf: Path) -> None:
+    found = edgeq("run", gguf, "-p", "def f(", "-n", 4, "--target", "reference", "--temp", 0)
+    assert found.exit_code == 0 and ONCE in found.stderr and found.stdout, found.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(edgeq: Run, gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    refused(edgeq("inspect", gguf), "m.gguf: cannot be converted into", "Not a directory", "edgeq convert", "m.edgeq")
+
+
+def test_what_cannot_be_converted_is_refused_as_by_convert(edgeq: Run, gguf: Path) -> None:
+    gguf.write_bytes(gguf.read_bytes()[:-100])
+    refused(edgeq("inspect", gguf), "m.gguf: truncated", "download it again")

@@ -1,0 +1,171 @@
+"""GGUF files of tiny checkpoints, as llama.cpp's converter lays them out; names and quantization by the package gguf."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+Array = NDArray[np.float32]
+ARCHITECTURES = {
+    "llama": ("llama", "LLAMA"),
+    "mistral": ("llama", "LLAMA"),
+    "mixtral": ("llama", "LLAMA"),
+    "smollm3": ("smollm3", "SMOLLM3"),
+    "qwen2": ("qwen2", "QWEN2"),
+    "qwen3": ("qwen3", "QWEN3"),
+    "phi3": ("phi3", "PHI3"),
+    "gemma3_text": ("gemma3", "GEMMA3"),
+    "qwen2_moe": ("qwen2moe", "QWEN2MOE"),
+    "qwen3_moe": ("qwen3moe", "QWEN3MOE"),
+}
+"""`model_type` of config.json -> llama.cpp's name, and that of the package."""
+
+
+def exact_float(name: str, values: Array) -> Type:
+    """Matrices of bfloat16, as the checkpoints are; vectors in float32."""
+    return Type.BF16 if values.ndim > 1 else Type.F32
+
+
+def in_type(kind: Type) -> Callable[[str, Array], Type]:
+    """Matrices of `kind` where its blocks divide their rows."""
+    return lambda name, values: kind if values.ndim > 1 and "inp" not in name else Type.F32
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    choose: Callable[[str, Array], Type] = exact_float,
+    change: Callable[[dict[str, Any]], None] = lambda keys: None,
+) -> None:
+    """Write the checkpoint in `folder`; `choose`: type of a tensor by its name and values; `change`: the metadata."""
+    config = json.loads((folder / "config.json").read_text())
+    own, name = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, own)
+    keys = metadata(config, own)
+    change(keys)
+    for key, value in keys.items():
+        add(writer, key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name], config["num_hidden_layers"])
+    for theirs, values in llama_cpp_tensors(config, folder).items():
+        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
+        kind = choose(ours, values)
+        if kind == Type.F32:
+            writer.add_tensor(ours, values)
+        else:
+            writer.add_tensor(ours, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds: dict[type, Callable[[str, Any], None]] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    kinds |= {str: writer.add_string, list: writer.add_array}
+    kinds[type(value)](key, value)
+
+
+def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    keys: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": float(full["rope_theta"]),
+        "rope.dimension_count": round(head_dim * full.get("partial_rotary_factor", 1)),
+        "vocab_size": config["vocab_size"],
+    }
+    if full.get("rope_type") == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(full["factor"])}
+    if full.get("rope_type") == "longrope":
+        keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+    if own in ("gemma3", "phi3"):
+        keys["attention.sliding_window"] = config.get("sliding_window") or 0
+    if experts := config.get("num_local_experts") or config.get("num_experts"):
+        keys |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
+    if "moe_intermediate_size" in config:
+        keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if "shared_expert_intermediate_size" in config:
+        keys["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    return {f"{own}.{key}": value for key, value in keys.items()}
+
+
+def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Array]:
+    """The tensors of the checkpoint as llama.cpp has them, under transformers' names."""
+    found = {name: values.float().numpy() for name, values in load_file(folder / "model.safetensors").items()}
+    kind = config["model_type"]
+    for name, values in list(found.items()):
+        if kind in ("llama", "mistral", "mixtral", "smollm3") and (".q_proj." in name or ".k_proj." in name):
+            heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+            halves = values.reshape(heads, 2, -1, *values.shape[1:])
+            found[name] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        if kind == "gemma3_text" and "norm" in name:
+            found[name] = values + 1
+        if name.endswith("shared_expert_gate.weight"):
+            found[name] = values[0]
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        found["rope_freqs.weight"] = llama3_divisors(config, rope)
+    if rope.get("rope_type") == "longrope":
+        for part in ("long", "short"):
+            found[f"rope_factors_{part}.weight"] = np.array(rope[f"{part}_factor"], np.float32)
+    return stacked(found)
+
+
+def stacked(tensors: dict[str, Array]) -> dict[str, Array]:
+    """Experts of a layer as one tensor [experts, rows, columns]."""
+    found, experts = dict[str, Array](), dict[str, list[Array]]()
+    for name, values in tensors.items():
+        before, middle, rest = name.partition(".experts.")
+        number, _, module = rest.partition(".")
+        if middle and number.isdecimal():
+            experts.setdefault(f"{before}.experts.{module}", []).append(values)
+        elif middle:
+            parts = {"gate_proj": values[:, : values.shape[1] // 2], "up_proj": values[:, values.shape[1] // 2 :]}
+            fused = parts if rest.startswith("gate_up") else {"down_proj": values}
+            found |= {f"{before}.experts.{part}.weight": np.ascontiguousarray(array) for part, array in fused.items()}
+        else:
+            found[name] = values
+    return found | {name: np.stack(values) for name, values in experts.items()}
+
+
+def llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Array:
+    """By llama.cpp's converter, a frequency at a time."""
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    divisors = []
+    for i in range(0, size, 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (i / size)
+        if wave < original / high:
+            divisors.append(1.0)
+        elif wave > original / low:
+            divisors.append(rope["factor"])
+        else:
+            smooth = (original / wave - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(divisors, np.float32)
+
+
+def tiny_texts(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Writes the tokenizer of the demo model, which these checkpoints have."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(__file__).parents[2] / "models" / "tiny-llama" / name, folder / name)

@@ -1,0 +1,127 @@
+"""Hostile GGUF files: a small Llama with a tokenizer, written here field by field, whose fields or bytes are changed."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mutation import VALUES, changed_bytes, changed_json, refused
+
+from edgeq.converters.checkpoint.tokenizer import read_text
+from edgeq.converters.families.network import described, open_tensors
+from edgeq.converters.importers.gguf_source import GgufSource
+from edgeq.converters.importers.gguf_tensors import GgufTensor
+from edgeq.converters.importers.gguf_types import BLOCK_TYPES, stored_bytes
+from edgeq.errors import EdgeqError
+
+WORDS = [*(f"<0x{byte:02X}>" for byte in range(256)), "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "ab"]
+METADATA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.context_length": 64,
+    "llama.embedding_length": 256,
+    "llama.feed_forward_length": 256,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 1e4,
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": WORDS,
+    "tokenizer.ggml.scores": [-0.5 * i for i in range(len(WORDS))],
+    "tokenizer.ggml.token_type": [6] * 256 + [3, 3] + [1] * (len(WORDS) - 258),
+    "tokenizer.ggml.bos_token_id": 256,
+    "tokenizer.ggml.eos_token_id": 257,
+    "tokenizer.chat_template": "{{ messages[0].content }}",
+}
+SHAPES: dict[str, Any] = {
+    "token_embd.weight": [8, [len(WORDS), 256]],
+    "output_norm.weight": [0, [256]],
+    "blk.0.attn_norm.weight": [0, [256]],
+    "blk.0.ffn_norm.weight": [0, [256]],
+    "blk.0.attn_q.weight": [2, [256, 256]],
+    "blk.0.attn_k.weight": [12, [128, 256]],
+    "blk.0.attn_v.weight": [14, [128, 256]],
+    "blk.0.attn_output.weight": [1, [256, 256]],
+    "blk.0.ffn_gate.weight": [3, [256, 256]],
+    "blk.0.ffn_up.weight": [11, [256, 256]],
+    "blk.0.ffn_down.weight": [10, [256, 256]],
+}
+TYPES = (*BLOCK_TYPES, 0, 1, 30, 20, 99, 2**31)
+
+
+def gguf(rng: random.Random, path: Path) -> str:
+    """A file with metadata, tensors or bytes changed; opened, and every weight read."""
+    metadata: Any = changed_json(rng, METADATA) if rng.random() < 0.5 else METADATA
+    tensors: Any = changed_json(rng, SHAPES, (*VALUES, *TYPES, [256, 256], [1])) if rng.random() < 0.3 else SHAPES
+    data = encoded(rng, metadata if isinstance(metadata, dict) else {}, tensors if isinstance(tensors, dict) else {})
+    path.write_bytes(changed_bytes(rng, data[: len(data) if rng.random() < 0.9 else rng.randrange(len(data))]))
+    if rng.random() < 0.5:
+        path.write_bytes(data)
+    try:
+        source = GgufSource.open(path)
+        family, config = described(source)
+        read_text(source, config.vocab_size)
+        tensors = open_tensors(source, family)
+        for name, shape in family.tensor_shapes().items():
+            assert np.isfinite(tensors.rows(name, 0, shape[0])).all(), name
+            if isinstance(found := tensors.tensors[name].stored, GgufTensor) and found.codec:
+                arrays = tensors.quantized(name, 0, shape[0])
+                assert arrays["q"].shape == shape and all(np.isfinite(array).all() for array in arrays.values()), name
+    except EdgeqError as error:
+        return refused(error)
+    return "read"
+
+
+def encoded(rng: random.Random, metadata: dict[str, Any], tensors: dict[str, Any]) -> bytes:
+    """A file of these entries, with whatever values they have."""
+    entries = [text(key) + typed(value) for key, value in metadata.items()]
+    infos, data = list[bytes](), b""
+    for name, entry in tensors.items():
+        kind, shape = entry if isinstance(entry, list) and len(entry) == 2 else (8, [32, 32])
+        shape = shape if isinstance(shape, list) else [32]
+        known = kind in (*BLOCK_TYPES, 0, 1, 30) and all(type(n) is int and 0 < n < 1024 for n in shape) and 0 < len(shape) < 3
+        size = (known and stored_bytes(kind, *(shape if len(shape) > 1 else (1, *shape)))) or 64
+        dimensions = b"".join(number(n, "<Q") for n in shape[::-1])
+        infos.append(
+            text(name) + struct.pack("<I", len(shape)) + dimensions + number(kind, "<I") + struct.pack("<Q", len(data))
+        )
+        # Few scales of random bytes are finite: most files have small numbers, whose bytes are all alike.
+        data += (rng.randbytes(size) if rng.random() < 0.02 else bytes([rng.randrange(0x30)]) * size).ljust(
+            -(-size // 32) * 32, b"\0"
+        )
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(entries)) + b"".join(entries) + b"".join(infos)
+    return head.ljust(-(-len(head) // 32) * 32, b"\0") + data
+
+
+def text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(data)) + data
+
+
+def number(value: Any, form: str) -> bytes:
+    """An integer that fits whatever `value` is."""
+    return struct.pack(form, value % (1 << 8 * struct.calcsize(form)) if isinstance(value, int) else 0)
+
+
+def typed(value: Any) -> bytes:
+    """Type and value of an entry."""
+    match value:
+        case bool():
+            return struct.pack("<I?", 7, value)
+        case int():
+            return struct.pack("<I", 4) + number(value, "<I")
+        case float():
+            return struct.pack("<Id", 12, value)
+        case str():
+            return struct.pack("<I", 8) + text(value)
+        case list() if value and all(isinstance(each, str) for each in value):
+            return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        case list() if value and all(isinstance(each, float) for each in value):
+            return struct.pack(f"<IIQ{len(value)}d", 9, 12, len(value), *value)
+        case list():
+            return struct.pack("<IIQ", 9, 5, len(value)) + b"".join(number(each, "<I") for each in value)
+        case _:
+            return struct.pack("<II", 99, 0)

@@ -1,0 +1,61 @@
+"""GGUF files where a command takes an .edgeq file: converted once, as they are, into the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+from edgeq.errors import InputError
+from edgeq.system.machine import cache_folder
+from edgeq.tools.cli.terminal import note, progress
+from edgeq.version import __version__
+
+FOLDER = "gguf"
+SAMPLED = 1 << 20
+"""Bytes at the beginning of a file that count for whether it is the same: those of the header."""
+
+
+def converted(path: Path) -> Path:
+    """The .edgeq file of a GGUF file, with every weight as it is there; made now if it is not in the cache.
+
+    InputError: the cache cannot be written.  Otherwise as edgeq.converters.convert.convert: what is not supported, a full disk.
+    """
+    from edgeq.converters.convert import carry_out, preflight
+    from edgeq.converters.planning.options import ConvertOptions
+
+    own = cache_folder() / FOLDER / _digest(str(path.resolve()))
+    output = own / _key(path) / f"{path.stem}.edgeq"
+    if output.exists():
+        return output
+    command = shlex.join(["edgeq", "convert", str(path), "-o", f"{path.stem}.edgeq"])
+    instead = f"convert it to another place: {command}"
+    try:
+        # Files of what this path was before, or what other code made of it.
+        for old in own.iterdir() if own.is_dir() else ():
+            if old != output.parent:
+                shutil.rmtree(old, ignore_errors=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with progress() as bar:
+            plan = preflight(str(path), ConvertOptions(method="as-stored"))
+            note(f"{path}: converting it once, into {output} ({plan.output_bytes / 1e6:,.1f} MB)")
+            carry_out(plan, output, bar, note)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be converted into {output.parent}: {error.strerror or error}; {instead}") from None
+    return output
+
+
+def _key(path: Path) -> str:
+    """Differs when the file, or the code that converts it, does."""
+    from edgeq.converters.planning.code_digest import quantizing_code
+
+    status = os.stat(path)
+    with open(path, "rb") as file:
+        start = hashlib.sha256(file.read(SAMPLED)).hexdigest()
+    return _digest(f"{status.st_size} {status.st_mtime_ns} {start} {__version__} {quantizing_code()}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
