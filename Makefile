@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo demo-vision test setup-cuda test-cuda kernels test-gpu test-gpu-imitated test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
+.PHONY: demo demo-vision test setup-cuda test-cuda kernels gpu-bundle test-gpu test-gpu-imitated test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -83,6 +83,10 @@ on_gpu = mkdir -p build/gpu && bash -o pipefail -c '$2 $(BIN)/python -u -m pytes
 
 kernels: $(VENV)/installed-build
 	$(BIN)/python -m tests.cuda.kernels $(GPU)
+
+# What a machine with a GPU needs for its first run, in one archive: `make gpu-bundle GPU=sm_90`
+gpu-bundle: kernels
+	$(BIN)/python -m tests.cuda.first_run.bundle
 
 test-gpu:
 	@failed=0; $(call on_gpu,tests) || failed=1; \

@@ -11,6 +11,7 @@ from edgeq.errors import EdgeqError
 from edgeq.targets.cuda.supply import build
 from tests.cuda import emulated, real, sanitized
 from tests.cuda.asked import Asked
+from tests.cuda.first_run import carried
 from tests.runtime.conftest import model_path
 
 __all__ = ["model_path"]
@@ -20,6 +21,7 @@ WITHOUT_GPU = {
     "test_build.py",
     "test_driver.py",
     "test_emulator.py",
+    "test_first_run.py",
     "test_generated.py",
     "test_generated_products.py",
     "test_mutations.py",
@@ -34,7 +36,7 @@ WITHOUT_GPU = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the kernels of a pack on this machine's GPU")
-    parser.addoption("--pack", type=Path, default=real.PACK, help="of --gpu; `make kernels` makes it")
+    parser.addoption("--pack", type=Path, default=carried.PACK, help="of --gpu; `make kernels` makes it")
     parser.addoption("--record-kernels", action="store_true", help="list the kernels that the tests ask for (asked.py)")
 
 

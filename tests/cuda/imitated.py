@@ -16,11 +16,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from edgeq.targets.cuda.device import discover
-from edgeq.targets.cuda.supply import build, nvrtc, pack_file
+from edgeq.targets.cuda.supply import build, nvrtc
 from edgeq.targets.cuda.supply.nvrtc import Compiled
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.cuda.supply.pack_file import Pack, Packed
 from tests.cuda import asked, emulated
+from tests.cuda.first_run import carried
 
 HERE = Path(__file__).parent / "imitation"
 BARE = "import sys; sys.modules['tvm'] = sys.modules['nvidia'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
@@ -66,7 +67,7 @@ def pack(variants: Iterable[Variant]) -> bytes:
         generated.variant: Packed(generated, {nvrtc.VIRTUAL: Compiled(nvrtc.VIRTUAL, f".version {generated.name}".encode())})
         for generated in build.kernels(list(variants))
     }
-    return pack_file.encode(Pack(build.versions(), build.source_digest(), made))
+    return carried.write(Pack(build.versions(), build.source_digest(), made))
 
 
 def nvidia_smi(folder: Path) -> Path:

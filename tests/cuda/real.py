@@ -14,16 +14,14 @@ from types import ModuleType
 from typing import ClassVar
 
 from edgeq.errors import DeviceError, InputError
-from edgeq.format import kernel_pack
 from edgeq.targets.cuda.device import discover
 from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Recording
 from edgeq.targets.cuda.device.driver import DriverDevice
-from edgeq.targets.cuda.supply import nvrtc, pack_file
+from edgeq.targets.cuda.supply import nvrtc
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.pack_file import Pack
 from edgeq.targets.cuda.supply.supply import preferred
-
-PACK = Path(__file__).parents[2] / "build" / "kernels" / "tests.kernels"
+from tests.cuda.first_run import carried
 
 
 class RealDevice(DriverDevice):
@@ -97,10 +95,7 @@ def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:
     gpus = discover.find()
     if gpus.first is None:
         raise InputError(f"no GPU to test on: {gpus.refused}")
-    data = kernel_pack.read(path)
-    if data is None:
-        raise InputError(f"{path} is not there; make it with: make kernels")
-    RealDevice.pack = pack = pack_file.decode(data, str(path))
+    RealDevice.pack = pack = carried.read(path)
     if not preferred(pack.archs, gpus.first.sm, gpus.driver):
         arch = nvrtc.arch_for(gpus.first.sm)
         raise InputError(f"{path} has kernels for {', '.join(pack.archs)} only; make it again with: make kernels GPU={arch}")

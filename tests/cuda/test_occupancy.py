@@ -8,7 +8,7 @@ import pytest
 
 from edgeq.system.devices import DEVICES
 from edgeq.targets.cuda.device import occupancy
-from edgeq.targets.cuda.lowering.fused import IN_FLIGHT, RESIDENT
+from edgeq.targets.cuda.lowering.context import Tuning
 from edgeq.targets.cuda.supply import build, nvrtc
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.tools.lab.gpu_roofline import GPUS, MARGIN, MODELS, Shape, page, shape
@@ -40,9 +40,9 @@ def test_a_busy_multiprocessor_has_half_as_much_again_in_flight_as_it_needs(need
     images = build.compiled(variant, sorted({device.isa for device in GPUS})).images
     for device in GPUS:
         held, needed = occupancy.blocks_held(images[device.isa], 128), occupancy.bytes_needed(device)
-        assert held and needed and MARGIN * needed <= IN_FLIGHT
+        assert held and needed and MARGIN * needed <= Tuning().in_flight
         # As many blocks as are started, where there is work for them.
-        asked = occupancy.bytes_in_flight(variant, min(held, RESIDENT), 128)
+        asked = occupancy.bytes_in_flight(variant, min(held, Tuning().resident), 128)
         assert asked and asked >= MARGIN * needed, device.name
 
 

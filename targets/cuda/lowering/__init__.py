@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgeq.targets.cuda.lowering import attention, experts, fused, layers, linear
-from edgeq.targets.cuda.lowering.context import Lowered, Lowering, refuse
+from edgeq.targets.cuda.lowering.context import Lowered, Lowering, Tuning, refuse
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.graph import (
     Activate,
@@ -33,9 +33,17 @@ from edgeq.targets.graph import (
 from edgeq.targets.requantization import SharedInput, WeightSource
 from edgeq.targets.target import Options
 
+DEFAULT = Tuning()
+
 
 def lower(
-    graph: Graph, storage: Storage, options: Options, source: WeightSource = "file", inputs: tuple[SharedInput, ...] = ()
+    graph: Graph,
+    storage: Storage,
+    options: Options,
+    source: WeightSource = "file",
+    inputs: tuple[SharedInput, ...] = (),
+    *,
+    tuning: Tuning = DEFAULT,
 ) -> Lowering:
     """The launches of a run in the mode of the options, in `found`, and what such runs have to send.
 
@@ -45,13 +53,13 @@ def lower(
     """
     if graph.states:
         refuse("layers with a state")
-    lowering = Lowering(graph, storage, options, source, inputs)
+    lowering = Lowering(graph, storage, options, source, inputs, tuning)
     at = 0
     while at < len(graph.operations):
         at += _lower_next(lowering, at)
     # Masters are read with a prompt, and rows without tokens are those of a picture: neither are few.
     if source != "masters" and any(isinstance(op, Embed) for op in graph.operations):
-        patterns = Lowering(graph, storage, options, source, inputs)
+        patterns = Lowering(graph, storage, options, source, inputs, tuning)
         at = 0
         while at < len(graph.operations):
             at += _lower_next(patterns, at, patterns=True)

@@ -29,6 +29,21 @@ FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """How fused products are spread over a GPU; the results have the same bits by any.
+
+    resident    blocks of threads that a multiprocessor runs side by side: as many are started, where there is work for them
+    in_flight   bytes of weights that a multiprocessor is to have asked for: half as much again as one of an H200 needs to keep
+                its share of the memory busy (docs/cuda-speed.md); of the devices that edgeq knows none needs more
+    per_block   blocks of 16 output channels that a block of threads takes at most
+    """
+
+    resident: int = 4
+    in_flight: int = 44 << 10
+    per_block: int = 8
+
+
+@dataclass(frozen=True)
 class Angles:
     """A table of cosines and sines that a run needs: [rows][pairs] of each."""
 
@@ -134,6 +149,7 @@ class Lowering:
     options: Options
     source: WeightSource
     inputs: tuple[SharedInput, ...]
+    tuning: Tuning = Tuning()
     stage: int = 0
     found: list[Lowered] = field(default_factory=list)
     fused: list[Lowered] = field(default_factory=list)

@@ -39,15 +39,10 @@ from edgeq.targets.graph import (
     RopeRotate,
 )
 
-RESIDENT = 4
-"""Blocks of threads that a multiprocessor runs side by side: as many are started, where there is work for them."""
-IN_FLIGHT = 44 << 10
-"""Bytes of weights that a multiprocessor is to have asked for: half as much again as one of an H200 needs to keep its share of
-the memory busy (docs/cuda-speed.md); of the devices that edgeq knows none needs more."""
 WARPS = 4
 """Warps of a block of threads."""
-ROWS, MAX_HEAD, PER_BLOCK = 16, 256, 8
-"""Output channels of a block of the file; dimensions of a head; blocks of the file that a block of threads takes at most."""
+ROWS, MAX_HEAD = 16, 256
+"""Output channels of a block of the file; dimensions of a head."""
 RULES = {"quantize_input": "group", "quantize_input_token": "token", "quantize_input_static": "static"}
 
 Op = TypeVar("Op", bound=Operation)
@@ -110,7 +105,7 @@ def taken(op: Linear) -> bool:
 def plain(lowering: Lowering, op: Linear) -> list[Launch]:
     rest: dict[str, Value] = {
         "y": lowering.buffer(op.out) + 4 * op.offset, "width": lowering.graph.buffers[op.out], "add": int(op.add),
-        **spread(lowering, op.linear, -(-op.linear.rows // ROWS), PER_BLOCK),
+        **spread(lowering, op.linear, -(-op.linear.rows // ROWS), lowering.tuning.per_block),
     }  # fmt: skip
     return launched(lowering, op, "fused_rows", (), rest)
 
@@ -120,18 +115,18 @@ def spread(lowering: Lowering, layer: LinearSpec, blocks: int, most: int, factor
 
     factors   2: as many blocks again for the gate's other factor
     """
-    each = max(1, min(most, -(-blocks // (lowering.storage.device.multiprocessors * RESIDENT))))
+    each = max(1, min(most, -(-blocks // (lowering.storage.device.multiprocessors * lowering.tuning.resident))))
     ctas = -(-blocks // each)
     return {"ctas": ctas, "each": each, "most": blocks, "ahead": ahead(lowering, layer, ctas, each * factors)}
 
 
 def ahead(lowering: Lowering, layer: LinearSpec, ctas: int, blocks: int) -> int:
     """For how many of the `blocks` of a block of threads weights are asked before they are multiplied, so that a multiprocessor
-    has IN_FLIGHT; where there are too few blocks of threads for that, for all."""
+    has `in_flight`; where there are too few blocks of threads for that, for all."""
     weight = layer.weights[0]
     codec, group = weight.codec, activation_block(weight.codec)
-    held = min(RESIDENT, ctas / lowering.storage.device.multiprocessors)
-    enough = (n for n in range(1, blocks) if held * occupancy.asked(codec.bits, group, WARPS, n, weight.columns) >= IN_FLIGHT)
+    wanted, held = lowering.tuning.in_flight, min(lowering.tuning.resident, ctas / lowering.storage.device.multiprocessors)
+    enough = (n for n in range(1, blocks) if held * occupancy.asked(codec.bits, group, WARPS, n, weight.columns) >= wanted)
     return next(enough, blocks)
 
 
@@ -147,9 +142,10 @@ def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
         return [], 0
     if lowering.graph.readers(at + 2, op.out):
         return [], 0
+    most, factors = lowering.tuning.per_block, 2 if act.gated else 1
     rest: dict[str, Value] = {
         "y": lowering.buffer(act.out), "width": act.width, "add": 0,
-        **spread(lowering, op.linear, -(-act.width // ROWS), *((PER_BLOCK // 2, 2) if act.gated else (PER_BLOCK, 1))),
+        **spread(lowering, op.linear, -(-act.width // ROWS), max(1, most // factors), factors),
     }  # fmt: skip
     launches = launched(lowering, op, "fused_activate", (act.function, act.gated), rest)
     return launches, 2

@@ -17,9 +17,9 @@ from edgeq.targets.capabilities import Largest
 from edgeq.targets.cuda.device import bandwidth
 from edgeq.targets.cuda.device.device import Call, Copy, Device, Kernel
 from edgeq.targets.cuda.device.timed import Timer
-from edgeq.targets.cuda.lowering import lower
+from edgeq.targets.cuda.lowering import DEFAULT, lower
 from edgeq.targets.cuda.lowering.attention import PART, SIDE_BY_SIDE
-from edgeq.targets.cuda.lowering.context import Bring, Gather, Launch, Lowered, Lowering, Routed
+from edgeq.targets.cuda.lowering.context import Bring, Gather, Launch, Lowered, Lowering, Routed, Tuning
 from edgeq.targets.cuda.lowering.largest import Chosen, largest, most
 from edgeq.targets.cuda.lowering.linear import MANY_TOKENS
 from edgeq.targets.cuda.run import experts
@@ -60,6 +60,7 @@ class CudaProgram(RecordsRuns):
         *,
         kernel_source: KernelSource = build.kernels,
         stream_masters: bool = False,
+        tuning: Tuning = DEFAULT,
     ) -> None:
         """stream_masters   bring the master of a layer to the device whenever it is read, instead of keeping all of them there
 
@@ -70,6 +71,7 @@ class CudaProgram(RecordsRuns):
         if max(self.options.max_rows, self.options.max_logits) > MAX_ROWS:
             raise UnsupportedError(f"the cuda target runs at most {MAX_ROWS} rows; pass a smaller `max_rows` or `max_logits`")
         self._device, self._graph, self._file, self._kernel_source = device, graph, file, kernel_source
+        self._tuning = tuning
         layers = (layer for each in self._inputs for layer in each.layers) if stream_masters else ()
         self._storage = Storage(device, file, [master_arrays(layer) for layer in layers])
         self._pages, self.window = Pages(device, graph.part_bytes(self.options.kv)), graph.window
@@ -156,7 +158,8 @@ class CudaProgram(RecordsRuns):
             inputs = () if source == "file" else self._inputs
             if source == "masters":
                 self._storage.named("sums", max(4, InputSums(inputs).values.nbytes))
-            lowering = lower(self._graph, self._storage, replace(self.options, mode=mode), source, inputs)
+            options = replace(self.options, mode=mode)
+            lowering = lower(self._graph, self._storage, options, source, inputs, tuning=self._tuning)
             self._load([variant for each in (*lowering.found, *lowering.fused) for variant in each.variants], on_progress)
             self._lowered[mode, source] = lowering
         return self._lowered[mode, source]

@@ -137,6 +137,13 @@ def kept_image(variant: Variant, arch: str) -> Packed | None:
     return kernel if kernel and arch in kernel.images else None
 
 
+def keep(variant: Variant, kernel: Packed) -> None:
+    """Keep what was compiled of a kernel on this machine; the caller answers for where it comes from."""
+    for arch, image in kernel.images.items():
+        pack = Pack(versions(), source_digest(), {variant: Packed(kernel.generated, {arch: image})})
+        _keep(_image_path(variant, arch), pack_file.encode(pack))
+
+
 def compiled(variant: Variant, archs: Sequence[str], generated: Generated | None = None) -> Packed:
     """A kernel for these architectures, what is missing of it compiled now and kept.
 
@@ -152,7 +159,7 @@ def compiled(variant: Variant, archs: Sequence[str], generated: Generated | None
             if (reason := nvrtc.refusal()) is not None:
                 raise UnsupportedError(f"kernel {variant.symbol} has to be compiled: {reason}")
             known = Packed(generated, {arch: nvrtc.reproduced(generated, arch)})
-            _keep(_image_path(variant, arch), pack_file.encode(Pack(versions(), source_digest(), {variant: known})))
+            keep(variant, known)
         generated = known.generated
         images |= known.images
     return Packed(generated or kept(variant), images)

@@ -116,8 +116,9 @@ def text(about: dict[str, Any], lines: Sequence[Line], left_out: dict[str, str])
 @click.option("--shapes", type=Several(click.STRING), default=",".join(SHAPES), help="Output x input channels of matrices.")
 @click.option("--rows", "tokens", type=Several(click.IntRange(1, 8192)), default=",".join(map(str, TOKENS)), help="Token rows.")
 @click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=9, show_default=True, help="Rounds.")
+@click.option("--beyond", type=click.IntRange(1), default=BEYOND >> 20, show_default=True, help="MiB of matrices read in turn.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def main(shapes: tuple[str, ...], tokens: tuple[int, ...], repetitions: int, as_json: bool) -> None:
+def main(shapes: tuple[str, ...], tokens: tuple[int, ...], repetitions: int, beyond: int, as_json: bool) -> None:
     """Measure single products on a GPU beside those of others that are installed, alternating."""
     sizes, left_out, there = [shape_of(each) for each in shapes], dict[str, str](), list[Contestant]()
     for each in (Edgeq("a16"), Edgeq("a8"), *OTHERS):
@@ -130,7 +131,7 @@ def main(shapes: tuple[str, ...], tokens: tuple[int, ...], repetitions: int, as_
     with progress() as report:
         for i, shape in enumerate(sizes if there else ()):
             report(i, len(sizes), f"{shape[0]}x{shape[1]}")
-            lines += compete(there, shape, tokens, repetitions, failed=left_out.__setitem__)
+            lines += compete(there, shape, tokens, repetitions, beyond << 20, failed=left_out.__setitem__)
     about = gpu.only()
     if as_json:
         lacking = gpu.lacking(about)
@@ -138,6 +139,8 @@ def main(shapes: tuple[str, ...], tokens: tuple[int, ...], repetitions: int, as_
         click.echo(json.dumps(document, indent=1))
     else:
         click.echo(text(about, lines, left_out))
+    if there and not lines:
+        raise click.exceptions.Exit(1)
 
 
 if __name__ == "__main__":
