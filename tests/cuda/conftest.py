@@ -24,6 +24,7 @@ WITHOUT_GPU = {
     "test_first_run.py",
     "test_generated.py",
     "test_generated_products.py",
+    "test_host_loop.py",
     "test_mutations.py",
     "test_occupancy.py",
     "test_pack.py",

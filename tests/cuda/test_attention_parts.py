@@ -79,7 +79,7 @@ def test_parts_side_by_side_give_the_bits_of_parts_in_turn_alone_and_together(
     together = run(program, pages, range(5))
     for i in range(5):
         assert np.array_equal(run(program, pages, [i])[0], together[i]), LENGTHS[i]
-    monkeypatch.setattr("edgeq.targets.cuda.run.program.SIDE_BY_SIDE", 0)
+    monkeypatch.setattr("edgeq.targets.cuda.run.kernels.SIDE_BY_SIDE", 0)
     assert np.array_equal(run(program, pages, range(5)), together)
     monkeypatch.undo()
     # What has arrived is counted from zero again.

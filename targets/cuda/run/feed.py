@@ -23,12 +23,15 @@ Sent = Mapping[object, NDArray[Any]]
 
 
 class Feed:
-    """Arrays for the rows of a run, by the name of the memory that they go to."""
+    """Arrays for the rows of a run, by the name of the memory that they go to.
+
+    kinds   of layers of the cache, each with page tables of its own
+    """
 
     def __init__(self, graph: Graph, file: ModelFile, storage: Storage, pages: Pages, kv: KvCodec) -> None:
         self._graph, self._file, self._storage, self._pages = graph, file, storage, pages
-        self._kinds = cache_kinds(graph, kv)
-        for kind in self._kinds:
+        self.kinds = cache_kinds(graph, kv)
+        for kind in self.kinds:
             storage.named(kind, PAGES_OF_A_RUN * 8)
 
     def of(self, rows: Rows, lowering: Lowering, pages: int = 0) -> Sent:
@@ -61,7 +64,7 @@ class Feed:
         if len(every) > PAGES_OF_A_RUN:
             raise ValueError(f"{len(every)} pages in a run, of at most {PAGES_OF_A_RUN}")
         sent = dict[object, NDArray[Any]]()
-        for kind in self._kinds:
+        for kind in self.kinds:
             offsets = np.zeros(max(count, len(every)), np.int64)
             offsets[: len(every)] = [self._pages.offset(page, kind.windowed) for page in every]
             offsets[: len(every)] += kind.start // POOL_UNIT

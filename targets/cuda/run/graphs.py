@@ -21,6 +21,7 @@ from edgeq.format.records import Mode
 from edgeq.targets.cuda.device.device import Call, Copy, Device, Memory, Pinned, Recording
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.context import Gather
+from edgeq.targets.cuda.run.block import SentBlock
 from edgeq.targets.cuda.run.feed import Sent
 from edgeq.targets.requantization import WeightSource
 from edgeq.targets.rows import PAGE, Page, Rows
@@ -40,6 +41,9 @@ MAX_BYTES = 64 << 10
 """Bytes of the largest numbers of a result, where those are more than all of it."""
 Results = Sequence[tuple[int, int]]
 """Address on the device, and bytes."""
+Places = Mapping[object, tuple[int, int]]
+Steps = Callable[[Mapping[object, int]], Sequence[Call | Copy]]
+BlockOf = Callable[[NDArray[np.uint8], Places], SentBlock]
 
 
 class Key(NamedTuple):
@@ -74,14 +78,15 @@ def row_class(count: int, most: int) -> int:
 
 def parts_of(rows: Rows) -> int:
     """The parts that the longest session of a run has, as a power of two."""
-    parts = -(-(int(rows.slots.max()) + 1) // PART)
+    # Of few rows a list is faster than numpy.
+    parts: int = -(-(max(rows.slots.tolist()) + 1) // PART)
     return 1 << (parts - 1).bit_length()
 
 
 def repeats(rows: Rows, most: int) -> bool:
     """Whether runs like this one come again and again, as those do that decode or verify: all rows have their logits."""
     plain = rows.vectors is None and rows.modality is None and rows.spans is None
-    return plain and 0 < len(rows) == len(rows.wanted) <= min(most, ROW_CLASSES[-1])
+    return plain and 0 < rows.tokens.shape[0] == rows.wanted.shape[0] <= min(most, ROW_CLASSES[-1])
 
 
 def padded(rows: Rows, count: int, page: Page) -> Rows:
@@ -100,13 +105,18 @@ def padded(rows: Rows, count: int, page: Page) -> Rows:
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """places   of what is sent: where it begins in the block, and its bytes"""
+class Recorded:
+    """A recording, with what it copies: the block to `memory`, and results to `results`, which are valid until the next run.
+
+    places   of what is sent: where it begins in the block, and its bytes
+    """
 
     recording: Recording
-    block: Pinned
+    pinned: Pinned
     memory: Memory
-    places: Mapping[object, tuple[int, int]]
+    places: Places
+    results: Sequence[NDArray[np.uint8]]
+    block: SentBlock
     nbytes: int
 
 
@@ -123,7 +133,7 @@ class Recordings:
         self._device = device
         self._result_bytes = self.rows * width * 4 + MAX_BYTES
         self._room = RECORDINGS * (steps + OTHER_STEPS) * STEP_BYTES + BLOCK_BYTES if steps else 0
-        self._kept: OrderedDict[Key, _Recorded] = OrderedDict()
+        self._kept: OrderedDict[Key, Recorded] = OrderedDict()
         self._result: Pinned | None = None
 
     @property
@@ -131,49 +141,62 @@ class Recordings:
         """Bytes of the device, with those of the host where it has the same memory; 0: nothing is recorded."""
         return self._room + self._result_bytes * self._device.integrated if self._room else 0
 
-    def run(
-        self, key: Key, sent: Sent, calls: Callable[[Mapping[object, int]], Sequence[Call | Copy]], results: Results
-    ) -> list[NDArray[np.uint8]] | None:
-        """The results as bytes, valid until the next run; None: there is no memory to record or to start it.
+    def kept(self, key: Key) -> Recorded | None:
+        """The recording of a key; None: it was not made, or had to make room."""
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+        return found
+
+    def record(self, key: Key, sent: Sent, calls: Steps, results: Results, block: BlockOf) -> Recorded | None:
+        """Make one; None: there is no memory for it, now or before.
 
         sent      what the kernels read that differs between runs; its sizes follow from the key
         calls     the steps, for addresses of what is sent
+        block     how its runs are written into pinned memory, for that and the places in it
         """
         if not self._room:
             return None
         try:
-            found = self._kept.get(key) or self._record(key, sent, calls, results)
-            self._kept.move_to_end(key)
-            # A mode that was lowered after this was recorded can ask for more: what this one does not read has no place.
-            for name, (start, nbytes) in found.places.items():
-                found.block.array[start : start + nbytes] = np.ascontiguousarray(sent[name]).reshape(-1).view(np.uint8)
-            began = perf_counter()
-            found.recording.replay()
-            self.waited_s += perf_counter() - began
+            return self._record(key, sent, calls, results, block)
         except ResourceError:
-            self._kept.clear()
-            self._room = 0
+            self._give_up()
             return None
-        assert self._result is not None
-        return [self._result.array[start : start + nbytes] for start, nbytes in placed(n for _, n in results)]
 
-    def _record(
-        self, key: Key, sent: Sent, calls: Callable[[Mapping[object, int]], Sequence[Call | Copy]], results: Results
-    ) -> _Recorded:
+    def replay(self, found: Recorded) -> Sequence[NDArray[np.uint8]] | None:
+        """The results of one, as bytes; None: there is no memory to start it."""
+        began = perf_counter()
+        try:
+            found.recording.replay()
+        except ResourceError:
+            self._give_up()
+            return None
+        self.waited_s += perf_counter() - began
+        return found.results
+
+    def _give_up(self) -> None:
+        self._kept.clear()
+        self._room = 0
+
+    def _record(self, key: Key, sent: Sent, calls: Steps, results: Results, block: BlockOf) -> Recorded:
         if self._result is None:
             self._result = self._device.pinned(self._result_bytes)
         places = dict(zip(sent, placed(values.nbytes for values in sent.values()), strict=True))
         end = max(start + nbytes for start, nbytes in places.values())
-        block, memory = self._device.pinned(end), self._device.allocate(end)
+        pinned, memory = self._device.pinned(end), self._device.allocate(end)
+        back = placed(nbytes for _, nbytes in results)
         steps = [
-            Copy("in", memory.address, block.address, end),
+            Copy("in", memory.address, pinned.address, end),
             *calls({name: memory.address + start for name, (start, _) in places.items()}),
             *(
                 Copy("out", self._result.address + start, address, nbytes)
-                for (address, nbytes), (start, _) in zip(results, placed(n for _, n in results), strict=True)
+                for (address, nbytes), (start, _) in zip(results, back, strict=True)
             ),
         ]
-        made = _Recorded(self._device.record(steps), block, memory, places, end + len(steps) * STEP_BYTES)
+        found = [self._result.array[start : start + nbytes] for start, nbytes in back]
+        recording = self._device.record(steps)
+        written = block(pinned.array, places)
+        made = Recorded(recording, pinned, memory, places, found, written, end + len(steps) * STEP_BYTES)
         while self._kept and sum(each.nbytes for each in self._kept.values()) + made.nbytes > self._room:
             self._kept.popitem(last=False)
         self._kept[key] = made

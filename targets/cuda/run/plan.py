@@ -34,7 +34,7 @@ class _Named:
     generated: Generated
 
 
-class _Nothing:
+class NoDevice:
     """A device whose memory is addresses, and whose kernels are names."""
 
     name, sm = "a GPU that is not here", 0
@@ -88,12 +88,12 @@ def variants(graph: Graph, file: ModelFile, options: Options, modes: Iterable[Mo
 
     def compiled(wanted: Sequence[Variant], on_kernel: OnKernel) -> list[Generated]:
         asked.update(dict.fromkeys(wanted))
-        return _named(wanted, on_kernel)
+        return names_only(wanted, on_kernel)
 
     for mode in modes:
         # A short prompt is decoded with the weights of the file.
         for requantize in {False, options.requantize}:
-            CudaProgram(_Nothing(), graph, file, replace(options, mode=mode, requantize=requantize), kernel_source=compiled)
+            CudaProgram(NoDevice(), graph, file, replace(options, mode=mode, requantize=requantize), kernel_source=compiled)
     return sorted(asked, key=lambda variant: variant.symbol)
 
 
@@ -103,7 +103,7 @@ def device_bytes(graph: Graph, file: ModelFile, options: Options, integrated: bo
 
     UnsupportedError: as CudaTarget.compile.
     """
-    program = CudaProgram(_Nothing(integrated), graph, file, options, kernel_source=_named, stream_masters=stream_masters)
+    program = CudaProgram(NoDevice(integrated), graph, file, options, kernel_source=names_only, stream_masters=stream_masters)
     return program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
 
 
@@ -135,7 +135,7 @@ class Product:
 
 def products(graph: Graph, file: ModelFile, options: Options, multiprocessors: int) -> list[Product]:
     """The different ones of a decoded token, as their launches have them.  UnsupportedError: as CudaTarget.compile."""
-    program = CudaProgram(_Nothing(multiprocessors=multiprocessors), graph, file, options, kernel_source=_named)
+    program = CudaProgram(NoDevice(multiprocessors=multiprocessors), graph, file, options, kernel_source=names_only)
     found: dict[tuple[object, ...], Product] = {}
     for each in program.launches_of_a_token():
         if not isinstance(each.operation, Linear) or "ahead" not in each.values:
@@ -157,8 +157,8 @@ def products(graph: Graph, file: ModelFile, options: Options, multiprocessors: i
 
 def launches_per_token(graph: Graph, file: ModelFile, options: Options) -> int:
     """Kernels that a decoded token of one text starts.  UnsupportedError: as CudaTarget.compile."""
-    return CudaProgram(_Nothing(), graph, file, options, kernel_source=_named).kernels_per_token
+    return CudaProgram(NoDevice(), graph, file, options, kernel_source=names_only).kernels_per_token
 
 
-def _named(wanted: Sequence[Variant], on_kernel: OnKernel) -> list[Generated]:
+def names_only(wanted: Sequence[Variant], on_kernel: OnKernel) -> list[Generated]:
     return [Generated(variant, variant.symbol, "", (), (1, 1, 1), (1, 1, 1)) for variant in wanted]

@@ -1,0 +1,135 @@
+"""What a recorded run of plain text sends, written into its pinned memory in place.
+
+The same numbers as those of `Feed.of` for the padded run, without an array for each: between two tokens the GPU waits for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.targets.cuda.lowering.cache import CacheKind
+from edgeq.targets.cuda.lowering.context import Angles, Gather
+from edgeq.targets.cuda.run.storage import POOL_UNIT, CudaPart
+from edgeq.targets.rows import PAGE, Page, Rows
+
+Sent = Mapping[object, NDArray[Any]]
+OF_ROWS = ("tokens", "slots", "last of causal", "positions", "tables")
+"""What differs between the rows of plain text, by its name in `Feed.of`."""
+NEIGHBOURS = 256
+"""Positions whose angles are computed at once, as a text comes to them one by one."""
+MAX_TABLES = 64
+"""Such tables that are kept: 16 MiB for heads of 128 dimensions."""
+
+
+class AngleRows:
+    """Cosines and sines of positions, kept for those that come next."""
+
+    def __init__(self, angles: Angles) -> None:
+        self._angles = angles
+        self._kept: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
+
+    def fill(self, cos: NDArray[np.float32], sin: NDArray[np.float32], positions: Sequence[int]) -> None:
+        """Rows of both [rows, pairs], one for each position."""
+        for row, position in enumerate(positions):
+            first = position // NEIGHBOURS
+            if first not in self._kept:
+                self._make(first)
+            cosines, sines = self._kept[first]
+            cos[row], sin[row] = cosines[position % NEIGHBOURS], sines[position % NEIGHBOURS]
+
+    def _make(self, first: int) -> None:
+        if len(self._kept) == MAX_TABLES:
+            self._kept.clear()
+        self._kept[first] = self._angles.of(np.arange(first * NEIGHBOURS, (first + 1) * NEIGHBOURS, dtype=np.int32)[None])
+
+
+class SentBlock:
+    """What recordings of one key send.
+
+    array   the pinned memory, uint8;  places: of everything in it, where it begins and its bytes
+    """
+
+    def __init__(
+        self,
+        array: NDArray[np.uint8],
+        places: Mapping[object, tuple[int, int]],
+        sent: Sent,
+        *,
+        rows: int,
+        kinds: Sequence[CacheKind],
+        base: int,
+        angles: Mapping[Angles, AngleRows],
+    ) -> None:
+        """sent   of the first run: types and shapes, and the values of what is the same in all runs of plain text
+
+        rows    of the class;  base: the address from which page tables count
+        """
+        self.array, self._places, self._count, self._base = array, places, rows, base
+        # The host brings rows of a table that stays in the file.
+        self._plain = not any(isinstance(name, Gather) for name in places)
+        views = {name: self._view(name, sent[name]) for name in places}
+        stages = range(2)
+        self._rows = {name: [views[key] for i in stages if (key := (name, "sent", i)) in views] for name in OF_ROWS}
+        self._tables = [(kind.windowed, views[kind], kind.start // POOL_UNIT) for kind in kinds if kind in views]
+        self._angles = [(kept, views[each, "cos"], views[each, "sin"]) for each, kept in angles.items()]
+        self._wanted = np.arange(rows, dtype=np.int32).tobytes()
+
+    def _view(self, name: object, like: NDArray[Any]) -> NDArray[Any]:
+        start, nbytes = self._places[name]
+        return self.array[start : start + nbytes].view(like.dtype).reshape(like.shape)
+
+    def copy(self, sent: Sent) -> None:
+        """Write any run.  A mode that was lowered after this was recorded can send more: what has no place is not read."""
+        for name, (start, nbytes) in self._places.items():
+            self.array[start : start + nbytes] = np.ascontiguousarray(sent[name]).reshape(-1).view(np.uint8)
+
+    def takes(self, rows: Rows) -> bool:
+        """Whether `fill` can write a run: text, with the logits of every row in their order."""
+        if not self._plain or rows.positions.shape[0] > 1 or rows.counted is not None:
+            return False
+        return self._wanted.startswith(rows.wanted.tobytes())
+
+    def fill(self, rows: Rows, padding: Page) -> None:
+        """Write a run that it `takes`; rows that the run does not have are of a session with that page, and the first in it."""
+        slots, sessions, positions = rows.slots.tolist(), rows.sessions.tolist(), rows.positions[0].tolist()
+        extra = self._count - len(slots)
+        firsts = self._page_tables(rows.pages, slots, sessions, [padding] if extra else [])
+        values = {
+            "tokens": rows.tokens.tolist() + [0] * extra,
+            "slots": slots + [0] * extra,
+            "last of causal": [slot + 1 for slot in slots] + [1] * extra,
+            "positions": positions + [0] * extra,
+            "tables": [firsts[session] for session in sessions] + firsts[-1:] * extra,
+        }
+        for name, views in self._rows.items():
+            for view in views:
+                view[:] = values[name]
+        for kept, cos, sin in self._angles:
+            kept.fill(cos, sin, values["positions"])
+
+    def _page_tables(
+        self, pages: Sequence[Sequence[Page]], slots: Sequence[int], sessions: Sequence[int], padding: list[Page]
+    ) -> list[int]:
+        """Write the page tables; where those of each session begin in them, and then that of the padding."""
+        ends = [0] * len(pages)
+        for slot, session in zip(slots, sessions, strict=True):
+            if slot >= ends[session]:
+                ends[session] = slot + 1
+        firsts, every = list[int](), list[Page]()
+        for held, end in zip(pages, ends, strict=True):
+            firsts.append(len(every))
+            # No more than the rows see: a session can hold others for what comes next.
+            every += held[: -(-end // PAGE)]
+        firsts.append(len(every))
+        every += padding
+        for windowed, view, start in self._tables:
+            parts = [page.windowed if windowed else page.full for page in every]
+            # A part that was dropped no row sees.
+            found = np.array([part.address if type(part) is CudaPart else self._base for part in parts], np.int64)
+            view[: len(parts)] = (found - self._base) // POOL_UNIT + start
+            view[len(parts) :] = 0
+        return firsts

@@ -1,0 +1,86 @@
+"""The kernels of a program, loaded when a lowering first asks for them, and launches of them with their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from edgeq.targets.cuda.device.device import Call, Device, Kernel
+from edgeq.targets.cuda.lowering.attention import SIDE_BY_SIDE
+from edgeq.targets.cuda.lowering.context import Launch, Lowered, Routed
+from edgeq.targets.cuda.lowering.largest import Chosen
+from edgeq.targets.cuda.run.requantized import CudaWeights
+from edgeq.targets.cuda.supply.pack import POINTER, Expression, Generated, Variant
+from edgeq.targets.cuda.supply.supply import KernelSource
+from edgeq.targets.target import OnProgress
+
+OF_A_RUN = frozenset({"tokens", "pool", "numbers", "parts"})
+"""Numbers that a kernel gets of the run, beside those of its launch."""
+
+
+class ProgramKernels:
+    """loaded   by variant"""
+
+    def __init__(self, device: Device, source: KernelSource, pool: int) -> None:
+        """pool   the address from which page tables count"""
+        self.loaded: dict[Variant, Kernel] = {}
+        self._device, self._source, self._pool = device, source, pool
+
+    def load(self, variants: Iterable[Variant], on_progress: OnProgress) -> None:
+        """UnsupportedError: one is missing, or the device does not take it."""
+        missing = [variant for variant in dict.fromkeys(variants) if variant not in self.loaded]
+        generated = self._source(missing, lambda done, label: on_progress(done, len(missing), f"kernel {label}"))
+        self.loaded.update(self._device.load(generated))
+
+    def check(self, lowered: Iterable[Lowered]) -> None:
+        """ValueError: a launch does not have a number that its kernel asks for, which would be found out when it runs."""
+        for launch in _launches(lowered):
+            for variant in launch.variants:
+                missing = sorted(asked(self.loaded[variant].generated) - launch.values.keys() - OF_A_RUN)
+                if missing:
+                    raise ValueError(f"the launch of {variant.symbol} has no {', '.join(missing)}")
+
+    def call(
+        self, launch: Launch, tokens: int, weights: CudaWeights | None, parts: int = 0, moved: Mapping[int, int] | None = None
+    ) -> Call:
+        """A launch over `tokens` rows.
+
+        parts   of the longest context among them, where they may be taken side by side
+        moved   addresses to be used in place of others
+        """
+        kernel = self.loaded[launch.matmul if launch.matmul and tokens > launch.few_rows else launch.variant]
+        scalars: dict[str, int | float] = {**launch.values, "tokens": tokens * launch.rows_per_token, "pool": self._pool}
+        scalars["numbers"] = self._pool
+        scalars["parts"] = parts if tokens * parts <= SIDE_BY_SIDE else 0
+        scalars |= {name: weights.address(ref) for name, ref in launch.moved.items()} if weights else {}
+        if moved:
+            pointers = {str(p.value) for p in kernel.generated.parameters if p.type == POINTER}
+            scalars |= {name: moved[int(at)] for name, at in scalars.items() if name in pointers and at in moved}
+        return Call(kernel, *kernel.generated.bind(scalars))
+
+    def choosing(self, chosen: Chosen, rows: int) -> list[Call]:
+        """The launches that find the largest numbers of so many rows of the result."""
+        kernels = [(self.loaded[variant], values) for variant, values in chosen.launches]
+        return [Call(kernel, *kernel.generated.bind({**values, "tokens": rows})) for kernel, values in kernels]
+
+
+def asked(generated: Generated) -> set[str]:
+    """The numbers and addresses, by name, that a kernel and its launch need."""
+    expressions = (*generated.grid, *generated.block, *(parameter.value for parameter in generated.parameters))
+    return {name for expression in expressions for name in _names(expression)}
+
+
+def _names(expression: Expression) -> Iterator[str]:
+    if isinstance(expression, str):
+        yield expression
+    elif isinstance(expression, list):
+        for operand in expression[1:]:
+            yield from _names(operand)
+
+
+def _launches(lowered: Iterable[Lowered]) -> Iterator[Launch]:
+    for each in lowered:
+        if isinstance(each, Launch):
+            yield each
+        elif isinstance(each, Routed):
+            yield from (launch for expert in each.launches for launch in expert)
+            yield each.combine

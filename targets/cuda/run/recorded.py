@@ -1,0 +1,84 @@
+"""Runs that come again and again, those that decode or verify, started as recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.targets.cuda.device.device import Call, Copy
+from edgeq.targets.cuda.lowering.attention import PART
+from edgeq.targets.cuda.lowering.context import Angles, Bring, Gather, Lowering, Routed
+from edgeq.targets.cuda.lowering.largest import Chosen
+from edgeq.targets.cuda.run.block import AngleRows, SentBlock
+from edgeq.targets.cuda.run.feed import PAGES_OF_A_RUN, Feed, Sent
+from edgeq.targets.cuda.run.graphs import Key, Places, Recordings, Results, gathered, padded, parts_of, row_class
+from edgeq.targets.cuda.run.kernels import ProgramKernels
+from edgeq.targets.cuda.run.requantized import CudaWeights
+from edgeq.targets.cuda.run.storage import Pages, Storage
+from edgeq.targets.rows import PAGE, Page, Rows
+
+
+class RecordedRuns:
+    """Replays the recording of a run, and makes it when such a run first comes."""
+
+    def __init__(self, recordings: Recordings, storage: Storage, pages: Pages, kernels: ProgramKernels, feed: Feed) -> None:
+        self._recordings, self._storage, self._pages = recordings, storage, pages
+        self._kernels, self._feed = kernels, feed
+        self._classes = [row_class(count, recordings.rows) for count in range(recordings.rows + 1)]
+        self._angles: dict[Angles, AngleRows] = {}
+        self._padding: Page | None = None
+
+    def run(
+        self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None, results: Results
+    ) -> Sequence[NDArray[np.uint8]] | None:
+        """The results for the rows of the class, as bytes that are valid until the next run; None: there is no memory for it.
+
+        results   what is brought back of so many rows
+        """
+        count, parts = self._classes[rows.tokens.shape[0]], parts_of(rows)
+        number = weights.number if weights else 0
+        key = Key(lowering.options.mode, lowering.source, number, count, parts, chosen.count if chosen else 0)
+        if self._padding is None:
+            self._padding = self._pages.page()
+        found = self._recordings.kept(key)
+        if found is not None and found.block.takes(rows):
+            found.block.fill(rows, self._padding)
+            return self._recordings.replay(found)
+        entries = min(PAGES_OF_A_RUN, count * parts * (PART // PAGE))
+        sent = self._feed.of(padded(rows, count, self._padding), lowering, pages=entries)
+        if found is None:
+            steps = partial(self._steps, lowering, weights, chosen, key, sent)
+            found = self._recordings.record(key, sent, steps, results, partial(self._block, lowering, key, sent))
+        if found is None:
+            return None
+        found.block.copy(sent)
+        return self._recordings.replay(found)
+
+    @property
+    def rows_of(self) -> Sequence[int]:
+        """Rows of the recording for so many."""
+        return self._classes
+
+    def _block(self, lowering: Lowering, key: Key, sent: Sent, array: NDArray[np.uint8], places: Places) -> SentBlock:
+        for angles in lowering.angles:
+            self._angles.setdefault(angles, AngleRows(angles))
+        mine = {angles: self._angles[angles] for angles in lowering.angles}
+        return SentBlock(array, places, sent, rows=key.rows, kinds=self._feed.kinds, base=self._pages.base, angles=mine)
+
+    def _steps(
+        self, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None, key: Key, sent: Sent,
+        places: Mapping[object, int],
+    ) -> list[Call | Copy]:  # fmt: skip
+        """The launches, reading what is sent where the recording copies it."""
+        moved = {self._storage.address(name): at for name, at in places.items() if not isinstance(name, Gather)}
+        found: list[Call | Copy] = []
+        for each in lowering.launches((key.rows, key.rows)):
+            assert not isinstance(each, Routed | Bring)
+            if isinstance(each, Gather):
+                found.append(gathered(each, places, sent))
+            else:
+                found.append(self._kernels.call(each, key.rows, weights, key.parts, moved))
+        return found + (self._kernels.choosing(chosen, key.rows) if chosen else [])

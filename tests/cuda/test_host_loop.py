@@ -1,0 +1,165 @@
+"""What the host does for a token: how much, and that it writes what the general way does.  No kernel runs, so without TVM."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from edgeq.converters.families.table import recognise
+from edgeq.format.codec import Codec
+from edgeq.format.container import ModelFile
+from edgeq.runtime import Model, Sampling
+from edgeq.runtime.decode import PlainStepper, Stream
+from edgeq.runtime.network.decoder import decoder
+from edgeq.runtime.sampling import Sampler
+from edgeq.targets import TargetChoice
+from edgeq.targets.cuda import CudaTarget
+from edgeq.targets.cuda.lowering.context import Angles
+from edgeq.targets.cuda.run import plan
+from edgeq.targets.cuda.run.block import NEIGHBOURS, AngleRows, SentBlock
+from edgeq.targets.cuda.run.graphs import padded
+from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.cuda.supply.pack import Generated, Variant
+from edgeq.targets.rows import PAGE, Page, Rows
+from edgeq.targets.target import Options
+from edgeq.tools.lab.make_checkpoint import SHAPES, llama_config
+from edgeq.tools.measure.random_file import write_random
+from tests.cuda.nothing import Nothing
+
+pytestmark = pytest.mark.cuda
+
+MOST_CALLS = 250
+"""Calls of functions, of Python and of its libraries, for a greedy token: when it was 625, the GPU waited for the host."""
+TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights; one layer of two sees 128 positions."""
+    config = replace(recognise(llama_config(SHAPES["tiny"]))[1], sliding_windows=(128, 0))
+    found = tmp_path_factory.mktemp("host") / "random.edgeq"
+    write_random(found, config, Codec("int", 4, 128))
+    return found
+
+
+@pytest.mark.parametrize("context", [40, 1900])
+def test_a_token_takes_few_calls_whatever_its_context(path: Path, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(CudaTarget(Nothing(), plan.names_only), []))
+    calls = 0
+
+    def count(frame: FrameType, event: str, of: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with Model.load(path, target="cuda", mode="a16", context=2048) as model:
+        session = model.session()
+        session.prefill([1] * context)
+        stream, stepper = Stream(session, Sampler(Sampling(temperature=0)), [1] * (context + 1)), PlainStepper()
+        stepper.step([stream], [1])
+        sys.setprofile(count)
+        try:
+            for _ in range(TOKENS):
+                stepper.step([stream], [1])
+        finally:
+            sys.setprofile(None)
+        assert stream.error is None and len(session.tokens) == context + TOKENS + 1
+    assert TOKENS < calls <= TOKENS * MOST_CALLS, calls / TOKENS
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, program: CudaProgram) -> list[Rows]:
+    """Compare each block that is written in place with what the general way sends of the run; those runs."""
+    fill, feed, found = SentBlock.fill, program._replays._feed, list[Rows]()
+
+    def compared(block: SentBlock, rows: Rows, padding: Page) -> None:
+        fill(block, rows, padding)
+        found.append(rows)
+        written = block.array.copy()
+        entries = max(len(view) for _, view, _ in block._tables)
+        block.copy(feed.of(padded(rows, block._count, padding), program._made("a8", "file"), pages=entries))
+        assert np.array_equal(block.array, written)
+
+    monkeypatch.setattr(SentBlock, "fill", compared)
+    return found
+
+
+def sessions(program: CudaProgram, lengths: list[int], dropped: int) -> list[list[Page]]:
+    """Pages of sessions of these lengths, with some to spare; the first has no windows in its first pages."""
+    found = [[program.new_page() for _ in range(length // PAGE + 2)] for length in lengths]
+    found[0][:dropped] = [page.without_windows() for page in found[0][:dropped]]
+    return found
+
+
+def runs(program: CudaProgram) -> Iterator[Rows]:
+    """Runs of one and of several sessions, of drafts, in another order, of fewer rows than the class has."""
+    rng = np.random.default_rng(0)
+    for rows in (
+        [(700, 1)],
+        [(701, 1)],
+        [(5, 1), (900, 1), (63, 1)],
+        [(64, 4), (800, 1)],
+        [(200, 6)],
+        [(6, 1), (901, 1), (64, 1)],
+    ):
+        pages = sessions(program, [length + count for length, count in rows], dropped=rows[0][0] // PAGE // 2)
+        slots = np.array([length + i for length, count in rows for i in range(count)], np.int32)
+        of = np.array([i for i, (_, count) in enumerate(rows) for _ in range(count)], np.int32)
+        order = np.argsort(rng.random(len(of)), kind="stable") if len(of) == 3 else np.arange(len(of))
+        tokens = rng.integers(0, 2000, len(of)).astype(np.int32)
+        wanted = np.arange(len(of), dtype=np.int32)
+        yield Rows(tokens, slots[order][None], slots[order], of[order], pages, wanted)
+
+
+def test_what_is_written_in_place_is_what_the_general_way_sends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, options = ModelFile.open(path), Options("a8", max_rows=16, max_logits=16)
+    program = CudaProgram(Nothing(), decoder(file.metadata), file, options, kernel_source=plan.names_only)
+    filled, every = compare(monkeypatch, program), list(runs(program))
+    for rows in (*every, *every):
+        program.run(rows)
+    # The first run of a key is written by the general way, which says how large everything is.
+    recorded = program._recordings.recorded
+    assert 3 < recorded < len(every) and len(filled) == 2 * len(every) - recorded
+
+
+def test_what_is_not_plain_text_is_written_the_general_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, filled = ModelFile.open(path), list[Rows]()
+    program = CudaProgram(
+        Nothing(), decoder(file.metadata), file, Options("a16", max_rows=8, max_logits=8), kernel_source=plan.names_only
+    )
+    monkeypatch.setattr(SentBlock, "fill", lambda block, rows, padding: filled.append(rows))
+    none, pages = np.zeros(2, np.int32), [[program.new_page()]]
+    plain = Rows(none, np.array([[3, 4]], np.int32), np.array([3, 4], np.int32), none, pages, np.arange(2, dtype=np.int32))
+    turned = replace(plain, wanted=np.array([1, 0], np.int32))
+    axes = replace(plain, positions=np.repeat(plain.positions, 3, axis=0))
+    counted = replace(plain, counted=np.array([True, False]))
+    for rows in (plain, turned, axes, counted, plain):
+        program.run(rows)
+    assert filled == [plain] and program._recordings.recorded == 1
+
+
+def test_angles_that_are_kept_have_the_bits_of_those_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeq.targets.cuda.run.block.MAX_TABLES", 2)
+    angles = Angles(tuple(10000.0 ** (-i / 20) for i in range(20)), 1.25, (), 0)
+    kept, positions = AngleRows(angles), [0, 1, NEIGHBOURS - 1, NEIGHBOURS, 131071, 5, 70000]
+    cos, sin = np.zeros((7, 20), np.float32), np.zeros((7, 20), np.float32)
+    kept.fill(cos, sin, positions)
+    for row, position in enumerate(positions):
+        wanted = angles.of(np.array([[position]], np.int32))
+        assert np.array_equal(cos[row], wanted[0][0]) and np.array_equal(sin[row], wanted[1][0])
+
+
+def test_a_number_that_a_launch_leaves_out_is_told_when_the_graph_is_lowered(path: Path) -> None:
+    def source(wanted: list[Variant], on_kernel: object) -> list[Generated]:
+        made = plan.names_only(wanted, lambda *_: None)
+        return [
+            replace(each, grid=(["+", "tokens", "widht"], 1, 1)) if each.variant.kernel == "attend" else each for each in made
+        ]
+
+    file = ModelFile.open(path)
+    with pytest.raises(ValueError, match=r"the launch of attend\w* has no widht"):
+        CudaProgram(Nothing(), decoder(file.metadata), file, Options("a16", max_rows=8), kernel_source=source)  # type: ignore[arg-type]
