@@ -40,6 +40,7 @@ TESTS = frozenset(
         "test_cuda_layers.py::test_scale_and_learned_positions[f16]",
         "test_cuda_layers.py::test_rows_of_a_tied_head_of_floats[31-f16]",
         "test_cuda_layers.py::test_vectors_that_rows_bring[True]",
+        "test_cuda_layers.py::test_a_gated_addition",
         "test_cuda_experts.py::test_experts_of_two_layers_and_of_other_codecs_and_parts",
         "test_cuda_requantization.py::test_a_master_is_rounded_to_the_same_bits[i3-g32-i8-row-zero]",
         "test_cuda_requantization.py::test_sums_have_the_bits_of_the_reference_in_any_chunks",
