@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from edgeq.tools.lab.peers import pictures
 from edgeq.tools.lab.peers.__main__ import main
 from edgeq.tools.lab.peers.contest import PeerError
-from edgeq.tools.lab.peers.pictures import Contest, Line, Seconds, cells
+from edgeq.tools.lab.peers.pictures import PictureContest, PictureLine, Seconds, cells
 
 
 def test_rounds_go_in_turns_and_a_peer_that_fails_is_shown(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_rounds_go_in_turns_and_a_peer_that_fails_is_shown(tmp_path: Path) -> No
     for peer in ("checkpoint", *pictures.PEERS):
         (tmp_path / f"qwen2-vl-tiny-2-{peer}").mkdir()
         (tmp_path / f"qwen2-vl-tiny-2-{peer}" / "built").touch()
-    contest = Contest(
+    contest = PictureContest(
         tmp_path, "qwen2-vl-tiny", 2, [(56, 56), (84, 56)], process, lambda peer: peer, lambda *_: None, PeerError
     )
     lines = contest.run(list(pictures.PEERS), 1, 3)
@@ -51,7 +51,7 @@ def test_rounds_go_in_turns_and_a_peer_that_fails_is_shown(tmp_path: Path) -> No
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    mine, other = Line("edgeq", (448, 448), 1), Line("openvino", (448, 448), 1)
+    mine, other = PictureLine("edgeq", (448, 448), 1), PictureLine("openvino", (448, 448), 1)
     mine.seconds = [Seconds(1.0, 1.5, 2.0), Seconds(10.0, 15.0, 20.0), Seconds(2.0, 3.0, 4.0)]
     other.seconds = [Seconds(2.0, 3.0, None), Seconds(15.0, 30.0, None), Seconds(6.0, 6.0, None)]
     found = cells([mine, other])

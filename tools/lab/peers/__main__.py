@@ -23,8 +23,9 @@ from edgeq.tools.lab.make_checkpoint import SHAPES
 from edgeq.tools.lab.peers import pictures
 from edgeq.tools.lab.peers.contest import Contest, Entry, PeerError, process
 from edgeq.tools.lab.peers.peer import variants
-from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, Spread, aligned, markdown, rows
+from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, markdown, rows
 from edgeq.tools.measure import gpu
+from edgeq.tools.measure.alternating import Spread, aligned, listed
 
 MAX_THREADS = 1024
 EDGE = 28
@@ -93,8 +94,8 @@ def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroun
     """The lines above the tables: model, machine and versions."""
     cache = f", {where.last_level_cache / 1e6:.0f} MB last-level cache" if where.last_level_cache else ""
     limits = "; ".join(
-        f"{n} thread{'s' * (n > 1)}: read {shown(read, 1e9)} GB/s"
-        + (f", 8-bit integers {shown(where.integer_peak[n], 1e12)} TOPS" if n in where.integer_peak else "")
+        f"{n} thread{'s' * (n > 1)}: read {read.shown(1e9, 2)} GB/s"
+        + (f", 8-bit integers {where.integer_peak[n].shown(1e12, 2)} TOPS" if n in where.integer_peak else "")
         for n, read in where.read_bandwidth.items()
     )
     gpu_line = [", ".join(f"{name.removeprefix('device_')} {value}" for name, value in where.gpu.items() if value)]
@@ -111,18 +112,11 @@ def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroun
     )
 
 
-def shown(value: Spread, unit: float) -> str:
-    """Median and range."""
-    return f"{value.median / unit:.2f} [{value.low / unit:.2f}–{value.high / unit:.2f}]"
-
-
 def text(head: str, found: list[Row], left_out: dict[str, str]) -> str:
     """Everything that is printed."""
-    settings = dict.fromkeys(f"- {row.name}: {row.settings}" for row in found if row.settings)
+    settings = {row.name: row.settings for row in found if row.settings}
     parts = [head, markdown(found, MAIN), "At each one's own bytes per token:", markdown(found, BY_BYTES)]
-    parts += ["\n".join(["Settings:", *settings])] if settings else []
-    parts += ["\n".join(["Left out:", *(f"- {name}: {reason}" for name, reason in left_out.items())])] if left_out else []
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *listed("Settings", settings), *listed("Left out", left_out)])
 
 
 def numbers(value: str) -> list[int]:
@@ -164,7 +158,7 @@ def see(
     folder = (work or machine.cache_folder() / "peers").resolve()
     before = os.getloadavg()
     with progress() as report:
-        contest = pictures.Contest(
+        contest = pictures.PictureContest(
             folder,
             shape,
             layers,
@@ -177,11 +171,8 @@ def see(
         lines = contest.run(wanted, threads, rounds)
     loads = " to ".join("/".join(f"{x:.1f}" for x in load) for load in (before, os.getloadavg()))
     about = f"{shape}, {layers or 'all'} layers, random weights, {rounds} rounds; {machine.cpu().name}, load average {loads}"
-    settings = dict.fromkeys(f"- {line.peer} {contest.versions[line.peer]}: {line.settings}" for line in lines if line.settings)
-    parts = [about, aligned(pictures.cells(lines)), "\n".join(["Settings:", *settings])]
-    parts += (
-        ["\n".join(["Left out:", *(f"- {name}: {why}" for name, why in contest.left_out.items())])] if contest.left_out else []
-    )
+    settings = {f"{line.peer} {contest.versions[line.peer]}": line.settings for line in lines if line.settings}
+    parts = [about, aligned(pictures.cells(lines)), *listed("Settings", settings), *listed("Left out", contest.left_out)]
     click.echo("\n\n".join(parts))
     note(f"models are kept in {folder}")
 

@@ -27,6 +27,7 @@ import numpy as np
 import edgeq
 from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers.peer import PEERS, Stored, Times, Variant, variants
+from edgeq.tools.measure.alternating import rounds
 
 BOOT = "import sys; sys.path.append(sys.argv[1]); from edgeq.tools.lab.peers.worker import main; main()"
 MAX_ANSWER_SECONDS = 1800.0
@@ -143,6 +144,10 @@ class Entry:
     failure: str | None = None
     read_bandwidth: list[float] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        return f"{self.variant.name}, threads {self.threads}"
+
 
 @dataclass
 class Contest:
@@ -208,16 +213,7 @@ class Contest:
 
     def compete(self, entries: Sequence[Entry], repetitions: int, before_round: Callable[[], None]) -> None:
         """Run the rounds of entries with the same number of threads."""
-        for i in range(repetitions):
-            before_round()
-            for j, entry in enumerate(entries):
-                name = f"{entry.variant.name}, threads {entry.threads}, round {i + 1}"
-                self.report(i * len(entries) + j, repetitions * len(entries), name)
-                if entry.failure is None:
-                    try:
-                        self._round(entry)
-                    except PeerError as error:
-                        entry.failure = str(error)
+        rounds(entries, repetitions, self._round, PeerError, report=self.report, before_round=before_round)
 
     def _round(self, entry: Entry) -> None:
         variant, config = entry.variant, self.config.to_json()

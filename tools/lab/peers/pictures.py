@@ -7,7 +7,6 @@ process.  A peer that has no decoder here is timed by its tower.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -18,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.format.codec import from_bf16
+from edgeq.tools.measure import alternating
+from edgeq.tools.measure.alternating import shown
 
 PATCH = 14
 PEERS = {"edgeq": "edgeq_pictures", "llama.cpp": "llama_cpp_pictures", "openvino": "openvino_pictures"}
@@ -87,7 +88,7 @@ def make_checkpoint(folder: Path, name: str, layers: int | None) -> None:
 
 
 @dataclass
-class Line:
+class PictureLine:
     """What was measured of one peer at one size, or why it was not."""
 
     peer: str
@@ -97,9 +98,13 @@ class Line:
     seconds: list[Seconds] = field(default_factory=list)
     failure: str | None = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.peer}, {self.size[0]}x{self.size[1]}"
+
 
 @dataclass
-class Contest:
+class PictureContest:
     """`process`: a worker of the Python at a path (contest.process); `python`: that of each peer."""
 
     work: Path
@@ -113,21 +118,12 @@ class Contest:
     versions: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def run(self, wanted: Sequence[str], threads: int, rounds: int) -> list[Line]:
+    def run(self, wanted: Sequence[str], threads: int, rounds: int) -> list[PictureLine]:
         """Build what is not there, then the rounds."""
         found = [peer for peer in wanted if self._built(peer)]
-        lines = {(peer, size): Line(peer, size, threads) for size in self.sizes for peer in found}
-        for i in range(rounds):
-            for j, line in enumerate(lines.values()):
-                self.report(
-                    i * len(lines) + j, rounds * len(lines), f"{line.peer}, {line.size[0]}x{line.size[1]}, round {i + 1}"
-                )
-                if line.failure is None:
-                    try:
-                        self._round(line)
-                    except self.error as error:
-                        line.failure = str(error)
-        return list(lines.values())
+        lines = [PictureLine(peer, size, threads) for size in self.sizes for peer in found]
+        alternating.rounds(lines, rounds, self._round, self.error, report=self.report)
+        return lines
 
     def folder(self, peer: str) -> Path:
         return self.work / f"{self.shape}-{self.layers or 'all'}-{peer}"
@@ -149,7 +145,7 @@ class Contest:
             return False
         return True
 
-    def _round(self, line: Line) -> None:
+    def _round(self, line: PictureLine) -> None:
         patches = max(width * height for width, height in self.sizes) // PATCH**2
         with self.process(self.python(line.peer)) as worker:
             names = {"do": "load_pictures", "peer": line.peer, "folder": str(self.folder(line.peer))}
@@ -159,33 +155,27 @@ class Contest:
             line.seconds.append(Seconds(**worker.ask(do="see", size=line.size)))
 
 
-def ratios(line: Line, mine: Line) -> tuple[str, str, str]:
+def ratios(line: PictureLine, mine: PictureLine) -> tuple[str, str, str]:
     """How many times as long this peer takes as edgeq did in the same round: median and range, of the tower, of the processor
     and to the first token."""
     pairs = list(zip(line.seconds, mine.seconds, strict=False))
     towers = [theirs.tower / ours.tower for theirs, ours in pairs]
     processors = [theirs.processor / ours.processor for theirs, ours in pairs]
     firsts = [theirs.first / ours.first for theirs, ours in pairs if theirs.first and ours.first]
-    return shown(towers, "×", 2), shown(processors, "×", 2), shown(firsts, "×", 2)
+    return shown(towers, 1, 2, "×"), shown(processors, 1, 2, "×"), shown(firsts, 1, 2, "×")
 
 
-def shown(values: Sequence[float], unit: str, places: int) -> str:
-    if not values:
-        return ""
-    return f"{statistics.median(values):,.{places}f}{unit} [{min(values):,.{places}f}–{max(values):,.{places}f}]"
-
-
-def cells(lines: Sequence[Line]) -> list[list[str]]:
+def cells(lines: Sequence[PictureLine]) -> list[list[str]]:
     """The table, its heading first."""
     found = [["", "picture", "t", "tower", "edgeq is", "processor", "edgeq is", "first token", "edgeq is"]]
-    mine: Mapping[Size, Line] = {line.size: line for line in lines if line.peer == "edgeq"}
+    mine: Mapping[Size, PictureLine] = {line.size: line for line in lines if line.peer == "edgeq"}
     for line in lines:
-        towers = [1000 * each.tower for each in line.seconds]
-        processors = [1000 * each.processor for each in line.seconds]
-        firsts = [1000 * each.first for each in line.seconds if each.first]
+        towers = [each.tower for each in line.seconds]
+        processors = [each.processor for each in line.seconds]
+        firsts = [each.first for each in line.seconds if each.first]
         against = ("", "", "") if line.peer == "edgeq" or line.size not in mine else ratios(line, mine[line.size])
-        tower = f"failed: {line.failure}" if line.failure else shown(towers, " ms", 0)
+        tower = f"failed: {line.failure}" if line.failure else shown(towers, 1e-3, 0, " ms")
         size = f"{line.size[0]} x {line.size[1]}"
         found.append([line.peer, size, str(line.threads), tower, against[0]])
-        found[-1] += [shown(processors, " ms", 0), against[1], shown(firsts, " ms", 0), against[2]]
+        found[-1] += [shown(processors, 1e-3, 0, " ms"), against[1], shown(firsts, 1e-3, 0, " ms"), against[2]]
     return found

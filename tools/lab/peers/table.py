@@ -9,19 +9,7 @@ from dataclasses import dataclass
 from edgeq.format.manifest import fused_shapes
 from edgeq.network.config import ModelConfig
 from edgeq.tools.lab.peers.contest import Entry
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, smallest and largest of several measurements."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
+from edgeq.tools.measure.alternating import Spread, aligned
 
 
 @dataclass(frozen=True)
@@ -135,7 +123,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def _spread(value: Spread | None) -> str:
-    return f"{value.median:,.1f} [{value.low:,.1f}–{value.high:,.1f}]" if value else ""
+    return value.shown() if value else ""
 
 
 def _times(value: float | None) -> str:
@@ -176,11 +164,3 @@ BY_BYTES: tuple[Column, ...] = (
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A markdown table with aligned columns."""
     return aligned([[name for name, _ in columns]] + [[show(row).replace("|", "/") for _, show in columns] for row in rows])
-
-
-def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """A markdown table of cells, its heading first."""
-    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(cells[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])

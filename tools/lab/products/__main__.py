@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import click
@@ -14,10 +13,10 @@ from edgeq.errors import InputError
 from edgeq.tools.cli.entry import Command
 from edgeq.tools.cli.params import Several
 from edgeq.tools.cli.terminal import progress
-from edgeq.tools.lab.peers.table import aligned
 from edgeq.tools.lab.products.by_edgeq import Edgeq
 from edgeq.tools.lab.products.contestants import OTHERS, Contestant, Prepared
 from edgeq.tools.measure import gpu
+from edgeq.tools.measure.alternating import Spread, aligned, listed, rounds
 
 SHAPES = ("2048x2048", "4096x14336", "8192x28672")
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048)
@@ -28,11 +27,11 @@ CALLS = 16
 
 
 @dataclass(frozen=True)
-class Line:
+class ProductLine:
     """One contestant, shape and number of token rows.
 
     cached   one matrix again and again, which the L2 cache may keep; else as many in turn as no cache keeps
-    seconds  of a product, the median;  low, high: of the rounds
+    seconds  of a product, over the rounds
     bytes_per_s   of weights with their scales;  operations_per_s: multiplications and additions
     """
 
@@ -41,11 +40,20 @@ class Line:
     columns: int
     tokens: int
     cached: bool
-    seconds: float
-    low: float
-    high: float
+    seconds: Spread
     bytes_per_s: float
     operations_per_s: float
+
+
+@dataclass
+class Turn:
+    """A contestant whose matrices are ready; `seconds` of a product in each round."""
+
+    name: str
+    prepared: Prepared
+    copies: int
+    seconds: list[float] = field(default_factory=list)
+    failure: str | None = None
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -63,53 +71,53 @@ def compete(
     repetitions: int,
     beyond: int = BEYOND,
     failed: Callable[[str, str], None] = lambda name, why: None,
-) -> list[Line]:
+) -> list[ProductLine]:
     """Rounds in which every contestant is measured once, first with matrices that no cache keeps, then with one.
 
     failed   is told the name of a contestant that cannot do a shape or a number of rows, and why
     """
-    found = list[Line]()
+    found = list[ProductLine]()
     for cached in (False, True):
-        prepared = list[tuple[str, Prepared, int]]()
+        prepared = list[Turn]()
         for each in contestants:
             try:
                 one = each.prepare(*shape, 1, max(tokens))
                 copies = 1 if cached else max(2, -(-beyond // one.nbytes))
-                prepared.append((each.name, one if cached else each.prepare(*shape, copies, max(tokens)), copies))
+                prepared.append(Turn(each.name, one if cached else each.prepare(*shape, copies, max(tokens)), copies))
             except Exception as error:  # whatever another's library raises is told
                 failed(each.name, f"{shape[0]}x{shape[1]}: {type(error).__name__}: {error}")
         for count in tokens:
-            taken: dict[str, list[float]] = {}
-            for _ in range(repetitions):
-                for name, made, copies in prepared:
-                    try:
-                        taken.setdefault(name, []).extend(made.seconds(count, max(CALLS, copies), 1))
-                    except Exception as error:
-                        failed(name, f"{shape[0]}x{shape[1]}, {count} rows: {type(error).__name__}: {error}")
-            sizes = {name: made.nbytes for name, made, _ in prepared}
-            found += [_line(name, shape, count, cached, times, sizes[name]) for name, times in taken.items() if times]
+            turns = [Turn(each.name, each.prepared, each.copies) for each in prepared]
+
+            def measure(turn: Turn, count: int = count) -> None:
+                turn.seconds += turn.prepared.seconds(count, max(CALLS, turn.copies), 1)
+
+            rounds(turns, repetitions, measure, Exception, reason=lambda error: f"{type(error).__name__}: {error}")
+            for turn in turns:
+                if turn.failure:
+                    failed(turn.name, f"{shape[0]}x{shape[1]}, {count} rows: {turn.failure}")
+                if turn.seconds:
+                    found.append(_line(turn, shape, count, cached))
     return found
 
 
-def _line(name: str, shape: tuple[int, int], tokens: int, cached: bool, times: list[float], nbytes: int) -> Line:
-    middle = statistics.median(times)
-    work = 2 * shape[0] * shape[1] * tokens
-    return Line(name, *shape, tokens, cached, middle, min(times), max(times), nbytes / middle, work / middle)
+def _line(turn: Turn, shape: tuple[int, int], tokens: int, cached: bool) -> ProductLine:
+    seconds, work = Spread.of(turn.seconds), 2 * shape[0] * shape[1] * tokens
+    rates = turn.prepared.nbytes / seconds.median, work / seconds.median
+    return ProductLine(turn.name, *shape, tokens, cached, seconds, *rates)
 
 
-def text(about: dict[str, Any], lines: Sequence[Line], left_out: dict[str, str]) -> str:
+def text(about: dict[str, Any], lines: Sequence[ProductLine], left_out: dict[str, str]) -> str:
     """The GPU and its conditions, a table, and who is not in it."""
     told = ", ".join(f"{name.removeprefix('device_')} {value}" for name, value in about.items() if value)
     missing = gpu.lacking(about)
-    cells = [["", "shape", "rows", "L2", "µs", "low – high", "GB/s", "TFLOP/s"]]
+    cells = [["", "shape", "rows", "L2", "µs", "GB/s", "TFLOP/s"]]
     for each in lines:
-        spread = f"{1e6 * each.low:,.1f} – {1e6 * each.high:,.1f}"
         rates = f"{each.bytes_per_s / 1e9:,.0f}", f"{each.operations_per_s / 1e12:,.1f}"
         where = f"{each.rows}x{each.columns}", str(each.tokens), "within" if each.cached else "beyond"
-        cells.append([each.name, *where, f"{1e6 * each.seconds:,.1f}", spread, *rates])
+        cells.append([each.name, *where, each.seconds.shown(1e-6), *rates])
     parts = [told, *([f"INCOMPLETE: without {', '.join(missing)}"] if missing else []), aligned(cells)]
-    parts += ["\n".join(["Left out:", *(f"- {name}: {why}" for name, why in left_out.items())])] if left_out else []
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *listed("Left out", left_out)])
 
 
 @click.command(cls=Command)
@@ -127,7 +135,7 @@ def main(shapes: tuple[str, ...], tokens: tuple[int, ...], repetitions: int, bey
             there.append(each)
         else:
             left_out[each.name] = " ".join(reason.split())
-    lines = list[Line]()
+    lines = list[ProductLine]()
     with progress() as report:
         for i, shape in enumerate(sizes if there else ()):
             report(i, len(sizes), f"{shape[0]}x{shape[1]}")
