@@ -51,7 +51,7 @@ MAX_PICTURE_TOKENS = 1 << 20
 _HEADER = struct.Struct("<8sIIQ16s16sIIIII4s")
 _PICTURE = struct.Struct("<5I16s")
 _FLAGS = ({0, 1}, {0, 1, 2, 3})
-"""Of pages where the graph has no states, and where it has some."""
+"""Flags of pages, where the graph has no states, and where it has some."""
 
 
 @dataclass(frozen=True)
