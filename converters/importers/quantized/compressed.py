@@ -186,9 +186,9 @@ def _schemes(settings: QuantizationSettings) -> tuple[list[WeightScheme], list[s
 def _scheme(group: QuantizationSettings) -> WeightScheme:
     """What a group says of its weights, in words."""
     weights = QuantizationSettings(group.object("weights"), f"{group.place}: weights")
-    kind, bits = weights.text("type", default="int"), weights.integer("num_bits")
-    if kind != "int" or bits not in BITS:
-        raise UnsupportedError(f"{weights.place}: {bits} bits of type {kind!r}; supported: int, 2 to 8 bits")
+    numbers, bits = weights.text("type", default="int"), weights.integer("num_bits")
+    if numbers != "int" or bits not in BITS:
+        raise UnsupportedError(f"{weights.place}: {bits} bits of type {numbers!r}; supported: int, 2 to 8 bits")
     block = weights.values.get("block_structure")
     if block is None:
         return WeightScheme(bits, max(0, weights.integer("group_size", default=0)))
