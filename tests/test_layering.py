@@ -114,7 +114,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 CONVERTERS = (
     ("checkpoint",),
     ("families", "importers", "rounding"),
-    ("rotation", "budget"),
+    ("rotation", "budget", "exporters"),
     ("calibration",),
     ("options",),
     ("method_options",),

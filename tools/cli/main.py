@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from edgeq import __version__
+from edgeq.tools.cli import cache_options, export_options
 from edgeq.tools.cli.batch_options import BATCH_OPTIONS
-from edgeq.tools.cli.cache_options import cache
 from edgeq.tools.cli.convert_options import CONVERT_OPTIONS
 from edgeq.tools.cli.embed_options import EMBED_OPTIONS
 from edgeq.tools.cli.entry import Commands
@@ -181,7 +181,8 @@ def serve(**options: Any) -> None:
     command(**options)
 
 
-main.add_command(cache)
+main.add_command(cache_options.cache)
+main.add_command(export_options.export)
 
 
 @main.command(
