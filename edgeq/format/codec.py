@@ -20,6 +20,8 @@ of a chunk are stored in planes of 4, 2 and 1 bits (8 bits: one plane of bytes),
 so a 4-bit byte 4r + c of line t is  q[r, 8t + c] | q[r, 8t + 4 + c] << 4,  and no bit of a whole chunk is wasted.  Scales are
 f16 [blocks][groups][16], zero points u8 and offsets f16 in the same order.  A group is `group_size` consecutive channels of one
 row; the last group of a row has what is left of it, 1 to `group_size` channels.
+
+In two levels scales are i8 and offsets u8, and f16 [blocks][ceil(columns / 256)][16] multiply those of 256 channels.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +42,8 @@ CHUNK = 32
 QUADS = 8
 LINE = 64
 GROUP_SIZES = (16, 32, 64, 128)
+SUPER_SIZE = 256
+"""Channels whose scales of two levels share a factor: those of a block of llama.cpp's K-quants."""
 BITS = range(2, 9)
 
 ArrayF32 = NDArray[np.float32]
@@ -49,10 +53,10 @@ AnyArray = NDArray[Any]
 # Planes of each width, low bits first: (bits of the plane, lines of the plane in a chunk).
 PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
-Kind = Literal["f32", "f16", "bf16", "int", "offset"]
+Kind = Literal["f32", "f16", "bf16", "int", "offset", "two-level"]
 FLOAT_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16")
 ZeroKind = Literal["symmetric", "integer", "offset"]
-_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero| offset)?")
+_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero| offset| two-level| two-level offset)?")
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,12 @@ class ArraySpec:
 class Codec:
     """The storage of one weight matrix.
 
-    kind         "f32", "f16", "bf16"; "int"; "offset": integers too, w = scale * q + offset with an f16 offset per group
+    kind         "f32", "f16", "bf16"; "int"; "offset": integers too, w = scale * q + offset with an f16 offset per group;
+                 "two-level": integers whose scales, and offsets, are 8 bits a group times an f16 per 256 channels
     bits         2 to 8 for integers, else 0
-    group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row
-    symmetric    of "int".  True: w = scale * (q - 2**(bits-1)); False: w = scale * (q - zero) with a stored zero point per
-                 group.  Always True for other kinds
+    group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row, not of "two-level"
+    symmetric    True: w = scale * (q - 2**(bits-1)).  False: of "int" w = scale * (q - zero) with a stored zero point per
+                 group, of "two-level" w = scale * q + offset.  Always True for other kinds
     """
 
     kind: Kind
@@ -85,10 +90,12 @@ class Codec:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind not in (*FLOAT_KINDS, "int", "offset"):
+        if self.kind not in get_args(Kind):
             raise UnsupportedError(f"unknown codec {self.kind!r}; supported: f32, f16, bf16 and i2 to i8")
-        if not self.symmetric and self.kind != "int":
+        if not self.symmetric and self.kind not in ("int", "two-level"):
             raise UnsupportedError(f"codec {self.kind!r} has no zero points; only integers without an offset do")
+        if self.kind == "two-level" and not self.group_size:
+            raise UnsupportedError("scales of two levels need groups; choose a group size of 16, 32, 64 or 128")
         if self.integer:
             if self.bits not in BITS:
                 raise UnsupportedError(f"{self.bits} bits are not supported; choose 2, 3, 4, 5, 6, 7 or 8")
@@ -105,15 +112,18 @@ class Codec:
     @property
     def zero_kind(self) -> ZeroKind:
         """What says which integer stands for zero: nothing, a stored integer per group, or an offset per group."""
-        return "offset" if self.kind == "offset" else "symmetric" if self.symmetric else "integer"
+        if self.kind == "offset" or (self.kind == "two-level" and not self.symmetric):
+            return "offset"
+        return "symmetric" if self.symmetric else "integer"
 
     @property
     def name(self) -> str:
-        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i4 g32 offset`, `i8 row`."""
+        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i4 g32 offset`, `i6 g16 two-level`, `i8 row`."""
         if not self.integer:
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
-        return f"i{self.bits} {group}" + {"symmetric": "", "integer": " zero", "offset": " offset"}[self.zero_kind]
+        levels = " two-level" if self.kind == "two-level" else ""
+        return f"i{self.bits} {group}{levels}" + {"symmetric": "", "integer": " zero", "offset": " offset"}[self.zero_kind]
 
     @classmethod
     def named(cls, name: str) -> Codec:
@@ -126,7 +136,9 @@ class Codec:
         kind, bits, size, beside = found.groups()
         if kind:
             return cls(cast(Kind, kind))
-        return cls("offset" if beside == " offset" else "int", int(bits), int(size or 0), beside != " zero")
+        beside = beside or ""
+        form: Kind = "two-level" if beside.startswith(" two-level") else "offset" if beside == " offset" else "int"
+        return cls(form, int(bits), int(size or 0), beside not in (" zero", " two-level offset"))
 
     def groups(self, columns: int) -> int:
         """Scales per row of `columns` channels; where the group size does not divide them, the last group is shorter."""
@@ -135,7 +147,8 @@ class Codec:
         return -(-columns // self.group_size) if self.group_size else 1
 
     def parts(self, rows: int, columns: int) -> dict[str, ArraySpec]:
-        """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and "zero" or "offset"."""
+        """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and "zero" or "offset"; of
+        two levels also "super_scale" and "super_offset"."""
         blocks = -(-rows // ROWS)
         if self.kind == "f32":
             return {"q": ArraySpec("float32", (blocks, columns, ROWS), "f32")}
@@ -143,11 +156,18 @@ class Codec:
             return {"q": ArraySpec("uint16", (blocks, -(-columns // 2), ROWS, 2), self.kind)}
         scales = (blocks, self.groups(columns), ROWS)
         codes = (blocks, -(-columns // CHUNK), self.bits, LINE)
-        parts = {"q": ArraySpec("uint8", codes, "u8"), "scale": ArraySpec("float16", scales, "f16")}
+        f16, u8 = ArraySpec("float16", scales, "f16"), ArraySpec("uint8", scales, "u8")
+        parts = {"q": ArraySpec("uint8", codes, "u8"), "scale": f16}
         if self.zero_kind == "integer":
-            parts["zero"] = ArraySpec("uint8", scales, "u8")
+            parts["zero"] = u8
         if self.zero_kind == "offset":
-            parts["offset"] = ArraySpec("float16", scales, "f16")
+            parts["offset"] = f16
+        if self.kind == "two-level":
+            above = ArraySpec("float16", (blocks, -(-columns // SUPER_SIZE), ROWS), "f16")
+            parts["scale"] = ArraySpec("int8", scales, "i8")
+            if "offset" in parts:
+                parts["offset"] = u8
+            parts |= {f"super_{name}": above for name in ("scale", "offset") if name in parts}
         return parts
 
     def nbytes(self, rows: int, columns: int) -> int:
@@ -255,13 +275,18 @@ def unpack_floats(packed: AnyArray, kind: Kind, rows: int, columns: int) -> Arra
 def dequantize(codec: Codec, rows: int, columns: int, arrays: Mapping[str, AnyArray]) -> ArrayF32:
     """Stored arrays, as `codec.parts` names them -> W float32 [rows, columns].
 
-    Exact: for integers a product of an f16 scale and an integer below 2**9.  An offset is added to it, rounded once.
+    Exact: for integers a product of an f16 scale and an integer below 2**9, of two levels up to 6 bits.  An offset is added to
+    it, rounded once.
     """
     if not codec.integer:
         return unpack_floats(arrays["q"], codec.kind, rows, columns)
 
     def of_groups(part: str) -> ArrayF32:
-        return per_channel(unpack_groups(arrays[part], rows).astype(np.float32), codec, columns)
+        values = per_channel(unpack_groups(arrays[part], rows).astype(np.float32), codec, columns)
+        if codec.kind == "two-level":
+            above = unpack_groups(arrays[f"super_{part}"], rows).astype(np.float32)
+            values *= np.repeat(above, SUPER_SIZE, axis=1)[:, :columns]
+        return values
 
     values = unpack_integers(arrays["q"], rows, columns).astype(np.float32)
     if codec.zero_kind == "offset":

@@ -34,6 +34,10 @@ from edgeq.format.records import (
 from edgeq.network.config import ModelConfig
 
 T = TypeVar("T")
+WEIGHT_ARRAYS = {
+    "q": "q", "scale": "scale", "zero": "zero", "offset": "offset", "super_scale": "superScale", "super_offset": "superOffset"
+}  # fmt: skip
+"""Arrays of a codec by name -> the attribute of the generated Python."""
 
 MAX_SEGMENTS = 1 << 18
 MAX_LAYERS = 1 << 16
@@ -48,8 +52,8 @@ MAX_DIMENSION = 1 << 40
 MAX_NAME = 256
 MAX_MODE = 16
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
-CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int")
-"""By `CodecKind`.  Integers with an offset are of that kind too, of another `ZeroKind`."""
+CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int", "two-level")
+"""By `CodecKind`.  Integers with an offset are `integer` too, of another `ZeroKind`."""
 ZERO_KINDS: tuple[ZeroKind, ...] = ("symmetric", "integer", "offset")
 
 
@@ -106,13 +110,13 @@ def _weight(weight: Weight | None) -> Any:
     if weight is None:
         return None
     codec = fb.CodecT()
-    codec.kind = fb.CodecKind.integer if weight.codec.integer else CODEC_KINDS.index(weight.codec.kind)
+    codec.kind = CODEC_KINDS.index("int" if weight.codec.kind == "offset" else weight.codec.kind)
     codec.bits, codec.groupSize = weight.codec.bits, weight.codec.group_size
     codec.zero = ZERO_KINDS.index(weight.codec.zero_kind)
     t = fb.WeightT()
     t.codec, t.rows, t.columns = codec, weight.rows, weight.columns
     for name, array in weight.arrays.items():
-        setattr(t, name, _array(array))
+        setattr(t, WEIGHT_ARRAYS[name], _array(array))
     return t
 
 
@@ -314,8 +318,7 @@ def _read_weight(name: str, w: Any) -> Weight:
         raise UnsupportedError(f"{name}: codec kind {codec.Kind()} is not supported; this file needs a newer edgeq")
     if codec.Zero() >= len(ZERO_KINDS):
         raise UnsupportedError(f"{name}: zero kind {codec.Zero()} is not supported; this file needs a newer edgeq")
-    fields = {"q": w.Q(), "scale": w.Scale(), "zero": w.Zero(), "offset": w.Offset()}
-    read = {part: _read_array(field) for part, field in fields.items()}
+    read = {part: _read_array(getattr(w, field[0].upper() + field[1:])()) for part, field in WEIGHT_ARRAYS.items()}
     arrays = {part: array for part, array in read.items() if array is not None}
     if "q" not in arrays:
         raise FormatError(f"{name}: a weight without data")
@@ -323,8 +326,10 @@ def _read_weight(name: str, w: Any) -> Weight:
     if kind in FLOAT_KINDS and (codec.Bits() or codec.GroupSize() or codec.Zero()):
         raise FormatError(f"{name}: codec {kind} has bits, a group size or a zero point; only integer codecs do")
     zero = ZERO_KINDS[codec.Zero()]
-    form: Kind = "offset" if zero == "offset" else kind
-    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), zero != "integer")
+    if kind == "two-level" and zero == "integer":
+        raise FormatError(f"{name}: scales of two levels beside zero points; they go with offsets or alone")
+    form: Kind = "offset" if (kind, zero) == ("int", "offset") else kind
+    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), zero == "symmetric" or form == "offset")
     return Weight(stored, int(w.Rows()), int(w.Columns()), arrays)
 
 

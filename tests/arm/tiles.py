@@ -85,7 +85,7 @@ def product(function: Any, isa: str, case: tuple[int, ...], extreme: bool) -> tu
     args = ProductArgs(
         **places, x_stride=0, x_blocks=blocks, chunks=chunks, chunks_per_block=max(1, block // CHUNK),
         weights_block=64 * bits * chunks, scales_block=32 * groups, scales_step=32 * half,
-        zeros_block=16 * groups, zeros_step=16 * half, output_channels=ROWS, group_blocks=1, y=0, y_stride=0, scratch=0,
+        output_channels=ROWS, group_blocks=1, y=0, y_stride=0, scratch=0,
     )  # fmt: skip
     record, out = np.array(args.record(), np.int64), np.zeros((tokens, 16), np.float32)
     function(record.ctypes.data, 2, 0, out.ctypes.data)

@@ -40,22 +40,28 @@ def write_weight(writer: Writer, name: str, codec: Codec, rows: int, columns: in
     if not codec.integer:
         floats = pack_floats(rng.standard_normal((rows, columns)).astype(np.float32), codec.kind)
         return LinearSpec(name, (Weight(codec, rows, columns, {"q": writer.array(floats, codec.kind)}),))
-    groups = codec.groups(columns)
-    q = writer.array(pack_integers(rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8), codec.bits), "u8")
-    scale = writer.array(pack_groups(rng.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)), "f16")
-    arrays = {"q": q, "scale": scale}
-    if codec.zero_kind == "integer":
-        arrays["zero"] = writer.array(pack_groups(rng.integers(0, 1 << codec.bits, (rows, groups)).astype(np.uint8)), "u8")
-    if codec.zero_kind == "offset":
-        arrays["offset"] = writer.array(pack_groups(rng.uniform(-1, 0, (rows, groups)).astype(np.float16)), "f16")
+    q = pack_integers(rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8), codec.bits)
+    arrays = {"q": writer.array(q, "u8")}
+    for part, spec in codec.parts(rows, columns).items():
+        if part != "q":
+            values = rng.uniform(*ranges(codec)[part], (rows, spec.shape[1])).astype(spec.dtype)
+            arrays[part] = writer.array(pack_groups(values), spec.stored)
     return LinearSpec(name, (Weight(codec, rows, columns, arrays),))
+
+
+def ranges(codec: Codec) -> dict[str, tuple[float, float]]:
+    """Ranges of what lies beside the integers, by the names of arrays."""
+    if codec.kind == "two-level":
+        return {"scale": (1, 64), "offset": (0, 64), "super_scale": (0.001, 0.002), "super_offset": (-0.02, 0)}
+    return {"scale": (0.01, 0.1), "zero": (0, 1 << codec.bits), "offset": (-1, 0)}
 
 
 def write_body(writer: Writer) -> Metadata:
     """All segments of the sample; the same bytes every time."""
     linears, codecs = {}, [Codec("int", 4, 16, False), Codec("int", 3, 16), Codec("f16"), Codec("int", 8, 0)]
-    for layer, first in enumerate((codecs[0], Codec("offset", 4, 16))):
-        for (name, parts), codec in zip(fused_shapes(CONFIG, layer), [first, *codecs[1:]], strict=True):
+    others = [Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("f16"), Codec("two-level", 6, 16)]
+    for layer, of_layer in enumerate((codecs, others)):
+        for (name, parts), codec in zip(fused_shapes(CONFIG, layer), of_layer, strict=True):
             rows = sum(rows for rows, _ in parts.values())
             linears[name] = write_weight(writer, name, codec, rows, next(iter(parts.values()))[1])
     linears["head"] = write_weight(writer, "head", Codec("int", 8, 0), CONFIG.vocab_size, CONFIG.hidden_size)

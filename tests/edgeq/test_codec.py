@@ -34,6 +34,9 @@ CODECS = [
     for group in (0, *GROUP_SIZES)
     for kind, symmetric in (("int", True), ("int", False), ("offset", True))
 ]
+TWO_LEVELS = [
+    Codec("two-level", bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)
+]
 FILLS = ["random", "min", "max", "ends"]
 
 
@@ -241,6 +244,9 @@ def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
         (Codec("int", 3, 32, False), 3 + 24 / 32),
         (Codec("int", 5, 16), 6),
         (Codec("offset", 4, 32), 5),
+        (Codec("two-level", 4, 32, False), 4.625),
+        (Codec("two-level", 6, 16), 6.5625),
+        (Codec("two-level", 3, 16), 3.5625),
         (Codec("int", 8, 0), 8 + 16 / 256),
         (Codec("bf16"), 16),
         (Codec("f32"), 32),
@@ -248,7 +254,7 @@ def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
     ids=lambda x: getattr(x, "name", x),
 )
 def test_effective_bits_count_scales_and_zero_points(codec: Codec, bits: float) -> None:
-    dtypes = {"float32": "f32", "float16": "f16", "uint16": codec.kind, "uint8": "u8"}
+    dtypes = {"float32": "f32", "float16": "f16", "uint16": codec.kind, "uint8": "u8", "int8": "i8"}
     arrays = {name: ArrayRef(dtypes[p.dtype], p.shape, 0) for name, p in codec.parts(32, 256).items()}
     assert LinearSpec("x", (Weight(codec, 32, 256, arrays),)).bits_per_weight == bits
 
@@ -271,12 +277,68 @@ def test_unknown_group_sizes_are_refused(group_size: int) -> None:
         Codec("int", 4, group_size)
 
 
+@pytest.mark.parametrize("columns", [16, 256, 300, 784])
+@pytest.mark.parametrize("codec", TWO_LEVELS, ids=lambda c: c.name)
+def test_two_levels_equal_the_formula(codec: Codec, columns: int) -> None:
+    """Channel by channel in float64; up to 6 bits no product is rounded."""
+    rows, rng, groups, above = 19, np.random.default_rng(columns), codec.groups(columns), -(-columns // 256)
+    q = rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8)
+    scale, offset = (
+        rng.integers(-128, 128, (rows, groups)).astype(np.int8),
+        rng.integers(0, 256, (rows, groups)).astype(np.uint8),
+    )
+    super_scale, super_offset = (rng.uniform(-2, 2, (rows, above)).astype(np.float16) for _ in range(2))
+    super_scale[0, 0], super_scale[1, -1] = 6.0e-8, 65504
+    found = {"scale": scale, "offset": offset, "super_scale": super_scale, "super_offset": super_offset}
+    parts = codec.parts(rows, columns)
+    arrays = {"q": pack_integers(q, codec.bits), **{name: pack_groups(found[name]) for name in parts if name != "q"}}
+    assert {n: (a.dtype.name, a.shape) for n, a in arrays.items()} == {n: (p.dtype, p.shape) for n, p in parts.items()}
+    expected = np.empty((rows, columns))
+    for c in range(columns):
+        g, s = c // codec.group_size, c // 256
+        of_group = super_scale[:, s].astype(np.float64) * scale[:, g]
+        if codec.symmetric:
+            expected[:, c] = of_group * (q[:, c] - float(1 << (codec.bits - 1)))
+        else:
+            expected[:, c] = (of_group * q[:, c]).astype(np.float32) + super_offset[:, s].astype(np.float32) * offset[:, g]
+        if codec.bits <= 6:
+            exact = of_group * q[:, c]
+            assert np.array_equal(exact, exact.astype(np.float32))
+    result = dequantize(codec, rows, columns, arrays)
+    np.testing.assert_array_equal(result, expected.astype(np.float32))
+    indices = np.array([18, 0, 5])
+    np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), result[indices])
+
+
+def test_a_q4_k_tensor_is_held_exactly() -> None:
+    """Against the reader of the package gguf, over all scales and minima of 6 bits."""
+    gguf = pytest.importorskip("gguf")
+    rng, rows, blocks = np.random.default_rng(0), 20, 2
+    scale, least = (rng.integers(0, 64, (rows, blocks, 8)).astype(np.uint8) for _ in range(2))
+    q = rng.integers(0, 16, (rows, blocks, 8, 32)).astype(np.uint8)
+    d, dmin = (rng.uniform(-0.1, 0.1, (rows, blocks, 1)).astype(np.float16) for _ in range(2))
+    low = [x[..., :4] | x[..., 4:] >> 4 << 6 for x in (scale, least)]
+    packed = np.concatenate([*low, scale[..., 4:] & 15 | least[..., 4:] << 4], axis=-1)
+    nibbles = (q[..., ::2, :] | q[..., 1::2, :] << 4).reshape(rows, blocks, 128)
+    data = np.concatenate([d.view(np.uint8), dmin.view(np.uint8), packed, nibbles], axis=-1).reshape(rows, -1)
+    found = {"scale": scale.astype(np.int8), "offset": least, "super_scale": d, "super_offset": -dmin}
+    arrays = {name: pack_groups(array.reshape(rows, -1)) for name, array in found.items()}
+    arrays["q"] = pack_integers(q.reshape(rows, -1), 4)
+    read = dequantize(Codec("two-level", 4, 32, False), rows, 256 * blocks, arrays)
+    assert np.array_equal(read, gguf.dequantize(data, gguf.GGMLQuantizationType.Q4_K))
+
+
+def test_two_levels_need_groups() -> None:
+    with pytest.raises(UnsupportedError, match="two levels need groups"):
+        Codec("two-level", 4, 0)
+
+
 def test_a_codec_with_offsets_has_no_zero_points() -> None:
     with pytest.raises(UnsupportedError, match="'offset' has no zero points"):
         Codec("offset", 4, 32, symmetric=False)
 
 
-@pytest.mark.parametrize("codec", [*CODECS, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [*CODECS, *TWO_LEVELS, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name)
 def test_a_name_names_its_codec(codec: Codec) -> None:
     assert Codec.named(codec.name) == codec
 

@@ -97,6 +97,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     # codecs
     "weight without codec": (setting("linears.0.weights.0.codec", None), FormatError, "layers.0.qkv|damaged"),
     "unknown codec kind": (setting("linears.0.weights.0.codec.kind", 77), UnsupportedError, "codec kind 77"),
+    "codec kind after the last": (setting("linears.0.weights.0.codec.kind", 5), UnsupportedError, "codec kind 5"),
     "nine bits": (setting("linears.0.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
     "bits of a float codec": (setting("linears.2.weights.0.codec.bits", 9), FormatError, "layers.0.gate_up"),
     "group size 48": (setting("linears.0.weights.0.codec.groupSize", 48), UnsupportedError, "group size 48 is not supported"),
@@ -115,6 +116,39 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "offsets beside zero points": (setting("linears.0.weights.0.offset", array()), FormatError, "'offset' do not agree"),
     "offsets of integers": (setting("linears.4.weights.0.offset.dtype", 3), FormatError, "offset is u8 .*implies f16"),
     "short offsets": (setting("linears.4.weights.0.offset.shape", [4, 1, 16]), FormatError, "offset is f16 .4, 1, 16."),
+    # Of two levels: layers.1.o with offsets, layers.1.down without.
+    "two levels without super scales": (
+        setting("linears.5.weights.0.superScale", None),
+        FormatError,
+        "'super_scale' do not agree",
+    ),
+    "two levels without super offsets": (
+        setting("linears.5.weights.0.superOffset", None),
+        FormatError,
+        "'super_offset' do not",
+    ),
+    "super offsets without offsets": (
+        setting("linears.7.weights.0.superOffset", array()),
+        FormatError,
+        "'super_offset' do not",
+    ),
+    "super scales of one level": (
+        setting("linears.0.weights.0.superScale", array()),
+        FormatError,
+        "'super_scale' do not agree",
+    ),
+    "unsigned scales of two levels": (setting("linears.7.weights.0.scale.dtype", 3), FormatError, "scale is u8 .*implies i8"),
+    "short super scales": (
+        setting("linears.7.weights.0.superScale.shape", [1, 1, 16]),
+        FormatError,
+        "super_scale is f16 .1, 1, 16.",
+    ),
+    "two levels beside zero points": (
+        setting("linears.5.weights.0.codec.zero", 1),
+        FormatError,
+        "two levels beside zero points",
+    ),
+    "two levels of whole rows": (setting("linears.7.weights.0.codec.groupSize", 0), UnsupportedError, "two levels need groups"),
     "zero kind of floats": (setting("linears.2.weights.0.codec.zero", 2), FormatError, "layers.0.gate_up"),
     # parts that do not fit their layer: layers.0.o is 32 x 32
     "input_scale of f16": (setting("linears.1.inputScale", array(dtype=1)), FormatError, "input_scale is f16 .*expected f32"),
@@ -240,7 +274,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "kernels of too many architectures": (
         setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),
         FormatError,
-        "80 layers, arrays, blobs and kernels; its 24 segments",
+        "80 layers, arrays, blobs and kernels; its 28 segments",
     ),
     # names
     "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeq.format.codec import Codec, dequantize, pack_floats, pack_groups, pack_integers
+from edgeq.format.codec import SUPER_SIZE, Codec, dequantize, pack_floats, pack_groups, pack_integers
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.system import machine
 from edgeq.targets import load
@@ -68,13 +68,26 @@ def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, co
         return Weight(codec, rows, columns, {"q": arrays.add(pack_floats(w, codec.kind), codec.kind)})
     q, scale, zero = integers(rng, codec, rows, columns, values)
     found, stored = {"scale": scale, "zero": zero}, codec.parts(rows, columns)
-    if "offset" in stored:
+    if codec.kind == "two-level":
+        found |= two_levels(rng, codec, rows, columns)
+    elif "offset" in stored:
         # From that of weights around zero to that of weights of one sign, of either.
         share = rng.choice(np.array([0, -0.5, -1, 0.25]), scale.shape) + rng.uniform(-0.1, 0.1, scale.shape)
         found["offset"] = (share * scale * (1 << codec.bits)).astype(np.float16)
     parts = {"q": arrays.add(pack_integers(q, codec.bits), "u8")}
     parts |= {name: arrays.add(pack_groups(found[name]), part.stored) for name, part in stored.items() if name != "q"}
     return Weight(codec, rows, columns, parts)
+
+
+def two_levels(rng: np.random.Generator, codec: Codec, rows: int, columns: int) -> dict[str, np.ndarray]:
+    """The numbers of groups, [rows, ...]: all that 8 bits hold, with scales and offsets of the sizes of other codecs."""
+    groups, above = (rows, codec.groups(columns)), (rows, -(-columns // SUPER_SIZE))
+    found = {"scale": rng.integers(-128, 128, groups).astype(np.int8)}
+    found["super_scale"] = (rng.uniform(0.5, 2, above) / 64 * rng.choice([-1, 1], above)).astype(np.float16)
+    if not codec.symmetric:
+        found["offset"] = rng.integers(0, 256, groups).astype(np.uint8)
+        found["super_offset"] = (rng.uniform(-2, 2, above) / 128 * (1 << codec.bits)).astype(np.float16)
+    return found
 
 
 def matrix(arrays: Arrays, w: Weight) -> np.ndarray:
@@ -107,6 +120,11 @@ INTEGER_CODECS = [
     for bits, group, (kind, symmetric) in itertools.product(
         range(2, 9), (16, 32, 64, 128, 0), (("int", True), ("int", False), ("offset", True))
     )
+]
+INTEGER_CODECS += [
+    Codec("two-level", bits, group, symmetric)
+    for bits, group, symmetric in itertools.product(range(2, 9), (16, 32, 128), (True, False))
+    if bits <= 6 or group == 32
 ]
 
 

@@ -34,6 +34,9 @@ def shapes(codec):
     group = codec.group_size
     if group == 0:
         return [(17, 20), (5, 300)]
+    if codec.kind == "two-level":
+        # More than two runs of 256 channels, the last one not whole.
+        return [(33, 3 * group), (16, 512 + group if group >= 32 else 528)]
     return [(33, 3 * group), (16, group if group >= 32 else 80)]
 
 

@@ -22,7 +22,8 @@ CODECS = [
     Codec("int", 3, 16, symmetric=True),
     Codec("int", 8, 0, symmetric=True),
 ]
-OFFSET = Codec("offset", 4, 16)
+OTHERS = [Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("two-level", 6, 16)]
+"""Those that not all targets have."""
 
 
 def layer(arrays, rng, codec, rows, columns, name):
@@ -33,7 +34,15 @@ def layer(arrays, rng, codec, rows, columns, name):
         scale[...] = np.abs(scale) * np.float16(0.3 / (1 << codec.bits))
         if "zero" in w.arrays:
             arrays.array(w.arrays["zero"])[...] = 1 << (codec.bits - 1)
-        if "offset" in w.arrays:
+        if "super_scale" in w.arrays:
+            factor = arrays.array(w.arrays["super_scale"])
+            scale[...], factor[...] = rng.integers(30, 64, scale.shape), np.float16(0.3 / 60 / (1 << codec.bits))
+            if "super_offset" in w.arrays:
+                arrays.array(w.arrays["offset"])[...], arrays.array(w.arrays["super_offset"])[...] = (
+                    scale,
+                    -codec.center * factor,
+                )
+        elif "offset" in w.arrays:
             arrays.array(w.arrays["offset"])[...] = -codec.center * scale
         return LinearSpec(name, (w,))
     values = (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
@@ -94,7 +103,7 @@ def by_hand(arrays, graph, x, chosen, normalized):
     return y
 
 
-@pytest.mark.parametrize("codec", [*CODECS, OFFSET], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [*CODECS, *OTHERS], ids=lambda c: c.name)
 @pytest.mark.parametrize(("experts", "chosen", "normalized"), [(8, 2, True), (5, 3, False), (3, 3, True), (1, 1, False)])
 def test_only_the_chosen_experts_are_added_by_their_shares(codec, experts, chosen, normalized):
     arrays, x = Arrays(), inputs(23)
@@ -106,7 +115,7 @@ def test_only_the_chosen_experts_are_added_by_their_shares(codec, experts, chose
 
 
 @pytest.mark.parametrize("mode", ["a16", "a8"])
-@pytest.mark.parametrize("codec", [*CODECS[1:3], OFFSET], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [*CODECS[1:3], *OTHERS], ids=lambda c: c.name)
 def test_a_row_is_bit_equal_whatever_runs_beside_it(codec, mode):
     arrays, x = Arrays(), inputs(40)
     graph = graph_of(arrays, codec, x, 6, 2)

@@ -49,7 +49,15 @@ def kernels(graph: Graph, arrays: Arrays, count: int, options: Options) -> list[
     return [step.kernel for step in times[0].steps]
 
 
-CODECS = {"g128": (I4, I4), "g32-zero": (I4_ZERO, I8), "3-bit": (I3, I4_ZERO), "offset": (I4_OFFSET, I5_OFFSET)}
+I4_LEVELS, I6_LEVELS = Codec("two-level", 4, 32, False), Codec("two-level", 6, 16)
+
+CODECS = {
+    "g128": (I4, I4),
+    "g32-zero": (I4_ZERO, I8),
+    "3-bit": (I3, I4_ZERO),
+    "offset": (I4_OFFSET, I5_OFFSET),
+    "two-level": (I4_LEVELS, I6_LEVELS),
+}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ Codecs = Mapping[str, Codec]
 """Codecs by part, of those that have one of their own."""
 EVERY: Codecs = MappingProxyType({})
 """No part has."""
+SUB_SCALE = 32
+"""Scales and offsets of groups in two levels."""
 TABLE_BITS = 2
 """Bits of an embedding that is not the head: a token reads next to nothing of it."""
 
@@ -77,8 +79,10 @@ def write_random(path: Path, config: ModelConfig, codec: Codec, parts: Codecs = 
                 refs[part] = writer.array(np.full(array.shape, stored.center, np.uint8), "u8")
             else:
                 # Outputs keep the size of inputs; an offset makes the middle of the integers zero.
-                size = columns**-0.5 / stored.center * (-stored.center if part == "offset" else 1)
-                refs[part] = writer.array(np.full(array.shape, size, np.float16), "f16")
+                size = columns**-0.5 / stored.center * (-stored.center if part.endswith("offset") else 1)
+                if stored.kind == "two-level":
+                    size = size / SUB_SCALE if part.startswith("super") else SUB_SCALE
+                refs[part] = writer.array(np.full(array.shape, size, array.dtype), array.stored)
         linears[name] = LinearSpec(name, (Weight(stored, rows, columns, refs),))
     for name, dims in array_shapes(config).items():
         if name != TABLE:

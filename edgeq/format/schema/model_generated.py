@@ -22,6 +22,7 @@ class CodecKind(object):
     f16 = 1
     bf16 = 2
     integer = 3
+    two_level = 4
 
 
 class ZeroKind(object):
@@ -550,8 +551,28 @@ class Weight(object):
             return obj
         return None
 
+    # Weight
+    def SuperScale(self) -> Optional[Array]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(18))
+        if o != 0:
+            x = self._tab.Indirect(o + self._tab.Pos)
+            obj = Array()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
+    # Weight
+    def SuperOffset(self) -> Optional[Array]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(20))
+        if o != 0:
+            x = self._tab.Indirect(o + self._tab.Pos)
+            obj = Array()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
 def WeightStart(builder: flatbuffers.Builder):
-    builder.StartObject(7)
+    builder.StartObject(9)
 
 def WeightAddCodec(builder: flatbuffers.Builder, codec: int):
     builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(codec), 0)
@@ -574,6 +595,12 @@ def WeightAddZero(builder: flatbuffers.Builder, zero: int):
 def WeightAddOffset(builder: flatbuffers.Builder, offset: int):
     builder.PrependUOffsetTRelativeSlot(6, flatbuffers.number_types.UOffsetTFlags.py_type(offset), 0)
 
+def WeightAddSuperScale(builder: flatbuffers.Builder, superScale: int):
+    builder.PrependUOffsetTRelativeSlot(7, flatbuffers.number_types.UOffsetTFlags.py_type(superScale), 0)
+
+def WeightAddSuperOffset(builder: flatbuffers.Builder, superOffset: int):
+    builder.PrependUOffsetTRelativeSlot(8, flatbuffers.number_types.UOffsetTFlags.py_type(superOffset), 0)
+
 def WeightEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
 
@@ -595,6 +622,8 @@ class WeightT(object):
         scale = None,
         zero = None,
         offset = None,
+        superScale = None,
+        superOffset = None,
     ):
         self.codec = codec  # type: Optional[CodecT]
         self.rows = rows  # type: int
@@ -603,6 +632,8 @@ class WeightT(object):
         self.scale = scale  # type: Optional[ArrayT]
         self.zero = zero  # type: Optional[ArrayT]
         self.offset = offset  # type: Optional[ArrayT]
+        self.superScale = superScale  # type: Optional[ArrayT]
+        self.superOffset = superOffset  # type: Optional[ArrayT]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -637,6 +668,10 @@ class WeightT(object):
             self.zero = ArrayT.InitFromObj(weight.Zero())
         if weight.Offset() is not None:
             self.offset = ArrayT.InitFromObj(weight.Offset())
+        if weight.SuperScale() is not None:
+            self.superScale = ArrayT.InitFromObj(weight.SuperScale())
+        if weight.SuperOffset() is not None:
+            self.superOffset = ArrayT.InitFromObj(weight.SuperOffset())
 
     # WeightT
     def Pack(self, builder):
@@ -650,6 +685,10 @@ class WeightT(object):
             zero = self.zero.Pack(builder)
         if self.offset is not None:
             offset = self.offset.Pack(builder)
+        if self.superScale is not None:
+            superScale = self.superScale.Pack(builder)
+        if self.superOffset is not None:
+            superOffset = self.superOffset.Pack(builder)
         WeightStart(builder)
         if self.codec is not None:
             WeightAddCodec(builder, codec)
@@ -663,6 +702,10 @@ class WeightT(object):
             WeightAddZero(builder, zero)
         if self.offset is not None:
             WeightAddOffset(builder, offset)
+        if self.superScale is not None:
+            WeightAddSuperScale(builder, superScale)
+        if self.superOffset is not None:
+            WeightAddSuperOffset(builder, superOffset)
         weight = WeightEnd(builder)
         return weight
 

@@ -59,8 +59,9 @@ class ProductArgs(Args):
 
     x                 quantized activations: data, bytes of a row, scales, sums, activation blocks of a row.  Of `thin_matmul`
                       rows of float32
-    weights           in file order; scales and zero points: address, bytes from one block of output channels to the next, and
-                      from one activation block to the next
+    weights           in file order; scales: address, bytes from one block of output channels to the next, and from one
+                      activation block to the next; zeros: zero points or offsets, in the same order
+    super_scales      and super_offsets, of two levels: addresses, bytes from one block of output channels to the next
     columns           of floats: input channels
     chunks            of integers: chunks of 32 input channels in a row, and in what is added up before it is scaled
     group_blocks      blocks that stay in the cache while tokens pass
@@ -85,8 +86,9 @@ class ProductArgs(Args):
     scales_block = nbytes(0)
     scales_step = nbytes(0)
     zeros = pointer(0)
-    zeros_block = nbytes(0)
-    zeros_step = nbytes(0)
+    super_scales = pointer(0)
+    super_offsets = pointer(0)
+    super_block = nbytes(0)
     chunks = number()
     chunks_per_block = number(0)
     output_channels = number()

@@ -39,7 +39,7 @@ def float_rows(context: Context, weight: Weight) -> tuple[Variant, dict[str, int
 def integer_rows(context: Context, weight: Weight) -> tuple[Variant, dict[str, int]]:
     codec = weight.codec
     args = group_args(codec, weight.rows, weight.columns, lambda name: context.memory.stored(weight.arrays[name]))
-    args = {name: value for name, value in args.items() if not name.endswith("_step")}
+    del args["scales_step"]
     return kernel(elementwise.embed_integer_tile, codec.bits, group_kind(codec)), {
         **args, "group": codec.group_size or weight.columns
     }  # fmt: skip
@@ -56,4 +56,5 @@ CODECS: Mapping[Kind, CodecKernels] = {
     "bf16": FLOATS,
     "int": CodecKernels(integer_product, integer_rows, integer_requantize, swiglu=True),
     "offset": CodecKernels(integer_product, integer_rows, swiglu=True),
+    "two-level": CodecKernels(integer_product, integer_rows, swiglu=True),
 }

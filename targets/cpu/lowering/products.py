@@ -10,7 +10,7 @@ from edgeq.format.records import Weight
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.products import low_rank, matmul, matrix_matmul, matrix_swiglu, swiglu_matmul, winograd
-from edgeq.targets.cpu.kernels.products.groups import group_args, group_kind
+from edgeq.targets.cpu.kernels.products.groups import SYMMETRIC, group_args, group_kind
 from edgeq.targets.cpu.kernels.products.matrix_unit import ROW_BYTES
 from edgeq.targets.cpu.kernels.products.microkernel_int import MAX_INT32_CHANNELS
 from edgeq.targets.cpu.lowering.context import BufferRows, Context
@@ -83,7 +83,7 @@ def _extent(weight: Weight, layout: Layout) -> int:
     """What products add up before they multiply with scales (args.py)."""
     if layout.block < CHUNK:
         return HALF_CHUNK
-    alone = weight.codec.zero_kind == "symmetric" and weight.codec.groups(weight.columns) == 1
+    alone = group_kind(weight.codec) == SYMMETRIC and weight.codec.groups(weight.columns) == 1
     one_scale = layout.scaling != BLOCK and alone
     # Zero points and offsets would be multiplied in float32, which would round sums of whole rows.
     return WHOLE if one_scale and layout.kind == A8 and weight.columns <= MAX_INT32_CHANNELS else CHUNKS

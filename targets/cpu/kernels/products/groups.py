@@ -6,6 +6,8 @@ For a group of a row, with sum = sum of (q - taken) x over its channels, exact, 
     ZERO        y += scale * xscale * (sum - zero * sum_x)            taken = 0
     OFFSET      y += xscale * (scale * sum + shift * sum_x)           taken = 2^(bits - 1), shift = offset + taken * scale
 
+In two levels scale = super_scale * 8 bits of the group and offset = super_offset * 8 bits of it, exact; the rest is as there.
+
 `taken` lies in the middle of the integers, so that an offset near -taken * scale, as nearly all are, cancels before anything is
 multiplied with activations.  taken * scale is exact.
 
@@ -15,49 +17,57 @@ does it matter how they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
-from edgeq.format.codec import LINE, Codec, ZeroKind
+from edgeq.format.codec import CHUNK, LINE, ROWS, SUPER_SIZE, Codec
 from edgeq.targets.cpu.jit.simd import F16, F32, I8, I32, I64, call, constant, load, prefetch, splat
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.products.tiles import plus
 
-SYMMETRIC, ZERO, OFFSET = 0, 1, 2
+SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET = range(5)
 """Literals of kernels."""
-GROUP_KINDS: Mapping[ZeroKind, int] = {"symmetric": SYMMETRIC, "integer": ZERO, "offset": OFFSET}
+ARRAYS = {
+    "scale": "scales", "zero": "zeros", "offset": "zeros", "super_scale": "super_scales", "super_offset": "super_offsets"
+}  # fmt: skip
+"""Arrays of a codec, and the arguments that say where they are."""
 SCALES_AHEAD = 512
 """Bytes of scales: those of 2048 channels with groups of 128.  So thin a stream no processor foresees in time."""
 
 
 def group_kind(codec: Codec) -> int:
     """The literal of an integer codec."""
-    return GROUP_KINDS[codec.zero_kind]
+    if codec.kind == "two-level":
+        return TWO_LEVELS if codec.symmetric else TWO_LEVELS_OFFSET
+    return {"symmetric": SYMMETRIC, "integer": ZERO, "offset": OFFSET}[codec.zero_kind]
 
 
 def group_args(codec: Codec, rows: int, columns: int, address: Callable[[str], int]) -> dict[str, int]:
     """The arguments that say where the numbers of groups are: addresses, which `address` knows by the names of the codec's
     arrays, and bytes from one block of output channels, and from one group, to the next."""
-    parts, args = codec.parts(rows, columns), dict[str, int]()
-    for name, stored in (("scales", "scale"), ("zeros", "zero"), ("zeros", "offset")):
-        if stored in parts:
-            nbytes, (blocks, groups, _) = parts[stored].nbytes, parts[stored].shape
-            step = nbytes // (blocks * groups) if codec.group_size else 0
-            args |= {name: address(stored), f"{name}_block": nbytes // blocks, f"{name}_step": step}
-    return args
+    parts = codec.parts(rows, columns)
+    nbytes, (blocks, groups, _) = parts["scale"].nbytes, parts["scale"].shape
+    args = {"scales_block": nbytes // blocks, "scales_step": nbytes // (blocks * groups) if codec.group_size else 0}
+    if "super_scale" in parts:
+        args["super_block"] = parts["super_scale"].nbytes // blocks
+    return args | {ARRAYS[name]: address(name) for name in parts if name in ARRAYS}
 
 
 @dataclass(frozen=True)
 class GroupAddresses:
-    """Where the numbers of the groups of a block of weights are: of the first, and bytes from one group to the next."""
+    """Where the numbers of the groups of a block of weights are: of the first, and bytes from one group to the next; where what
+    they are multiplied by is, and the chunks of a group."""
 
     scales: Any
     scales_step: Any
     zeros: Any
     zeros_step: Any
+    super_scales: Any
+    super_offsets: Any
+    chunks: Any
 
 
 @dataclass(frozen=True)
@@ -71,11 +81,13 @@ class GroupNumbers:
 class Groups:
     """Emits the code for groups of one kind, in vectors of `lanes`.
 
+    half_chunks   whether groups are half a chunk, not whole ones
     zero_center   what is taken off the integers all the same where there are zero points
     """
 
-    def __init__(self, kind: int, bits: int, lanes: int, zero_center: int = 0) -> None:
-        self.kind, self.lanes, self.zero_center = kind, lanes, zero_center
+    def __init__(self, kind: int, bits: int, lanes: int, half_chunks: bool = False, zero_center: int = 0) -> None:
+        self.kind, self.lanes, self.half_chunks, self.zero_center = kind, lanes, half_chunks, zero_center
+        self.two_levels, self.offsets = kind in (TWO_LEVELS, TWO_LEVELS_OFFSET), kind in (OFFSET, TWO_LEVELS_OFFSET)
         self.ints, self.floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
         self.taken = 0 if kind == ZERO else 1 << (bits - 1)
 
@@ -85,26 +97,47 @@ class Groups:
         def of(field: Any) -> Any:
             return field.load(b, record)
 
-        scales = b.add(of(ProductArgs.scales), b.mul(block, of(ProductArgs.scales_block)))
-        zeros = b.add(of(ProductArgs.zeros), b.mul(block, of(ProductArgs.zeros_block)))
-        return GroupAddresses(scales, of(ProductArgs.scales_step), zeros, of(ProductArgs.zeros_step))
+        def at_block(field: Any, step: Any) -> Any:
+            return b.add(of(field), b.mul(block, step))
+
+        # A zero point is one byte beside an f16 scale; what else there is has the size of a scale.
+        half = ir.Constant(I64, int(self.kind == ZERO))
+        block_step, step, super_step = of(ProductArgs.scales_block), of(ProductArgs.scales_step), of(ProductArgs.super_block)
+        return GroupAddresses(
+            at_block(ProductArgs.scales, block_step), step,
+            at_block(ProductArgs.zeros, b.lshr(block_step, half)), b.lshr(step, half),
+            at_block(ProductArgs.super_scales, super_step), at_block(ProductArgs.super_offsets, super_step),
+            of(ProductArgs.chunks_per_block),
+        )  # fmt: skip
 
     def load(self, b: Any, addresses: GroupAddresses, index: Any, part: int, ahead: bool = False) -> GroupNumbers:
         """The numbers of activation block `index` for rows [part * lanes, (part + 1) * lanes); `ahead`: also asks for later
         ones."""
-        scale = b.fpext(self._numbers(b, addresses.scales, addresses.scales_step, index, part, F16, ahead), self.floats)
-        if self.kind == SYMMETRIC:
+
+        def of_groups(base: Any, step: Any, kind: Any) -> Any:
+            return self._numbers(b, base, step, index, part, kind, ahead)
+
+        if self.two_levels:
+            chunk = b.lshr(index, ir.Constant(I64, 1)) if self.half_chunks else b.mul(index, addresses.chunks)
+            which, step = b.udiv(chunk, ir.Constant(I64, SUPER_SIZE // CHUNK)), ir.Constant(I64, 2 * ROWS)
+            scale = b.sitofp(b.sext(of_groups(addresses.scales, addresses.scales_step, I8), self.ints), self.floats)
+            scale = b.fmul(scale, b.fpext(self._numbers(b, addresses.super_scales, step, which, part, F16), self.floats))
+        else:
+            scale = b.fpext(of_groups(addresses.scales, addresses.scales_step, F16), self.floats)
+        if self.kind in (SYMMETRIC, TWO_LEVELS):
             return GroupNumbers(scale, None)
-        kind = I8 if self.kind == ZERO else F16
-        stored = self._numbers(b, addresses.zeros, addresses.zeros_step, index, part, kind, ahead)
+        stored = of_groups(addresses.zeros, addresses.zeros_step, F16 if self.kind == OFFSET else I8)
+        taken = constant(self.floats, float(self.taken))
         if self.kind == OFFSET:
-            taken = constant(self.floats, float(self.taken))
             return GroupNumbers(scale, b.fadd(b.fmul(scale, taken), b.fpext(stored, self.floats)))
         zeros = b.uitofp(b.zext(stored, self.ints), self.floats)
+        if self.kind == TWO_LEVELS_OFFSET:
+            above = b.fpext(self._numbers(b, addresses.super_offsets, step, which, part, F16), self.floats)
+            return GroupNumbers(scale, b.fadd(b.fmul(scale, taken), b.fmul(zeros, above)))
         center = constant(self.floats, float(self.zero_center))
         return GroupNumbers(scale, b.fsub(center, zeros) if self.zero_center else b.fneg(zeros))
 
-    def _numbers(self, b: Any, base: Any, step: Any, index: Any, part: int, kind: Any, ahead: bool) -> Any:
+    def _numbers(self, b: Any, base: Any, step: Any, index: Any, part: int, kind: Any, ahead: bool = False) -> Any:
         size = 2 if kind is F16 else 1
         address = b.add(b.add(base, b.mul(index, step)), ir.Constant(I64, size * self.lanes * part))
         if ahead and not part:
@@ -119,10 +152,10 @@ class Groups:
         factor   the token's scale, f32
         """
         value, factor = b.sitofp(total, self.floats), splat(b, factor, self.floats)
-        if self.kind == SYMMETRIC:
+        if numbers.shift is None:
             return self._fma(b, value, b.fmul(numbers.scale, factor), to)
         sums = splat(b, b.sitofp(sum_x(), F32), self.floats)
-        if self.kind == OFFSET:
+        if self.offsets:
             return self._fma(b, self._fma(b, value, numbers.scale, b.fmul(numbers.shift, sums)), factor, to)
         return self._fma(b, self._fma(b, numbers.shift, sums, value), b.fmul(numbers.scale, factor), to)
 

@@ -77,7 +77,7 @@ class IntegerTile:
     def __init__(self, weights: IntegerWeights, tokens: int, blocks: int = 1, zero_center: int = 0) -> None:
         isa, bits, mode16 = all_isas()[weights.isa], weights.bits, weights.mode16
         self.isa, self.bits, self.mode16, self.extent = isa, bits, mode16, weights.extent
-        self.groups = Groups(weights.group_kind, bits, isa.lanes, zero_center)
+        self.groups = Groups(weights.group_kind, bits, isa.lanes, self.extent == HALF_CHUNK, zero_center)
         self.tokens, self.blocks, self.per_block = tokens, blocks, ROWS // isa.lanes
         self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from edgeq.format.codec import SUPER_SIZE
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import inline
@@ -32,7 +33,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import F16_KIND, F32_KIND, NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.kernels.products.groups import OFFSET, ZERO
+from edgeq.targets.cpu.kernels.products.groups import OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, ZERO
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, share_of, write_quantized
 
 
@@ -63,7 +64,9 @@ class EmbedTileArgs(EmbedArgs):
     scales = pointer(0)
     scales_block = nbytes(0)
     zeros = pointer(0)
-    zeros_block = nbytes(0)
+    super_scales = pointer(0)
+    super_offsets = pointer(0)
+    super_block = nbytes(0)
     group = number(0)
 
 
@@ -101,6 +104,7 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
     """As `embed_float_tile`, of packed integers; group_kind: of groups.py."""
     wide, middle, low = (bits & 8) // 8, (bits & 4) // 4, bits % 4
     two, one = low // 2, low % 2
+    two_levels, offsets = group_kind in (TWO_LEVELS, TWO_LEVELS_OFFSET), group_kind in (OFFSET, TWO_LEVELS_OFFSET)
 
     def kernel(record, part, parts, thread):
         args = EmbedTileArgs(record)
@@ -109,7 +113,9 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
             token = get_i32(args.tokens + 4 * r)
             lane = token % 16
             out, block = args.out + r * args.out_stride, args.table + token // 16 * args.table_block
-            scales, zeros = args.scales + token // 16 * args.scales_block, args.zeros + token // 16 * args.zeros_block
+            scales = args.scales + token // 16 * args.scales_block
+            zeros = args.zeros + token // 16 * (args.scales_block // 2 if group_kind == ZERO else args.scales_block)
+            supers = token // 16 * args.super_block
             for c in range(args.width):
                 line = block + c // 32 * bits * 64 + 4 * lane + c % 4
                 quad = c % 32 // 4
@@ -126,9 +132,17 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
                     if one:
                         q |= ((get_u8(line) >> quad) & 1) << shift
                 place = c // group * 16 + lane
-                scale = get_f16(scales + 2 * place)
-                if group_kind == OFFSET:
-                    put_f32(out + 4 * c, scale * q + get_f16(zeros + 2 * place))
+                if two_levels:
+                    above = supers + (c // SUPER_SIZE * 16 + lane) * 2
+                    scale = get_f16(args.super_scales + above) * np.float32((get_u8(scales + place) ^ 128) - 128)
+                    offset = np.float32(0)
+                    if group_kind == TWO_LEVELS_OFFSET:
+                        offset = get_f16(args.super_offsets + above) * np.float32(get_u8(zeros + place))
+                else:
+                    scale = get_f16(scales + 2 * place)
+                    offset = get_f16(zeros + 2 * place) if group_kind == OFFSET else np.float32(0)
+                if offsets:
+                    put_f32(out + 4 * c, scale * np.float32(q) + offset)
                 else:
                     center = get_u8(zeros + place) if group_kind == ZERO else 1 << (bits - 1)
                     put_f32(out + 4 * c, scale * (q - center))
