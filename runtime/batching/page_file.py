@@ -2,11 +2,11 @@
 
     0     header, 128 bytes, little endian:
             magic 8 | version u32 | bytes of the page u32 | identity of the model 16 | BLAKE2b-128 of the origin 16
-            | SHA-256 of the pages before it 32 | pictures u32 | zeros 44
+            | SHA-256 of the pages before it 32 | pictures u32 | bytes of a snapshot of the states after it u32 | zeros 40
     128   its 64 tokens, i32 each
     384   pictures among them, 36 bytes each: first token in the page u32 | tokens in earlier pages u32
             | frames, rows, columns of tokens u32 | digest 16
-    ...   the page, as the target holds it, or as much of it as has no window
+    ...   the page, as the target holds it, or as much of it as has no window; its snapshot, if it has one
     ...   XXH3-128 of everything before, big endian
 
 Earlier pages are there by their digest (prefix_tree.py), so that a file at the end of a long text is as long as one at its
@@ -40,15 +40,18 @@ from edgeq.system.whole_file import no_follow
 MAGIC = b"edgeqp\r\n"
 VERSION = 6
 DIGEST_BYTES = 16
-_HEADER = struct.Struct("<8sII16s16s32sI44s")
+_HEADER = struct.Struct("<8sII16s16s32sII40s")
 _PICTURE = struct.Struct("<5I16s")
 
 
-def head_of(origin: Origin, before: bytes, key: Key, page_bytes: int) -> bytes:
-    """What comes before the page whose tokens and pictures are `key`, after pages with the digest `before`."""
+def head_of(origin: Origin, before: bytes, key: Key, sizes: tuple[int, int]) -> bytes:
+    """What comes before the page whose tokens and pictures are `key`, after pages with the digest `before`.
+
+    sizes   bytes of the page, and of its snapshot, 0 for none
+    """
     ids, pictures = key
-    identity = bytes.fromhex(origin.identity)
-    header = _HEADER.pack(MAGIC, VERSION, page_bytes, identity, origin.digest, before, len(pictures), bytes(44))
+    identity, (page_bytes, snapshot) = bytes.fromhex(origin.identity), sizes
+    header = _HEADER.pack(MAGIC, VERSION, page_bytes, identity, origin.digest, before, len(pictures), snapshot, bytes(40))
     return header + ids + b"".join(_PICTURE.pack(start, earlier, *grid, digest) for start, earlier, digest, grid in pictures)
 
 
@@ -58,18 +61,23 @@ def name_of(origin: Origin, before: bytes, key: Key) -> str:
     return hashlib.sha256(VERSION.to_bytes(4, "little") + led).hexdigest()
 
 
-def contents(head: bytes, page: bytes) -> list[bytes]:
-    """What a file has, one after another."""
-    return [head, page, digest(head, page)]
+def contents(head: bytes, *parts: bytes) -> list[bytes]:
+    """What a file has, one after another; `parts`: the page, and its snapshot."""
+    return [head, *parts, digest(head, *parts)]
 
 
-def digest(head: bytes, page: bytes | memoryview) -> bytes:
+def digest(head: bytes, *parts: bytes | memoryview) -> bytes:
     total = xxhash.xxh3_128(head)
-    total.update(page)
+    for part in parts:
+        total.update(part)
     return total.digest()
 
 
-def read(path: Path, heads: Sequence[bytes], memories: Sequence[Callable[[], NDArray[np.uint8]]]) -> NDArray[np.uint8] | None:
+Parts = list[NDArray[np.uint8]]
+"""The bytes of a page, and of its snapshot if it has one."""
+
+
+def read(path: Path, heads: Sequence[bytes], memories: Sequence[Callable[[], Parts]]) -> Parts | None:
     """The page of a file, in memory that one of `memories` gives, if it begins with the one of `heads` for that; None: there is
     no such file.
 
@@ -80,17 +88,27 @@ def read(path: Path, heads: Sequence[bytes], memories: Sequence[Callable[[], NDA
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 raise FormatError("it is not this user's alone")
-            for head, memory in zip(heads, memories, strict=True):
-                page_bytes = _HEADER.unpack_from(head)[2]
-                if found.st_size == len(head) + page_bytes + DIGEST_BYTES:
-                    page = memory()
-                    parts = file.read(len(head)), file.readinto(page.data), file.read(DIGEST_BYTES + 1)
-                    if parts != (head, len(page), digest(head, page.data)):
-                        raise FormatError("it is damaged")
-                    return page
+            fitting = {
+                head: memory
+                for head, memory in zip(heads, memories, strict=True)
+                if found.st_size == len(head) + sum(sizes_of(head)) + DIGEST_BYTES
+            }
+            if not fitting:
+                raise FormatError("it has another size")
+            memory = fitting.get(head := file.read(len(heads[0])))
+            parts = memory() if memory else []
+            whole = all([file.readinto(part.data) == len(part) for part in parts])
+            if not parts or not whole or file.read(DIGEST_BYTES + 1) != digest(head, *(part.data for part in parts)):
+                raise FormatError("it is damaged")
+            return parts
     except FileNotFoundError:
         return None
-    raise FormatError("it has another size")
+
+
+def sizes_of(head: bytes) -> tuple[int, int]:
+    """Bytes of the page that comes after `head`, and of its snapshot."""
+    _, _, page_bytes, _, _, _, _, snapshot, _ = _HEADER.unpack_from(head)
+    return page_bytes, snapshot
 
 
 def identity_of(path: Path) -> str | None:

@@ -49,9 +49,9 @@ class Node:
 class PrefixTree:
     """pages   in the tree;  idle: those of them that no text holds."""
 
-    def __init__(self, window: int = 0) -> None:
-        """window   as Graph.window"""
-        self._window = window
+    def __init__(self, window: int = 0, snapshot_pages: int = 0) -> None:
+        """window   as Graph.window;  snapshot_pages: as of Program"""
+        self._window, self._snapshot_pages = window, snapshot_pages
         self.pages, self.idle = 0, 0
         self._roots: dict[str, Node] = {}
         self._clock = 0
@@ -60,7 +60,7 @@ class PrefixTree:
         """The longest path of whole pages that `prompt` begins with, held for the caller.
 
         The last token of the prompt is not in it: its row has to run to give logits.  Nor are pages at its end before which
-        layers with a window are dropped.
+        layers with a window are dropped, or after which layers with a state have no snapshot.
         """
         node, path = self._root(owner), list[Node]()
         for start in range(0, (len(prompt.tokens) - 1) // PAGE * PAGE, PAGE):
@@ -75,7 +75,8 @@ class PrefixTree:
 
     def complete(self, path: Sequence[Node]) -> int:
         """Nodes of `path`, at most, before which nothing is dropped that the next row sees."""
-        return complete([node.page for node in path if node.page], PAGE * len(path), self._window) // PAGE
+        pages = [node.page for node in path if node.page]
+        return complete(pages, PAGE * len(path), self._window, self._snapshot_pages > 0) // PAGE
 
     def extend(
         self, owner: str, path: list[Node], tokens: Sequence[int], places: Sequence[PicturePlace], pages: Sequence[Page]
@@ -96,11 +97,26 @@ class PrefixTree:
             found = parent.children[key] = Node(page, parent, digest_of(parent.digest, key), key)
             self.pages += 1
             self.idle += 1
-        elif found.page and found.page.windowed is None:
+            if self._snapshot_pages > 1:
+                self._thin(path)
+        elif found.page and (found.page.windowed is None or found.page.snapshot is None is not page.snapshot):
             # What was dropped was wanted.
-            found.page = Page(found.page.full, page.windowed)
+            found.page = Page(found.page.full, found.page.windowed or page.windowed, found.page.snapshot or page.snapshot)
         self.hold([found])
         path.append(found)
+
+    def _thin(self, path: Sequence[Node]) -> None:
+        """Drop the snapshot of the last page of a path that goes on, but where texts may go on in other ways too."""
+        last = path[-1] if path else None
+        if (
+            last
+            and last.page
+            and len(path) % self._snapshot_pages
+            and not last.ends
+            and last.users < 2
+            and len(last.children) < 2
+        ):
+            last.page = last.page.with_snapshot(None)
 
     def digest(self, owner: str, path: Sequence[Node]) -> bytes:
         """Digest of the last page of `path`, or of what is before the first one of `owner`."""

@@ -25,18 +25,19 @@ from functools import partial
 from pathlib import Path
 from threading import Condition, Lock, Thread
 from time import monotonic
+from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeq.errors import EdgeqError, FormatError, InputError
-from edgeq.runtime.batching.page_file import contents, head_of, name_of, read
+from edgeq.runtime.batching.page_file import Parts, contents, head_of, name_of, read
 from edgeq.runtime.batching.prefix_tree import Key, Node, digest_of
 from edgeq.runtime.batching.read_ahead import Readers
 from edgeq.runtime.session.cache import in_turn
-from edgeq.runtime.session.session_file import Origin
+from edgeq.runtime.session.session_file import Origin, state_sizes
 from edgeq.system.least_recently_used import remove_least_recently_used
 from edgeq.system.whole_file import write_whole
+from edgeq.targets.capabilities import HoldsStates
 from edgeq.targets.rows import Page
 from edgeq.targets.target import Program
 from edgeq.version import __version__
@@ -101,14 +102,18 @@ class PromptStore:
         # Instruction sets add up in other orders, and another version may compute other bits.
         self._origin = Origin(origin.identity, (*origin.details, program.facts().isa or "", f"edgeq {__version__}"))
         self._save_page, self._load_page = in_turn(lock, program.save_page), in_turn(lock, program.load_page)
-        # Of whole pages, and of those whose layers with a window are dropped.
-        self._most, self._memories = most_bytes, [partial(program.page_memory, windowed) for windowed in (True, False)]
+        self._holds, self._lock, self._most = cast(HoldsStates, program), lock, most_bytes
+        # Of whole pages, and of those whose layers with a window are dropped; with a snapshot, where there may be one.
+        _, snapshot = state_sizes(program)
+        kinds = [(windowed, size) for size in ([snapshot, 0] if snapshot else [0]) for windowed in (True, False)]
+        self._memories = [partial(_memory, program, windowed, size) for windowed, size in kinds]
+        self._sizes = [(len(program.page_memory(windowed)), size) for windowed, size in kinds]
         prepare_folder(folder)
         self._remove_unfinished()
         self.bytes = sum(each.size for each in stored(folder))
         self._waiting, self._writing, self._wake = deque[deque[PageWrite]](), deque[PageWrite](), Condition()
         self._closing, self._busy, self._saving, self._paused = False, False, False, 0.0
-        self._readers = Readers[NDArray[np.uint8] | None](READERS, "edgeq-prompt-reader")
+        self._readers = Readers[Parts | None](READERS, "edgeq-prompt-reader")
         self._thread = Thread(target=self._run, name="edgeq-prompt-store", daemon=True)
         self._thread.start()
 
@@ -118,11 +123,11 @@ class PromptStore:
 
         The next ones are read and checked by other threads meanwhile.
         """
-        left, coming = iter(keys), deque[tuple[Key, Path, Future[NDArray[np.uint8] | None]]]()
+        left, coming = iter(keys), deque[tuple[Key, Path, Future[Parts | None]]]()
         while True:
             while len(coming) < PAGES_AHEAD and (key := next(left, None)):
                 path = self._path(before, key)
-                heads = [head_of(self._origin, before, key, len(memory())) for memory in self._memories]
+                heads = [head_of(self._origin, before, key, sizes) for sizes in self._sizes]
                 coming.append((key, path, self._readers.submit(partial(read, path, heads, self._memories))))
                 before = digest_of(before, key)
             if not coming:
@@ -133,7 +138,7 @@ class PromptStore:
                 if data is None:
                     return
                 _touch(path, index)
-                page = self._load_page(data)
+                page = self._loaded(data)
             except (FileNotFoundError, CancelledError):
                 # It was removed since it was read: the oldest go when others are written.  Or the store is closed.
                 return
@@ -141,6 +146,16 @@ class PromptStore:
                 return self._discard(path, error)
             index += 1
             yield key, page
+
+    def _loaded(self, parts: Parts) -> Page:
+        page = self._load_page(parts[0])
+        return page if len(parts) == 1 else page.with_snapshot(in_turn(self._lock, self._holds.load_snapshot)(parts[1]))
+
+    def _saved(self, page: Page) -> list[bytes]:
+        saved = [self._save_page(page)]
+        if page.snapshot is not None:
+            saved.append(in_turn(self._lock, self._holds.save_snapshot)(page.snapshot))
+        return saved
 
     def put(self, root: bytes, path: Sequence[Node]) -> None:
         """Write the pages of a text, the first of which comes after `root`, soon; but not if it is short, or too many wait."""
@@ -235,8 +250,9 @@ class PromptStore:
             path = self._path(kept.before, kept.key)
             if path.exists():
                 return path, kept.index, None
-            page = self._save_page(kept.page)
-            return path, kept.index, contents(head_of(self._origin, kept.before, kept.key, len(page)), page)
+            parts = self._saved(kept.page)
+            sizes = len(parts[0]), sum(map(len, parts[1:]))
+            return path, kept.index, contents(head_of(self._origin, kept.before, kept.key, sizes), *parts)
         finally:
             # Else this name would hold it.
             del kept
@@ -254,6 +270,12 @@ class PromptStore:
                 with suppress(OSError):
                     if abs(entry.stat(follow_symlinks=False).st_mtime - time.time()) > STALE_SECONDS:
                         os.unlink(entry.path)
+
+
+def _memory(program: Program, windowed: bool, snapshot: int) -> Parts:
+    """Memory for a page, and for a snapshot of so many bytes if there is one."""
+    page = program.page_memory(windowed)
+    return [page, np.empty(snapshot, np.uint8)] if snapshot else [page]
 
 
 def _touch(path: Path, index: int) -> None:

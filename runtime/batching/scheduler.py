@@ -23,7 +23,7 @@ from edgeq.runtime.decode import Stream, run_streams
 from edgeq.runtime.model import Model
 from edgeq.runtime.session.context_size import check_length
 from edgeq.runtime.session.runs import BatchItem, Chunks, Logits, run_together
-from edgeq.runtime.session.session import CHUNK_SECONDS
+from edgeq.runtime.session.session import CHUNK_SECONDS, Session
 from edgeq.runtime.speculative.speculator import Speculator
 from edgeq.runtime.stats import MAX_DRAFT, StepRecord
 from edgeq.targets.capabilities import Largest
@@ -142,7 +142,7 @@ class Scheduler(BaseScheduler):
             path = self._shared.again(parked.path) if parked else self._shared.find(text.ticket.job.tree, text.unread)
             needed = 1 if parked else -(-len(text.unread.tokens) // PAGE) - len(path)
             # Into an empty cache everything fits that `submit` let in.
-            if self._texts and not self._shared.make_room(SPARE_PAGES, needed):
+            if self._texts and not self._shared.make_room(SPARE_PAGES, needed, texts=1, snapshots=self._snapshots(needed)):
                 self._shared.let_go(path)
                 return
             self._waiting.pop(text)
@@ -152,6 +152,11 @@ class Scheduler(BaseScheduler):
                 self._begin(text, parked)
             except EdgeqError as error:
                 self._fail(text, error)
+
+    def _snapshots(self, pages: int) -> int:
+        """Snapshots that a session keeps of so many pages of a prompt, at most."""
+        apart = self._model.program.snapshot_pages
+        return 0 if not apart else pages if apart == 1 else pages // apart + 2
 
     def _begin(self, text: RunningText, parked: ReadPrompt | None) -> None:
         """Give a text its session: one that has read its prompt already, or one that begins with the pages of its path."""
@@ -164,6 +169,7 @@ class Scheduler(BaseScheduler):
         else:
             session, text.fetching = (job.model or self._model).session(), True
             ticket.reading = ticket.reading or not text.preemptions
+        self._shared.count_session(session)
         if text.stream:
             text.stream.session = session
         else:
@@ -284,7 +290,9 @@ class Scheduler(BaseScheduler):
             return
         ticket.reading = False
         if ticket.unbegun and not ticket.parked:
-            self._shared.park(ticket, ReadPrompt(text.running.session.fork(), logits, self._shared.again(text.path)))
+            parked = ReadPrompt(text.running.session.fork(), logits, self._shared.again(text.path))
+            self._shared.count_session(parked.session)
+            self._shared.park(ticket, parked)
         self._draw(text, logits)
 
     def _draw(self, text: RunningText, found: Logits | Largest) -> None:
@@ -339,9 +347,9 @@ class Scheduler(BaseScheduler):
     def _secured(self, plan: list[tuple[RunningText, int]]) -> list[tuple[RunningText, int]]:
         """Make the pages that a run writes to.  Texts that have to make room for them fall out of it."""
         while plan:
-            missing = [(text.running.session, count) for text, count in plan if text.running.session.missing_pages(count)]
+            missing, snapshots = self._missing(plan)
             failure: EdgeqError | None = None
-            if self._shared.make_room(sum(session.missing_pages(count) for session, count in missing)):
+            if self._shared.make_room(sum(session.missing_pages(count) for session, count in missing), snapshots=snapshots):
                 try:
                     for session, count in missing:
                         session.reserve(count)
@@ -357,6 +365,15 @@ class Scheduler(BaseScheduler):
                 self._fail(plan[0][0], failure or ResourceError("the cache is too small for this text; give it more memory"))
             plan = [(text, count) for text, count in plan if text in self._texts and not text.ended]
         return plan
+
+    def _missing(self, plan: list[tuple[RunningText, int]]) -> tuple[list[tuple[Session, int]], int]:
+        """The sessions of a plan that have to make pages or snapshots, for how many tokens; how many snapshots."""
+        missing = [(text.running.session, count) for text, count in plan if text.running.session.missing_pages(count)]
+        if not self._model.program.snapshot_pages:
+            return missing, 0
+        found = [(text.running.session, count) for text, count in plan if text.running.session.missing_snapshots(count)]
+        snapshots = sum(session.missing_snapshots(count) for session, count in found)
+        return [*missing, *(each for each in found if each not in missing)], snapshots
 
     def _preempt(self, text: RunningText) -> None:
         """Take the seat and the pages of a text, which keeps its tokens; it begins again before others."""

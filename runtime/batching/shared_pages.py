@@ -12,7 +12,9 @@ from edgeq.runtime.batching.prefix_tree import Node, PrefixTree, key_of
 from edgeq.runtime.batching.prompt_store import PromptStore
 from edgeq.runtime.model import Model
 from edgeq.runtime.session.cache import windowed_pages
+from edgeq.runtime.session.session import Session
 from edgeq.targets.rows import PAGE, Page, PagePart
+from edgeq.targets.states import snapshot_bytes, state_bytes
 
 
 class SharedPages:
@@ -24,23 +26,29 @@ class SharedPages:
         """limit   pages of all texts and of the tree; None: any number
         shares  keep a tree
 
-        Pages whose layers with a window are dropped count as what is left of them.
+        Pages whose layers with a window are dropped count as what is left of them.  The states of a text count twice, as a run
+        of its prompt keeps what was before.
         """
-        options = model.program.options
-        self.tree = PrefixTree(model.program.window) if shares else None
+        options, states = model.program.options, model.graph.states
+        self.tree = PrefixTree(model.program.window, model.program.snapshot_pages) if shares else None
         self.store = store if shares else None
         self._part_bytes = model.graph.part_bytes(options.kv)
         self._page_bytes = sum(self._part_bytes)
         self._most_windowed = windowed_pages(model.program.window, options.max_rows)
         self._limit = None if limit is None else limit * self._page_bytes
         self._full, self._windowed = WeakSet[PagePart](), WeakSet[PagePart]()
+        self._state_bytes, self._snapshot_bytes = 2 * state_bytes(states), snapshot_bytes(states)
+        self._sessions, self._snapshots = WeakSet[Session](), WeakSet[PagePart]()
         self._parked: list[Ticket] = []
 
     @property
     def _held(self) -> int:
-        """Bytes of the pages that are held."""
+        """Bytes of the pages that are held, and of states."""
         full, windowed = self._part_bytes
-        return len(self._full) * full + len(self._windowed) * windowed
+        held = len(self._full) * full + len(self._windowed) * windowed
+        if self._state_bytes:
+            held += len(self._snapshots) * self._snapshot_bytes + sum(s.is_open for s in self._sessions) * self._state_bytes
+        return held
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -55,18 +63,27 @@ class SharedPages:
             self._full.add(page.full)
             if page.windowed is not None:
                 self._windowed.add(page.windowed)
+            if page.snapshot is not None:
+                self._snapshots.add(page.snapshot)
+
+    def count_session(self, session: Session) -> None:
+        """Enter a session that was begun: its states take memory until it is closed."""
+        if self._state_bytes:
+            self._sessions.add(session)
 
     def is_full(self) -> None:
         """No more can be made than there are: the machine has less memory than was thought."""
         self._limit = self._held
 
-    def make_room(self, whole: int, later: int = 0) -> bool:
+    def make_room(self, whole: int, later: int = 0, *, texts: int = 0, snapshots: int = 0) -> bool:
         """Whether there is room for so many whole pages, after dropping what no text holds.
 
-        later   pages of which those that are behind have dropped their layers with a window when the last are made
+        later      pages of which those that are behind have dropped their layers with a window when the last are made
+        texts      that begin, with states of their own;  snapshots: of pages that are there or not
         """
         full, windowed = self._part_bytes
         needed = (whole + later) * full + (whole + min(later, self._most_windowed)) * windowed
+        needed += texts * self._state_bytes + snapshots * self._snapshot_bytes
         for hard in (False, True):
             if hard:
                 for ticket in list(self._parked):
@@ -101,7 +118,7 @@ class SharedPages:
         starts = range(len(path) * PAGE, (len(unread.tokens) - 1) // PAGE * PAGE, PAGE)
         keys = (key_of(unread.tokens, unread.places, start) for start in starts)
         stored = self.store.pages(self.tree.digest(owner, path), keys, len(path))
-        while self.make_room(1) and (found := next(stored, None)):
+        while self.make_room(1, snapshots=1) and (found := next(stored, None)):
             key, page = found
             self.count([page])
             self.tree.add(owner, path, key, page)
@@ -110,7 +127,7 @@ class SharedPages:
         return True
 
     def complete(self, text: RunningText) -> None:
-        """Let go of the pages at the end of a path before which layers with a window are dropped: its tokens are read."""
+        """Let go of the pages at the end of a path from which no text can go on: its tokens are read."""
         if self.tree:
             end = self.tree.complete(text.path)
             self.tree.release(text.path[end:])
