@@ -76,6 +76,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "tie_word_embeddings": True, "no_rope_layers": [1, 0, 1]}
         | {"use_sliding_window": True, "sliding_window": 24},
     ),
+    "lfm2": (
+        "Lfm2",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 4, "norm_eps": 3e-5}
+        | {"intermediate_size": 300, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.1, "rope_theta": 50000.0},
+    ),
     "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}),
     "qwen2_moe": (

@@ -83,7 +83,7 @@ class Forward(ABC):
 
     def load_layer(self, number: int, prefix: str, read: WholeReader | None) -> nn.Module:
         with torch.device("meta"):
-            layer = DecoderLayer(self.config, self.family.description.biases)
+            layer = DecoderLayer(self.config, self.family.description.biases, number)
         names, read, put = self.family.layer_tensors(number), read or self._tensors.whole, self.compute.put
         state = {name.removeprefix(prefix): put(torch.from_numpy(read(name))) for name in names.values()}
         layer.load_state_dict(state, strict=True, assign=True)

@@ -62,6 +62,34 @@ class TorchAttention(nn.Module):
         return result
 
 
+class Taps(nn.Module):
+    """The weights of a convolution over tokens, [channels, taps]."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, taps))
+
+
+class TorchShortConv(nn.Module):
+    """out_proj(c * conv(b * u)), with b, c, u = in_proj(x), in the place of attention."""
+
+    def __init__(self, config: Stack) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.in_proj = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.conv = Taps(hidden, config.conv_taps)
+        self.out_proj = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
+        """hidden_states [rows, tokens, hidden]; the others are not used."""
+        b, c, u = self.in_proj(hidden_states).chunk(3, dim=-1)
+        weight = self.conv.weight
+        before = functional.pad((b * u).transpose(1, 2), (weight.shape[1] - 1, 0))
+        convolved = functional.conv1d(before, weight[:, None], groups=len(weight)).transpose(1, 2)
+        result: Tensor = self.out_proj(c * convolved)
+        return result
+
+
 class Mlp(nn.Module):
     """down(act(gate) * up), or down(act(up))."""
 
@@ -121,13 +149,13 @@ class TorchExperts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """biases: linear parts that have one, as in edgeq.converters.families."""
+    """biases: linear parts that have one, as in edgeq.converters.families;  index: of the layer."""
 
-    def __init__(self, config: Stack, biases: tuple[str, ...]) -> None:
+    def __init__(self, config: Stack, biases: tuple[str, ...], index: int = 0) -> None:
         super().__init__()
         size, layer_norm = config.hidden_size, config.layer_norm
         self.input_layernorm = Norm(config, size, layer_norm)
-        self.self_attn = TorchAttention(config, biases)
+        self.self_attn = TorchShortConv(config) if index in config.conv_layers else TorchAttention(config, biases)
         self.attention_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
         self.post_attention_layernorm = Norm(config, size, layer_norm)
         self.mlp = TorchExperts(config) if config.num_experts else Mlp(config, config.intermediate_size, biases)

@@ -27,6 +27,8 @@ LINEARS = {
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
     "o": "self_attn.o_proj",
+    "conv_in": "self_attn.in_proj",
+    "conv_out": "self_attn.out_proj",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -38,6 +40,7 @@ NORMS = {
     "post_mlp_norm": "mlp_output_norm",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
+    "conv": "self_attn.conv",
 }
 ROUTING = {"router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"}
 TAP = re.compile(r"^taps\.\d+\.")

@@ -9,6 +9,7 @@ from typing import Any
 from edgeq.converters.families.experts import EXPERT_FAMILIES
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.gemma import GEMMA_FAMILIES
+from edgeq.converters.families.lfm import LFM2
 from edgeq.converters.families.llama import LLAMA_FAMILIES
 from edgeq.converters.families.llava import LLAVA_FAMILIES
 from edgeq.converters.families.opt import OPT_FAMILIES
@@ -21,7 +22,7 @@ from edgeq.network.image_config import ImageConfig
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import MAX_SIZES
 
-TEXT_FAMILIES = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES)
+TEXT_FAMILIES = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2)
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
 TILES = "cuts pictures into tiles; supported instead: LLaVA-1.5 (LlavaForConditionalGeneration), Qwen2-VL, Qwen2.5-VL, Qwen3-VL"
@@ -187,8 +188,7 @@ def _model_config(
         max_position_embeddings=values["max_position_embeddings"],
         tie_word_embeddings=values["tie_word_embeddings"] if pooling is None else False,
         sliding_windows=description.windows(values, values["num_hidden_layers"]),
-        **{key: value(key) for key in (*sizes, "hidden_act")},
         vision=vision,
         pooling=pooling,
-        **description.settings(values),
+        **({key: value(key) for key in (*sizes, "hidden_act")} | description.settings(values)),
     )

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from edgeq.converters.calibration.dataset import Calibration
     from edgeq.converters.calibration.samples import PictureSamples
 
+TAKES_CONVOLUTIONS = ("none", "rtn", "awq", "gptq")
+"""Methods that convert layers of a convolution."""
 VISION_BITS = 8
 """Bits of weights and activations of a vision tower where no option says otherwise."""
 
@@ -73,6 +75,7 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     method = chosen(options)(options, family, config)
     _check_pooling(method)
+    _check_convolutions(method)
     tower = _tower(options, family)
     _check_pictures(method, tower)
     rows = _calibration(method, text)
@@ -81,6 +84,15 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     if allocation is not None:
         plan = plan.with_options(replace(options, allocation=checked(allocation, plan.parts())))
     return replace(plan, compute=_compute(plan))
+
+
+def _check_convolutions(method: Method) -> None:
+    """UnsupportedError: the method takes every layer to have attention, and some have a convolution instead."""
+    if method.config.conv_layers and method.name not in TAKES_CONVOLUTIONS:
+        raise UnsupportedError(
+            f"--method {method.name}: this model ({method.config.model_type}) has layers of convolutions; "
+            f"supported: {', '.join(TAKES_CONVOLUTIONS)}"
+        )
 
 
 def _check_pooling(method: Method) -> None:

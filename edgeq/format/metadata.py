@@ -33,7 +33,8 @@ class Metadata:
     Names: `layers.3.qkv`, `layers.3.o`, `layers.3.gate_up`, `layers.3.down`, `head`; where the parts of q, k, v (or gate, up)
     differ they are stored apart as `layers.3.q` ...; an MLP without a gate has `layers.3.up`; with experts there are
     `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
-    `layers.3.shared.gate_up`, `layers.3.shared.down`; an embedding that is not the head and has a codec is `embedding`.
+    `layers.3.shared.gate_up`, `layers.3.shared.down`; in place of attention a convolution has `layers.3.conv_in` and
+    `layers.3.conv_out`, and the array `layers.3.conv`; an embedding that is not the head and has a codec is `embedding`.
     A model that embeds texts has no `head`.
     Arrays: `embedding` (absent when it is that, or tied to the head), `positions` where they are learned,
     `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a LayerNorm also

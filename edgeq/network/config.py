@@ -102,8 +102,11 @@ class VisionConfig(Stack):
         if self.project_act not in PLAIN:
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
         self._check_positions()
-        if any(self.sliding_windows) or self.local_rope or self.layers_without_rope or self.num_experts or self.post_norms:
-            raise UnsupportedError("a tower with sliding windows, several ropes, experts or post_norms is not supported")
+        ropes = self.local_rope or self.layers_without_rope
+        if any(self.sliding_windows) or ropes or self.num_experts or self.post_norms or self.conv_layers:
+            raise UnsupportedError(
+                "a tower with sliding windows, several ropes, experts, post_norms or conv_layers is not supported"
+            )
 
     def _check_positions(self) -> None:
         """FormatError: the table of positions does not fit; UnsupportedError: positions or a class row of another kind."""
@@ -224,6 +227,8 @@ class ModelConfig(Stack):
             raise UnsupportedError("a class_feature for a decoder with several rotary axes is not supported")
         if self.pooling is not None and self.tie_word_embeddings:
             raise FormatError("config has pooling and tie_word_embeddings; what embeds has no head to tie")
+        if self.conv_layers and (self.pooling or self.vision or self.num_experts):
+            raise UnsupportedError("conv_layers beside pooling, a vision tower or experts are not supported")
         if self.pooling is not None and self.vision is not None:
             raise UnsupportedError("pooling beside a vision tower is not supported")
 

@@ -20,16 +20,18 @@ MAX_SIZES = {
     "head_dim": 1_024,
     "max_position_embeddings": 16_777_216,
 }
+MAX_TAPS = 64
+"""The longest short convolution."""
 MAX_EXPERTS = 32_768
 """The most experts of all layers together."""
 GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
 """Activations with a gate and without one, where `gated_mlp` does not say."""
 ACTIVATIONS = (*GATED, *PLAIN)
 NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
-                "pre_norm", "tap_layers", "pooling")  # fmt: skip
+                "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
-LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers")
+LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
 """Fields with an entry for layers."""
 Config = TypeVar("Config", bound="Stack")
 
@@ -49,6 +51,8 @@ class Stack:
     post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
     local_rope              rope of layers with a sliding window; None: `rope` (Gemma 3)
     layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
+    conv_layers             indices of layers with a gated convolution over the last conv_taps tokens in place of attention,
+                            ascending, not all of them (LFM2)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
     num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
                             highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
@@ -80,6 +84,8 @@ class Stack:
     norm_topk_prob: bool = False
     shared_expert_intermediate_size: int = 0
     layers_without_rope: tuple[int, ...] = ()
+    conv_layers: tuple[int, ...] = ()
+    conv_taps: int = 0
 
     prefix: ClassVar[str] = ""
 
@@ -113,6 +119,10 @@ class Stack:
         if any(type(w) is not int or not 0 <= w <= longest for w in self.sliding_windows):
             raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
         check_layers("layers_without_rope", self.layers_without_rope, self.num_hidden_layers)
+        check_layers("conv_layers", self.conv_layers, self.num_hidden_layers)
+        check_integer("conv_taps", self.conv_taps, 2 if self.conv_layers else 0, MAX_TAPS if self.conv_layers else 0)
+        if len(self.conv_layers) == self.num_hidden_layers:
+            raise UnsupportedError("conv_layers are all layers; supported: convolutions beside layers of attention")
 
     def _check_experts(self) -> None:
         limits = {

@@ -36,6 +36,8 @@ from edgeq.targets.graph import (
     Scale,
     Select,
 )
+from edgeq.targets.state_operations import ShortConv
+from edgeq.targets.states import StateSpec
 
 
 def decoder(metadata: Metadata, context: int = 0) -> Graph:
@@ -47,9 +49,13 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     operations: list[Operation] = [*embedding(metadata)]
     # The inputs of masters are summed over all rows.
     early = not any(linear.master for linear in linears.values())
+    attends = [layer for layer in range(config.num_hidden_layers) if layer not in config.conv_layers]
     for layer in range(config.num_hidden_layers):
         last = early and layer + 1 == config.num_hidden_layers
-        operations += attention_block(metadata, config, layer, context, cache=layer, select=last)
+        if layer in config.conv_layers:
+            operations += conv_block(metadata, config, layer, config.conv_layers.index(layer), select=last)
+        else:
+            operations += attention_block(metadata, config, layer, context, cache=attends.index(layer), select=last)
         operations += mlp_block(metadata, config, layer)
         if config.vision is not None and layer < len(config.vision.tap_layers):
             operations.append(InjectVectors(layer, "x", (1 + layer) * config.hidden_size, add=True))
@@ -61,12 +67,13 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     else:
         operations.append(norm(metadata, config, -1, "x", "norm", "states"))
     # A text that is embedded has all its pages before it is read, and gives them back right after.
-    windows = [config.window(layer) or None if config.pooling is None else None for layer in range(config.num_hidden_layers)]
+    windows = [config.window(layer) or None if config.pooling is None else None for layer in attends]
     return Graph(
         buffers=buffer_widths(config) | {result: width},
         operations=tuple(operations),
         result=result,
-        cache=tuple(cache_of(config, windows[layer]) for layer in range(config.num_hidden_layers)),
+        cache=tuple(cache_of(config, window) for window in windows),
+        states=(StateSpec("tail", (config.conv_taps - 1, config.hidden_size)),) * len(config.conv_layers),
     )
 
 
@@ -82,6 +89,7 @@ def buffer_widths(config: Stack) -> dict[str, int]:
         "normed": config.hidden_size,
         "qkv": config.query_size + 2 * config.kv_size,
         "attended": config.query_size,
+        **({"conv_in": 3 * config.hidden_size, "convolved": config.hidden_size} if config.conv_layers else {}),
         **(expert_widths(config) if config.num_experts else mlp_widths(config)),
     }
 
@@ -150,6 +158,20 @@ def attention_block(
     scale, window = config.attention_scale, config.window(layer)
     yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, scale, window, cache, span)
     yield from residual(metadata, config, layer, "attended", f"{p}o", f"{p}post_attention_norm")
+
+
+def conv_block(metadata: Metadata, config: Stack, layer: int, state: int, *, select: bool = False) -> Iterator[Operation]:
+    """x += conv_out(c * conv(b * u)), with b, c, u = conv_in(norm(x)).
+
+    state    index in `Graph.states`;  select: as of `attention_block`
+    """
+    p = layer_prefix(config, layer)
+    yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
+    yield Linear(layer, "normed", metadata.linears[f"{p}conv_in"], "conv_in")
+    yield ShortConv(layer, "conv_in", config.hidden_size, metadata.arrays[f"{p}conv"], "convolved", state)
+    if select:
+        yield Select(layer, ("x", "convolved"))
+    yield from residual(metadata, config, layer, "convolved", f"{p}conv_out", f"{p}post_attention_norm")
 
 
 def mlp_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:

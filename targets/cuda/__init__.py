@@ -49,6 +49,8 @@ class CudaTarget:
             return gpus.refused
         if file is None:
             return None
+        if file.metadata.config.conv_layers:
+            return f"{gpus.first.name}: it does not have layers with a state yet"
         from edgeq.targets.cuda.supply.supply import Supply
 
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()

@@ -40,12 +40,13 @@ from edgeq.targets.graph import (
 )
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.host_states import HostStates
-from edgeq.targets.reference import attention, layers, requantize
+from edgeq.targets.reference import attention, layers, requantize, states
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.linear import linear
 from edgeq.targets.reference.requantize import ReferenceWeights
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows, StateRows, parts_of
+from edgeq.targets.state_operations import ShortConv
 from edgeq.targets.states import snapshot_pages
 from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
 from edgeq.targets.times import RecordsRuns, Step, in_turn
@@ -180,4 +181,5 @@ OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]
     Experts: layers.experts,
     GatedAdd: layers.gated_add,
     Select: layers.select,
+    ShortConv: states.short_conv,
 }

@@ -1,4 +1,4 @@
-"""The reference's states: the rows of a run as a state takes them, one after another."""
+"""The reference's operations of layers with a state, which takes the rows of a run one after another."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.targets.host_states import HostSnapshot, HostState, padded_rows, padded_width
-from edgeq.targets.reference.context import RunContext
+from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.rows import PAGE, Rows
+from edgeq.targets.state_operations import ShortConv
 from edgeq.targets.states import LOG
 
 ArrayF32 = NDArray[np.float32]
@@ -51,3 +52,19 @@ def rows_of_state(context: RunContext, index: int, rows: Rows) -> Iterator[State
                 assert isinstance(snapshot, HostSnapshot)
                 numbers = snapshot.data[place.snapshot : place.snapshot + count].reshape(*spec.shape[:-1], -1)[..., :width]
             yield StateRow(row, slot, held[..., :width], log[:, : spec.log], numbers)
+
+
+def short_conv(context: RunContext, op: ShortConv, rows: Rows, buffers: State) -> None:
+    b, c, u = np.split(buffers[op.x][:, : 3 * op.width], 3, axis=1)
+    inputs, weight, out = b * u, context.array(op.weight), context.out(buffers, op.out, len(rows))
+    taps = weight.shape[1]
+    for row in rows_of_state(context, op.state, rows):
+        ring = len(row.held)
+        row.held[row.slot % ring] = inputs[row.row]
+        # From the oldest on; before slot 0 a state holds zeros.
+        total = np.zeros(op.width, np.float32)
+        for j in range(taps):
+            total += weight[:, j] * row.held[(row.slot - taps + 1 + j) % ring]
+        out[row.row] = c[row.row] * total
+        if row.snapshot is not None:
+            row.snapshot[:] = row.held[np.arange(row.slot - taps + 2, row.slot + 1) % ring]

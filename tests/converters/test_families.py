@@ -26,12 +26,13 @@ from edgeq.converters.importers import open_source
 from edgeq.converters.method import Block
 from edgeq.converters.methods.awq import Awq, apply_scale
 from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import preflight
 from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.format.codec import Codec, from_bf16
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 
-FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -81,6 +82,49 @@ def test_gemma3_reads_the_rope_of_its_old_configurations() -> None:
     assert config.embedding_multiplier == math.sqrt(32) and config.hidden_act == "gelu_pytorch_tanh"
     assert config.head_dim == 256 and config.attention_scale == 256**-0.5
     assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_lfm2_has_convolutions_where_its_types_or_its_list_say() -> None:
+    types = ["conv", "full_attention"] * 4
+    config = config_of("Lfm2ForCausalLM", layer_types=types, norm_eps=3e-5, conv_L_cache=5, rope_theta=777.0)
+    assert config.conv_layers == (0, 2, 4, 6) and config.conv_taps == 5 and config.qk_norm and config.tie_word_embeddings
+    assert (config.rms_norm_eps, config.rope.theta) == (3e-5, 777.0)
+    # Two thirds of 48 are 32, up to a multiple of 256.
+    assert config.intermediate_size == 256
+    kept = config_of("Lfm2ForCausalLM", full_attn_idxs=[1, 7], block_auto_adjust_ff_dim=False, block_ff_dim=40)
+    assert kept.conv_layers == (0, 2, 3, 4, 5, 6) and kept.intermediate_size == 40
+    adjusted = config_of("Lfm2ForCausalLM", full_attn_idxs=[0], block_multiple_of=10, block_ffn_dim_multiplier=1.3)
+    assert adjusted.intermediate_size == 50
+    assert config_of("Lfm2ForCausalLM").conv_layers == () and config_of("Lfm2ForCausalLM").conv_taps == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "why"),
+    [
+        ({"conv_bias": True}, UnsupportedError, "conv_bias is True"),
+        ({"layer_types": ["conv", "linear_attention"] * 4}, UnsupportedError, "'linear_attention' is not supported"),
+        ({"layer_types": ["conv"] * 7}, CheckpointError, "not a list of 8 entries"),
+        ({"layer_types": ["conv"] * 8}, UnsupportedError, "beside layers of attention"),
+        ({"full_attn_idxs": ["1"]}, CheckpointError, "full_attn_idxs is"),
+        ({"full_attn_idxs": [1], "conv_L_cache": 0}, CheckpointError, "conv_taps is 0"),
+        ({"block_multiple_of": 0}, CheckpointError, "block_multiple_of is 0"),
+        ({"block_ff_dim": 10**400}, CheckpointError, "block_ff_dim is 1000"),
+        ({"block_ffn_dim_multiplier": math.inf}, CheckpointError, "block_ffn_dim_multiplier is inf"),
+        ({"block_ffn_dim_multiplier": math.nan}, CheckpointError, "block_ffn_dim_multiplier is nan"),
+        ({"tie_embedding": False}, UnsupportedError, "tie_embedding is False"),
+    ],
+)
+def test_what_lfm2_does_not_have_is_refused_by_key(keys: dict[str, Any], error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        config_of("Lfm2ForCausalLM", **keys)
+
+
+@pytest.mark.parametrize("method", ["quarot", "resq", "mquant", "ttq", "smoothquant"])
+def test_methods_that_take_every_layer_to_attend_refuse_convolutions(checkpoint: Callable[..., Path], method: str) -> None:
+    with pytest.raises(
+        UnsupportedError, match=f"--method {method}: this model .lfm2. has layers of convolutions; supported: none"
+    ):
+        preflight(str(checkpoint("lfm2")), ConvertOptions(method=method))
 
 
 def test_smollm3_rotates_where_its_list_or_its_interval_says() -> None:

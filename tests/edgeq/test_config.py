@@ -71,6 +71,7 @@ TAPPED = replace(PLAIN, rope=Rope(1e6, sections=(4, 2, 2), interleaved=True), vi
 LLAVA = replace(PLAIN, vision=CLIP_TOWER)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
+LFM = replace(PLAIN, conv_layers=(0,), conv_taps=3)
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
@@ -80,6 +81,7 @@ WRITTEN = [
     PLAIN,
     GEMMA,
     SMOLLM,
+    LFM,
     OPT,
     EXPERTS,
     EMBEDS,
@@ -109,6 +111,8 @@ def test_a_file_from_before_these_keys_is_still_read() -> None:
 def test_a_key_for_few_files_is_not_in_the_others() -> None:
     assert "layers_without_rope" not in json.loads(PLAIN.to_json())
     assert json.loads(SMOLLM.to_json())["layers_without_rope"] == [1]
+    assert not {"conv_layers", "conv_taps"} & set(json.loads(PLAIN.to_json()))
+    assert json.loads(LFM.to_json())["conv_layers"] == [0] and json.loads(LFM.to_json())["conv_taps"] == 3
     assert "pooling" not in json.loads(PLAIN.to_json())
     assert json.loads(EMBEDS.to_json())["pooling"] == {"kind": "mean", "normalize": True}
 
@@ -151,6 +155,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a layer twice": ({"layers_without_rope": [1, 1]}, FormatError, "layers_without_rope must be ascending"),
     "a switch for a layer": ({"layers_without_rope": [True]}, FormatError, "layers_without_rope must be"),
     "layers as text": ({"layers_without_rope": "01"}, FormatError, "layers_without_rope is not a list"),
+    "a convolution of no layer": ({"conv_layers": [2], "conv_taps": 3}, FormatError, "conv_layers must be .* from 0 to 1"),
+    "a convolution without taps": ({"conv_layers": [0]}, FormatError, "conv_taps is 0"),
+    "a convolution of one tap": ({"conv_layers": [0], "conv_taps": 1}, FormatError, "conv_taps is 1"),
+    "a convolution that is too long": ({"conv_layers": [0], "conv_taps": 65}, FormatError, "conv_taps is 65"),
+    "taps of no convolution": ({"conv_taps": 3}, FormatError, "conv_taps is 3"),
+    "nothing but convolutions": ({"conv_layers": [0, 1], "conv_taps": 3}, UnsupportedError, "beside layers of attention"),
+    "a convolution beside experts": (
+        {"conv_layers": [0], "conv_taps": 3, "num_experts": 3, "num_experts_per_tok": 1},
+        UnsupportedError,
+        "conv_layers beside pooling",
+    ),
     "more experts than a file can hold": ({"num_experts": 20_000, "num_experts_per_tok": 1}, FormatError, "from 0 to 16384"),
     "experts as text": ({"num_experts": "3"}, FormatError, "num_experts is '3'"),
     "none of them used": ({"num_experts": 3}, FormatError, "uses none"),

@@ -80,7 +80,21 @@ def test_a_random_walk_gives_the_bits_of_a_plain_run(
     """`apart`: pages between snapshots, as where they are large."""
     if apart:
         monkeypatch.setattr(model.program, "snapshot_pages", apart)
-    rng, kinds, reruns = random.Random(apart), set[str](), 0
+    walk(model, tmp_path, random.Random(apart))
+
+
+@pytest.mark.parametrize(("target", "mode"), [("reference", "a16"), ("cpu", "a16"), ("cpu", "a8")])
+def test_a_random_walk_of_a_model_with_convolutions(
+    model_path: Callable[..., Path], tmp_path: Path, target: str, mode: Any
+) -> None:
+    path = model_path("lfm2", bits=4, group_size=32)
+    with Model.load(path, target=target, mode=mode, context=448, max_rows=100, threads=2 if target == "cpu" else 0) as loaded:
+        walk(loaded, tmp_path, random.Random(7))
+
+
+def walk(model: Model, tmp_path: Path, rng: random.Random) -> None:
+    """Steps of every kind, in random order; now and then the bits are compared with those of a plain run."""
+    kinds, reruns = set[str](), 0
     session = model.session()
     for step in range(90):
         at = len(session.tokens)

@@ -25,11 +25,12 @@ from edgeq.targets.rows import PAGE, Page, PagePart
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(2, 2048, 400)]
 
 
-@pytest.fixture(scope="module", params=["reference", "cpu"])
+@pytest.fixture(scope="module", params=["llama_gqa reference", "llama_gqa cpu", "lfm2 cpu"])
 def model(request: pytest.FixtureRequest, model_path: Callable[..., Path]) -> Iterator[Model]:
-    path = model_path("llama_gqa", bits=4, group_size=32)
-    threads = 2 if request.param == "cpu" else 0
-    with load_with_sums(path, target=request.param, mode="a16", context=320, max_rows=100, threads=threads) as loaded:
+    family, target = request.param.split()
+    path, load = model_path(family, bits=4, group_size=32), Model.load if family == "lfm2" else load_with_sums
+    threads = 2 if target == "cpu" else 0
+    with load(path, target=target, mode="a16", context=320, max_rows=100, threads=threads) as loaded:
         yield loaded
 
 

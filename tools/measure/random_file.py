@@ -38,6 +38,7 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
         num_hidden_layers=count,
         sliding_windows=config.sliding_windows[:count],
         layers_without_rope=tuple(layer for layer in config.layers_without_rope if layer < count),
+        conv_layers=tuple(layer for layer in config.conv_layers if layer < count),
         vision=None,
     )
 

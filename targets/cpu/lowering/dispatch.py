@@ -12,11 +12,12 @@ from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.args import FUNCTION, PARTS, RECORD_SLOTS
 from edgeq.targets.cpu.jit.compile import address
 from edgeq.targets.cpu.jit.parallel import compile_missing
-from edgeq.targets.cpu.lowering import attention, experts, layers, linear
+from edgeq.targets.cpu.lowering import attention, experts, layers, linear, states
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion, fuse
 from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, Tables, Variant
 from edgeq.targets.cpu.threads.threadpool import entries
+from edgeq.targets.state_operations import ShortConv
 from edgeq.targets.target import OnProgress
 from edgeq.targets.times import Step
 
@@ -98,4 +99,5 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     op.GatedAdd: experts.gated_add,
     op.InjectVectors: layers.inject_vectors,
     op.Select: layers.select,
+    ShortConv: states.short_conv,
 }

@@ -1,0 +1,58 @@
+"""The gated convolution over the last rows of a session (targets/state_operations.py, ShortConv)."""
+
+from __future__ import annotations
+
+from edgeq.targets.cpu.jit.args import nbytes, number, pointer
+from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.simd import get_i32, get_i64, vfirst, vfma, vload, vmul, vsplat, vstore
+from edgeq.targets.cpu.kernels.args import StateArgs
+from edgeq.targets.cpu.kernels.rows.states import snapshot_after
+from edgeq.targets.states import LOG
+
+
+class ShortConvArgs(StateArgs):
+    """x, out    rows: b, c and u of `width` channels each side by side; the result
+    row_bytes    of a row of weights, of the state and of a snapshot, padded to 16 channels
+    weights      f32 [taps][padded width]
+    """
+
+    x = pointer()
+    x_stride = nbytes()
+    out = pointer()
+    out_stride = nbytes()
+    width = number()
+    row_bytes = nbytes()
+    weights = pointer()
+
+
+def short_conv(taps: int) -> Kernel:
+    """A work item is 16 channels of a session: its rows follow one another, those of a state's ring are read back."""
+
+    def kernel(record, part, parts, thread):
+        args = ShortConvArgs(record)
+        sessions, width, row_bytes = get_i64(args.sessions), args.width, args.row_bytes
+        ring = taps - 1 + LOG
+        for unit in range(part, sessions * ((width + 15) // 16), parts):
+            session, channel = unit % sessions, 16 * (unit // sessions)
+            c = 4 * channel
+            held = get_i64(args.states + 8 * session) + args.offset + c
+            for i in range(get_i32(args.begins + 4 * session), get_i32(args.begins + 4 * session + 4)):
+                r = get_i32(args.order + 4 * i)
+                slot = get_i32(args.slots + 4 * r)
+                x = args.x + r * args.x_stride + c
+                # What is beside the last channel is of another part of the row.
+                product = vfirst(vmul(vload(x), vload(x + 8 * width)), width - channel)
+                vstore(held + row_bytes * (slot % ring), product)
+                total = vsplat(0.0)
+                for j in range(taps):
+                    at = (slot + ring - taps + 1 + j) % ring
+                    total = vfma(vload(args.weights + row_bytes * j + c), vload(held + row_bytes * at), total)
+                result = vfirst(vmul(vload(x + 4 * width), total), width - channel)
+                vstore(args.out + r * args.out_stride + c, result)
+                snapshot = snapshot_after(args, session, slot)
+                if snapshot != 0:
+                    for j in range(taps - 1):
+                        at = (slot + ring - taps + 2 + j) % ring
+                        vstore(snapshot + row_bytes * j + c, vload(held + row_bytes * at))
+
+    return kernel
