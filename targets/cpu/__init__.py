@@ -28,8 +28,10 @@ class CpuTarget:
         return host_room(graph, file, options)
 
     def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
+        from edgeq.targets.cpu.jit import packed
         from edgeq.targets.cpu.program import CpuProgram
 
+        packed.install(file)
         return CpuProgram(graph, file, options, on_progress)
 
     def gpus(self) -> Sequence[Gpu]:

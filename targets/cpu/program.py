@@ -13,7 +13,7 @@ from edgeq.format.container import ModelFile
 from edgeq.format.records import Mode
 from edgeq.system import machine
 from edgeq.targets.cpu.choose_isa import choose
-from edgeq.targets.cpu.jit import packed, processor
+from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.args import RECORD_SLOTS
 from edgeq.targets.cpu.jit.buffers import Buffers, CpuPart, zeros
 from edgeq.targets.cpu.kernels.attention.kv_layout import part_bytes
@@ -56,7 +56,6 @@ class CpuProgram(HostStates):
 
     def __init__(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress) -> None:
         super().__init__(graph.states, zeros)
-        packed.install(file)
         most = max(1, sum(linear.nbytes for o in graph.operations for linear in linears(o)) // MIN_THREAD_BYTES)
         begin = partial(on_progress, 0, 0, "measuring which kernels and how many threads are fastest")
         isa, self._reason = choose(options.isa, begin)
