@@ -84,7 +84,7 @@ def jobs_for(device: DeviceSpec, graph: Graph, file: ModelFile, options: Options
         if isa.winograd:
             jobs += [(probes.multiply, (isa_index(isa), pairs)) for pairs in (0, 1)]
         probed = [probes.DECODE_CODEC, *(integer_codecs(graph) if len(isa.prefetch_distances) > 1 else ())]
-        jobs += [(integer_matvec, (isa_index(isa), *probes.decode_literals(codec))) for codec in probed]
+        jobs += [(integer_matvec, (isa_index(isa), *probes.decode_literals(isa, codec))) for codec in probed]
         for mode in modes:
             for source in ("file", "masters", "requantized") if options.requantize else ("file",):
                 jobs += _lowered(graph, file, replace(options, mode=mode), isa, source, chosen.features)

@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from edgeq.format.codec import CHUNK, ROWS, Codec
+from edgeq.format.codec import CHUNK, QUADS, ROWS, Codec
 from edgeq.format.quantization import activation_block
 from edgeq.system.machine import available_bytes, cpu, last_level_cache
 from edgeq.system.measurements import ALONE, IN_CACHE, READ_BANDWIDTH, OnMeasure, measured
@@ -35,6 +35,7 @@ from edgeq.targets.cpu.kernels.products.matrix_unit import (
     products_int8,
     release,
 )
+from edgeq.targets.cpu.kernels.products.tiles import opaque
 from edgeq.targets.cpu.kernels.products.winograd import plain
 from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD
 from edgeq.targets.cpu.threads.threadpool import ThreadPool
@@ -74,16 +75,19 @@ def read_lines() -> Kernel:
 CHAINS = 12
 """Independent sums: more than latency times units of any processor here, few enough for sixteen registers."""
 ROUNDS = 64
+PROBED_BITS = 4
+"""Bits of the weights that are multiplied."""
 
 
 @literal_intrinsic
 def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) -> Any:
-    """repeat x ROUNDS x CHAINS dot products of 16 lanes x 4 channels in registers; the sums go to `out`.
+    """repeat x ROUNDS x CHAINS dot products of all lanes x 4 channels in registers; the sums go to `out`.  Where an instruction
+    set takes panels, of 32 channels.
 
     Literals: isa, an index; pairs, 1: twice the work, as winograd.py does it, by two dot products or one with two additions.
     """
     chosen, twice = all_isas()[isa.literal_value], bool(pairs.literal_value)
-    sums, quad = ir.VectorType(I32, chosen.lanes), ir.VectorType(I8, 4 * chosen.lanes)
+    sums = ir.VectorType(I32, chosen.lanes)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         slots = [cgutils.alloca_once(b, sums) for _ in range(CHAINS)]
@@ -92,15 +96,8 @@ def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) 
         with cgutils.for_range(b, b.mul(args[2], ir.Constant(ir.IntType(64), ROUNDS))) as loop:
             # An operand that changes, or the whole loop would be computed by the compiler.
             token = b.insert_element(constant(sums, 0x01020304), b.trunc(loop.index, I32), ir.Constant(I32, 0))
-            for i, slot in enumerate(slots):
-                factors = [(constant(quad, 3), token)]
-                if twice and plain(i):
-                    factors *= 2
-                elif twice:
-                    first, second = (b.add(b.bitcast(token, quad), constant(quad, i + c)) for c in (8, 32))
-                    factors = [(first, b.bitcast(second, sums))]
-                for weights, operand in factors:
-                    b.store(chosen.dot8(b, b.load(slot), [weights], [operand], 4), slot)
+            multiply_all = _multiply_chunk if chosen.panels else _multiply_quad
+            multiply_all(b, chosen, token, slots, twice)
         # Every chain must reach the result, or the compiler would leave it out.
         total = b.load(slots[0])
         for slot in slots[1:]:
@@ -109,6 +106,36 @@ def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) 
         return context.get_dummy_value()
 
     return types.void(isa, pairs, types.intp, types.intp), codegen
+
+
+def _multiply_quad(b: Any, isa: Isa, token: Any, slots: list[Any], twice: bool) -> None:
+    """A quad in each chain, or `twice` one."""
+    quad, sums = ir.VectorType(I8, 4 * isa.lanes), ir.VectorType(I32, isa.lanes)
+    for i, slot in enumerate(slots):
+        factors = [(constant(quad, 3), token)]
+        if twice and plain(i):
+            factors *= 2
+        elif twice:
+            first, second = (b.add(b.bitcast(token, quad), constant(quad, i + c)) for c in (8, 32))
+            factors = [(first, b.bitcast(second, sums))]
+        for weights, operand in factors:
+            b.store(isa.dot8(b, b.load(slot), [weights], [operand], PROBED_BITS), slot)
+
+
+def _multiply_chunk(b: Any, isa: Isa, token: Any, slots: list[Any], twice: bool) -> None:
+    """A chunk in each chain, as panel_matmul.py multiplies it: two vectors of weights, by tokens that the compiler takes for
+    different ones."""
+    assert not twice
+    weights = [opaque(b, constant(ir.VectorType(I8, 4 * isa.lanes), 3 + i)) for i in range(2)]
+    for start in range(0, QUADS, isa.run(PROBED_BITS)):
+        totals: list[Any] = [None] * CHAINS
+        for _ in range(start, min(start + isa.run(PROBED_BITS), QUADS)):
+            for i in range(0, CHAINS, 2):
+                value = opaque(b, token)
+                for k in range(2):
+                    totals[i + k] = opaque(b, isa.pairs16(b, totals[i + k], weights[k], value))
+        for slot, total in zip(slots, totals, strict=True):
+            b.store(isa.widened(b, b.load(slot), total), slot)
 
 
 class MultiplyArgs(Args):
@@ -208,7 +235,8 @@ def integer_peak(isa: Isa, threads: int, refresh: bool = False, dots: bool = Fal
     """8-bit operations per second of `threads` threads from registers, on a matrix unit where the instruction set has one from
     the first-level cache, measured in half a second; the largest is kept per machine.  `dots`: by dot products in any case.
 
-    A multiplication and an addition are two operations.
+    A multiplication and an addition are two operations.  Where dot products are several instructions, those of PROBED_BITS-bit
+    weights: wider ones need more (isa/avx2.py).
     """
 
     def measure() -> tuple[float, bool]:
@@ -216,7 +244,7 @@ def integer_peak(isa: Isa, threads: int, refresh: bool = False, dots: bool = Fal
         return statistics.median(passes), share >= ALONE
 
     by_tiles = isa.matrix_unit and not dots
-    kind = "matrix_peak" if by_tiles else "integer_peak"
+    kind = "matrix_peak" if by_tiles else "panel_peak" if isa.panels else "integer_peak"
     return measured(f"{kind} {isa.name}", threads, measure, refresh, largest=True)
 
 
@@ -259,7 +287,7 @@ def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: fl
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
     args = MultiplyArgs(rows=count.ctypes.data, results=results.ctypes.data)
     table = np.array([args.record(address(multiply, index, int(pairs)), threads)], np.int64)
-    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads
+    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads * (QUADS if isa.panels else 1)
     return _rates_and_share(table, threads, work, seconds)
 
 
@@ -267,9 +295,10 @@ DECODE_CODEC = Codec("int", 4, 128)
 """Codec of the product by which threads are counted."""
 
 
-def decode_literals(codec: Codec) -> tuple[int, ...]:
+def decode_literals(isa: Isa, codec: Codec) -> tuple[int, ...]:
     """Literals of the product that is probed, with 8-bit activations."""
-    return codec.bits, 0, group_kind(codec), HALF_CHUNK if activation_block(codec) < CHUNK else CHUNKS
+    extent = HALF_CHUNK if activation_block(codec) < CHUNK else CHUNKS
+    return codec.bits, int(isa.widens(codec.bits)), group_kind(codec), extent
 
 
 def decode_threads(isa: Isa, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:
@@ -354,7 +383,7 @@ def _decode_table(isa: Isa, threads: int, codec: Codec) -> tuple[Table, list[NDA
     of_groups = {name: zeros(part.nbytes) for name, part in parts.items() if name != "q"}
     weights = zeros(parts["q"].nbytes)
     weights[:] = 0x5A
-    token, numbers, y = zeros(columns), zeros(4 * columns // block), zeros(4 * rows)
+    token, numbers, y = zeros(2 * columns), zeros(4 * columns // block), zeros(4 * rows)
     scratch, count = zeros(threads * SCRATCH_BYTES), np.array([1], np.int64)
     args = ProductArgs(
         rows=count.ctypes.data, x=token.ctypes.data, x_stride=columns, x_scales=numbers.ctypes.data, x_sums=numbers.ctypes.data,
@@ -363,7 +392,7 @@ def _decode_table(isa: Isa, threads: int, codec: Codec) -> tuple[Table, list[NDA
         chunks=columns // CHUNK, chunks_per_block=max(1, block // CHUNK), output_channels=rows, group_blocks=1,
         y=y.ctypes.data, y_stride=0, scratch=scratch.ctypes.data, prefetch_bytes=next(iter(isa.prefetch_distances), 0),
     )  # fmt: skip
-    function = address(integer_matvec, isa_index(isa), *decode_literals(codec))
+    function = address(integer_matvec, isa_index(isa), *decode_literals(isa, codec))
     return np.array([args.record(function)], np.int64), [
         weights, *of_groups.values(), token, numbers, y, scratch, count
     ]  # fmt: skip

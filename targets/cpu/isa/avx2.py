@@ -22,31 +22,34 @@ class Avx2(Isa):
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx2", "fma", "f16c"})
 
+    panels = True
+
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
-        if bits > 7:
-            return self._wide(b, accumulator, quads, tokens)
-        # pmaddubsw adds two products in 16 bits, saturating: as many pairs are summed as can never reach 2^15.
-        run = max(1, (1 << 15) // (2 * 128 * ((1 << bits) - 1)))
+        run = self.run(bits)
         for start in range(0, len(quads), run):
             total = None
             for quad, token in zip(quads[start : start + run], tokens[start : start + run], strict=True):
-                pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", W16, b.bitcast(quad, B32), b.bitcast(token, B32))
-                total = pairs if total is None else b.add(total, pairs)
-            accumulator = b.add(accumulator, call(b, "llvm.x86.avx2.pmadd.wd", D8, total, constant(W16, 1)))
+                total = self.pairs16(b, total, quad, token)
+            accumulator = self.widened(b, accumulator, total)
         return accumulator
 
-    def _wide(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any]) -> Any:
-        """Eight bits: one product pair already exceeds 16 bits, so even and odd channels are widened first."""
-        eight, low = constant(W16, 8), constant(W16, 255)
-        for quad, token in zip(quads, tokens, strict=True):
-            words, channels = b.bitcast(quad, W16), b.bitcast(token, W16)
-            even = b.ashr(b.shl(channels, eight), eight)
-            for weight, channel in ((b.and_(words, low), even), (b.lshr(words, eight), b.ashr(channels, eight))):
-                accumulator = b.add(accumulator, call(b, "llvm.x86.avx2.pmadd.wd", D8, weight, channel))
-        return accumulator
+    def run(self, bits: int) -> int:
+        # pmaddubsw adds two products in 16 bits, saturating: as many pairs are summed as can never reach 2^15.
+        return max(1, (1 << 15) // (2 * 128 * ((1 << bits) - 1)))
+
+    def pairs16(self, b: Any, total: Any, quad: Any, token: Any) -> Any:
+        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", W16, b.bitcast(quad, B32), b.bitcast(token, B32))
+        return pairs if total is None else b.add(total, pairs)
+
+    def widened(self, b: Any, accumulator: Any, total: Any) -> Any:
+        return b.add(accumulator, call(b, "llvm.x86.avx2.pmadd.wd", D8, total, constant(W16, 1)))
 
     def takes_pairs(self, bits: int) -> bool:
-        # `_wide` takes as many products for a byte of an activation as `dot16` for both.
+        # Both bytes of an activation by `dot8` would be more instructions than whole ones: 34 for 256 products, not 32.
+        return True
+
+    def widens(self, bits: int) -> bool:
+        # The sum of two products of 8 by 8 bits does not fit 16 bits.
         return bits > 7
 
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:

@@ -26,6 +26,8 @@ class Isa(Protocol):
     matrix_unit whether products of 8-bit activations with many rows go to a unit that multiplies whole tiles (matrix_unit.py)
     winograd    whether products of 4-bit weights and 8-bit activations go by Winograd's method (winograd.py)
     shifts_bytes  whether one instruction shifts every byte of a vector
+    panels      whether products with several rows unpack weights first, once for all of a panel (panel_matmul.py); then also
+                `run`, `pairs16` and `widened`, of which `dot8` is made
     """
 
     name: str
@@ -39,6 +41,7 @@ class Isa(Protocol):
     matrix_unit: bool = False
     winograd: bool = False
     shifts_bytes: bool = False
+    panels: bool = False
 
     def offset(self, bits: int) -> int:
         """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""
@@ -51,6 +54,22 @@ class Isa(Protocol):
     def takes_pairs(self, bits: int) -> bool:
         """Whether 16-bit activations go to `dot16`, for weights of so many bits, instead of in two bytes to `dot8`."""
         return False
+
+    def widens(self, bits: int) -> bool:
+        """Whether 8-bit activations go to `dot16` as well, for weights of so many bits, stored in 16 bits."""
+        return False
+
+    def run(self, bits: int) -> int:
+        """Quads whose products `pairs16` may add up before `widened`."""
+        raise AssertionError(f"{self.name} adds products in 32 bits")
+
+    def pairs16(self, b: Any, total: Any, quad: Any, token: Any) -> Any:
+        """Sums of products in 16 bits: `total`, None for none yet, + the products of a quad."""
+        raise AssertionError(f"{self.name} adds products in 32 bits")
+
+    def widened(self, b: Any, accumulator: Any, total: Any) -> Any:
+        """accumulator + such sums."""
+        raise AssertionError(f"{self.name} adds products in 32 bits")
 
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
         """accumulator + two products per lane: `pairs` holds two unsigned bytes in 16 bits each, `token` two int16 channels."""

@@ -16,10 +16,9 @@ from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, FLOAT, STA
 from edgeq.targets.cpu.kernels.products import matrix_matmul, winograd
 from edgeq.targets.cpu.kernels.rows import quantize
 from edgeq.targets.cpu.lowering.context import Context
-from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
+from edgeq.targets.cpu.lowering.layout import MAX_BYTE, Layout, QuantizedActivation
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
 
-MAX_BYTE = 127
 MAX_A16 = 256 * MAX_BYTE + MAX_BYTE
 """The largest integer of an activation block in mode a16: two signed bytes, where the low one is the less by 1 of 256."""
 SCALINGS = {"block": BLOCK, "token": TOKEN, "token_zero": TOKEN_ZERO, "static": STATIC}
@@ -55,7 +54,7 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
     limit, scaling = (rule.limit, SCALINGS[rule.kind]) if rule else (MAX_A16, BLOCK)
     constants = _constants(context, rule.scales) if rule and rule.scales else 0
     # Less their zero point, 8 bits are from -255 to 255.
-    kind = wide if limit > MAX_BYTE else A8
+    kind = wide if limit > MAX_BYTE else A16_PAIRS if context.isa.widens(codec.bits) else A8
     fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
     by_winograd = context.isa.winograd and fits and block >= CHUNK
     flat_from = matrix_matmul.MIN_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, block) else 0

@@ -10,6 +10,7 @@ from edgeq.targets.cpu.jit.buffers import Buffers, padded
 from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, FLOAT, QuantizedArgs
 
 CHUNK_BYTES = {FLOAT: 4 * CHUNK, A8: CHUNK, A16: 2 * CHUNK, A16_PAIRS: 2 * CHUNK}
+MAX_BYTE = 127
 SMALL_TILE = 4
 """Tokens of a tile that the last rows of a run may have to themselves."""
 
@@ -38,6 +39,11 @@ class Layout:
     winograd: bool = False
     constants: int = 0
     flat_from: int = 0
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether the integers have 8 bits, however they are stored."""
+        return self.kind == A8 or self.kind == A16_PAIRS and self.limit <= MAX_BYTE
 
     @property
     def blocks(self) -> int:

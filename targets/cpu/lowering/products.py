@@ -8,11 +8,19 @@ from typing import Any
 from edgeq.format.codec import CHUNK
 from edgeq.format.records import Weight
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.kernels.args import A8, A16, A16_PAIRS, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
-from edgeq.targets.cpu.kernels.products import low_rank, matmul, matrix_matmul, matrix_swiglu, swiglu_matmul, winograd
+from edgeq.targets.cpu.kernels.args import A16, A16_PAIRS, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.products import (
+    low_rank,
+    matmul,
+    matrix_matmul,
+    matrix_swiglu,
+    panel_matmul,
+    swiglu_matmul,
+    winograd,
+)
 from edgeq.targets.cpu.kernels.products.groups import SYMMETRIC, group_args, group_kind
 from edgeq.targets.cpu.kernels.products.matrix_unit import ROW_BYTES
-from edgeq.targets.cpu.kernels.products.microkernel_int import MAX_INT32_CHANNELS
+from edgeq.targets.cpu.kernels.products.microkernel_int import MAX_INT32_CHANNELS, IntegerWeights
 from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
@@ -63,6 +71,10 @@ def integer_product(context: Context, product: LinearProduct, x: QuantizedActiva
         room = ProductScratch(context.memory.shared(WINOGRAD, context.threads * nbytes), nbytes)
         by_winograd = winograd.gated_winograd_matmul if product.swiglu else winograd.winograd_matmul
         prefill = kernel(by_winograd, context.isa_index, kind, extent)
+    if context.isa.panels:
+        nbytes = panel_matmul.room_bytes(IntegerWeights(*literals), chunks)
+        room = ProductScratch(context.memory.shared(UNPACKED, context.threads * nbytes), nbytes)
+        prefill = kernel(panel_matmul.gated_panel_matmul if product.swiglu else panel_matmul.panel_matmul, *literals)
     if x.layout.flat_from:
         group, room = _matrix_room(context, product, extent)
         shared["group_blocks"] = group
@@ -86,7 +98,7 @@ def _extent(weight: Weight, layout: Layout) -> int:
     alone = group_kind(weight.codec) == SYMMETRIC and weight.codec.groups(weight.columns) == 1
     one_scale = layout.scaling != BLOCK and alone
     # Zero points and offsets would be multiplied in float32, which would round sums of whole rows.
-    return WHOLE if one_scale and layout.kind == A8 and weight.columns <= MAX_INT32_CHANNELS else CHUNKS
+    return WHOLE if one_scale and layout.holds_bytes and weight.columns <= MAX_INT32_CHANNELS else CHUNKS
 
 
 def _matrix_room(context: Context, product: LinearProduct, extent: int) -> tuple[int, ProductScratch]:

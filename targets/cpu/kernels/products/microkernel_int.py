@@ -18,7 +18,8 @@ Activations of a tile of T tokens, as `quantize.py` writes them:
 
     a8      int8  [chunk][quad][T][4]                    one 32-bit broadcast per quad and token
     a16     int8  [chunk][quad][T][2][4]                 x = 256 * high + low: the four low, then the four high bytes
-            int16 [chunk][quad][T][4], channels 0 2 1 3  where the set `takes_pairs`: even and odd bytes of a quad of weights
+            int16 [chunk][quad][T][4], channels 0 2 1 3  where the set `takes_pairs`: even and odd bytes of a quad of weights;
+                                                         also those of 8 bits that it `widens`
     scale   f32   [activation block][T],  sum  int32 [activation block][T]: the sum of the block's stored integers
 
 A token alone adds up low and high bytes side by side.  Several would need more registers than there are: their tile passes over
@@ -59,7 +60,7 @@ class IntegerWeights:
     """What the code for packed integers depends on.
 
     isa          index into all_isas()
-    mode16       1: activations of 16 bits; 0: of 8
+    mode16       1: activations stored in 16 bits; 0: in 8
     group_kind   what groups have beside their integers: a literal of groups.py
     extent       CHUNKS, HALF_CHUNK or WHOLE: what is added up before it is scaled
     """
@@ -105,10 +106,7 @@ class IntegerTile:
             return field.load(b, record)
 
         w = [b.add(of(ProductArgs.weights), b.mul(block, of(ProductArgs.weights_block))) for block in blocks]
-        of_groups = [self.groups.addresses(b, record, block) for block in blocks]
-        x = b.add(of(ProductArgs.x), b.mul(r, of(ProductArgs.x_stride)))
-        numbers = b.mul(b.mul(r, of(ProductArgs.x_blocks)), ir.Constant(I64, 4))
-        xscale, xsum = b.add(of(ProductArgs.x_scales), numbers), b.add(of(ProductArgs.x_sums), numbers)
+        x, numbers = self._operands(b, record, blocks, r)
         chunks, per_block = of(ProductArgs.chunks), of(ProductArgs.chunks_per_block)
         self.ahead = of(ProductArgs.prefetch_bytes)
         if self.blocks > 1:
@@ -121,23 +119,12 @@ class IntegerTile:
         whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
         count = chunks if self.extent == HALF_CHUNK else whole
         if self.extent == WHOLE:
-            self.row_factors, self.row_sums = self._of_rows(b, record, xscale, xsum)
-        numbers = (of_groups, xscale, xsum)
+            self.row_factors, self.row_sums = self._of_rows(b, record, *numbers[-2:])
         with cgutils.for_range(b, count) as loop:
             if self.extent == HALF_CHUNK:
-                index = b.shl(loop.index, ir.Constant(I64, 1))
-                self._half_chunk(b, w, x, loop.index, 0, index, numbers, floats)
-                odd = b.or_(index, ir.Constant(I64, 1))
-                with b.if_then(b.icmp_unsigned("<", odd, of(ProductArgs.x_blocks))):
-                    self._half_chunk(b, w, x, loop.index, 4, odd, numbers, floats)
+                self._halves(b, record, w, x, loop.index, numbers, floats)
             else:
-                first, inside = chunks_of(b, loop.index, chunks, per_block)
-
-                def walk(sums: Any, which: tuple[int, ...]) -> None:
-                    with cgutils.for_range(b, inside) as inner:
-                        self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS), which)
-
-                self._block(b, loop.index, numbers, floats, walk)
+                self._whole_chunks(b, w, x, loop.index, chunks_of(b, loop.index, chunks, per_block), numbers, floats)
         if self.blocks == 1:
             for part, slots in enumerate(floats):
                 for t, slot in enumerate(slots):
@@ -149,6 +136,17 @@ class IntegerTile:
                     self._write(b, results, out, True)
                 with alone:
                     self._write(b, results, out, False)
+
+    def _operands(self, b: Any, record: Any, blocks: list[Any], r: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Addresses of the activations of a tile, and of the numbers by which the sums of its blocks are scaled."""
+
+        def of(field: Any) -> Any:
+            return field.load(b, record)
+
+        x = b.add(of(ProductArgs.x), b.mul(r, of(ProductArgs.x_stride)))
+        numbers = b.mul(b.mul(r, of(ProductArgs.x_blocks)), ir.Constant(I64, 4))
+        xscale, xsum = b.add(of(ProductArgs.x_scales), numbers), b.add(of(ProductArgs.x_sums), numbers)
+        return x, ([self.groups.addresses(b, record, block) for block in blocks], xscale, xsum)
 
     def _results(self, b: Any, record: Any, n: Any, r: Any) -> list[Any]:
         """Where the results of each token go."""
@@ -183,6 +181,24 @@ class IntegerTile:
         last = b.lshr(plus(b, ProductArgs.output_channels.load(b, record), -1), ir.Constant(I64, 4))
         numbers = [b.add(n, b.mul(ProductArgs.block_step.load(b, record), ir.Constant(I64, i))) for i in range(self.blocks)]
         return [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
+
+    def _whole_chunks(self, b: Any, w: Any, x: Any, index: Any, chunks: tuple[Any, Any], numbers: Any, floats: Any) -> None:
+        """Activation block `index`: its first chunk and how many."""
+        first, inside = chunks
+
+        def walk(sums: Any, which: tuple[int, ...]) -> None:
+            with cgutils.for_range(b, inside) as inner:
+                self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS), which)
+
+        self._block(b, index, numbers, floats, walk)
+
+    def _halves(self, b: Any, record: Any, w: Any, x: Any, chunk: Any, numbers: Any, floats: Any) -> None:
+        """The activation blocks of 16 channels of a chunk; the last chunk of a row may have one."""
+        index = b.shl(chunk, ir.Constant(I64, 1))
+        self._half_chunk(b, w, x, chunk, 0, index, numbers, floats)
+        odd = b.or_(index, ir.Constant(I64, 1))
+        with b.if_then(b.icmp_unsigned("<", odd, ProductArgs.x_blocks.load(b, record))):
+            self._half_chunk(b, w, x, chunk, 4, odd, numbers, floats)
 
     def _half_chunk(self, b: Any, w: Any, x: Any, chunk: Any, first: int, index: Any, numbers: Any, floats: Any) -> None:
         """An activation block of 16 channels: quads first ... first + 3 of a chunk."""
@@ -227,16 +243,18 @@ class IntegerTile:
 
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
         """Accumulators [part][token][chain], of a token alone those of low bytes and then of high ones."""
-        zero, chains = constant(self.ints, 0), self.chains * len(self.passes[0])
-        sums = [
-            [[cgutils.alloca_once(b, self.ints) for _ in range(chains)] for _ in range(self.tokens)] for _ in range(self.parts)
-        ]
+        zero, sums = constant(self.ints, 0), self._slots(b, self.chains * len(self.passes[0]))
         for t in range(self.tokens):
             first = self._first(b, xsum, index, t) if len(self.passes) == 1 else zero
             for part in range(self.parts):
                 for chain, slot in enumerate(sums[part][t]):
                     b.store(zero if chain else first, slot)
         return sums
+
+    def _slots(self, b: Any, chains: int) -> list[list[list[Any]]]:
+        return [
+            [[cgutils.alloca_once(b, self.ints) for _ in range(chains)] for _ in range(self.tokens)] for _ in range(self.parts)
+        ]
 
     def _first(self, b: Any, xsum: Any, index: Any, t: int) -> Any:
         """What the sums of token t begin with: the symmetric form subtracts its center here, exactly and for nothing."""

@@ -49,3 +49,10 @@ def chunks_of(b: Any, index: Any, chunks: Any, per_block: Any) -> tuple[Any, Any
     first = b.mul(index, per_block)
     left = b.sub(chunks, first)
     return first, b.select(b.icmp_unsigned("<", left, per_block), left, per_block)
+
+
+def opaque(b: Any, value: Any) -> Any:
+    """`value`, of which the compiler sees no origin: a chain of additions stays one, where it would make a tree of them that
+    needs more registers than there are."""
+    register = "x" if b.module.triple.startswith(("x86", "i386")) else "w"
+    return b.asm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", [value], False)
