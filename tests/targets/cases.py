@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +31,10 @@ HERE = [
 
 
 class Arrays:
-    """Arrays in memory where a target expects a model file."""
+    """Arrays in memory where a target expects a model file; no packs of kernels are beside or inside it."""
+
+    path = Path("in-memory.edgeq")
+    metadata = SimpleNamespace(kernels={})
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
