@@ -194,9 +194,11 @@ def panel_product(weights: IntegerWeights, tokens: int) -> Any:
 
 
 def room_bytes(weights: IntegerWeights, chunks: int) -> int:
-    """Room of a thread: floats of a panel with a group of blocks, results of a unit, unpacked weights."""
+    """Room of a thread: floats of a panel with a group of blocks, results of a unit, unpacked weights of either width, so that the
+    modes share it.
+    """
     step = chunks if weights.extent == WHOLE else min(chunks, STEP_CHUNKS)
-    return RESULTS + PANEL * RESULT_STRIDE + BYTES_OF_CHUNK * step * (2 if IntegerTile(weights, 1).pairs else 1)
+    return RESULTS + PANEL * RESULT_STRIDE + 2 * BYTES_OF_CHUNK * step
 
 
 def panel_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int) -> Kernel:
@@ -213,12 +215,12 @@ def panel_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int)
         for start in range(first, last, GROUP_BLOCKS):
             stop = min(start + GROUP_BLOCKS, last)
             for r in range(0, many, PANEL):
-                rows = r, min(PANEL, many - r)
+                here = min(PANEL, many - r)
                 for chunk in range(0, chunks, chunks if whole else STEP_CHUNKS):
                     for n in range(start, stop):
-                        multiply(args, n, rows, chunk, out + PANEL_BYTES * (n - start), scratch, panel)
+                        multiply(args, n, (r, here), chunk, out + PANEL_BYTES * (n - start), scratch, panel)
                 for n in range(start, stop):
-                    finish(args, out + PANEL_BYTES * (n - start), rows[1], n, r)
+                    finish(args, out + PANEL_BYTES * (n - start), here, n, r)
             single(args, start, stop, many, scratch)
 
     return kernel
@@ -236,13 +238,13 @@ def gated_panel_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent
         chunks, up, results, quantized = args.chunks, args.block_step, out + RESULTS, args.swiglu.quantized
         count, panel = get_i64(args.rows), results + PANEL * RESULT_STRIDE
         for r in range(0, many, PANEL):
-            rows = r, min(PANEL, many - r)
+            here = min(PANEL, many - r)
             for chunk in range(0, chunks, chunks if whole else STEP_CHUNKS):
                 for n in range(start, stop):
                     of_gate = out + PANEL_BYTES * (n - start)
-                    multiply(args, n, rows, chunk, of_gate, scratch, panel)
-                    multiply(args, n + up, rows, chunk, of_gate + UNIT * PANEL_BYTES, scratch, panel)
-            for t in range(rows[1]):
+                    multiply(args, n, (r, here), chunk, of_gate, scratch, panel)
+                    multiply(args, n + up, (r, here), chunk, of_gate + UNIT * PANEL_BYTES, scratch, panel)
+            for t in range(here):
                 for i in range(stop - start):
                     of_gate = out + PANEL_BYTES * i + BLOCK_BYTES * t
                     result = gated(vload(of_gate), vload(of_gate + UNIT * PANEL_BYTES))
