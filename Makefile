@@ -107,8 +107,8 @@ test-gpu-imitated: $(VENV)/installed-test setup-cuda
 # the command line.  EXTRA=[convert] has torch too, and converts there; without it the file is converted here.
 # `make test-lowest PY=python3.10`, `make test-python PY=python3.14`
 EXTRA ?=
-SMOKE := $(if $(EXTRA),tests/cli/test_commands.py tests/cli/test_run.py) tests/targets/test_layers.py tests/targets/test_compile.py tests/targets/test_parallel.py \
-         tests/targets/test_threadpool.py
+SMOKE := $(if $(EXTRA),tests/cli/test_commands.py tests/cli/test_run.py) tests/targets/test_layers.py tests/targets/jit/test_compile.py tests/targets/jit/test_parallel.py \
+         tests/targets/threads/test_threadpool.py
 SMOKE_FILE := build/smoke/tiny-llama.edgeq
 smoke = XDG_CACHE_HOME=$(abspath $1/cache) $1/bin/edgeq run $(SMOKE_FILE) -p "def read_file(path):" -n 16 && \
         XDG_CACHE_HOME=$(abspath $1/cache) $1/bin/python -m pytest -q -m "not exhaustive" $(SMOKE)

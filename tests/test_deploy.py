@@ -113,7 +113,7 @@ def proxy(folder: Path, ports: list[int]) -> Iterator[int]:
 def test_a_session_stays_with_its_board_and_moves_when_that_is_gone(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     from edgeq.runtime import Model
-    from tests.runtime.serving import TEMPLATE, Served, serving
+    from tests.runtime.server.serving import TEMPLATE, Served, serving
 
     source = DEPLOY.parent / "models" / "tiny-llama"
     convert = [sys.executable, "-m", "edgeq", "convert", str(source), "-o", str(tmp_path / "m.edgeq")]

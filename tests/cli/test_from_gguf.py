@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 
 from edgeq.converters.importers import gguf_source
 from tests.cli.refusal import refused
-from tests.converters.gguf_files import in_type, tiny_texts, write_gguf
+from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
 
 Run = Callable[..., Result]
 ONCE = "converting it once, into"

@@ -12,8 +12,8 @@ from edgeq.targets.graph import CacheSpec, Graph, Linear, Select
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import SHUFFLED
 from tests.targets.cases import Arrays
+from tests.targets.products.test_experts import CODECS, HIDDEN, INNER, graph_of, inputs, layer
 from tests.targets.test_cpu_kernels import identity
-from tests.targets.test_experts import CODECS, HIDDEN, INNER, graph_of, inputs, layer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 

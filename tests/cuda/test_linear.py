@@ -16,8 +16,8 @@ from edgeq.targets.reference.linear import transformed
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import BACKWARD, SHUFFLED
 from tests.targets.cases import Arrays, matrix, recording, rows_of, weight
-from tests.targets.test_constant_scales import COUNT, MODALITY, SCALES, network
-from tests.targets.test_cpu_linear import (
+from tests.targets.products.test_constant_scales import COUNT, MODALITY, SCALES, network
+from tests.targets.products.test_cpu_linear import (
     I4,
     I8,
     NARROW,

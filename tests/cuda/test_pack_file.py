@@ -26,7 +26,7 @@ from edgeq.targets.cuda.supply.nvrtc import Compiled
 from edgeq.targets.cuda.supply.pack import Generated, Parameter, Variant
 from edgeq.targets.cuda.supply.pack_file import Pack, Packed
 from edgeq.targets.cuda.supply.supply import Supply, preferred
-from tests.edgeq.sample_file import write_body
+from tests.edgeq.format.sample_file import write_body
 
 HEADER = struct.Struct("<8sII32s")
 

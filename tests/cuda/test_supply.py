@@ -18,7 +18,7 @@ from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.supply import Supply, preferred
 from edgeq.targets.target import Goal
 from edgeq.tools.commands.build import goal_of
-from tests.edgeq.sample_file import write_body
+from tests.edgeq.format.sample_file import write_body
 
 pytestmark = pytest.mark.cuda
 

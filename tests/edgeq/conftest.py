@@ -8,10 +8,10 @@ from typing import Any
 
 import flatbuffers
 import pytest
-from sample_file import seal, split, write_body
 
 from edgeq.format.schema import model_generated as fb
 from edgeq.format.writer import Writer
+from tests.edgeq.format.sample_file import seal, split, write_body
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,8 @@ from edgeq.format.schema import model_generated as fb
 from edgeq.format.writer import Writer
 from edgeq.tools.commands.inspect import collect, show
 
-sys.path.append(str(Path(__file__).parent.parent / "edgeq"))
-from sample_file import seal, split, write_body  # noqa: E402
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.edgeq.format.sample_file import seal, split, write_body  # noqa: E402
 
 SEEDS = (166, 164, 199, 279, 117, 466, 212, 402)
 """Files of model_files.py that together have every part and codec: experts, masters, two weight blocks, low rank, transforms,

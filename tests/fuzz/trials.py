@@ -111,7 +111,7 @@ def _request(folder: Path) -> Trial:
     from request_trials import Requests
 
     from edgeq.runtime import Model
-    from tests.runtime.serving import TEMPLATE, serving
+    from tests.runtime.server.serving import TEMPLATE, serving
 
     logging.getLogger("edgeq.server").setLevel(logging.CRITICAL)
     convert = [sys.executable, "-m", "edgeq", "convert", str(root / "models" / "tiny-llama"), "-o", str(folder / "m.edgeq")]

@@ -36,7 +36,7 @@ from edgeq.targets.graph import (
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, Arrays, product, run, weight
-from tests.targets.test_experts import graph_of, inputs
+from tests.targets.products.test_experts import graph_of, inputs
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 COUNT = 31

@@ -28,8 +28,8 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 
-from tests.runtime.calling import TEMPLATE  # noqa: E402
-from tests.runtime.serving import Served, serving  # noqa: E402
+from tests.runtime.answers.calling import TEMPLATE  # noqa: E402
+from tests.runtime.server.serving import Served, serving  # noqa: E402
 
 pytestmark = pytest.mark.exhaustive
 HERE = Path(__file__).parent

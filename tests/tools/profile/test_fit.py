@@ -15,7 +15,7 @@ from edgeq.system.devices import DEVICES, GIB, PROCESS, DeviceSpec, needed
 from edgeq.tools.cli.main import main
 from edgeq.tools.measure import decode_speed
 from edgeq.tools.profile.prediction.fit import Fit, fitted, text
-from tests.edgeq.sample_file import write_body
+from tests.edgeq.format.sample_file import write_body
 
 POSITION = 2 * 2 * 1 * 2 * 16
 """Bytes of the sample's cache: keys and values of 2 layers, one head of 16 numbers of 2 bytes."""

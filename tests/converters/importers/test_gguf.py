@@ -1,0 +1,335 @@
+"""GGUF files: what their tensors and metadata mean, what of them is kept, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from edgeq.converters.checkpoint.download import HubAccess
+from edgeq.converters.convert import carry_out
+from edgeq.converters.importers import gguf_source, open_source
+from edgeq.converters.importers.gguf_tensors import GgufTensor
+from edgeq.converters.importers.gguf_types import BLOCK_TYPES
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import planned
+from edgeq.converters.running.readback import stored_tensors
+from edgeq.errors import CheckpointError, EdgeqError, UnsupportedError
+from edgeq.format.codec import Codec, per_channel
+from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
+
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+"""Bytes of a block at which it has an f16; of the other types the first."""
+EIGHT_THOUSAND = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+EIGHT_THOUSAND |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama_mha": {},
+    "llama_gqa": {},
+    "llama3_rope": {"rope_parameters": EIGHT_THOUSAND},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {"sliding_window": 24},
+    "phi3_longrope": {
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0}
+        | {"short_factor": [1 + 0.25 * i for i in range(16)], "long_factor": [1.5 + i for i in range(16)]}
+    },
+    "gemma3": {"sliding_window": 24, "num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 64},
+    "smollm3": {"use_sliding_window": False, "num_hidden_layers": 5, "no_rope_layers": None},
+    "mixtral": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+}
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is not what these tests are about."""
+    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
+
+
+def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Blocks of any bytes, with finite scales of both signs."""
+    rng, block = np.random.default_rng(seed), BLOCK_TYPES[number]
+    raw = rng.integers(0, 256, (rows, blocks, block.nbytes), np.uint8)
+    for at in SCALES.get(block.name, (0,)):
+        scales = rng.normal(0, 0.01, (rows, blocks)).astype(np.float16)
+        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return raw
+
+
+@pytest.mark.parametrize("number", BLOCK_TYPES, ids=lambda number: BLOCK_TYPES[number].name)
+def test_blocks_mean_what_the_package_gguf_says(number: int, tmp_path: Path) -> None:
+    rows, blocks, block = 48, 3, BLOCK_TYPES[number]
+    raw = random_blocks(number, rows, blocks)
+    (tmp_path / "data").write_bytes(b"before" + raw.tobytes())
+    expected = gguf.dequantize(raw.reshape(rows, -1), Type(number))
+    assert block.name == Type(number).name and (block.width, block.nbytes) == gguf.GGML_QUANT_SIZES[Type(number)]
+    tensor = GgufTensor(tmp_path / "data", expected.shape, number, len(b"before"))
+    assert np.array_equal(tensor.read(0, expected.size, "t"), expected.reshape(-1))
+    # Any range of values, too.
+    assert np.array_equal(tensor.read(1000, 77, "t"), expected.reshape(-1)[1000:1077])
+    arrays = {name: array[16:] for name, array in tensor.quantized(0, rows, "t").items()}
+    assert all(np.array_equal(arrays[name], array) for name, array in tensor.quantized(16, rows - 16, "t").items())
+    scale, columns = arrays["scale"].astype(np.float32), expected.shape[1]
+    if "offset" in arrays:
+        offset = arrays["offset"].astype(np.float32)
+        kept = per_channel(scale, block.codec, columns) * arrays["q"] + per_channel(offset, block.codec, columns)
+        most = per_channel(np.abs(scale) * (2**block.codec.bits - 1) + np.abs(offset), block.codec, columns)
+    else:
+        kept = per_channel(scale, block.codec, columns) * (arrays["q"].astype(np.float32) - block.codec.center)
+        most = per_channel(np.abs(scale) * block.codec.center, block.codec, columns)
+    # Scales of K-quants are products that f16 rounds; below its normal numbers by half of the smallest.
+    rounding = block.two_level * (2**-11 * most + 2**-24)
+    assert (np.abs(kept - expected[16:]) <= rounding).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_of(
+    checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    folder = checkpoint(family, **FAMILIES[family])
+    write_gguf(folder, tmp_path / "m.gguf")
+    options = ConvertOptions(method="none")
+    wanted, found = (planned(open_source(str(place), HubAccess()), options) for place in (folder, tmp_path / "m.gguf"))
+    assert found.method.config == wanted.method.config
+    shapes = wanted.method.family.tensor_shapes()
+    assert shapes == found.method.family.tensor_shapes()
+    for name, shape in shapes.items():
+        values = (plan.checkpoint.rows(name, 0, shape[0]) for plan in (wanted, found))
+        assert np.array_equal(*values), name
+    # Ranges that begin and end inside a head.
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert np.array_equal(wanted.checkpoint.rows(name, 5, 41), found.checkpoint.rows(name, 5, 41))
+
+
+EXACT = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
+
+
+@pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["llama_mha", "phi3", "qwen3_moe"])
+def test_integers_are_kept_bit_for_bit(checkpoint: Callable[..., Path], tmp_path: Path, kind: Type, family: str) -> None:
+    folder = checkpoint(family)
+    path = tmp_path / "m.gguf"
+    write_gguf(folder, path, in_type(kind))
+    source = open_source(str(path), HubAccess())
+    plan = planned(source, ConvertOptions())
+    assert plan.method.name == "as-stored" and source.quantized
+    file = carry_out(plan, tmp_path / "m.edgeq", silent).file
+    codec = BLOCK_TYPES[int(kind)].codec
+    codecs = {linear.weights[0].codec for name, linear in file.metadata.linears.items() if "router" not in name}
+    assert codecs == {codec}
+    origin = file.metadata.provenance["origin"]
+    assert isinstance(origin, dict) and origin["format"] == "gguf" and kind.name in origin["types"]
+    read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
+    # The same rounding on the same rows of the checkpoint, in its own order: blocks lie in rows.
+    floats = planned(open_source(str(folder), HubAccess()), ConvertOptions(method="none")).checkpoint
+    for name, shape in plan.method.family.tensor_shapes().items():
+        values = floats.rows(name, 0, shape[0])
+        if values.ndim > 1 and not name.endswith("mlp.gate.weight"):
+            values = gguf.dequantize(gguf.quantize(values, kind), kind)
+        assert np.array_equal(read(name), values), name
+
+
+def test_parts_of_other_types_lie_apart(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    def mixed(name: str, values: np.ndarray[Any, Any]) -> Type:
+        return Type.Q8_0 if "attn_v" in name else Type.F16 if "token_embd" in name else in_type(Type.Q5_0)(name, values)
+
+    write_gguf(checkpoint("llama_mha"), tmp_path / "m.gguf", mixed)
+    plan = planned(open_source(str(tmp_path / "m.gguf"), HubAccess()), ConvertOptions())
+    file = carry_out(plan, tmp_path / "m.edgeq", silent).file
+    codecs = {name: linear.weights[0].codec for name, linear in file.metadata.linears.items()}
+    assert codecs["layers.1.q"] == codecs["layers.1.gate_up"] == codecs["head"] == Codec("int", 5, 32)
+    assert codecs["layers.1.v"] == Codec("int", 8, 32) and file.metadata.arrays["embedding"].dtype == "f16"
+
+
+def test_parts_of_a_split_file_are_found(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint("llama_gqa")
+    write_gguf(folder, tmp_path / "whole.gguf")
+    split(tmp_path / "whole.gguf", tmp_path / "m", 3)
+    whole = open_source(str(tmp_path / "whole.gguf"), HubAccess())
+    parts = open_source(str(tmp_path / "m-00001-of-00003.gguf"), HubAccess())
+    assert parts.name == "m.gguf" and len(parts.files()) == 3 and parts.tensors().keys() == whole.tensors().keys()
+    for name, tensor in parts.tensors().items():
+        count = math.prod(tensor.shape)
+        assert np.array_equal(tensor.read(0, count, name), whole.tensors()[name].read(0, count, name))
+    (tmp_path / "m-00002-of-00003.gguf").rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(CheckpointError, match=r"1 of its 3 parts are missing: m-00002-of-00003\.gguf; download"):
+        open_source(str(tmp_path / "m-00001-of-00003.gguf"), HubAccess())
+    (tmp_path / "m-00002-of-00003.gguf").write_bytes((tmp_path / "m-00003-of-00003.gguf").read_bytes())
+    with pytest.raises(CheckpointError, match="says that it is part 2 of 3, not 1 of 3"):
+        open_source(str(tmp_path / "m-00001-of-00003.gguf"), HubAccess())
+
+
+def split(path: Path, stem: Path, count: int) -> None:
+    """The tensors of a file in several, the metadata in the first, as llama-gguf-split does it."""
+    reader = gguf.GGUFReader(path)
+    for number in range(count):
+        writer = gguf.GGUFWriter(f"{stem}-{number + 1:05}-of-{count:05}.gguf", "llama")
+        for key, field in reader.fields.items() if number == 0 else ():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, field.contents(), field.types[0])
+        for key, value in (("split.no", number), ("split.count", count), ("split.tensors.count", len(reader.tensors))):
+            writer.add_uint16(key, value)
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+@pytest.fixture
+def file(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    write_gguf(checkpoint("llama_gqa"), tmp_path / "m.gguf", in_type(Type.Q8_0))
+    return tmp_path / "m.gguf"
+
+
+SETTINGS: list[tuple[dict[str, Any], type[EdgeqError], str]] = [
+    ({"general.architecture": "mamba"}, UnsupportedError, "architecture 'mamba' is not supported; supported: llama, smollm3"),
+    ({"general.architecture": "clip"}, UnsupportedError, "a file of kind 'mmproj', not a model: give the file of the model"),
+    ({"general.type": "adapter"}, UnsupportedError, "a file of kind 'adapter', not a model"),
+    ({"llama.block_count": None}, CheckpointError, r"llama\.block_count is missing; expected an integer"),
+    ({"llama.attention.head_count_kv": [2, 2]}, CheckpointError, r"head_count_kv is array.*expected an integer"),
+    ({"llama.attention.head_count": 0}, CheckpointError, r"head_count is 0; expected a positive integer"),
+    ({"llama.attention.value_length": 16}, UnsupportedError, "heads of 32 and 16; supported: keys and values of one even size"),
+    ({"llama.attention.layer_norm_rms_epsilon": math.nan}, CheckpointError, "rms_epsilon is nan; expected a number"),
+    ({"llama.rope.scaling.type": "yarn"}, UnsupportedError, "rope.scaling.type is 'yarn'; supported: none, linear"),
+    ({"llama.attention.window_of_tomorrow": 4}, UnsupportedError, r"window_of_tomorrow is 4; supported: files without it"),
+    ({"llama.logit_scale": 0.5}, UnsupportedError, r"llama\.logit_scale is 0\.5; supported: 0\.0 or 1\.0"),
+    ({"llama.feed_forward_length": 64}, CheckpointError, r"mlp\.gate_proj\.weight has the shape"),
+    ({"general.alignment": 48}, CheckpointError, "general.alignment is 48; expected a power of two"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), SETTINGS, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_metadata_that_edgeq_does_not_run_are_refused_by_key(
+    checkpoint: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], kind: type[EdgeqError], message: str
+) -> None:
+    def change(keys: dict[str, Any]) -> None:
+        keys |= changes
+        for key in [key for key, value in keys.items() if value is None]:
+            del keys[key]
+
+    path = tmp_path / "m.gguf"
+    if "general.architecture" in changes:
+        # The writer puts this key there itself.
+        write_gguf(checkpoint("llama_gqa"), path)
+        name = changes["general.architecture"].encode()
+        old = struct.pack("<Q", 5) + b"llama"
+        path.write_bytes(path.read_bytes().replace(old, struct.pack("<Q", len(name)) + name, 1))
+    elif "general.alignment" in changes:
+        write_gguf(checkpoint("llama_gqa"), path, change=lambda keys: keys.update({"general.alignment": 32}))
+        data = path.read_bytes()
+        at = data.index(b"general.alignment") + len(b"general.alignment") + 4
+        path.write_bytes(data[:at] + struct.pack("<I", 48) + data[at + 4 :])
+    else:
+        write_gguf(checkpoint("llama_gqa"), path, change=change)
+    with pytest.raises(kind, match=message):
+        planned(open_source(str(path), HubAccess()), ConvertOptions())
+
+
+def test_all_tensors_of_types_without_a_codec_are_named_at_once(file: Path) -> None:
+    data, kinds = bytearray(file.read_bytes()), {}
+    for name, number in (("blk.0.ffn_down.weight", 20), ("blk.1.ffn_down.weight", 20), ("blk.1.ffn_up.weight", 99)):
+        at = data.index(name.encode()) + len(name) + 4 + 2 * 8
+        assert data[at : at + 4] == struct.pack("<I", 8)
+        data[at : at + 4] = struct.pack("<I", number)
+        kinds[name] = number
+    file.write_bytes(data)
+    with pytest.raises(UnsupportedError) as error:
+        open_source(str(file), HubAccess())
+    assert "IQ4_NL: 2 (blk.0.ffn_down.weight, blk.1.ffn_down.weight); type 99: 1 (blk.1.ffn_up.weight)" in str(error.value)
+    assert "Q4_K" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_damaged_file_is_one_clear_error(file: Path, tmp_path: Path) -> None:
+    data = file.read_bytes()
+    down = data.index(b"blk.0.ffn_down.weight")
+    up = data.index(b"blk.0.ffn_up.weight")
+    after = down + len(b"blk.0.ffn_down.weight") + 4
+    offset = slice(after + 20, after + 28)
+    other = struct.pack("<Q", struct.unpack("<Q", data[offset])[0] - 32)
+    cases: list[tuple[bytes, str]] = [
+        (b"", "m.gguf: the header ends inside 'magic'"),
+        (b"GGUF", "the header ends inside 'version'"),
+        (b"GGML" + data[4:], "not a GGUF file"),
+        (data[:4] + struct.pack(">I", 3) + data[8:], "a big-endian GGUF file"),
+        (data[:4] + struct.pack("<I", 1) + data[8:], "version 1 of GGUF; supported: 2 and 3"),
+        (data[:8] + struct.pack("<Q", 1 << 60) + data[16:], f"{1 << 60} tensors; at most "),
+        (data[:16] + struct.pack("<Q", 1 << 40) + data[24:], f"{1 << 40} metadata entries; at most"),
+        (data[:24] + struct.pack("<Q", 1 << 62) + data[32:], f"a metadata key of {1 << 62} bytes"),
+        (data[:100], "20 tensors; at most 3 are possible"),
+        (data[:700], "more than a file of 700 bytes holds"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 100) + b"abcdef", "the header ends inside 'metadata key'"),
+        (data[:-100], "truncated: "),
+        (data[:up] + b"blk.0.ffn_up.weighs" + data[up + 19 :], r"tensor blk\.0\.ffn_up\.weighs has no place in a LlamaFor"),
+        (data.replace(b"blk.1.ffn_down.weight", b"blk.0.ffn_down.weight"), r"tensor 'blk\.0\.ffn_down\.weight' is there twice"),
+        (data[: offset.start] + other + data[offset.stop :], "lies over another tensor"),
+        (data[: offset.start] + struct.pack("<Q", 1 << 50) + data[offset.stop :], "starts at byte"),
+        (data[: offset.start] + struct.pack("<Q", 33) + data[offset.stop :], "starts at byte 33"),
+        (data[: after - 4] + struct.pack("<I", 9) + data[after:], "has 9 dimensions; expected 1 to 4"),
+        (data[:after] + struct.pack("<QQ", 1 << 32, 1 << 32) + data[after + 16 :], "more than a file of"),
+        (data[:after] + struct.pack("<Q", 257) + data[after + 8 :], r"\(\d+, 257\), no rows of whole blocks of Q8_0"),
+    ]
+    for changed, message in cases:
+        file.write_bytes(changed)
+        with pytest.raises((CheckpointError, UnsupportedError), match=message) as error:
+            planned(open_source(str(file), HubAccess()), ConvertOptions())
+        assert "\n" not in str(error.value)
+
+
+def test_scales_that_are_no_numbers_are_refused_when_they_are_read(file: Path, tmp_path: Path) -> None:
+    source = open_source(str(file), HubAccess())
+    tensor = source.tensors()["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(tensor, GgufTensor)
+    data = bytearray(file.read_bytes())
+    data[tensor.offset : tensor.offset + 2] = struct.pack("<e", math.inf)
+    file.write_bytes(data)
+    plan = planned(open_source(str(file), HubAccess()), ConvertOptions())
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight has a scale or an offset that is NaN, infinite"):
+        carry_out(plan, tmp_path / "m.edgeq", silent)
+
+
+def test_rope_factors_that_are_not_llama3s_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    # The tiny checkpoint was made for 64 positions; llama.cpp stores the factors and not that number.
+    write_gguf(checkpoint("llama3_rope"), tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedError, match=r"rope_freqs\.weight are not those of Llama 3 with any factor"):
+        open_source(str(tmp_path / "m.gguf"), HubAccess())
+
+
+def test_a_file_converts_where_torch_is_not_installed(file: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys
+for name in ("torch", "transformers", "safetensors", "huggingface_hub", "gguf"):
+    sys.modules[name] = None
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import shutil
+from pathlib import Path
+import edgeq
+from edgeq.converters.importers import gguf_source
+def texts(metadata, folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path({str(Path(__file__).parents[3])!r}) / "models" / "tiny-llama" / name, folder / name)
+gguf_source.write_texts = texts
+print(edgeq.convert({str(file)!r}, {str(tmp_path / "bare.edgeq")!r}).size)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    plan = planned(open_source(str(file), HubAccess()), ConvertOptions())
+    expected = carry_out(plan, tmp_path / "with.edgeq", silent).file
+    assert (tmp_path / "bare.edgeq").read_bytes() == expected.path.read_bytes()
+    assert json.loads(run.stdout) == expected.size
