@@ -194,8 +194,8 @@ def panel_product(weights: IntegerWeights, tokens: int) -> Any:
 
 
 def room_bytes(weights: IntegerWeights, chunks: int) -> int:
-    """Room of a thread: floats of a panel with a group of blocks, results of a unit, and unpacked weights, of either width so that
-    the modes share it.
+    """Room of a thread: floats of a panel with a group of blocks, results of a unit, and unpacked weights of the wider kind, so
+    that modes share it.
     """
     step = chunks if weights.extent == WHOLE else min(chunks, STEP_CHUNKS)
     return RESULTS + PANEL * RESULT_STRIDE + 2 * BYTES_OF_CHUNK * step
