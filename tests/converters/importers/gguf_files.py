@@ -168,4 +168,4 @@ def llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Array
 def tiny_texts(metadata: Mapping[str, Any], folder: Path) -> None:
     """Writes the tokenizer of the demo model, which these checkpoints have."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(__file__).parents[2] / "models" / "tiny-llama" / name, folder / name)
+        shutil.copy(Path(__file__).parents[3] / "models" / "tiny-llama" / name, folder / name)
