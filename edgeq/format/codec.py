@@ -280,15 +280,20 @@ def dequantize(codec: Codec, rows: int, columns: int, arrays: Mapping[str, AnyAr
     """
     if not codec.integer:
         return unpack_floats(arrays["q"], codec.kind, rows, columns)
+    natural = {name: unpack_groups(array, rows) for name, array in arrays.items() if name != "q"}
+    return dequantized(codec, columns, {**natural, "q": unpack_integers(arrays["q"], rows, columns)})
+
+
+def dequantized(codec: Codec, columns: int, arrays: Mapping[str, AnyArray]) -> ArrayF32:
+    """Dequantize integers that are not packed: "q" is [rows, columns], the other arrays are [rows, values of a row]."""
 
     def of_groups(part: str) -> ArrayF32:
-        values = per_channel(unpack_groups(arrays[part], rows).astype(np.float32), codec, columns)
+        values = per_channel(arrays[part].astype(np.float32), codec, columns)
         if codec.kind == "two-level":
-            above = unpack_groups(arrays[f"super_{part}"], rows).astype(np.float32)
-            values *= np.repeat(above, SUPER_SIZE, axis=1)[:, :columns]
+            values *= np.repeat(arrays[f"super_{part}"].astype(np.float32), SUPER_SIZE, axis=1)[:, :columns]
         return values
 
-    values = unpack_integers(arrays["q"], rows, columns).astype(np.float32)
+    values = arrays["q"].astype(np.float32)
     if codec.zero_kind == "offset":
         return values * of_groups("scale") + of_groups("offset")
     values -= np.float32(codec.center) if codec.symmetric else of_groups("zero")
