@@ -82,9 +82,7 @@ class GgufSource:
 
     @property
     def origin(self) -> dict[str, object]:
-        two_level = any(tensor.block and tensor.block.two_level for tensor in self.found.values())
-        rounded = {"scales of K-quants": "products rounded to f16"} if two_level else {}
-        return {"format": "gguf", "types": dict(self.types), **rounded}
+        return {"format": "gguf", "types": dict(self.types)}
 
     def tensors(self) -> Mapping[str, GgufTensor]:
         return self.found

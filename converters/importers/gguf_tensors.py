@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, BlockType, stored_bytes
 from edgeq.errors import CheckpointError
-from edgeq.format.codec import AnyArray, ArrayF32, Codec, per_channel
+from edgeq.format.codec import AnyArray, Codec, dequantized
 from edgeq.format.safetensors import floats
 
 
@@ -70,25 +70,19 @@ class GgufTensor:
         rows = self._rows(top, bottom - top, name)
         # Whoever reads looks for NaN and infinity in what comes out.
         with np.errstate(invalid="ignore", over="ignore"):
-            values = rows if self.block is None else self._dequantized(self.block, rows)
+            values = rows if self.block is None else dequantized(self.block.codec, self.columns, self.block.unpack(rows))
         if self.added:
             values = values + np.float32(self.added)
         return values.reshape(-1)[first - top * self.columns :][:count]
 
     def quantized(self, first: int, count: int, name: str) -> StoredArrays:
-        """Rows as the arrays of `codec`; scales that are products of two are rounded to f16."""
+        """Rows as the arrays of `codec`."""
         assert self.block is not None
-        with np.errstate(invalid="ignore"):
-            found = self.block.unpack(self._rows(first, count, name))
-        arrays: dict[str, AnyArray] = {"q": found.q, "scale": _f16(found.scale, name)}
-        return arrays if found.offset is None else {**arrays, "offset": _f16(found.offset, name)}
-
-    def _dequantized(self, block: BlockType, rows: AnyArray) -> ArrayF32:
-        found, codec = block.unpack(rows), block.codec
-        scale, q = per_channel(found.scale, codec, self.columns), found.q.astype(np.float32)
-        if found.offset is None:
-            return scale * (q - np.float32(codec.center))
-        return scale * q + per_channel(found.offset, codec, self.columns)
+        arrays = self.block.unpack(self._rows(first, count, name))
+        for array in arrays.values():
+            if array.dtype == np.float16 and not np.isfinite(array).all():
+                raise CheckpointError(f"{name} has a scale or an offset that is NaN or infinite; it is damaged")
+        return arrays
 
     def _rows(self, first: int, count: int, name: str) -> AnyArray:
         """Rows in transformers' order: float32 [count, columns], of a quantized type uint8 [count, blocks, bytes]."""
@@ -117,11 +111,3 @@ def bytes_of(shape: tuple[int, ...], kind: int) -> int | None:
     """Bytes of a tensor in a file; None: its rows are no whole blocks, or it is a vector, which no program quantizes."""
     columns = shape[-1] if len(shape) > 1 else 1
     return stored_bytes(kind, math.prod(shape) // columns, columns)
-
-
-def _f16(scales: ArrayF32, name: str) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):
-        found = scales.astype(np.float16)
-    if not np.isfinite(found).all():
-        raise CheckpointError(f"{name} has a scale or an offset that is NaN, infinite or too large for 16 bits; it is damaged")
-    return found

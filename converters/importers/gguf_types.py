@@ -1,7 +1,8 @@
 """The types of tensors in GGUF files: what a block of a type holds, and how edgeq stores the same weights.
 
 Types with blocks of 32 weights have a scale for each; K-quants have 256 weights with scales of 16 or 32 of them, which are
-integers times one or two f16 of the whole block.  Every function takes blocks, uint8 [rows, blocks of a row, bytes of a block].
+integers times one or two f16 of the whole block: scales of two levels.  Every function takes blocks, uint8 [rows, blocks of a
+row, bytes of a block], and gives the arrays of the type's codec, none of them rounded.
 """
 
 from __future__ import annotations
@@ -12,23 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.format.codec import AnyArray, ArrayF32, ArrayU8, Codec
+from edgeq.converters.checkpoint.source import StoredArrays
+from edgeq.format.codec import AnyArray, ArrayU8, Codec
 
 ArrayF16 = NDArray[np.float16]
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """What blocks hold: w = scale * (q - center) + offset, the two last of all weights of a group.
-
-    q        uint8 [rows, columns]
-    scale    float32 [rows, groups], exact: an f16, or the product of one and an integer
-    offset   float32 [rows, groups], of types that have some: then there is no center
-    """
-
-    q: ArrayU8
-    scale: ArrayF32
-    offset: ArrayF32 | None = None
 
 
 @dataclass(frozen=True)
@@ -36,22 +24,19 @@ class BlockType:
     """name     as llama.cpp has it
     width    weights of a block;  nbytes  of a block
     codec    in which its integers are stored
-    unpack   blocks -> what they hold
-    two_level  its scales are products, which f16 rounds
+    unpack   blocks -> the arrays of `codec`
     """
 
     name: str
     width: int
     nbytes: int
     codec: Codec
-    unpack: Callable[[ArrayU8], Blocks]
-    two_level: bool = False
+    unpack: Callable[[ArrayU8], StoredArrays]
 
 
-def halves(raw: ArrayU8, at: int) -> ArrayF32:
-    """The f16 at byte `at` of every block, float32 [rows, blocks]."""
-    found: ArrayF32 = np.ascontiguousarray(raw[..., at : at + 2]).view("<f2")[..., 0].astype(np.float32)
-    return found
+def halves(raw: ArrayU8, at: int) -> ArrayF16:
+    """The f16 at byte `at` of every block, [rows, blocks]."""
+    return np.ascontiguousarray(raw[..., at : at + 2]).view("<f2")[..., 0]
 
 
 def nibbles(packed: ArrayU8) -> ArrayU8:
@@ -74,65 +59,85 @@ def of_rows(values: AnyArray) -> ArrayU8:
     return values.reshape(len(values), -1).astype(np.uint8, copy=False)
 
 
+def one_level(q: AnyArray, scale: ArrayF16, offset: ArrayF16 | None = None) -> StoredArrays:
+    """q [rows, ...], scale and offset [rows, blocks]."""
+    arrays: dict[str, AnyArray] = {"q": of_rows(q), "scale": scale}
+    return arrays if offset is None else {**arrays, "offset": offset}
+
+
+def two_levels(
+    q: AnyArray, d: ArrayF16, scales: AnyArray, dmin: ArrayF16 | None = None, mins: ArrayU8 | None = None
+) -> StoredArrays:
+    """q [rows, ...], factors d and dmin [rows, blocks], integers [rows, blocks, groups of a block].
+
+    A minimum is subtracted in a K-quant and an offset added here, so the sign goes to the factor.
+    """
+    rows = len(q)
+    arrays: dict[str, AnyArray] = {"q": of_rows(q), "scale": scales.reshape(rows, -1).astype(np.int8), "super_scale": d}
+    if dmin is None or mins is None:
+        return arrays
+    return {**arrays, "offset": of_rows(mins), "super_offset": -dmin}
+
+
 def fifth_bits(raw: ArrayU8, at: int) -> ArrayU8:
     """Bit k of the 32 bits at byte `at`, uint8 [rows, blocks, 32]."""
     return np.unpackbits(raw[..., at : at + 4], axis=-1, bitorder="little")
 
 
-def q4_0(raw: ArrayU8) -> Blocks:
-    return Blocks(of_rows(nibbles(raw[..., 2:])), halves(raw, 0))
+def q4_0(raw: ArrayU8) -> StoredArrays:
+    return one_level(nibbles(raw[..., 2:]), halves(raw, 0))
 
 
-def q4_1(raw: ArrayU8) -> Blocks:
-    return Blocks(of_rows(nibbles(raw[..., 4:])), halves(raw, 0), halves(raw, 2))
+def q4_1(raw: ArrayU8) -> StoredArrays:
+    return one_level(nibbles(raw[..., 4:]), halves(raw, 0), halves(raw, 2))
 
 
-def q5_0(raw: ArrayU8) -> Blocks:
+def q5_0(raw: ArrayU8) -> StoredArrays:
     low = nibbles(raw[..., 6:]).reshape(*raw.shape[:2], 32)
-    return Blocks(of_rows(low | fifth_bits(raw, 2) << 4), halves(raw, 0))
+    return one_level(low | fifth_bits(raw, 2) << 4, halves(raw, 0))
 
 
-def q5_1(raw: ArrayU8) -> Blocks:
+def q5_1(raw: ArrayU8) -> StoredArrays:
     low = nibbles(raw[..., 8:]).reshape(*raw.shape[:2], 32)
-    return Blocks(of_rows(low | fifth_bits(raw, 4) << 4), halves(raw, 0), halves(raw, 2))
+    return one_level(low | fifth_bits(raw, 4) << 4, halves(raw, 0), halves(raw, 2))
 
 
-def q8_0(raw: ArrayU8) -> Blocks:
+def q8_0(raw: ArrayU8) -> StoredArrays:
     # Signed bytes, stored plus 128.
-    return Blocks(of_rows(raw[..., 2:] ^ 128), halves(raw, 0))
+    return one_level(raw[..., 2:] ^ 128, halves(raw, 0))
 
 
-def q2_k(raw: ArrayU8) -> Blocks:
+def q2_k(raw: ArrayU8) -> StoredArrays:
     scales = raw[..., :16]
     q = crumbs(raw[..., 16:80].reshape(*raw.shape[:2], 2, 32))
-    return Blocks(of_rows(q), of_groups(raw, 80, scales & 15), -of_groups(raw, 82, scales >> 4))
+    return two_levels(q, halves(raw, 80), scales & 15, halves(raw, 82), scales >> 4)
 
 
-def q3_k(raw: ArrayU8) -> Blocks:
+def q3_k(raw: ArrayU8) -> StoredArrays:
     low = crumbs(raw[..., 32:96].reshape(*raw.shape[:2], 2, 32))
     high = bits(raw[..., :32]).reshape(*raw.shape[:2], 2, 4, 32)
     packed = raw[..., 96:108]
     scales = nibbles(packed[..., :8]).reshape(*raw.shape[:2], 16) | crumbs(packed[..., 8:]).reshape(*raw.shape[:2], 16) << 4
-    return Blocks(of_rows(low | high << 2), of_groups(raw, 108, scales.astype(np.int8) - 32))
+    return two_levels(low | high << 2, halves(raw, 108), scales.astype(np.int8) - 32)
 
 
-def q4_k(raw: ArrayU8) -> Blocks:
+def q4_k(raw: ArrayU8) -> StoredArrays:
     scales, mins = six_bits(raw[..., 4:16])
     q = nibbles(raw[..., 16:].reshape(*raw.shape[:2], 4, 32))
-    return Blocks(of_rows(q), of_groups(raw, 0, scales), -of_groups(raw, 2, mins))
+    return two_levels(q, halves(raw, 0), scales, halves(raw, 2), mins)
 
 
-def q5_k(raw: ArrayU8) -> Blocks:
+def q5_k(raw: ArrayU8) -> StoredArrays:
     scales, mins = six_bits(raw[..., 4:16])
     low = nibbles(raw[..., 48:].reshape(*raw.shape[:2], 4, 32)).reshape(*raw.shape[:2], 8, 32)
-    return Blocks(of_rows(low | bits(raw[..., 16:48]) << 4), of_groups(raw, 0, scales), -of_groups(raw, 2, mins))
+    return two_levels(low | bits(raw[..., 16:48]) << 4, halves(raw, 0), scales, halves(raw, 2), mins)
 
 
-def q6_k(raw: ArrayU8) -> Blocks:
+def q6_k(raw: ArrayU8) -> StoredArrays:
     # Of each half: 64 bytes with the low nibbles of its first 64 weights, then with those of the others.
     low = nibbles(raw[..., :128].reshape(*raw.shape[:2], 2, 64)).reshape(*raw.shape[:2], 2, 4, 32)
     high = crumbs(raw[..., 128:192].reshape(*raw.shape[:2], 2, 32))
-    return Blocks(of_rows(low | high << 4), of_groups(raw, 208, raw[..., 192:208].view(np.int8)))
+    return two_levels(low | high << 4, halves(raw, 208), raw[..., 192:208].view(np.int8))
 
 
 def six_bits(packed: ArrayU8) -> tuple[ArrayU8, ArrayU8]:
@@ -142,23 +147,17 @@ def six_bits(packed: ArrayU8) -> tuple[ArrayU8, ArrayU8]:
     return scales, np.concatenate((b & 63, c >> 4 | b >> 6 << 4), -1)
 
 
-def of_groups(raw: ArrayU8, at: int, integers: NDArray[np.int8] | ArrayU8) -> ArrayF32:
-    """The f16 at byte `at` of a block times the integers of its groups, float32 [rows, groups]: 11 bits times 8 are exact."""
-    found: ArrayF32 = (halves(raw, at)[..., None] * integers).reshape(len(raw), -1)
-    return found
-
-
 BLOCK_TYPES = {
     2: BlockType("Q4_0", 32, 18, Codec("int", 4, 32), q4_0),
     3: BlockType("Q4_1", 32, 20, Codec("offset", 4, 32), q4_1),
     6: BlockType("Q5_0", 32, 22, Codec("int", 5, 32), q5_0),
     7: BlockType("Q5_1", 32, 24, Codec("offset", 5, 32), q5_1),
     8: BlockType("Q8_0", 32, 34, Codec("int", 8, 32), q8_0),
-    10: BlockType("Q2_K", 256, 84, Codec("offset", 2, 16), q2_k, two_level=True),
-    11: BlockType("Q3_K", 256, 110, Codec("int", 3, 16), q3_k, two_level=True),
-    12: BlockType("Q4_K", 256, 144, Codec("offset", 4, 32), q4_k, two_level=True),
-    13: BlockType("Q5_K", 256, 176, Codec("offset", 5, 32), q5_k, two_level=True),
-    14: BlockType("Q6_K", 256, 210, Codec("int", 6, 16), q6_k, two_level=True),
+    10: BlockType("Q2_K", 256, 84, Codec("two-level", 2, 16, symmetric=False), q2_k),
+    11: BlockType("Q3_K", 256, 110, Codec("two-level", 3, 16), q3_k),
+    12: BlockType("Q4_K", 256, 144, Codec("two-level", 4, 32, symmetric=False), q4_k),
+    13: BlockType("Q5_K", 256, 176, Codec("two-level", 5, 32, symmetric=False), q5_k),
+    14: BlockType("Q6_K", 256, 210, Codec("two-level", 6, 16), q6_k),
 }
 """ggml's number of a quantized type -> what its blocks are."""
 FLOAT_TYPES = {0: "F32", 1: "F16", 30: "BF16"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+
+from edgeq.converters.importers.gguf_types import BLOCK_TYPES
 
 Array = NDArray[np.float32]
 ARCHITECTURES = {
@@ -29,6 +32,18 @@ ARCHITECTURES = {
     "qwen3_moe": ("qwen3moe", "QWEN3MOE"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+"""Bytes of a block at which it has an f16; of the other types the first."""
+
+
+def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Blocks of any bytes, with finite scales of both signs."""
+    rng, block = np.random.default_rng(seed), BLOCK_TYPES[number]
+    raw = rng.integers(0, 256, (rows, blocks, block.nbytes), np.uint8)
+    for at in SCALES.get(block.name, (0,)):
+        scales = rng.normal(0, 0.01, (rows, blocks)).astype(np.float16)
+        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return raw
 
 
 def exact_float(name: str, values: Array) -> Type:
@@ -61,6 +76,11 @@ def write_gguf(
         kind = choose(ours, values)
         if kind == Type.F32:
             writer.add_tensor(ours, values)
+        elif kind.name.endswith("_K"):
+            # The package reads these types and does not write them.
+            block, rows = BLOCK_TYPES[int(kind)], math.prod(values.shape[:-1])
+            raw = random_blocks(int(kind), rows, values.shape[-1] // block.width, zlib.crc32(ours.encode()))
+            writer.add_tensor(ours, raw.reshape(*values.shape[:-1], -1), raw_dtype=kind)
         else:
             writer.add_tensor(ours, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()

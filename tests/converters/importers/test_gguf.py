@@ -7,6 +7,7 @@ import math
 import struct
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,10 @@ from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.preflight import planned
 from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import CheckpointError, EdgeqError, UnsupportedError
-from edgeq.format.codec import Codec, per_channel
-from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
+from edgeq.format.codec import Codec, dequantized
+from edgeq.runtime.model import Model
+from tests.converters.importers.gguf_files import in_type, random_blocks, tiny_texts, write_gguf
 
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-"""Bytes of a block at which it has an f16; of the other types the first."""
 EIGHT_THOUSAND = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
 EIGHT_THOUSAND |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -61,16 +61,6 @@ def _texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
 
 
-def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Blocks of any bytes, with finite scales of both signs."""
-    rng, block = np.random.default_rng(seed), BLOCK_TYPES[number]
-    raw = rng.integers(0, 256, (rows, blocks, block.nbytes), np.uint8)
-    for at in SCALES.get(block.name, (0,)):
-        scales = rng.normal(0, 0.01, (rows, blocks)).astype(np.float16)
-        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
-    return raw
-
-
 @pytest.mark.parametrize("number", BLOCK_TYPES, ids=lambda number: BLOCK_TYPES[number].name)
 def test_blocks_mean_what_the_package_gguf_says(number: int, tmp_path: Path) -> None:
     rows, blocks, block = 48, 3, BLOCK_TYPES[number]
@@ -83,18 +73,10 @@ def test_blocks_mean_what_the_package_gguf_says(number: int, tmp_path: Path) -> 
     # Any range of values, too.
     assert np.array_equal(tensor.read(1000, 77, "t"), expected.reshape(-1)[1000:1077])
     arrays = {name: array[16:] for name, array in tensor.quantized(0, rows, "t").items()}
+    parts = block.codec.parts(rows, expected.shape[1])
+    assert {name: array.dtype for name, array in arrays.items()} == {name: part.dtype for name, part in parts.items()}
     assert all(np.array_equal(arrays[name], array) for name, array in tensor.quantized(16, rows - 16, "t").items())
-    scale, columns = arrays["scale"].astype(np.float32), expected.shape[1]
-    if "offset" in arrays:
-        offset = arrays["offset"].astype(np.float32)
-        kept = per_channel(scale, block.codec, columns) * arrays["q"] + per_channel(offset, block.codec, columns)
-        most = per_channel(np.abs(scale) * (2**block.codec.bits - 1) + np.abs(offset), block.codec, columns)
-    else:
-        kept = per_channel(scale, block.codec, columns) * (arrays["q"].astype(np.float32) - block.codec.center)
-        most = per_channel(np.abs(scale) * block.codec.center, block.codec, columns)
-    # Scales of K-quants are products that f16 rounds; below its normal numbers by half of the smallest.
-    rounding = block.two_level * (2**-11 * most + 2**-24)
-    assert (np.abs(kept - expected[16:]) <= rounding).all()
+    assert np.array_equal(dequantized(block.codec, expected.shape[1], arrays), expected[16:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,6 +124,80 @@ def test_integers_are_kept_bit_for_bit(checkpoint: Callable[..., Path], tmp_path
         if values.ndim > 1 and not name.endswith("mlp.gate.weight"):
             values = gguf.dequantize(gguf.quantize(values, kind), kind)
         assert np.array_equal(read(name), values), name
+
+
+K_QUANTS = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+"""Rows of whole blocks of 256 weights."""
+
+
+def q4_k_m(name: str, values: np.ndarray[Any, Any]) -> Type:
+    """Types in a mixture, as llama.cpp makes one: some matrices, and the head, have more bits."""
+    more = name.startswith(("token_embd", "blk.1.attn_v", "blk.1.ffn_down"))
+    return in_type(Type.Q6_K if more else Type.Q4_K)(name, values)
+
+
+@pytest.mark.parametrize("choose", [*map(in_type, K_QUANTS), q4_k_m], ids=[*(kind.name for kind in K_QUANTS), "Q4_K_M"])
+@pytest.mark.parametrize("family", ["llama_gqa", "qwen3_moe"])
+def test_k_quants_are_kept_bit_for_bit(
+    checkpoint: Callable[..., Path], tmp_path: Path, choose: Callable[[str, Any], Type], family: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    experts = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
+    write_gguf(checkpoint(family, **WIDE, **experts), path, choose)
+    plan = planned(open_source(str(path), HubAccess()), ConvertOptions())
+    file = carry_out(plan, tmp_path / "m.edgeq", silent).file
+    read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
+    compared = Counter[str]()
+    for tensor in gguf.GGUFReader(path).tensors:
+        if int(tensor.tensor_type) not in BLOCK_TYPES:
+            continue
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if family == "llama_gqa" and ("attn_q" in tensor.name or "attn_k" in tensor.name):
+            expected = expected.reshape(-1, 32, 2, 256).swapaxes(1, 2).reshape(expected.shape)
+        for name, values in under_our_names(tensor.name, expected):
+            # Bits, so that the signs of zeros count.
+            assert np.array_equal(read(name).view(np.uint32), np.ascontiguousarray(values).view(np.uint32)), name
+            compared[tensor.tensor_type.name] += 1
+    matrices = 1 + 2 * 7 if family == "llama_gqa" else 2 + 2 * (4 + 3 * 8)
+    assert compared.total() == matrices and (choose is not q4_k_m or compared["Q6_K"] > 2)
+    stored = {linear.weights[0].codec for name, linear in file.metadata.linears.items() if "router" not in name}
+    assert stored == {BLOCK_TYPES[int(Type[name])].codec for name in compared}
+
+
+def under_our_names(name: str, values: np.ndarray[Any, Any]) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    """A tensor of a file as the checkpoint has it, experts one by one."""
+    ends = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+    if name in ends:
+        return [(ends[name], values)]
+    _, layer, module, _ = name.split(".")
+    modules = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+    modules |= {"attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"}
+    modules |= {"ffn_down": "mlp.down_proj"}
+    if values.ndim == 2:
+        return [(f"model.layers.{layer}.{modules[module]}.weight", values)]
+    last = modules[module.removesuffix("_exps")].removeprefix("mlp.")
+    return [(f"model.layers.{layer}.mlp.experts.{i}.{last}.weight", each) for i, each in enumerate(values)]
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K], ids=lambda kind: kind.name)
+def test_k_quants_run_with_their_embedding(checkpoint: Callable[..., Path], tmp_path: Path, kind: Type) -> None:
+    """The embedding is looked up in the codec of the head, which it is."""
+    write_gguf(checkpoint("llama_gqa", **WIDE), tmp_path / "m.gguf", in_type(kind))
+    files = []
+    for method in ("as-stored", "none"):
+        plan = planned(open_source(str(tmp_path / "m.gguf"), HubAccess()), ConvertOptions(method=method))
+        files.append(carry_out(plan, tmp_path / f"{method}.edgeq", silent).file)
+    kept, floats = files
+    assert kept.metadata.config.tie_word_embeddings and "embedding" not in kept.metadata.arrays
+    tokens = [1, 5, 9, 2, 30, 2047]
+    with Model.load(floats.path, target="reference", threads=1) as model:
+        expected = model.session().prefill(tokens)
+    assert np.abs(expected).max() > 0.1
+    for target in ("reference", "cpu"):
+        with Model.load(kept.path, target=target, mode="a16", threads=1) as model:
+            found = model.session().prefill(tokens)
+            assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max(), target
 
 
 def test_parts_of_other_types_lie_apart(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -300,7 +356,7 @@ def test_scales_that_are_no_numbers_are_refused_when_they_are_read(file: Path, t
     data[tensor.offset : tensor.offset + 2] = struct.pack("<e", math.inf)
     file.write_bytes(data)
     plan = planned(open_source(str(file), HubAccess()), ConvertOptions())
-    with pytest.raises(CheckpointError, match=r"down_proj\.weight has a scale or an offset that is NaN, infinite"):
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight has a scale or an offset that is NaN or infinite"):
         carry_out(plan, tmp_path / "m.edgeq", silent)
 
 
