@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,10 +72,12 @@ def split(values: AnyArray, group_size: int, columns: int, codec: Codec) -> AnyA
     return np.ascontiguousarray(values[:, starts // group_size])
 
 
-def as_half(values: ArrayF32, idle: NDArray[np.bool_], name: str) -> NDArray[np.float16]:
-    """Scales as f16 where that is exact.  `idle`: groups whose integers all mean zero, so that the scale changes nothing.
+def as_half(
+    values: ArrayF32, idle: NDArray[np.bool_], name: str, part: Literal["scale", "offset"] = "scale"
+) -> NDArray[np.float16]:
+    """Scales, or offsets, as f16 where that is exact.  `idle`: groups in which they change nothing: no integer is scaled.
 
-    CheckpointError: a scale is not an f16, with the first one.
+    CheckpointError: one is not an f16, with the first one.
     """
     with np.errstate(over="ignore"):
         half = values.astype(np.float16)
@@ -82,8 +85,8 @@ def as_half(values: ArrayF32, idle: NDArray[np.bool_], name: str) -> NDArray[np.
     if wrong.any():
         row, group = (int(each[0]) for each in np.nonzero(wrong))
         raise CheckpointError(
-            f"{name}: the scale of row {row}, group {group} is {float(values[row, group]):.9g}, which f16 does not hold "
-            f"exactly, like {int(wrong.sum())} in these {len(values)} rows; ask for a checkpoint with f16 scales, or convert "
-            "the original one"
+            f"{name}: the {part} of row {row}, group {group} is {float(values[row, group]):.9g}, which f16 does not hold "
+            f"exactly, like {int(wrong.sum())} in these {len(values)} rows; ask for a checkpoint with f16 {part}s, or "
+            "convert the original one"
         )
     return np.where(np.isfinite(half), half, np.float16(0))

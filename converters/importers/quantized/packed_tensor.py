@@ -80,6 +80,8 @@ class PackedTensor:
     def codec(self) -> Codec:
         weight = self.weight
         size = codec_group_size(weight.group_size, weight.shape[1], self.name)
+        if weight.form == "offset":
+            return Codec("offset", weight.bits, size)
         return Codec("int", weight.bits, size, weight.form == "symmetric")
 
     @property
@@ -89,14 +91,19 @@ class PackedTensor:
     def quantized(self, first: int, count: int, name: str) -> StoredArrays:
         """The arrays of `codec` for `count` rows after the `first` ones.
 
-        CheckpointError: they are no longer there, or a scale is none of the codec's.
+        CheckpointError: they are no longer there, or a scale or an offset is none of the codec's.
         """
         found, codec, columns = self.weight.grouped(first, count), self.codec, self.shape[1]
-        zero = 1 << (found.bits - 1) if found.zero is None else found.per_channel(found.zero)
+        zero: AnyArray | int = 1 << (found.bits - 1) if found.zero is None else found.per_channel(found.zero)
+        if found.offset is not None:
+            zero = 0
         idle = np.add.reduceat(found.q != zero, np.arange(0, columns, found.group_size), axis=1) == 0
         arrays = {"q": found.q, "scale": split(as_half(found.scale, idle, name), found.group_size, columns, codec)}
         if found.zero is not None:
             arrays["zero"] = split(found.zero, found.group_size, columns, codec)
+        if found.offset is not None:
+            offset = as_half(found.offset, np.zeros_like(idle), name, "offset")
+            arrays["offset"] = split(offset, found.group_size, columns, codec)
         return arrays
 
     def read(self, first: int, count: int, name: str) -> ArrayF32:

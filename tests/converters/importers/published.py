@@ -25,7 +25,8 @@ TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "c
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """w[:, j] = scale * (q[:, j] - zero), by the group that channel j is in; `order`: of the channels, group after group."""
+    """w[:, j] = scale * (q[:, j] - zero), or scale * q[:, j] + offset, by the group that channel j is in; `order`: of the
+    channels, group after group."""
 
     q: NDArray[np.uint8]
     zero: NDArray[np.uint8]
@@ -33,6 +34,7 @@ class Record:
     bits: int
     group_size: int
     order: NDArray[np.int64] | None = None
+    offset: NDArray[np.float16] | None = None
 
     @property
     def index(self) -> NDArray[np.int32]:
@@ -45,6 +47,8 @@ class Record:
     @property
     def values(self) -> NDArray[np.float32]:
         wide = [array.astype(np.float32)[:, self.index] for array in (self.zero, self.scale)]
+        if self.offset is not None:
+            return self.q.astype(np.float32) * wide[1] + self.offset.astype(np.float32)[:, self.index]
         return (self.q.astype(np.float32) - wide[0]) * wide[1]
 
 
@@ -64,6 +68,7 @@ def record(
     group_size: int = 32,
     symmetric: bool = False,
     order: bool = False,
+    offset: bool = False,
 ) -> Record:
     rng = np.random.default_rng(seed)
     rows, columns = shape
@@ -75,7 +80,9 @@ def record(
         zero[:] = 1 << (bits - 1)
     # Of both signs; exact in bf16 too.
     scale = (rng.integers(1, 255, (rows, groups)) * rng.choice((-1, 1), (rows, groups)) * 2.0**-13).astype(np.float16)
-    return Record(q, zero, scale, bits, size, rng.permutation(columns) if order else None)
+    channels = rng.permutation(columns) if order else None
+    added = (rng.integers(-255, 256, (rows, groups)) * 2.0**-11).astype(np.float16) if offset else None
+    return Record(q, zero, scale, bits, size, channels, added)
 
 
 def is_linear(name: str) -> bool:
@@ -92,8 +99,13 @@ def publish(
     lay: Lay,
     config: Mapping[str, Any],
     draw: Draw = lambda name, shape, seed: record(shape, seed),
+    *,
+    chosen: Callable[[str], bool] = is_linear,
 ) -> Publication:
-    """The checkpoint with its linear layers replaced by drawn records, laid by `lay`; `config`: further keys of config.json."""
+    """The checkpoint with its linear layers, or the tensors `chosen` by their names, replaced by drawn records, laid by `lay`.
+
+    config   further keys of config.json
+    """
     target.mkdir()
     for name in TEXTS:
         if (checkpoint / name).exists():
@@ -101,7 +113,7 @@ def publish(
     tensors: Tensors = {}
     records: dict[str, Record] = {}
     for seed, (name, values) in enumerate(sorted(load_file(checkpoint / "model.safetensors").items())):
-        if is_linear(name):
+        if chosen(name):
             module = name.removesuffix(".weight")
             rows, columns = values.shape
             records[module] = draw(module, (rows, columns), seed)
@@ -129,7 +141,7 @@ def awq(version: str = "gemm", **keys: Any) -> tuple[Lay, dict[str, Any]]:
         else:
             words = {32: 4, 64: 2}.get(r.group_size, 1)
             missing = -r.zero.shape[1] % (8 * words)
-            scaled = (-r.scale.astype(np.float32) * r.zero).astype(np.float16)
+            scaled = (-r.scale.astype(np.float32) * r.zero).astype(np.float16) if r.offset is None else r.offset
             scaled, scale = (np.pad(array, ((0, 0), (0, missing))).T for array in (scaled, r.scale))
             found = (awq_fast(r.q), scaled, scale)
         return dict(zip(names.values(), found, strict=True))
@@ -198,6 +210,30 @@ def compressed(
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, **(group or {})}}
     settings = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
     return lay, {"quantization_config": {**settings, "config_groups": groups, "ignore": ["lm_head"], **keys}}
+
+
+def mlx(bits: int = 4, group_size: int = 32, **keys: Any) -> tuple[Lay, dict[str, Any]]:
+    """MLX's affine layout; `keys`: further ones, and modules with settings of their own."""
+
+    def lay(module: str, r: Record) -> Tensors:
+        assert r.offset is not None
+        words = stream(r.q, r.bits).view(np.uint32)
+        return {f"{module}.weight": words, f"{module}.scales": r.scale, f"{module}.biases": r.offset}
+
+    settings = {"group_size": group_size, "bits": bits, "mode": "affine", **keys}
+    return lay, {"quantization": settings, "quantization_config": settings}
+
+
+def in_bf16(publication: Publication, target: Path) -> Publication:
+    """A copy of the folder with all floats in bf16, which holds those of a drawn record."""
+    import torch
+    from safetensors.torch import save_file as save
+
+    shutil.copytree(publication.folder, target)
+    tensors = load_file(target / "model.safetensors")
+    halves = {name: each.bfloat16() if each.dtype == torch.float16 else each for name, each in tensors.items()}
+    save(halves, target / "model.safetensors")
+    return Publication(target, publication.records)
 
 
 BLOCK_ROWS = 16

@@ -41,6 +41,9 @@ EIGHTHS = [i % 8 for i in range(32)]
         (4, [8 + x for x in (-8, -1, 0, 7, 3, -4, 1, -2)], ["694BF870"]),
         (4, [8 + x for x in range(-8, 0)], ["76543210"]),
         (4, [8 + x for x in range(8)], ["FEDCBA98"]),
+        # MLX has eight of five bits in five bytes, four of six bits in three.
+        (5, [1, 2, 3, 4, 5, 6, 7, 8], ["CC520C41", "00000041"]),
+        (6, [1, 2, 3, 4, 63, 0, 63, 0], ["3F103081", "000003F0"]),
     ],
 )
 def test_words_of_the_bit_stream(bits: int, values: list[int], expected: list[str]) -> None:
@@ -171,6 +174,14 @@ def test_scales_of_bf16_are_kept_where_f16_has_them(exponent: int) -> None:
         as_half(value, never, "w")
     # All weights of the group are zero, whatever its scale is.
     assert as_half(value, ~never, "w").shape == (1, 1)
+
+
+@pytest.mark.parametrize("value", (2.0**-17, 65280.0, -65280.0))
+def test_offsets_of_bf16_are_kept_where_f16_has_them(value: float) -> None:
+    never = np.zeros((1, 1), np.bool_)
+    assert as_half(np.full((1, 1), value, np.float32), never, "w", "offset").astype(np.float32) == value
+    with pytest.raises(CheckpointError, match="w: the offset of row 0, group 0 .* with f16 offsets"):
+        as_half(np.full((1, 1), (1 + 2**-7) * 2.0**-18, np.float32), never, "w", "offset")
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf, 65536.0, 0.1))

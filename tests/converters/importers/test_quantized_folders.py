@@ -10,17 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import carry_out
-from edgeq.converters.importers import open_source
-from edgeq.converters.planning.options import ConvertOptions
-from edgeq.converters.planning.plan import ConversionPlan
-from edgeq.converters.planning.preflight import planned
-from edgeq.converters.rounding.linears import LinearItem
-from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import EdgeqError
-from edgeq.format.container import ModelFile
 from edgeq.runtime.model import Model
+from tests.converters.importers.conversions import codecs, converted, plan_of, silent, tensor, without
 from tests.converters.importers.published import (
     BLOCK_ROWS,
     Publication,
@@ -37,33 +30,6 @@ from tests.converters.importers.published import (
 Checkpoint = Callable[..., Path]
 OUT = "model.layers.0.self_attn.o_proj"
 DOWN = "model.layers.0.mlp.down_proj"
-
-
-def silent(done: float, total: float, label: str) -> None:
-    pass
-
-
-def plan_of(folder: Path, **options: Any) -> ConversionPlan:
-    return planned(open_source(str(folder), HubAccess()), ConvertOptions(**options))
-
-
-def converted(publication: Publication) -> tuple[ConversionPlan, ModelFile]:
-    """The file of a folder, every weight of which means what its record does."""
-    plan = plan_of(publication.folder)
-    file = carry_out(plan, publication.folder.with_suffix(".edgeq"), silent).file
-    tensors = plan.checkpoint.source.tensors()
-    for module, expected in publication.records.items():
-        values = tensors[f"{module}.weight"].read(0, expected.q.size, module).reshape(expected.q.shape)
-        assert np.array_equal(values, expected.values), module
-    items = [item for step in plan.steps for item in step.items]
-    read = stored_tensors(file.path, file.segments, items)
-    for name in [name for item in items if isinstance(item, LinearItem) for name, _ in item.tensors]:
-        assert np.array_equal(read(name), plan.checkpoint.whole(name)), name
-    return plan, file
-
-
-def codecs(file: ModelFile) -> dict[str, str]:
-    return {name: linear.weights[0].codec.name for name, linear in file.metadata.linears.items() if "layers" in name}
 
 
 @pytest.mark.parametrize("version", ("gemm", "gemv", "gemv_fast"))
@@ -141,6 +107,31 @@ def test_the_order_of_channels_is_kept(checkpoint: Checkpoint, tmp_path: Path, f
         with Model.load(file.path, target=target, threads=1) as model:
             found = model.session().prefill(tokens)
             assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+def test_scaled_zero_points_that_are_no_integers_are_kept_as_offsets(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    def draw(name: str, shape: tuple[int, int], seed: int) -> Record:
+        return record(shape, seed, offset="o_proj" in name or "v_proj" in name)
+
+    published = publish(checkpoint("llama_gqa"), tmp_path / "fast", *awq("gemv_fast"), draw)
+
+    def renamed(tensors: Tensors, config: dict[str, Any]) -> None:
+        config["quantization_config"] |= {"backend": "llm-awq", "version": "gemm"}
+        for name in [name for name in tensors if name.endswith(".qzeros")]:
+            tensors[name.replace("qzeros", "scaled_zeros")] = tensors.pop(name)
+
+    for each in (published.folder, rewritten(published, tmp_path / "llm-awq", renamed)):
+        _, file = converted(Publication(each, published.records))
+        found = codecs(file)
+        assert {name.split(".")[-1] for name, codec in found.items() if codec == "i4 g32 offset"} == {"o", "v"}
+        assert set(found.values()) == {"i4 g32 offset", "i4 g32 zero"}
+
+    def damaged(tensors: Tensors, config: dict[str, Any]) -> None:
+        tensors[f"{OUT}.qzeros"][0, 3] = np.nan
+
+    plan = plan_of(rewritten(published, tmp_path / "again", damaged))
+    with pytest.raises(EdgeqError, match="o_proj.weight: the offset of row 3, group 0 is nan"):
+        carry_out(plan, tmp_path / "x.edgeq", silent)
 
 
 def weights(**keys: Any) -> dict[str, Any]:
@@ -234,14 +225,6 @@ def test_groups_of_other_bits_are_known_by_their_shapes(checkpoint: Checkpoint, 
     assert codecs(file)["layers.0.down"] == "i8 g32 zero" and codecs(file)["layers.0.o"] == "i3 g32 zero"
 
 
-def without(end: str) -> Callable[[Tensors, dict[str, Any]], None]:
-    def change(tensors: Tensors, config: dict[str, Any]) -> None:
-        for name in [name for name in tensors if name.endswith(end)]:
-            del tensors[name]
-
-    return change
-
-
 def test_an_index_of_groups_that_says_nothing_is_no_order(checkpoint: Checkpoint, tmp_path: Path) -> None:
     published = publish(checkpoint("llama_gqa"), tmp_path / "gptq", *gptq())
     assert plan_of(published.folder).checkpoint.order(f"{DOWN}.weight") is None
@@ -280,10 +263,6 @@ def test_zero_points_that_were_overwritten_are_said(checkpoint: Checkpoint, tmp_
 
 def settings(**keys: Any) -> Callable[[Tensors, dict[str, Any]], None]:
     return lambda tensors, config: config["quantization_config"].update(keys)
-
-
-def tensor(name: str, array: Any) -> Callable[[Tensors, dict[str, Any]], None]:
-    return lambda tensors, config: tensors.update({name: np.asarray(array)})
 
 
 @pytest.mark.parametrize(
