@@ -120,12 +120,16 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, list[int]]]]] = {
             **{"weight_zero_point": ("I32", [4, 2]), "weight_g_idx": ("I32", [64])},
         },
     ),
+    "mlx": (
+        {"bits": 4, "group_size": 32, "mode": "affine", "m": {"bits": 4, "group_size": 32}},
+        {"weight": ("U32", [32, 8]), "scales": ("F16", [32, 2]), "biases": ("F16", [32, 2])},
+    ),
 }
 """What config.json says of a format, and the tensors of one weight of 32 outputs and 64 inputs: (dtype, shape)."""
 
 
 SOUND = {
-    **dict.fromkeys(("scale", "scales"), np.arange(1, 30, dtype=np.float16).tobytes()),
+    **dict.fromkeys(("scale", "scales", "biases"), np.arange(1, 30, dtype=np.float16).tobytes()),
     "shape": struct.pack("<qq", 32, 64),
     "g_idx": np.roll(np.arange(64) // 32, 5).astype(np.int32).tobytes(),
 }
@@ -154,7 +158,8 @@ def packed(rng: random.Random, folder: Path) -> str:
     text = json.dumps(header).encode("utf-8", "surrogatepass")
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     try:
-        source = QuantizedFolder.of(SafetensorsFolder(folder, "packed", {"quantization_config": keys}))
+        place = "quantization" if name == "mlx" else "quantization_config"
+        source = QuantizedFolder.of(SafetensorsFolder(folder, "packed", {place: keys}))
         if source is None:
             return "floats"
         for each in source.tensors().values():
@@ -163,6 +168,7 @@ def packed(rng: random.Random, folder: Path) -> str:
                 each.read(columns, columns, "m")
                 arrays = each.quantized(0, rows, "m")
                 assert arrays["q"].shape == (rows, columns) and np.isfinite(arrays["scale"]).all(), arrays
+                assert np.isfinite(arrays.get("offset", 0)).all(), arrays
     except EdgeqError as error:
         return refused(error)
     return "read"

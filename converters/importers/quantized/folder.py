@@ -11,13 +11,16 @@ from edgeq.converters.checkpoint.source import StoredTensor
 from edgeq.converters.importers.quantized.awq import awq_weights
 from edgeq.converters.importers.quantized.compressed import compressed_weights
 from edgeq.converters.importers.quantized.gptq import gptq_weights
+from edgeq.converters.importers.quantized.mlx import mlx_weights
 from edgeq.converters.importers.quantized.packed_tensor import PackedTensor, PackedWeights, Shards
 from edgeq.converters.importers.quantized.settings import QuantizationSettings
 from edgeq.converters.importers.safetensors_folder import SafetensorsFolder
 from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.format.safetensors import read_json
 
-KEYS = ("quantization_config", "compression_config")
+MLX_KEY = "quantization"
+"""MLX's key of config.json; MLX repeats it as quantization_config, where it names no method."""
+KEYS = ("quantization_config", "compression_config", MLX_KEY)
 """Keys of config.json that say how weights are quantized."""
 FILES = ("quantize_config.json", "quant_config.json")
 """Files that older writers put it into: of GPTQ, of AWQ."""
@@ -25,9 +28,10 @@ FORMATS: dict[str, Callable[[Shards, QuantizationSettings], PackedWeights]] = {
     "awq": awq_weights,
     "gptq": gptq_weights,
     "compressed-tensors": compressed_weights,
+    "mlx": mlx_weights,
 }
 """Format as configurations name it -> what reads it."""
-LONE = (".scales", ".qzeros", ".g_idx", ".weight_scale")
+LONE = (".scales", ".biases", ".qzeros", ".g_idx", ".weight_scale")
 """Ends of the names of tensors that mean nothing without integers."""
 
 
@@ -122,9 +126,13 @@ def _settings(folder: SafetensorsFolder) -> QuantizationSettings | None:
     """What says how the weights of a folder are quantized: in config.json, or a file of its own."""
     nested = folder.config.get("text_config")
     for place, config in (("", folder.config), ("text_config: ", nested if isinstance(nested, dict) else {})):
-        for key in KEYS:
-            if isinstance(found := config.get(key), dict):
-                return QuantizationSettings(found, f"config.json: {place}{key}")
+        found = {key: value for key in KEYS if isinstance(value := config.get(key), dict)}
+        mlx, named = found.get(MLX_KEY, {}), any(each.get("quant_method") for each in found.values())
+        if {"bits", "group_size"} <= set(mlx) and not named:
+            return QuantizationSettings({"quant_method": "mlx", **mlx}, f"config.json: {place}{MLX_KEY}")
+        if found:
+            key, first = next(iter(found.items()))
+            return QuantizationSettings(first, f"config.json: {place}{key}")
     for name in FILES:
         if (path := folder.folder / name).exists():
             return QuantizationSettings({"quant_method": "awq" if "quant_" in name else "gptq", **read_json(path)}, name)

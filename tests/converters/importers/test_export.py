@@ -22,7 +22,7 @@ from edgeq.errors import InputError, UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.tools.cli.main import main
 from tests.converters.importers.packers import stream
-from tests.converters.importers.published import Record, awq, compressed, gptq, publish, record
+from tests.converters.importers.published import Record, awq, compressed, gptq, mlx, publish, record
 
 Checkpoint = Callable[..., Path]
 FAMILIES = ("llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm3")
@@ -154,6 +154,16 @@ def test_an_order_of_channels_is_refused(checkpoint: Checkpoint, tmp_path: Path)
     file = converted(published.folder, tmp_path / "a.edgeq")
     with pytest.raises(UnsupportedError, match="has a part that no other format has .input_order."):
         exported(file, tmp_path / "out")
+
+
+def test_offsets_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    published = publish(
+        checkpoint("llama_gqa"), tmp_path / "mlx", *mlx(), lambda name, shape, seed: record(shape, seed, offset=True)
+    )
+    file = converted(published.folder, tmp_path / "a.edgeq")
+    with pytest.raises(UnsupportedError, match=r"q_proj: i4 g32 offset has offsets or scales of scales"):
+        exported(file, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_one_of_q_k_and_v_in_another_codec_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
