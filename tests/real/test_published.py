@@ -1,0 +1,113 @@
+"""A published model as it is: what it answers, by whatever way it is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from edgeq.runtime import Batch, Model, Sampling
+from tests.real.conftest import Published, loaded
+from tests.runtime.answers.calling import WEATHER
+from tests.runtime.server.schemas import record
+from tests.runtime.server.serving import Served, serving
+
+pytestmark = pytest.mark.real
+
+ASKED = ["What is the capital of France?", "What is 2 + 2?", "What color is the sky?"]
+GREEDY = Sampling(temperature=0)
+CAPITAL = record(capital={"type": "string", "maxLength": 20}, country={"type": "string", "maxLength": 20})
+# What Hermes 2 Pro's template says, in short: SmolLM2's own has no tools.
+TOOLS = """{%- if tools %}<|im_start|>system
+You may call one or more functions. The functions are within <tools></tools>:
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools>
+For each function call return a json object within <tool_call></tool_call>:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+
+
+def said(question: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}]
+
+
+@pytest.fixture(scope="module")
+def model(smollm2: Published) -> Iterator[Model]:
+    with loaded(smollm2.path) as found:
+        yield found
+
+
+def test_it_answers(model: Model) -> None:
+    answers = [model.chat(said(question), max_tokens=24, sampling=GREEDY).text() for question in ASKED]
+    assert answers[0] == "The capital of France is Paris." and "4" in answers[1] and "blue" in answers[2]
+    assert " Paris" in model.generate("The capital of France is", max_tokens=8, sampling=GREEDY).text()
+
+
+def test_its_chat_template_is_used(model: Model) -> None:
+    """Written out: the template puts a system message before the question, and its markers are tokens."""
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    text = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    tokens = list(model.chat_prompt(said("Hi")).tokens)
+    assert tokens == model.text.encode(text) and tokens.count(1) == 3 and tokens.count(2) == 2
+
+
+def test_the_same_bits_however_it_is_run(model: Model, tmp_path: Path) -> None:
+    prompts = [model.chat_prompt(said(question)) for question in ASKED]
+    alone = [generated(model, prompt) for prompt in prompts]
+    together = sorted(Batch(model, 3, max_tokens=32, sampling=GREEDY, logprobs=0).run(prompts), key=lambda answer: answer.index)
+    assert [(answer.text, answer.logprobs) for answer in together] == alone
+    drafted = [model.generate(prompt, max_tokens=32, sampling=GREEDY, draft="lookup") for prompt in prompts]
+    assert [generation.text() for generation in drafted] == [text for text, _ in alone]
+    with model.session() as session, model.session() as again:
+        session.prefill(prompts[0])
+        session.save(tmp_path / "kept.session")
+        again.load(tmp_path / "kept.session")
+        assert generated(model, prompts[0], session=again) == alone[0]
+
+
+def generated(model: Model, prompt: Any, **options: Any) -> tuple[str, Any]:
+    generation = model.generate(prompt, max_tokens=32, sampling=GREEDY, logprobs=0, **options)
+    return generation.text(), generation.logprobs
+
+
+@pytest.fixture(scope="module")
+def served(smollm2: Published) -> Iterator[Served]:
+    with loaded(smollm2.path, chat_template=TOOLS) as found, serving(found, names=("smollm2",)) as server:
+        yield server
+
+
+def answered(served: Served, question: str, **options: Any) -> dict[str, Any]:
+    body = {"model": "smollm2", "messages": said(question), "temperature": 0, "max_tokens": 96, **options}
+    status, _, found = served.ask("/v1/chat/completions", body)
+    assert status == 200, found
+    message: dict[str, Any] = found["choices"][0]["message"]
+    return message
+
+
+def test_an_answer_is_json_and_true(served: Served) -> None:
+    held = {"type": "json_schema", "json_schema": {"name": "capital", "strict": True, "schema": CAPITAL}}
+    question = "Which city is the capital of France? Answer as JSON with the keys capital and country."
+    found = json.loads(answered(served, question, response_format=held)["content"])
+    jsonschema.validate(found, CAPITAL)
+    assert found["capital"] == "Paris"
+
+
+def test_a_tool_is_called_with_what_was_asked(served: Served) -> None:
+    question = "How will the weather in Lima be for the next 3 days?"
+    message = answered(served, question, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Lima", "days": 3}
