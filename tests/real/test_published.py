@@ -1,4 +1,4 @@
-"""A published model as it is: what it answers, by whatever way it is run."""
+"""Published models as they are: what is kept of them, what they compute, what they answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import jsonschema
+import numpy as np
 import pytest
 
 from edgeq.runtime import Batch, Model, Sampling
@@ -16,8 +18,18 @@ from tests.runtime.answers.calling import WEATHER
 from tests.runtime.server.schemas import record
 from tests.runtime.server.serving import Served, serving
 
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # noqa: E402
+
 pytestmark = pytest.mark.real
 
+TEXT = """The history of the steam engine begins in the first century. In 1712, Thomas Newcomen built the first engine that
+paid, and James Watt improved it:
+
+def power(pressure, area):
+    return pressure * area ** 2
+"""
 ASKED = ["What is the capital of France?", "What is 2 + 2?", "What color is the sky?"]
 GREEDY = Sampling(temperature=0)
 CAPITAL = record(capital={"type": "string", "maxLength": 20}, country={"type": "string", "maxLength": 20})
@@ -42,6 +54,41 @@ For each function call return a json object within <tool_call></tool_call>:
 
 def said(question: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}]
+
+
+def reference(path: Path) -> Any:
+    """transformers' model with the weights that its own reader takes from the file."""
+    torch.set_num_threads(1)
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected
+    model.tie_weights()
+    return model.eval()
+
+
+def test_a_published_file_means_the_same_here(published: Published) -> None:
+    """Weights one by one, and logits of a text, against transformers' reader and model."""
+    model = reference(published.gguf)
+    rounded = {tensor.tensor_type.name for tensor in gguf.GGUFReader(published.gguf).tensors if "_K" in tensor.tensor_type.name}
+    values, same = model.state_dict(), 0
+    for name, found in published.stored.items():
+        expected = values[name].numpy()
+        # Scales and minima of K-quants are rounded to f16.
+        room = np.abs(expected).max(axis=-1, keepdims=True) * 2**-9 if rounded else 0
+        assert (np.abs(found - expected) <= room).all(), name
+        same += np.array_equal(found, expected)
+    assert same > len(published.stored) / 2
+    with loaded(published.path) as runs:
+        tokens = runs.text.encode(TEXT)
+        found = np.concatenate([np.reshape(rows, (-1, runs.config.vocab_size)) for rows in runs.session().all_logits(tokens)])
+    with torch.inference_mode():
+        expected_logits = model(torch.tensor([tokens])).logits[0].double()
+    wanted, got = torch.log_softmax(expected_logits, -1), torch.log_softmax(torch.from_numpy(found).double(), -1)
+    divergence = (wanted.exp() * (wanted - got)).sum(-1).mean().item()
+    assert divergence <= 1e-5
+    assert torch.equal(wanted.argmax(-1), got.argmax(-1))
 
 
 @pytest.fixture(scope="module")
