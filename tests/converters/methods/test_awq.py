@@ -186,7 +186,9 @@ def test_clipping_lowers_the_error_of_every_group_or_leaves_it(symmetric: bool) 
 
 def test_queries_and_keys_are_scaled_but_never_clipped(checkpoint: Callable[..., Path]) -> None:
     described, config, layer, run = first_layer(checkpoint("llama_gqa"))
-    original = {part: layer.get_submodule(path).weight.data.clone() for part, path in LINEARS.items()}
+    original = {
+        part: layer.get_submodule(path).weight.data.clone() for part, path in LINEARS.items() if part in ("q", "k", "v")
+    }
     scale = search_scale(run, layer, described.awq_mappings(config)[0], lambda path: CODEC)
     awq(run, layer, described.awq_mappings(config), lambda columns: CODEC)
     assert torch.equal(layer.self_attn.q_proj.weight, original["q"] * scale)
@@ -210,8 +212,8 @@ def test_a_layer_prepared_by_awq_loses_less_of_its_output_than_plain_rounding(
                 awq(run, layer, described.awq_mappings(config), lambda columns, codec=codec: codec)
             else:
                 run.finish()
-            for path in LINEARS.values():
-                linear = layer.get_submodule(path)
+            for part in ("q", "k", "v", "o", "gate", "up", "down"):
+                linear = layer.get_submodule(LINEARS[part])
                 linear.weight.data = fake(linear.weight.data, codec)
             now = layer(before, **blocks.attention_arguments(0))
             errors.append(float((now - blocks.hidden).square().mean()))

@@ -83,7 +83,7 @@ def logits_of(path: Path, target: str, rows: int = 256, spread: float = 1.0) -> 
 
 def exact(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[ModelFile, ModelFile]:
     """The file without a method, and the one with every transformation and no rounding."""
-    monkeypatch.setattr(methods, "METHODS", {"mquant": ExactDecoder})
+    monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "mquant": ExactDecoder})
     monkeypatch.setattr(preflight, "TOWERS", {"mquant": ExactTower})
     folder.mkdir()
     plain = convert(str(source), folder / "plain.edgeq", ConvertOptions(method="none", dtype="f32"), lambda *_: None)

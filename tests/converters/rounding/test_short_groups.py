@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.methods.awq import clip_limits
-from edgeq.converters.rounding import linears
+from edgeq.converters.rounding import quantizer
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe
 from edgeq.converters.rounding.presets import ABSMAX_SEARCH, MIN_MAX, MIN_MAX_ZERO_WEIGHED, Preset, fitting_group_size
@@ -197,7 +197,7 @@ def test_a_file_of_odd_widths_has_the_codes_of_its_groups_and_the_logits_of_its_
             assert_same(found, group_by_group(weight.numpy(), codec, preset))
         return found
 
-    monkeypatch.setattr(linears, "quantize", checking)
+    monkeypatch.setattr(quantizer, "quantize", checking)
     folder = checkpoint("llama_gqa", num_key_value_heads=4, **sizes)
     calibrated = options["method"] not in ("rtn", "ttq", "quarot") or options.get("gptq")
     chosen = {"group_size": group_size, "head": 8, **options} | ({"calibration": text} if calibrated else {})

@@ -23,7 +23,12 @@ TINY = ROOT / "models" / "tiny-llama"
 
 
 def test_every_option_of_a_conversion_is_a_keyword() -> None:
-    known = {field.name for field in fields(ConvertOptions)} - {"activation_bits", "kv_bits", "vision_activation_bits"}
+    known = {field.name for field in fields(ConvertOptions)} - {
+        "activation_bits",
+        "kv_bits",
+        "vision_activation_bits",
+        "open_method",
+    }
     keywords = {name for name, value in inspect.signature(convert).parameters.items() if value.kind is value.KEYWORD_ONLY}
     assert keywords == known | {"on_progress", "on_layer", "warn"}
     assert edgeq.convert is convert

@@ -120,7 +120,9 @@ def test_every_kind_of_rope_and_of_mlp_is_named() -> None:
 def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_others() -> None:
     shared = replace(EXPERTS, shared_expert_intermediate_size=48)
     found: set[str] = set()
-    for each in (PLAIN, replace(PLAIN, tie_word_embeddings=False), GEMMA, replace(GEMMA, layer_norm=True), OPT, shared):
+    convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
+    untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
+    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions):
         names = {"head", *manifest.array_shapes(each), *manifest.rotation_shapes(each, 0)}
         for fused, parts in manifest.fused_shapes(each, 0):
             names |= {fused, *parts}
