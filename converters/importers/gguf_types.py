@@ -66,7 +66,7 @@ def one_level(q: AnyArray, scale: ArrayF16, offset: ArrayF16 | None = None) -> S
 
 
 def two_levels(
-    q: AnyArray, d: ArrayF16, scales: AnyArray, dmin: ArrayF16 | None = None, mins: ArrayU8 | None = None
+    q: AnyArray, d: ArrayF16, scales: AnyArray, dmin: ArrayF16 | None = None, mins: AnyArray | None = None
 ) -> StoredArrays:
     """q [rows, ...], factors d and dmin [rows, blocks], integers [rows, blocks, groups of a block].
 
