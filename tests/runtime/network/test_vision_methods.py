@@ -57,8 +57,8 @@ def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, 
         other = model.session().prefill(asked(model, "white"))
         # What follows a picture sees little of it through short windows.
         assert like(other, wanted) < (0.99 if model.config.sliding_windows else 0.8)
-    # mquant needs calibration pictures, and has tests of its own.
-    for method in sorted(set(METHODS) - {"none", "mquant"}):
+    # mquant needs calibration pictures, and has tests of its own; as-stored rounds nothing of a checkpoint in floats.
+    for method in sorted(set(METHODS) - {"none", "mquant", "as-stored"}):
         path = tmp_path / f"{method}.edgeq"
         calibrated = {} if method in ("rtn", "ttq", "quarot") else FEW
         file = convert(str(source(name)), path, ConvertOptions(method=method, **calibrated), lambda *_: None)
