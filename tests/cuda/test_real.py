@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -82,25 +81,6 @@ def test_what_sanitizers_run_is_there_and_has_every_kind_of_kernel(tmp_path: Pat
     assert status == 0, ran.stdout
     assert set(tests) >= sanitized.TESTS and len(sanitized.TESTS) <= 30
     assert {variant.kernel for variant in asked.every()} == set(kinds)
-
-
-@pytest.mark.parametrize("sm", [80, 87, 89, 90, 120])
-def test_the_same_tests_pass_on_every_kind_of_gpu(sm: int, tmp_path: Path) -> None:
-    """Those that sanitizers run, with an nvidia-smi; all of them are run by `make test-gpu-imitated`.  In one context."""
-    variants = asked.every()
-    made, pack = imitated.kernels(variants, tmp_path / "made"), tmp_path / "pack"
-    pack.write_bytes(imitated.pack(variants))
-    path = f"{imitated.nvidia_smi(tmp_path / 'bin')}:{os.environ['PATH']}"
-    told = tmp_path / "contexts"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PATH", path)
-        ran = imitated.run(
-            *("-c", imitated.BARE, "-q", "--gpu", "--pack", pack, "-m", "sanitize", HERE),
-            *("-k", "not every_kind_of_method"),
-            cache=tmp_path / "cache", kernels=made, sm=sm, contexts=told,
-        )  # fmt: skip
-    assert ran.returncode == 0 and "passed" in ran.stdout and "skipped" not in ran.stdout, ran.stdout
-    assert len(told.read_text().splitlines()) == 1
 
 
 def test_without_a_gpu_or_a_pack_for_it_one_line_says_so(tmp_path: Path) -> None:
