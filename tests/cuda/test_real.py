@@ -39,8 +39,11 @@ def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Pa
     variants = sorted(set().union(*map(asked.listed, TESTS)), key=lambda variant: variant.symbol)
     made = imitated.kernels(variants, tmp_path / "made")
     kernels.main(["sm_87"], variants, tmp_path / "whole")
-    ran = run(TESTS, tmp_path / "whole", made, tmp_path / "cache")
+    contexts = tmp_path / "contexts"
+    ran = run(TESTS, tmp_path / "whole", made, tmp_path / "cache", contexts=contexts)
     assert ran.returncode == 0 and "passed" in ran.stdout and "skipped" not in ran.stdout, ran.stdout
+    # A context takes tenths of a second on a GPU, and there are thousands of launches.
+    assert len(contexts.read_text().splitlines()) == 1
     kernels.main(["sm_87"], variants[:-1], tmp_path / "less")
     (tests,) = (name for name in TESTS if variants[-1] in asked.listed(name))
     ran = run([tests], tmp_path / "less", made, tmp_path / "cache")
