@@ -63,8 +63,8 @@ def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, 
         calibrated = {} if method in ("rtn", "ttq", "quarot") else FEW
         file = convert(str(source(name)), path, ConvertOptions(method=method, **calibrated), lambda *_: None)
         assert file.metadata.vision_mode == "a8"
-        # Activations and keys of 4 bits turn the last bits of a sum into steps, and these bits differ between instruction sets: 0.90
-        # with AVX-512, 0.83 where a tower's attention is in bf16 (AMX), 0.80 with AVX2, 0.82 by the reference.
+        # Activations and keys of 4 bits turn the last bits of a sum into steps, and these bits differ between instruction sets:
+        # 0.90 with AVX-512, 0.83 where a tower's attention is in bf16 (AMX), 0.80 with AVX2, 0.82 by the reference.
         least = 0.75 if method in ("quarot", "resq") else 0.88
         assert like(logits(path), wanted) > least, method
         with Model.load(path, context=256, threads=1) as model:
