@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from gguf import GGMLQuantizationType as Type
 
+from edgeq.converters.importers import gguf_source
 from edgeq.format.codec import dequantize
 from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
@@ -22,6 +25,7 @@ from edgeq.tools.lab.peers import contest, for_edgeq, for_llama_cpp, peer, table
 from edgeq.tools.lab.peers.__main__ import configuration, main
 from edgeq.tools.lab.peers.contest import Contest, Entry, PeerError, process
 from edgeq.tools.lab.peers.peer import Stored, Times, Variant
+from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
 
 CONFIG = configuration("tiny")
 
@@ -50,6 +54,42 @@ def test_edgeq_alone_gives_valid_json_and_keeps_its_model(tmp_path: Path) -> Non
     again = Contest(CONFIG, tmp_path, sys.executable, 8, 4, lambda *_: None)
     assert again.build(again.find(["edgeq-a8-g128-h8"])) and again.folder(peer.variants()["edgeq-a8-g128-h8"]) == folder
     assert (folder / "model.edgeq").stat().st_mtime_ns == before
+
+
+@pytest.mark.exhaustive
+def test_a_published_file_is_run_as_it_is(
+    tmp_path: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "m.gguf"
+    write_gguf(checkpoint("llama_gqa"), model, in_type(Type.Q4_0))
+    numbers = ["-p", "8", "-n", "4", "-r", "1", "-t", "1"]
+    result = CliRunner().invoke(main, ["--model", str(model), *numbers, "--work", str(tmp_path / "work"), "--json"])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["model"] == "m.gguf" and set(found["left_out"]) <= {"llama.cpp"}
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {"edgeq-as-published-a8", "edgeq-as-published-a16"} <= rows.keys()
+    # Blocks of 32 weights of 4 bits with an f16 scale; output channels are filled up to a block of the kernels.
+    assert all(4.5 <= row["weight_bits"] < 8 and row["tokens"] == 5 for row in rows.values())
+    # llama.cpp reads as many bytes of this type.
+    (tmp_path / "theirs").mkdir()
+    theirs, ours = for_llama_cpp.take(model, tmp_path / "theirs"), rows["edgeq-as-published-a8"]["bytes_per_token"]
+    assert theirs.weights + theirs.head == pytest.approx(ours, rel=0.1)
+    assert (tmp_path / "theirs" / for_llama_cpp.NAME).samefile(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "README.md"], "not a GGUF file"),
+        (["--model", "README.md", "--shape", "tiny"], "leave out --shape"),
+    ],
+)
+def test_what_is_no_published_file_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code != 0 and message in result.output
 
 
 def test_a_peer_that_is_not_installed_is_left_out_with_the_reason(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ import click
 
 from edgeq import targets
 from edgeq.errors import InputError
+from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.network.rope import Rope
 from edgeq.system import machine
 from edgeq.tools.cli.entry import Command
-from edgeq.tools.cli.params import PixelSize, Several
+from edgeq.tools.cli.params import PixelSize, Several, is_gguf
 from edgeq.tools.cli.terminal import note, progress
+from edgeq.tools.commands.from_gguf import converted
 from edgeq.tools.lab.make_checkpoint import SHAPES
 from edgeq.tools.lab.peers import pictures
 from edgeq.tools.lab.peers.contest import Contest, Entry, PeerError, process
@@ -90,7 +92,7 @@ def configuration(shape: str) -> ModelConfig:
     )
 
 
-def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroundings, versions: dict[str, str]) -> str:
+def header(model: str, prompt: int, steps: int, repetitions: int, where: Surroundings, versions: dict[str, str]) -> str:
     """The lines above the tables: model, machine and versions."""
     cache = f", {where.last_level_cache / 1e6:.0f} MB last-level cache" if where.last_level_cache else ""
     limits = "; ".join(
@@ -104,7 +106,7 @@ def header(shape: str, prompt: int, steps: int, repetitions: int, where: Surroun
     loads = " to ".join("/".join(f"{x:.1f}" for x in load) for load in (where.load_before, where.load_after))
     return "\n".join(
         [
-            f"{shape}, random weights, prompt {prompt}, {steps} tokens decoded after it, {repetitions} rounds",
+            f"{model}, prompt {prompt}, {steps} tokens decoded after it, {repetitions} rounds",
             f"{where.processor}, {where.cores} cores{cache}; {limits or 'nothing measured'}; load average {loads}",
             *(gpu_line if where.gpu else ()),
             ", ".join(f"{peer} {version}" for peer, version in versions.items()),
@@ -127,9 +129,14 @@ def numbers(value: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def chosen(only: str | None, target: str) -> list[str]:
-    """Names of variants on `target` that begin with one of the names in `only`.  InputError: there is none."""
-    names = [name for name, variant in variants().items() if variant.target == target]
+def chosen(only: str | None, target: str, published: bool) -> list[str]:
+    """Names of variants on `target`, of a published model or of the random one, that begin with one of the names in `only`.
+
+    InputError: there is none.
+    """
+    names = [name for name, variant in variants().items() if (variant.target, variant.published) == (target, published)]
+    if not names:
+        raise InputError(f"--model: no competitor runs a published file on {target}; choose --target cpu")
     if only is None:
         return names
     wanted = [name for name in names if any(name.startswith(part) for part in only.split(",") if part)]
@@ -184,6 +191,13 @@ def see(
     help="Shape of the model.  [default: llama-3.2-1b; with --image qwen2-vl-2b]",
 )
 @click.option(
+    "--model",
+    "model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE.gguf",
+    help="A published GGUF file that edgeq and llama.cpp run as it is, instead of a random model.",
+)
+@click.option(
     "--image",
     "images",
     type=Several(PixelSize()),
@@ -217,6 +231,7 @@ def see(
 def main(
     *,
     shape: str | None,
+    model: Path | None,
     images: tuple[tuple[int, int], ...] | None,
     layers: int | None,
     target: str,
@@ -229,7 +244,11 @@ def main(
     work: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure edgeq and the other runtimes that are installed, alternating, on the same random model."""
+    """Measure edgeq and the other runtimes that are installed, alternating, on the same random or published model."""
+    if model and (shape or images or layers):
+        raise InputError("--model: leave out --shape, --image and --layers; the file has a shape of its own")
+    if model and not is_gguf(model):
+        raise InputError(f"--model {model}: not a GGUF file, which is what edgeq and llama.cpp both read")
     if images:
         if as_json:
             raise InputError("--json is not there with --image; leave it out")
@@ -242,10 +261,11 @@ def main(
     try:
         # On a GPU the threads of the host only launch.
         counts = numbers(threads or str(machine.cpu().cores)) if target == "cpu" else [1]
-        config, names = configuration(shape), chosen(only, target)
+        names = chosen(only, target, published=model is not None)
+        config = ModelFile.open(converted(model)).metadata.config if model else configuration(shape)
         folder = (work or machine.cache_folder() / "peers").resolve()
         with progress() as report:
-            contest = Contest(config, folder, peer_python, prompt, tokens, report)
+            contest = Contest(config, folder, peer_python, prompt, tokens, report, model.resolve() if model else None)
             found = contest.find(names)
             sizes = contest.build(found)
             before, entries = os.getloadavg(), list[Entry]()
@@ -265,12 +285,13 @@ def main(
     gpu_facts = gpu.only() if target == "cuda" else {}
     where = Surroundings(cpu.name, cpu.cores, cache, bandwidth, peak, gpu_facts, before, os.getloadavg())
     lines = rows(config, entries, prompt, {n: read.median for n, read in bandwidth.items()}, cache)
+    about_model = model.name if model else f"{shape}, random weights"
     if as_json:
-        settings = {"shape": shape, "prompt": prompt, "tokens": tokens, "repetitions": repetitions}
+        settings = {"model": about_model, "prompt": prompt, "tokens": tokens, "repetitions": repetitions}
         about = {**settings, "machine": asdict(where), "versions": contest.versions, "left_out": contest.left_out}
         click.echo(json.dumps({**about, "rows": [asdict(line) for line in lines]}, indent=1))
     else:
-        click.echo(text(header(shape, prompt, tokens, repetitions, where, contest.versions), lines, contest.left_out))
+        click.echo(text(header(about_model, prompt, tokens, repetitions, where, contest.versions), lines, contest.left_out))
     note(f"models are kept in {folder}")
 
 

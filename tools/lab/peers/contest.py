@@ -153,7 +153,7 @@ class Entry:
 class Contest:
     """One run of the tool.
 
-    pythons     interpreter of each peer
+    model       a published GGUF file that all run as it is; None: the random model of `config`
     versions    of the peers that are there; `left_out` has the reason of each peer or variant that is not
     """
 
@@ -163,6 +163,7 @@ class Contest:
     prompt: int
     steps: int
     report: Report
+    model: Path | None = None
     versions: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -194,8 +195,12 @@ class Contest:
 
     def folder(self, variant: Variant) -> Path:
         """The folder of a model: its name depends on the model, the version of the peer and the code that builds it."""
-        code = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in ("weights", PEERS[variant.peer])]
-        key = hashlib.blake2b(b"\0".join([*code, self.config.to_json().encode(), self.versions[variant.peer].encode()]))
+        parts = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in ("weights", PEERS[variant.peer])]
+        parts += [self.config.to_json().encode(), self.versions[variant.peer].encode()]
+        if self.model is not None:
+            status = self.model.stat()
+            parts.append(f"{self.model} {status.st_size} {status.st_mtime_ns}".encode())
+        key = hashlib.blake2b(b"\0".join(parts))
         return self.work / f"{variant.file}-{key.hexdigest()[:12]}"
 
     def _built(self, variant: Variant, folder: Path) -> Stored:
@@ -205,7 +210,10 @@ class Contest:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             with process(self.python(variant.peer)) as worker:
-                stored = worker.ask(do="build", variant=variant.name, config=self.config.to_json(), folder=str(partial))
+                if self.model is not None:
+                    stored = worker.ask(do="take", peer=variant.peer, model=str(self.model), folder=str(partial))
+                else:
+                    stored = worker.ask(do="build", variant=variant.name, config=self.config.to_json(), folder=str(partial))
             (partial / sizes.name).write_text(json.dumps(stored), encoding="utf-8")
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)

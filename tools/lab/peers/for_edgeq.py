@@ -36,6 +36,8 @@ VARIANTS = (
     _variant(32, 8, "a8"),
     _variant(32, 6, "a8"),
     _variant(32, 4, "a8"),
+    Variant("edgeq-as-published-a8", "edgeq", "edgeq-as-published", 0, 0, "a8", published=True),
+    Variant("edgeq-as-published-a16", "edgeq", "edgeq-as-published", 0, 0, "a16", published=True),
     _on_gpu(128, 8, "a16"),
     _on_gpu(128, 8, "a8"),
     _on_gpu(128, 4, "a16"),
@@ -76,6 +78,13 @@ def build(config: ModelConfig, variant: Variant, folder: Path) -> Stored:
     blobs = {"tokenizer.json": writer.append([_tokenizer()])}
     file = writer.finish(Metadata(config, generation, {"source": "random weights"}, "a16", linears, arrays, blobs))
     sizes = file.metadata.bytes_per_token()
+    return Stored(sizes["weights"], sizes["head"])
+
+
+def take(model: Path, folder: Path) -> Stored:
+    path = import_module("edgeq.tools.commands.from_gguf").converted(model)
+    (folder / NAME).symlink_to(path)
+    sizes = import_module("edgeq.format.container").ModelFile.open(path).metadata.bytes_per_token()
     return Stored(sizes["weights"], sizes["head"])
 
 

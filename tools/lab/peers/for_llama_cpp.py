@@ -22,6 +22,7 @@ from edgeq.tools.lab.peers.weights import head_slabs, head_step, matrix, step
 VARIANTS = (
     Variant("llama.cpp-q4_0-h6", "llama.cpp", "llama.cpp-q4_0-h6", 32, 6, "flash attention"),
     Variant("llama.cpp-q4_0-h8", "llama.cpp", "llama.cpp-q4_0-h8", 32, 8, "flash attention"),
+    Variant("llama.cpp-as-published", "llama.cpp", "llama.cpp-as-published", 0, 0, "flash attention", published=True),
     Variant("llama.cpp-cuda-q4_0-h6", "llama.cpp", "llama.cpp-q4_0-h6", 32, 6, "flash attention", "cuda"),
     Variant("llama.cpp-cuda-q4_0-h8", "llama.cpp", "llama.cpp-q4_0-h8", 32, 8, "flash attention", "cuda"),
 )
@@ -128,6 +129,13 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, NDArray[Any], bool]]:
                 q = interleaved(q, heads[part]) if part in heads else q
                 yield f"blk.{layer}.{PARTS[part]}.weight", q4_0(q, step(columns)), True
     yield "output_norm.weight", gain, False
+
+
+def take(model: Path, folder: Path) -> Stored:
+    (folder / NAME).symlink_to(model)
+    size = {tensor.name: int(tensor.n_bytes) for tensor in import_module("gguf").GGUFReader(str(model)).tensors}
+    head = size.get("output.weight", size["token_embd.weight"])
+    return Stored(sum(n for name, n in size.items() if name.startswith("blk.")), head)
 
 
 def load(config: ModelConfig, variant: Variant, folder: Path, threads: int, context: int) -> LlamaCpp:

@@ -30,6 +30,7 @@ class Variant:
     head_bits  of the head without scales: only variants with the same number are compared
     mode       type of activations, or another setting of the peer
     target     what it runs on: only variants of one target run beside each other
+    published  runs a model file that was published, as it is, instead of the random model; `group` and `head_bits` are 0
     """
 
     name: str
@@ -39,6 +40,7 @@ class Variant:
     head_bits: int
     mode: str
     target: str = "cpu"
+    published: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,12 @@ class Peer(Protocol):
         """Write the random model into the empty `folder`."""
         ...
 
+    def take(self, model: Path, folder: Path) -> Stored:
+        """Put a published GGUF file into the empty `folder` as this peer loads it; of a peer with a published variant."""
+        ...
+
     def load(self, config: ModelConfig, variant: Variant, folder: Path, threads: int, context: int) -> Runner:
-        """Load what `build` wrote."""
+        """Load what `build` or `take` wrote."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 {"do": "version", "peer": NAME}
 {"do": "build", "variant": NAME, "config": JSON, "folder": PATH}
+{"do": "take", "peer": NAME, "model": PATH, "folder": PATH}
 {"do": "load", "variant": NAME, "config": JSON, "folder": PATH, "threads": N, "context": N}
 {"do": "run", "prompt": [TOKEN ...], "steps": N}
 
@@ -44,6 +45,8 @@ class Worker:
             return self._of_pictures(do, request)
         if do == "version":
             return module(request["peer"]).version()
+        if do == "take":
+            return asdict(module(request["peer"]).take(Path(request["model"]), Path(request["folder"])))
         if do == "run":
             assert self._runner is not None
             return asdict(self._runner.run(request["prompt"], request["steps"]))
