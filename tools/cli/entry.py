@@ -21,7 +21,8 @@ from edgeq.tools.cli.help_sections import Examples, SectionedCommand
 
 MAX_MESSAGE_CHARACTERS = 1000
 EXTRAS = {
-    "convert": {"torch", "transformers", "safetensors", "huggingface_hub"},
+    "convert": {"torch", "transformers", "safetensors"},
+    "hub": {"huggingface_hub", "tqdm"},
     "server": {"starlette", "uvicorn", "h11", "msgspec", "prometheus_client", "anyio"},
     "ray": {"ray"},
 }

@@ -32,6 +32,7 @@ from edgeq.tools.cli.options import (
 )
 from edgeq.tools.cli.params import EdgeqFile, OneOf, Several, Threads
 from edgeq.tools.cli.serve_options import SERVE_OPTIONS
+from edgeq.tools.hub import options as hub_options
 from edgeq.tools.profile.options import FIT_OPTIONS, PROFILE_OPTIONS
 
 
@@ -73,7 +74,7 @@ def convert(
     vision_bits: dict[str, int] | None,
     **options: Any,
 ) -> None:
-    """Make an .edgeq file of SRC, a Hugging Face folder or hub id.
+    """Make an .edgeq file of SRC: a Hugging Face folder or hub id, a GGUF file, or hf:ORG/REPO:QUANT for one of the hub.
 
     If it was interrupted, the same command continues where it stopped.  Private models of the hub are read with the token of
     `hf auth login` or HF_TOKEN.
@@ -83,6 +84,11 @@ def convert(
     from edgeq.tools.commands.convert import convert as command
 
     command(source, None if dry_run else output, target, as_json, options | (bits or {}) | (vision_bits or {}))
+
+
+main.add_command(hub_options.pull)
+main.add_command(hub_options.show)
+main.add_command(hub_options.remove)
 
 
 @main.command(

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from edgeq.errors import InputError
+from edgeq.tools.hub.names import is_hub_name
 
 MAX_NUMBER = 1 << 24
 MAX_EDGE = 10_000
@@ -199,15 +200,20 @@ class Several(click.ParamType):  # type: ignore[type-arg]
 
 
 class EdgeqFile(click.Path):
-    """The path of an .edgeq file, or that of a GGUF file, which is converted into the cache.
+    """The path of an .edgeq file, or that of a GGUF file, which is converted into the cache, or the name of either on the hub.
 
-    InputError: it is something else that people have models in; the message has the command that converts it.
+    InputError: it is something else that people have models in; the message has the command that converts it.  Errors
+    of names of the hub: as edgeq.tools.hub.fetch.model_file.
     """
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if is_hub_name(str(value)):
+            from edgeq.tools.hub.fetch import model_file
+
+            value = model_file(str(value))
         path = Path(value)
         convert_first = f"convert it first: {conversion(path)}"
         if os.path.isdir(path):
@@ -215,7 +221,8 @@ class EdgeqFile(click.Path):
                 raise InputError(f"{path}: the folder of a checkpoint, not an .edgeq file; {convert_first}")
             raise InputError(f"{path}: a folder; give the path of an .edgeq file")
         if not os.path.exists(path) and is_hub_id(path):
-            raise InputError(f"{path}: no such file; if it is a model on the Hugging Face hub, {convert_first}")
+            hub = f"if it is a model on the Hugging Face hub, give hf:{path}, or {convert_first}"
+            raise InputError(f"{path}: no such file; {hub}")
         if is_gguf(path):
             from edgeq.tools.commands.from_gguf import converted
 

@@ -16,10 +16,13 @@ from typing import Any
 import click
 import numpy as np
 
+from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.errors import InputError
 from edgeq.format.container import ModelFile
 from edgeq.runtime.network.embedding import check_continues
 from edgeq.tools.cli.terminal import Report, progress
+from edgeq.tools.hub.fetch import checkpoint_source
+from edgeq.tools.hub.names import is_hub_name
 from edgeq.tools.measure.report import in_columns
 from edgeq.tools.measure.statistics import Array, paired_difference, percentile
 from edgeq.tools.quality import corpus
@@ -73,6 +76,8 @@ def compare(
             raise InputError(f"{embed[0]} embeds texts and others continue them; compare files of the same model")
         compare_vectors(models, against, text, window=window or WINDOW, limit=limit, as_json=as_json, options=options)
         return
+    if is_hub_name(against):
+        against = checkpoint_source(against, HubAccess())
     if against.endswith(".edgeq"):
         check_continues(ModelFile.open(Path(against)))
     files = [FileScorer(path, window, options) for path in models]

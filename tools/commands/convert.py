@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgeq.converters.budget.budget import WITHIN
 from edgeq.converters.budget.plan_file import check_place, write_plan, write_text
+from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.planning.method_options import check_method_options
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.output import check_output
@@ -22,6 +23,8 @@ from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
 from edgeq.system.devices import DeviceSpec, device, needed
 from edgeq.tools.cli.terminal import note, progress, write
 from edgeq.tools.commands.budget import decode_here, resolved
+from edgeq.tools.hub.fetch import checkpoint_source
+from edgeq.tools.hub.names import is_hub_name
 from edgeq.tools.measure.report import overall_bits
 from edgeq.tools.quality.chart import chart
 from edgeq.tools.quality.frontier import HERE, devices_shown, marks, rows, show
@@ -57,6 +60,8 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     for path in filter(None, (plot, save)):
         check_place(path)
     check_method_options(settings)
+    if is_hub_name(source):
+        source = checkpoint_source(source, HubAccess(settings.token, settings.revision, settings.offline))
     if output is not None:
         check_output(source, output)
     if settings.token:

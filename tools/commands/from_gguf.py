@@ -1,4 +1,7 @@
-"""GGUF files where a command takes an .edgeq file: converted once, as they are, into the cache folder."""
+"""GGUF files where a command takes an .edgeq file: converted once, as they are, into the cache folder.
+
+Each GGUF file, by its path, has a folder there with the conversion in it, and its path in a text file beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import hashlib
 import os
 import shlex
 import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgeq.errors import InputError
@@ -14,6 +19,8 @@ from edgeq.tools.cli.terminal import note, progress
 from edgeq.version import __version__
 
 FOLDER = "gguf"
+ORIGIN = "origin"
+MAX_PATH = 4096
 SAMPLED = 1 << 20
 """Bytes at the beginning of a file that count for whether it is the same: those of the header."""
 
@@ -26,7 +33,7 @@ def converted(path: Path) -> Path:
     from edgeq.converters.convert import carry_out, preflight
     from edgeq.converters.planning.options import ConvertOptions
 
-    own = cache_folder() / FOLDER / _digest(str(path.resolve()))
+    own = _own(path)
     output = own / _key(path) / f"{path.stem}.edgeq"
     if output.exists():
         return output
@@ -35,9 +42,10 @@ def converted(path: Path) -> Path:
     try:
         # Files of what this path was before, or what other code made of it.
         for old in own.iterdir() if own.is_dir() else ():
-            if old != output.parent:
+            if old.is_dir() and old != output.parent:
                 shutil.rmtree(old, ignore_errors=True)
         output.parent.mkdir(parents=True, exist_ok=True)
+        (own / ORIGIN).write_bytes(os.fsencode(path.absolute()))
         with progress() as bar:
             plan = preflight(str(path), ConvertOptions(method="as-stored"))
             note(f"{path}: converting it once, into {output} ({plan.output_bytes / 1e6:,.1f} MB)")
@@ -45,6 +53,48 @@ def converted(path: Path) -> Path:
     except OSError as error:
         raise InputError(f"{path}: cannot be converted into {output.parent}: {error.strerror or error}; {instead}") from None
     return output
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is kept of one GGUF file: `folder` has `size` bytes, `file` is the finished .edgeq file; None: it was not finished.
+
+    origin   the path of the GGUF file when it was converted
+    """
+
+    folder: Path
+    origin: Path
+    file: Path | None
+    size: int
+
+    def remove(self) -> None:
+        """Remove all of it; it is made again when the GGUF file is used."""
+        shutil.rmtree(self.folder)
+
+
+def conversions() -> list[Conversion]:
+    """All that are kept, in the order of their GGUF files."""
+    base, found = cache_folder() / FOLDER, list[Conversion]()
+    for own in base.iterdir() if base.is_dir() else ():
+        files = [path for path in own.rglob("*") if path.is_file() and path.name != ORIGIN]
+        if not files:
+            continue
+        finished = [path for path in files if path.suffix == ".edgeq"]
+        origin = own
+        with suppress(OSError), open(own / ORIGIN, "rb") as file:
+            origin = Path(os.fsdecode(file.read(MAX_PATH)))
+        found.append(Conversion(own, origin, next(iter(finished), None), sum(path.stat().st_size for path in files)))
+    return sorted(found, key=lambda each: each.origin)
+
+
+def conversion_of(path: Path) -> Conversion | None:
+    """What is kept of the GGUF file that is at `path`, or was; None: nothing."""
+    own = _own(path)
+    return next((each for each in conversions() if each.folder == own), None)
+
+
+def _own(path: Path) -> Path:
+    return cache_folder() / FOLDER / _digest(str(path.resolve()))
 
 
 def _key(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""A server on this machine that answers as the Hugging Face hub does, as far as snapshot_download asks."""
+"""A server on this machine that answers as the Hugging Face hub does, as far as fetching asks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WEIGHTS = (".safetensors", ".gguf", ".edgeq")
 
 
 @dataclass
 class Hub:
     """One repository, `owner/model`, with the files of `folder`.
 
+    Weights (WEIGHTS) are held as large files are: by their SHA-256, others by git's digest.
+
     cut      the first so many requests for weights end in the middle
     token    needed where it is not empty;  pause: seconds that a quarter of a file of weights takes
+    digests  what the hub says of a file instead of the truth, by its name
     asked    (method, path, Range) of every request
     """
 
@@ -30,11 +34,23 @@ class Hub:
     token: str = ""
     pause: float = 0.0
     url: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
 
     def environment(self, home: Path) -> dict[str, str]:
         """Variables under which huggingface_hub asks this server and has a cache of its own."""
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+def git_digest(path: Path) -> str:
+    """SHA-1 as git gives it to a file."""
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """By which the hub knows a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix in WEIGHTS else git_digest(path)
 
 
 @contextmanager
@@ -49,7 +65,9 @@ def served(hub: Hub) -> Iterator[Hub]:
             self.answer(body=False)
 
         def do_GET(self) -> None:
-            self.answer(body=True)
+            # A client that was killed.
+            with suppress(ConnectionError):
+                self.answer(body=True)
 
         def answer(self, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
@@ -63,7 +81,7 @@ def served(hub: Hub) -> Iterator[Hub]:
             if path.startswith("/api/"):
                 if path.rpartition("/revision/")[2] not in ("main", COMMIT, path):
                     return self.refuse(404, "RevisionNotFound")
-                siblings = [{"rfilename": p.name} for p in files()]
+                siblings = [sibling(p) if "blobs" in parse_qs(urlsplit(self.path).query) else name(p) for p in files()]
                 return self.send(json.dumps({"id": "owner/model", "sha": COMMIT, "siblings": siblings}).encode(), body)
             file = hub.folder / path.rpartition("/")[2]
             if not file.exists():
@@ -74,7 +92,7 @@ def served(hub: Hub) -> Iterator[Hub]:
             data = file.read_bytes()
             start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
             self.send_response(206 if start else 200)
-            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+            self.send_header("ETag", f'"{hub.digests.get(file.name) or digest(file)}"')
             self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(len(data) - start))
@@ -83,7 +101,7 @@ def served(hub: Hub) -> Iterator[Hub]:
             self.end_headers()
             if not body:
                 return
-            if file.suffix == ".safetensors" and hub.cut:
+            if file.suffix in WEIGHTS and hub.cut:
                 hub.cut -= 1
                 self.wfile.write(data[start : start + (len(data) - start) // 2])
                 self.wfile.flush()
@@ -94,7 +112,7 @@ def served(hub: Hub) -> Iterator[Hub]:
             for at in range(start, len(data), quarter):
                 self.wfile.write(data[at : at + quarter])
                 self.wfile.flush()
-                if file.suffix == ".safetensors":
+                if file.suffix in WEIGHTS:
                     threading.Event().wait(hub.pause)
 
         def send(self, data: bytes, body: bool) -> None:
@@ -115,9 +133,18 @@ def served(hub: Hub) -> Iterator[Hub]:
     def files() -> list[Path]:
         return sorted(hub.folder.iterdir())
 
+    def name(path: Path) -> dict[str, Any]:
+        return {"rfilename": path.name}
+
+    def sibling(path: Path) -> dict[str, Any]:
+        size, found = path.stat().st_size, hub.digests.get(path.name) or digest(path)
+        lfs = {"lfs": {"sha256": found, "size": size, "pointerSize": 134}} if path.suffix in WEIGHTS else {}
+        return {**name(path), "size": size, "blobId": git_digest(path), **lfs}
+
     def entry(path: Path) -> dict[str, Any]:
-        oid = hashlib.sha1(path.read_bytes()).hexdigest()
-        return {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": oid}
+        size, found = path.stat().st_size, hub.digests.get(path.name) or digest(path)
+        lfs = {"lfs": {"oid": found, "size": size, "pointerSize": 134}} if path.suffix in WEIGHTS else {}
+        return {"type": "file", "path": path.name, "size": size, "oid": git_digest(path), **lfs}
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
