@@ -153,6 +153,8 @@ class Method:
     def codec(self, columns: int) -> Codec:
         """The codec of a weight of a decoder layer, or of its block of `columns`."""
         assert self.options.bits is not None
+        if self.options.half:
+            return Codec("half", self.options.bits, self.group_size(columns))
         return Codec("int", self.options.bits, self.group_size(columns), bool(self.options.symmetric))
 
     def allocated(self, name: str) -> Codec | None:

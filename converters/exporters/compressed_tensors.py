@@ -88,9 +88,9 @@ def _scheme(name: str, weight: ExportedWeight) -> Scheme | None:
     codec = weight.codec
     if not codec.integer or name in TABLES:
         return None
-    if set(codec.parts(16, 32)) - {"q", "scale", "zero"}:
+    if codec.zero_kind == "half" or set(codec.parts(16, 32)) - {"q", "scale", "zero"}:
         raise UnsupportedError(
-            f"{name}: {codec.name} has offsets or scales of scales, and compressed-tensors integer zero points"
+            f"{name}: {codec.name} has offsets, half a step or scales of scales, and compressed-tensors integer zero points"
         )
     if codec.group_size not in GROUPS or (codec.group_size and weight.columns % codec.group_size):
         raise UnsupportedError(

@@ -51,7 +51,7 @@ class Tuned:
     def centered(self) -> list[Tensor]:
         """Integers less zero points, float32 [rows, groups, group size], of each span of groups of one size."""
         q, device = self.quantized, self.factors.device
-        zero = torch.full_like(self.factors, self.codec.center) if q.zero is None else q.zero.float().to(device)
+        zero = torch.full_like(self.factors, self.codec.constant_zero) if q.zero is None else q.zero.float().to(device)
         parts, at = split_groups(q.q.to(device).float(), self.codec), 0
         for part in parts:
             part.sub_(zero[:, at : at + part.shape[1], None])

@@ -23,6 +23,7 @@ _ROUNDED: dict[str, Any] = {
     "vision_activation_bits": None,
     "calibration": None,
 }
+_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None}
 _ALLOCATED: dict[str, Any] = {"budget": None, "allocation": None}
 _SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
 _ROTATED: dict[str, Any] = {
@@ -38,10 +39,10 @@ _ROTATED: dict[str, Any] = {
 }
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "none": {"dtype": None, "kv_bits": None},
-    "rtn": {**_ROUNDED, "activations": None, "allocation": None},
-    "awq": _ROUNDED,
-    "gptq": {**_ROUNDED, "act_order": False, "tune": None, **_ALLOCATED},
-    "awq+gptq": {**_ROUNDED, "act_order": False, "tune": None, **_ALLOCATED},
+    "rtn": {**_GRIDS, "activations": None, "allocation": None},
+    "awq": _GRIDS,
+    "gptq": {**_GRIDS, "act_order": False, "tune": None, **_ALLOCATED},
+    "awq+gptq": {**_GRIDS, "act_order": False, "tune": None, **_ALLOCATED},
     "smoothquant": {**_SMOOTHED, "activations": None},
     "smoothquant+gptq": {**_SMOOTHED, "act_order": False},
     "ttq": {**_ROUNDED, "group_size": 32, "rank": 16, "master": "i8"},
@@ -61,7 +62,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
 
 Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured, `calibration` none or the built-in text,
-`kv_bits` 16, no `budget` and no `allocation`.
+`kv_bits` 16, no `budget`, no `allocation` and no `half`.
 """
 WIDTHS = {"ttq": range(2, 6)}
 """Bits of weights that a method can store, where it is not all of them."""
@@ -86,6 +87,8 @@ def check_method_options(options: ConvertOptions) -> None:
             raise InputError(
                 f"{spelled(given[0])} is one codec for all parts, {spelled(name)} chooses one for each: give one of them"
             )
+    if options.half and options.symmetric is not None:
+        raise InputError("--half has neither zero points nor an integer for zero: give it or --sym/--asym")
     widths = WIDTHS.get(options.method, BITS)
     if options.bits is not None and options.bits not in widths:
         raise InputError(f"{options.bits} bits are not supported by {options.method}; choose {widths[0]} to {widths[-1]}")

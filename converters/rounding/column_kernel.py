@@ -12,14 +12,23 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from edgeq.format.codec import ZeroKind
 from edgeq.format.quantization import MIN_RANGE
 
+ASYMMETRIC, SYMMETRIC, HALF = range(3)
+"""Where the zero of a grid lies: at an integer that is searched, at 2^(bits - 1), or half a step below that."""
+FORMS: dict[ZeroKind, int] = {"integer": ASYMMETRIC, "symmetric": SYMMETRIC, "half": HALF}
 SHARES = 20
 """Shares of a group's range that are tried, from the whole one down; the smallest is MIN_SHARE."""
 MIN_SHARE = 0.6
+MIN_STEP = 0.55
+"""The smallest scale tried of a half grid, over that for a Gaussian with the mean square of the group."""
 _F32 = np.float32
 _STEP = _F32((1 - MIN_SHARE) / (SHARES - 1))
 _RANGE = _F32(MIN_RANGE)
+GAUSSIAN_STEPS = np.array([0, 0, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308], np.float32)
+"""Steps of the equally spaced levels that are nearest to a unit Gaussian, by bits (J. Max, Quantizing for Minimum Distortion,
+1960)."""
 
 
 @njit(nogil=True, cache=True)
@@ -35,19 +44,42 @@ def _to_f16(x: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _code(w: Any, scale: Any, zero: Any, top: Any) -> Any:
-    return min(max(_F32(np.rint(w / scale)) + zero, _F32(0)), top)
+    # `zero` may lie half way between two integers; what is rounded is the distance from the one after it.
+    after = _F32(math.ceil(zero))
+    return min(max(_F32(np.rint(w / scale - (after - zero))) + after, _F32(0)), top)
 
 
 @njit(nogil=True, cache=True)
-def _search(group: Any, costs: Any, top: Any, symmetric: Any, shares: Any) -> Any:
+def _least_share(group: Any, costs: Any, top: Any, largest: Any) -> Any:
+    """The smallest share of a half grid's range: few bits clip most of a range that single weights of many decide."""
+    square, cost = _F32(0), _F32(0)
+    for i in range(len(group)):
+        square += costs[i] * group[i] * group[i]
+        cost += costs[i]
+    if not (cost > 0 and largest > 0):
+        return _F32(MIN_SHARE)
+    bits = int(round(math.log2(top + _F32(1))))
+    step = _F32(math.sqrt(square / cost)) * GAUSSIAN_STEPS[bits] * _F32(MIN_STEP)
+    return min(step * top / (_F32(2) * largest), _F32(MIN_SHARE))
+
+
+@njit(nogil=True, cache=True)
+def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any) -> Any:
     """(scale, zero) of the share of the group's range with the least sum of costs * error^2."""
     low, high = _F32(0), _F32(0)
     for w in group:
         low, high = min(low, w), max(high, w)
+    least = _F32(MIN_SHARE)
+    if form == HALF:
+        least = _least_share(group, costs, top, max(-low, high))
     best, best_scale, best_zero = _F32(np.inf), _F32(np.nan), _F32(0)
     for step in range(shares):
         share = _F32(1) - _F32(step) * _STEP
-        if symmetric:
+        if form == HALF:
+            share = _F32(least ** (_F32(step) / _F32(shares - 1)))
+            scale = _to_f16(max(max(-low, high) * share, _RANGE) / (top / _F32(2)))
+            zero = top / _F32(2)
+        elif form == SYMMETRIC:
             scale = _to_f16(max(max(-low, high) * share, _RANGE) / (top / _F32(2)))
             zero = (top + _F32(1)) / _F32(2)
         else:
@@ -67,14 +99,15 @@ def search_grids(
     weight: NDArray[np.float32],
     costs: NDArray[np.float32],
     top: np.float32,
-    symmetric: bool,
+    form: int,
     shares: int,
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
 ) -> None:
-    """Fill scale and zero [rows] with the grid of each row of weight [rows, columns], one group each; costs [columns]."""
+    """Fill scale and zero [rows] with the grid of each row of weight [rows, columns], one group each; costs [columns];
+    form: of FORMS."""
     for row in range(len(weight)):
-        scale[row], zero[row] = _search(weight[row], costs, top, symmetric, shares)
+        scale[row], zero[row] = _search(weight[row], costs, top, form, shares)
 
 
 @njit(nogil=True, cache=True)
@@ -87,7 +120,7 @@ def round_block(
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
     top: np.float32,
-    symmetric: bool,
+    form: int,
     shares: int,
     integers: NDArray[np.uint8],
 ) -> None:
@@ -105,7 +138,7 @@ def round_block(
             g = group_of[i]
             if begins[i] > 0:
                 ends = i + begins[i]
-                scale[row, g], zero[row, g] = _search(w[i:ends], costs[i:ends], top, symmetric, shares)
+                scale[row, g], zero[row, g] = _search(w[i:ends], costs[i:ends], top, form, shares)
             code = _code(w[i], scale[row, g], zero[row, g], top)
             back = (code - zero[row, g]) * scale[row, g]
             error = (w[i] - back) / u[i, i]

@@ -243,12 +243,12 @@ class _Slab:
                 begins[at.start] = at.stop - at.start
             else:
                 self._set_grid(group, torch.from_numpy(w[:, at]), None)
-        symmetric = self._groups[self._group_of[span.start]].codec.symmetric
+        form = kernel.FORMS[self._groups[self._group_of[span.start]].codec.zero_kind]
         top, costs, group_of = self._top(span), self._costs[span], self._group_of[span]
 
         def share(rows: slice) -> None:
             grids = self._scale[rows], self._zero[rows]
-            kernel.round_block(w[rows], u, costs, begins, group_of, *grids, top, symmetric, kernel.SHARES, integers[rows])
+            kernel.round_block(w[rows], u, costs, begins, group_of, *grids, top, form, kernel.SHARES, integers[rows])
 
         _in_threads(share, len(w))
 
@@ -256,10 +256,11 @@ class _Slab:
         """The grid of a group from its weights [rows, columns of the group]; `costs`: of its columns."""
         if self._preset.weighed and costs is not None:
             w, top = np.ascontiguousarray(weight.cpu().numpy()), np.float32((1 << group.codec.bits) - 1)
+            form = kernel.FORMS[group.codec.zero_kind]
             scale, zero = self._scale[:, group.index], self._zero[:, group.index]
 
             def share(rows: slice) -> None:
-                kernel.search_grids(w[rows], costs, top, group.codec.symmetric, kernel.SHARES, scale[rows], zero[rows])
+                kernel.search_grids(w[rows], costs, top, form, kernel.SHARES, scale[rows], zero[rows])
 
             _in_threads(share, len(w))
             return

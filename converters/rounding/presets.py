@@ -24,7 +24,9 @@ class Preset:
 
     def title(self, codec: Codec) -> str:
         """The name of the rounding, as in the list of quantizer.py; `min-max-search` is one over a codec with zero points."""
-        if codec.symmetric:
+        if codec.zero_kind == "half":
+            name = "half"
+        elif codec.symmetric:
             name = "absmax-full" if self.full_range else "absmax"
         else:
             name = "min-max-zero" if self.zero_inside else "min-max"

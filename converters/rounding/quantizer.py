@@ -13,7 +13,9 @@ the method was):
                     clipped a little
     absmax-search   (quarot)   as absmax, over the range, of 1.00 ... 0.21 of the largest weight, with the least
                     sum |error|^2.4 (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
-    ...-weighed     over the part of that range with the least sum of cost * error^2, where columns have costs (columns.py)
+    half            scale 2 max|w| / (2^b - 1), of a grid whose zero lies half way between two integers
+    ...-weighed     over the part of that range with the least sum of cost * error^2, where columns have costs (columns.py); of
+                    half down to what suits the weights' mean square
 
 The last group of a row is shorter where the group size does not divide the columns.
 
@@ -90,7 +92,15 @@ class Grid:
 
     def integers(self, groups: Tensor) -> Tensor:
         """Weights [rows, groups, any] -> stored integers as float32."""
-        return groups.div(self.scale[..., None]).round_().add_(self.zero[..., None]).clamp_(0, (1 << self.bits) - 1)
+        # A zero half way between two integers: what is rounded is the distance from the one after it.
+        zero = self.zero.ceil()[..., None]
+        return (
+            groups.div(self.scale[..., None])
+            .sub_(zero - self.zero[..., None])
+            .round_()
+            .add_(zero)
+            .clamp_(0, (1 << self.bits) - 1)
+        )
 
     def weights(self, integers: Tensor) -> Tensor:
         """The inverse: what is read back, [rows, groups, any]."""
@@ -98,7 +108,11 @@ class Grid:
 
     def stored(self, integers: Tensor, codec: Codec) -> Quantized:
         """`integers` [rows, columns] on this grid as the arrays of `codec`."""
-        return Quantized(integers.to(torch.uint8), self.scale.half(), None if codec.symmetric else self.zero.to(torch.uint8))
+        return Quantized(
+            integers.to(torch.uint8),
+            self.scale.half(),
+            self.zero.to(torch.uint8) if "zero" in codec.parts(*integers.shape) else None,
+        )
 
 
 def quantize(weight: Tensor, codec: Codec, name: str, preset: Preset = MIN_MAX) -> Quantized:
@@ -120,7 +134,7 @@ def fake(weight: Tensor, codec: Codec, preset: Preset = MIN_MAX) -> Tensor:
 def restored(quantized: Quantized, codec: Codec) -> Tensor:
     """What is read back of stored integers, float32 [rows, columns]."""
     scale = quantized.scale.float()
-    zero = torch.full_like(scale, codec.center) if quantized.zero is None else quantized.zero.float()
+    zero = torch.full_like(scale, codec.constant_zero) if quantized.zero is None else quantized.zero.float()
     parts = split_groups(quantized.q.float(), codec)
     ends = [0, *accumulate(part.shape[1] for part in parts)]
     grids = [Grid(scale[:, a:b], zero[:, a:b], codec.bits) for a, b in pairwise(ends)]
@@ -173,9 +187,9 @@ def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid
     """The grids over `share` of each group's range."""
     if codec.symmetric:
         span = groups.abs().amax(-1).mul(share).clamp(min=MIN_RANGE)
-        steps = ((1 << codec.bits) - 1) / 2 if preset.full_range else (1 << (codec.bits - 1)) - 1
+        steps = ((1 << codec.bits) - 1) / 2 if preset.full_range or codec.zero_kind == "half" else (1 << (codec.bits - 1)) - 1
         scale = (span / steps).half().float()
-        return Grid(scale, torch.full_like(scale, codec.center), codec.bits)
+        return Grid(scale, torch.full_like(scale, codec.constant_zero), codec.bits)
     top = (1 << codec.bits) - 1
     low, high = groups.aminmax(dim=-1)
     if preset.zero_inside:

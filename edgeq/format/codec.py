@@ -53,10 +53,10 @@ AnyArray = NDArray[Any]
 # Planes of each width, low bits first: (bits of the plane, lines of the plane in a chunk).
 PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
-Kind = Literal["f32", "f16", "bf16", "int", "offset", "two-level"]
+Kind = Literal["f32", "f16", "bf16", "int", "half", "offset", "two-level"]
 FLOAT_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16")
-ZeroKind = Literal["symmetric", "integer", "offset"]
-_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero| offset| two-level| two-level offset)?")
+ZeroKind = Literal["symmetric", "integer", "offset", "half"]
+_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero| half| offset| two-level| two-level offset)?")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class ArraySpec:
 class Codec:
     """The storage of one weight matrix.
 
-    kind         "f32", "f16", "bf16"; "int"; "offset": integers too, w = scale * q + offset with an f16 offset per group;
+    kind         "f32", "f16", "bf16"; "int"; "half": integers too, whose zero lies half way between the two in the middle,
+                 w = scale * (q - (2**bits - 1) / 2); "offset": w = scale * q + offset with an f16 offset per group;
                  "two-level": integers whose scales, and offsets, are 8 bits a group times an f16 per 256 channels
     bits         2 to 8 for integers, else 0
     group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row, not of "two-level"
@@ -111,19 +112,22 @@ class Codec:
 
     @property
     def zero_kind(self) -> ZeroKind:
-        """What says which integer stands for zero: nothing, a stored integer per group, or an offset per group."""
+        """What says which integer stands for zero: nothing ("half": none does), a stored integer or an offset per group."""
         if self.kind == "offset" or (self.kind == "two-level" and not self.symmetric):
             return "offset"
+        if self.kind == "half":
+            return "half"
         return "symmetric" if self.symmetric else "integer"
 
     @property
     def name(self) -> str:
-        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i4 g32 offset`, `i6 g16 two-level`, `i8 row`."""
+        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i2 g32 half`, `i4 g32 offset`, `i6 g16 two-level`, `i8 row`."""
         if not self.integer:
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
         levels = " two-level" if self.kind == "two-level" else ""
-        return f"i{self.bits} {group}{levels}" + {"symmetric": "", "integer": " zero", "offset": " offset"}[self.zero_kind]
+        zero = {"symmetric": "", "integer": " zero", "offset": " offset", "half": " half"}[self.zero_kind]
+        return f"i{self.bits} {group}{levels}{zero}"
 
     @classmethod
     def named(cls, name: str) -> Codec:
@@ -131,14 +135,15 @@ class Codec:
         found = _NAME.fullmatch(name)
         if not found:
             raise UnsupportedError(
-                f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row, i4 g128 zero or i4 g32 offset"
+                f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row, i4 g128 zero, i2 g32 half or "
+                "i4 g32 offset"
             )
         kind, bits, size, beside = found.groups()
         if kind:
             return cls(cast(Kind, kind))
         beside = beside or ""
-        form: Kind = "two-level" if beside.startswith(" two-level") else "offset" if beside == " offset" else "int"
-        return cls(form, int(bits), int(size or 0), beside not in (" zero", " two-level offset"))
+        form = {" half": "half", " offset": "offset"}.get(beside, "two-level" if beside.startswith(" two-level") else "int")
+        return cls(cast(Kind, form), int(bits), int(size or 0), beside not in (" zero", " two-level offset"))
 
     def groups(self, columns: int) -> int:
         """Scales per row of `columns` channels; where the group size does not divide them, the last group is shorter."""
@@ -177,6 +182,11 @@ class Codec:
     def center(self) -> int:
         """The integer that stores the number zero in symmetric codecs."""
         return 1 << (self.bits - 1)
+
+    @property
+    def constant_zero(self) -> float:
+        """What stands for the number zero where groups do not say it: `center`, or half way between it and the one before."""
+        return self.center - (0.5 if self.zero_kind == "half" else 0.0)
 
 
 def padded_rows(a: AnyArray) -> AnyArray:
@@ -296,7 +306,7 @@ def dequantized(codec: Codec, columns: int, arrays: Mapping[str, AnyArray]) -> A
     values = arrays["q"].astype(np.float32)
     if codec.zero_kind == "offset":
         return values * of_groups("scale") + of_groups("offset")
-    values -= np.float32(codec.center) if codec.symmetric else of_groups("zero")
+    values -= np.float32(codec.constant_zero) if codec.symmetric else of_groups("zero")
     return values * of_groups("scale")
 
 

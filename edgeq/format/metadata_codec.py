@@ -53,8 +53,9 @@ MAX_NAME = 256
 MAX_MODE = 16
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
 CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int", "two-level")
-"""By `CodecKind`.  Integers with an offset are `integer` too, of another `ZeroKind`."""
-ZERO_KINDS: tuple[ZeroKind, ...] = ("symmetric", "integer", "offset")
+"""By `CodecKind`.  Those of `ZERO_FORMS` are `integer` too, of another `ZeroKind`."""
+ZERO_KINDS: tuple[ZeroKind, ...] = ("symmetric", "integer", "offset", "half")
+ZERO_FORMS: dict[ZeroKind, Kind] = {"offset": "offset", "half": "half"}
 
 
 def encode(metadata: Metadata, segments: list[Segment]) -> bytes:
@@ -110,7 +111,7 @@ def _weight(weight: Weight | None) -> Any:
     if weight is None:
         return None
     codec = fb.CodecT()
-    codec.kind = CODEC_KINDS.index("int" if weight.codec.kind == "offset" else weight.codec.kind)
+    codec.kind = CODEC_KINDS.index("int" if weight.codec.kind in ZERO_FORMS.values() else weight.codec.kind)
     codec.bits, codec.groupSize = weight.codec.bits, weight.codec.group_size
     codec.zero = ZERO_KINDS.index(weight.codec.zero_kind)
     t = fb.WeightT()
@@ -326,10 +327,11 @@ def _read_weight(name: str, w: Any) -> Weight:
     if kind in FLOAT_KINDS and (codec.Bits() or codec.GroupSize() or codec.Zero()):
         raise FormatError(f"{name}: codec {kind} has bits, a group size or a zero point; only integer codecs do")
     zero = ZERO_KINDS[codec.Zero()]
-    if kind == "two-level" and zero == "integer":
-        raise FormatError(f"{name}: scales of two levels beside zero points; they go with offsets or alone")
-    form: Kind = "offset" if (kind, zero) == ("int", "offset") else kind
-    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), zero == "symmetric" or form == "offset")
+    if kind == "two-level" and zero not in ("symmetric", "offset"):
+        beside = "zero points" if zero == "integer" else "a half grid"
+        raise FormatError(f"{name}: scales of two levels beside {beside}; they go with offsets or alone")
+    form = kind if kind == "two-level" else ZERO_FORMS.get(zero, kind)
+    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), zero == "symmetric" or form in ZERO_FORMS.values())
     return Weight(stored, int(w.Rows()), int(w.Columns()), arrays)
 
 

@@ -28,6 +28,19 @@ def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tin
     assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {"i3 g32"}
 
 
+def test_a_half_grid_is_converted_inspected_and_run(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.edgeq"
+    assert edgeq("convert", tiny_llama, "-o", out, "--bits", 4, "--group-size", 32, "--half").exit_code == 0
+    facts = objects(edgeq("inspect", out, "--json"))
+    assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {"i4 g32 half"}
+    assert facts["provenance"]["quantizer"] == "half" and facts["provenance"]["options"]["half"] is True
+    assert "symmetric" not in facts["provenance"]["options"]
+    texts = [edgeq("run", out, "-p", "def ", "-n", 8, "--target", target) for target in ("cpu", "reference")]
+    assert texts[0].exit_code == texts[1].exit_code == 0 and texts[0].stdout == texts[1].stdout
+    both = edgeq("convert", tiny_llama, "-o", tmp_path / "b.edgeq", "--half", "--sym")
+    assert both.exit_code == 1 and "give it or --sym/--asym" in both.stderr
+
+
 def test_convert_takes_a_group_per_row_and_a_head(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.edgeq"
     assert edgeq("convert", tiny_llama, "-o", out, "--bits", 8, "--group-size", "row", "--head", 4).exit_code == 0

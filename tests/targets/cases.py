@@ -123,7 +123,7 @@ def run(target: str, graph: Graph, arrays: Arrays, count: int, options: Options)
 INTEGER_CODECS = [
     Codec(kind, bits, group, symmetric)
     for bits, group, (kind, symmetric) in itertools.product(
-        range(2, 9), (16, 32, 64, 128, 0), (("int", True), ("int", False), ("offset", True))
+        range(2, 9), (16, 32, 64, 128, 0), (("int", True), ("int", False), ("half", True), ("offset", True))
     )
 ]
 INTEGER_CODECS += [
@@ -143,10 +143,13 @@ def product_case(isa: str, codec: Codec):
 
     A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
     kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Four bits are tried on every
-    instruction set, every width on the best one.
+    instruction set, every width on the best one; half grids, which are for few, at two bits too.
     """
     best, small = isa == HERE[0], codec.group_size == 16
-    common = codec.bits == 4 and (best or not small or not codec.symmetric) or best and not codec.symmetric and not small
+    common = codec.kind == "half" and codec.bits == 2 and codec.group_size in (16, 32)
+    common = (
+        common or codec.bits == 4 and (best or not small or not codec.symmetric) or best and not codec.symmetric and not small
+    )
     return case(isa, codec, common=common, id=f"{codec.name}-{isa}".replace(" ", "-"))
 
 

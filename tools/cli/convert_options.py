@@ -86,6 +86,13 @@ CONVERT_OPTIONS = decorated(
         help="Quantize without or with zero points.  [default: --asym; smoothquant: --sym]",
     ),
     quantization(
+        "--half",
+        is_flag=True,
+        default=None,
+        help="rtn, gptq, awq, awq+gptq: levels at half steps on both sides of zero, without zero points; best with 2 to 4 bits "
+        "in small groups.  Not on GPUs.",
+    ),
+    quantization(
         "--vision-bits",
         type=VisionBits(),
         metavar="W[/A]",

@@ -29,6 +29,7 @@ class ZeroKind(object):
     symmetric = 0
     integer = 1
     offset = 2
+    half = 3
 
 
 class Granularity(object):

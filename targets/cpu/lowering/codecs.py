@@ -55,6 +55,7 @@ CODECS: Mapping[Kind, CodecKernels] = {
     "f16": FLOATS,
     "bf16": FLOATS,
     "int": CodecKernels(integer_product, integer_rows, integer_requantize, swiglu=True),
+    "half": CodecKernels(integer_product, integer_rows, swiglu=True),
     "offset": CodecKernels(integer_product, integer_rows, swiglu=True),
     "two-level": CodecKernels(integer_product, integer_rows, swiglu=True),
 }

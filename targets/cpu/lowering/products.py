@@ -97,7 +97,8 @@ def _extent(weight: Weight, layout: Layout) -> int:
         return HALF_CHUNK
     alone = group_kind(weight.codec) == SYMMETRIC and weight.codec.groups(weight.columns) == 1
     one_scale = layout.scaling != BLOCK and alone
-    # Zero points and offsets would be multiplied in float32, which would round sums of whole rows.
+    # Zero points and offsets would be multiplied in float32, which would round sums of whole rows.  Half grids are for few
+    # bits, whose rows have groups.
     return WHOLE if one_scale and layout.holds_bytes and weight.columns <= MAX_INT32_CHANNELS else CHUNKS
 
 

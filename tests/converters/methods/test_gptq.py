@@ -87,6 +87,33 @@ def test_the_returned_weight_is_what_the_integers_stand_for(x: torch.Tensor, wei
     assert torch.equal((q.q.float() - zero) * scale, rounded)
 
 
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("group_size", [32, 0])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_half_grids_lose_less_than_rounding(
+    x: torch.Tensor, weight: torch.Tensor, bits: int, group_size: int, act_order: bool
+) -> None:
+    """And what is returned is what the integers stand for."""
+    codec = Codec("half", bits, group_size)
+    (q,), rounded = gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED), act_order)
+    assert q.zero is None
+    scale = q.scale.float().repeat_interleave(group_size or weight.shape[1], 1)[:, : weight.shape[1]]
+    assert torch.equal((q.q.float() - ((1 << bits) - 1) / 2) * scale, rounded)
+    nearest = output_error(x, weight, fake(weight, codec, MIN_MAX_ZERO_WEIGHED))
+    assert output_error(x, weight, rounded) < (0.95 if bits == 2 else 0.5) * nearest
+
+
+@pytest.mark.parametrize("group_size", [64, 0])
+def test_at_two_bits_a_half_grid_beats_zero_points_in_fewer_bytes(
+    x: torch.Tensor, weight: torch.Tensor, group_size: int
+) -> None:
+    """In whole rows too, where the largest of many weights says little of the others."""
+    half, zero = Codec("half", 2, group_size), Codec("int", 2, group_size, symmetric=False)
+    losses = [output_error(x, weight, gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED))[1]) for codec in (half, zero)]
+    assert losses[0] < losses[1]
+    assert half.nbytes(*weight.shape) < zero.nbytes(*weight.shape)
+
+
 def test_act_order_fixes_the_grids_of_the_original_weights(
     x: torch.Tensor, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,10 @@ from edgeq.errors import CheckpointError
 from edgeq.format.codec import BITS, Codec, dequantize, pack_groups, pack_integers
 
 CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, 16, 64) for symmetric in (True, False)]
+HALVES = [Codec("half", bits, group) for bits in BITS for group in (0, 16, 64)]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [*CODECS, *HALVES], ids=lambda c: c.name)
 def test_fake_quantization_is_bit_for_bit_what_the_packed_arrays_dequantize_to(codec: Codec) -> None:
     generator = torch.Generator().manual_seed(codec.bits)
     weight = torch.randn(37, 192, generator=generator) * torch.logspace(-6, 3, 37)[:, None]
@@ -58,6 +59,22 @@ def test_an_all_positive_group_gets_zero_point_0_and_clips_its_top() -> None:
     assert stored.zero is not None and stored.zero.item() == 0
     assert stored.q.unique().tolist() == [15]
     assert fake(weight, codec).max() < 3.1
+
+
+@pytest.mark.parametrize("codec", HALVES, ids=lambda c: c.name)
+def test_a_half_grid_takes_the_nearest_of_its_levels(codec: Codec) -> None:
+    """Against all levels, in float64: as many below zero as above it, the outermost at the largest weight."""
+    weight = torch.randn(5, 128, generator=torch.Generator().manual_seed(codec.bits))
+    stored = quantize(weight, codec, "w")
+    assert stored.zero is None
+    size = codec.group_size or 128
+    scale = stored.scale.double().repeat_interleave(size, 1)
+    levels = torch.arange(1 << codec.bits).double() - ((1 << codec.bits) - 1) / 2
+    nearest = (weight.double()[..., None] - scale[..., None] * levels).abs().amin(-1)
+    found = (weight.double() - fake(weight, codec).double()).abs()
+    assert (found <= nearest + 1e-6 * scale).all()
+    largest = weight.unflatten(1, (-1, size)).abs().amax(-1)
+    assert torch.allclose(stored.scale.float() * ((1 << codec.bits) - 1) / 2, largest, rtol=1e-3)
 
 
 def test_symmetric_range_uses_the_most_negative_integer_only_when_reached() -> None:

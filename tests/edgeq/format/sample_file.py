@@ -59,7 +59,7 @@ def ranges(codec: Codec) -> dict[str, tuple[float, float]]:
 def write_body(writer: Writer) -> Metadata:
     """All segments of the sample; the same bytes every time."""
     linears, codecs = {}, [Codec("int", 4, 16, False), Codec("int", 3, 16), Codec("f16"), Codec("int", 8, 0)]
-    others = [Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("f16"), Codec("two-level", 6, 16)]
+    others = [Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("half", 2, 16), Codec("two-level", 6, 16)]
     for layer, of_layer in enumerate((codecs, others)):
         for (name, parts), codec in zip(fused_shapes(CONFIG, layer), of_layer, strict=True):
             rows = sum(rows for rows, _ in parts.values())

@@ -32,7 +32,7 @@ CODECS = [
     Codec(kind, bits, group, symmetric)  # type: ignore[arg-type]
     for bits in BITS
     for group in (0, *GROUP_SIZES)
-    for kind, symmetric in (("int", True), ("int", False), ("offset", True))
+    for kind, symmetric in (("int", True), ("int", False), ("half", True), ("offset", True))
 ]
 TWO_LEVELS = [
     Codec("two-level", bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)
@@ -165,7 +165,8 @@ def test_dequantize_equals_the_formula(codec: Codec, shape: tuple[int, int], kin
     assert {n: (a.dtype.name, a.shape) for n, a in arrays.items()} == {n: (p.dtype, p.shape) for n, p in parts.items()}
     assert codec.nbytes(rows, columns) == sum(a.nbytes for a in arrays.values())
     group = np.arange(columns) // (codec.group_size or columns)
-    zeros = np.float64(1 << (codec.bits - 1)) if codec.symmetric else zero.astype(np.float64)[:, group]
+    middle = ((1 << codec.bits) - 1) / 2 if codec.kind == "half" else float(1 << (codec.bits - 1))
+    zeros = np.float64(middle) if codec.symmetric else zero.astype(np.float64)[:, group]
     expected = scale.astype(np.float64)[:, group] * (q - zeros)
     if codec.zero_kind == "offset":
         # Exact in float64, then rounded once.
@@ -194,7 +195,8 @@ def test_the_last_group_has_what_is_left_of_the_row(codec: Codec, columns: int) 
     expected = np.empty((rows, columns), np.float32)
     for row in range(rows):
         for g, start in enumerate(starts):
-            center = np.float32(0 if offset is not None else 1 << (codec.bits - 1) if zero is None else zero[row, g])
+            middle = 2 ** (codec.bits - 1) - (0.5 if codec.kind == "half" else 0)
+            center = np.float32(0 if offset is not None else middle if zero is None else zero[row, g])
             part = q[row, start : start + size].astype(np.float32)
             expected[row, start : start + size] = np.float32(scale[row, g]) * (part - center)
             if offset is not None:
@@ -243,6 +245,7 @@ def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
         (Codec("int", 4, 128, False), 4 + 24 / 128),
         (Codec("int", 3, 32, False), 3 + 24 / 32),
         (Codec("int", 5, 16), 6),
+        (Codec("half", 2, 32), 2.5),
         (Codec("offset", 4, 32), 5),
         (Codec("two-level", 4, 32, False), 4.625),
         (Codec("two-level", 6, 16), 6.5625),
@@ -333,9 +336,16 @@ def test_two_levels_need_groups() -> None:
         Codec("two-level", 4, 0)
 
 
-def test_a_codec_with_offsets_has_no_zero_points() -> None:
-    with pytest.raises(UnsupportedError, match="'offset' has no zero points"):
-        Codec("offset", 4, 32, symmetric=False)
+@pytest.mark.parametrize("kind", ["offset", "half"])
+def test_a_codec_that_says_otherwise_where_zero_lies_has_no_zero_points(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{kind}' has no zero points"):
+        Codec(kind, 4, 32, symmetric=False)  # type: ignore[arg-type]
+
+
+def test_a_half_grid_by_hand() -> None:
+    """The levels of 2 bits and scale 0.5: as far below zero as above it."""
+    arrays = {"q": pack_integers(np.array([[0, 1, 2, 3]], np.uint8), 2), "scale": pack_groups(np.float16([[0.5]]))}
+    assert dequantize(Codec("half", 2, 16), 1, 4, arrays).tolist() == [[-0.75, -0.25, 0.25, 0.75]]
 
 
 @pytest.mark.parametrize("codec", [*CODECS, *TWO_LEVELS, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name)

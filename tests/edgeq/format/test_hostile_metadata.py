@@ -106,7 +106,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
         FormatError,
         "scale is f16 .*i4 g64 zero implies",
     ),
-    "unknown zero kind": (setting("linears.0.weights.0.codec.zero", 3), UnsupportedError, "zero kind 3"),
+    "unknown zero kind": (setting("linears.0.weights.0.codec.zero", 4), UnsupportedError, "zero kind 4"),
     "zero points as offsets": (
         setting("linears.0.weights.0.codec.zero", 2),
         FormatError,
@@ -116,6 +116,15 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "offsets beside zero points": (setting("linears.0.weights.0.offset", array()), FormatError, "'offset' do not agree"),
     "offsets of integers": (setting("linears.4.weights.0.offset.dtype", 3), FormatError, "offset is u8 .*implies f16"),
     "short offsets": (setting("linears.4.weights.0.offset.shape", [4, 1, 16]), FormatError, "offset is f16 .4, 1, 16."),
+    # Of a half grid: layers.1.gate_up.
+    "zero points of a half grid": (setting("linears.6.weights.0.zero", array()), FormatError, "'zero' do not agree"),
+    "offsets of a half grid": (setting("linears.6.weights.0.offset", array()), FormatError, "'offset' do not agree"),
+    "zero points as a half grid": (setting("linears.0.weights.0.codec.zero", 3), FormatError, "i4 g16 half and array 'zero'"),
+    "a half grid as zero points": (setting("linears.6.weights.0.codec.zero", 1), FormatError, "i2 g16 zero and array 'zero'"),
+    "a half grid without scales": (setting("linears.6.weights.0.scale", None), FormatError, "'scale' do not agree"),
+    "nine bits of a half grid": (setting("linears.6.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
+    "a half grid of floats": (setting("linears.2.weights.0.codec.zero", 3), FormatError, "layers.0.gate_up"),
+    "a half grid in two levels": (setting("linears.7.weights.0.codec.zero", 3), FormatError, "two levels beside a half grid"),
     # Of two levels: layers.1.o with offsets, layers.1.down without.
     "two levels without super scales": (
         setting("linears.5.weights.0.superScale", None),
@@ -274,7 +283,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "kernels of too many architectures": (
         setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),
         FormatError,
-        "80 layers, arrays, blobs and kernels; its 28 segments",
+        "80 layers, arrays, blobs and kernels; its 29 segments",
     ),
     # names
     "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),

@@ -22,7 +22,7 @@ CODECS = [
     Codec("int", 3, 16, symmetric=True),
     Codec("int", 8, 0, symmetric=True),
 ]
-OTHERS = [Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("two-level", 6, 16)]
+OTHERS = [Codec("half", 2, 32), Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("two-level", 6, 16)]
 """Those that not all targets have."""
 
 

@@ -5,6 +5,7 @@ For a group of a row, with sum = sum of (q - taken) x over its channels, exact, 
     SYMMETRIC   y += scale * xscale * sum                             taken = 2^(bits - 1)
     ZERO        y += scale * xscale * (sum - zero * sum_x)            taken = 0
     OFFSET      y += xscale * (scale * sum + shift * sum_x)           taken = 2^(bits - 1), shift = offset + taken * scale
+    HALF        y += scale / 2 * xscale * (2 sum + sum_x)             taken = 2^(bits - 1), half a step too much; exact
 
 In two levels scale = super_scale * 8 bits of the group and offset = super_offset * 8 bits of it, exact; the rest is as there.
 
@@ -28,7 +29,7 @@ from edgeq.targets.cpu.jit.simd import F16, F32, I8, I32, I64, call, constant, l
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.products.tiles import plus
 
-SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET = range(5)
+SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, HALF = range(6)
 """Literals of kernels."""
 ARRAYS = {
     "scale": "scales", "zero": "zeros", "offset": "zeros", "super_scale": "super_scales", "super_offset": "super_offsets"
@@ -42,7 +43,7 @@ def group_kind(codec: Codec) -> int:
     """The literal of an integer codec."""
     if codec.kind == "two-level":
         return TWO_LEVELS if codec.symmetric else TWO_LEVELS_OFFSET
-    return {"symmetric": SYMMETRIC, "integer": ZERO, "offset": OFFSET}[codec.zero_kind]
+    return {"symmetric": SYMMETRIC, "integer": ZERO, "offset": OFFSET, "half": HALF}[codec.zero_kind]
 
 
 def group_args(codec: Codec, rows: int, columns: int, address: Callable[[str], int]) -> dict[str, int]:
@@ -124,6 +125,8 @@ class Groups:
             scale = b.fmul(scale, b.fpext(self._numbers(b, addresses.super_scales, step, which, part, F16), self.floats))
         else:
             scale = b.fpext(of_groups(addresses.scales, addresses.scales_step, F16), self.floats)
+        if self.kind == HALF:
+            return GroupNumbers(b.fmul(scale, constant(self.floats, 0.5)), None)
         if self.kind in (SYMMETRIC, TWO_LEVELS):
             return GroupNumbers(scale, None)
         stored = of_groups(addresses.zeros, addresses.zeros_step, F16 if self.kind == OFFSET else I8)
@@ -151,6 +154,9 @@ class Groups:
         sum_x    emits the sum of the token's integers, i32, where it is wanted
         factor   the token's scale, f32
         """
+        if self.kind == HALF:
+            # 255 times 15 bits times 128 channels stay below 2^31.
+            total = b.add(b.shl(total, constant(self.ints, 1)), splat(b, sum_x(), self.ints))
         value, factor = b.sitofp(total, self.floats), splat(b, factor, self.floats)
         if numbers.shift is None:
             return self._fma(b, value, b.fmul(numbers.scale, factor), to)

@@ -33,7 +33,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import F16_KIND, F32_KIND, NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.kernels.products.groups import OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, ZERO
+from edgeq.targets.cpu.kernels.products.groups import HALF, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, ZERO
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, share_of, write_quantized
 
 
@@ -145,7 +145,9 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
                     put_f32(out + 4 * c, scale * np.float32(q) + offset)
                 else:
                     center = get_u8(zeros + place) if group_kind == ZERO else 1 << (bits - 1)
-                    put_f32(out + 4 * c, scale * (q - center))
+                    put_f32(
+                        out + 4 * c, scale * (np.float32(q - center) + np.float32(0.5) if group_kind == HALF else q - center)
+                    )
 
     return kernel
 
