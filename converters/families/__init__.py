@@ -1,7 +1,7 @@
 """The families of decoders: config.json -> ModelConfig, and what the tensors of each part are called.
 
 After `Checkpoint.arrange` every family has the tensor names and the decoder layer of the Llama line (torch_decoder.py); only
-the files of this folder have the names in the checkpoint.
+the files of this folder and its rooms have the names in the checkpoint.
 """
 
 from edgeq.converters.families.family import (

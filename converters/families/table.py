@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edgeq.converters.families.experts import EXPERT_FAMILIES
+from edgeq.converters.families.decoders.experts import EXPERT_FAMILIES
+from edgeq.converters.families.decoders.gemma import GEMMA_FAMILIES
+from edgeq.converters.families.decoders.lfm import LFM2
+from edgeq.converters.families.decoders.llama import LLAMA_FAMILIES
+from edgeq.converters.families.decoders.opt import OPT_FAMILIES
+from edgeq.converters.families.decoders.smollm import SMOLLM_FAMILIES
 from edgeq.converters.families.family import Family, FamilyDescription, Values
-from edgeq.converters.families.gemma import GEMMA_FAMILIES
-from edgeq.converters.families.lfm import LFM2
-from edgeq.converters.families.llama import LLAMA_FAMILIES
-from edgeq.converters.families.llava import LLAVA_FAMILIES
-from edgeq.converters.families.opt import OPT_FAMILIES
-from edgeq.converters.families.qwen3_vl import QWEN3_VL
-from edgeq.converters.families.qwen_vl import QWEN_VL_FAMILIES
-from edgeq.converters.families.smollm import SMOLLM_FAMILIES
+from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
+from edgeq.converters.families.vision.qwen3_vl import QWEN3_VL
+from edgeq.converters.families.vision.qwen_vl import QWEN_VL_FAMILIES
 from edgeq.errors import CheckpointError, FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.image_config import ImageConfig

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.decoders.llama import LLAMA_FAMILIES, QKV
 from edgeq.converters.families.family import FamilyDescription, Values
-from edgeq.converters.families.llama import LLAMA_FAMILIES, QKV
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import VisionConfig
 from edgeq.network.rope import Rope

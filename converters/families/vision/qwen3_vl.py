@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, QKV, head_settings
 from edgeq.converters.families.family import FamilyDescription, Values
-from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, head_settings
 from edgeq.converters.families.positions import mrope
-from edgeq.converters.families.qwen_vl import RENAMED, check_sizes, common_tower
+from edgeq.converters.families.vision.qwen_vl import RENAMED, check_sizes, common_tower
 from edgeq.errors import FormatError
 from edgeq.format.manifest import projectors
 from edgeq.network.config import VisionConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, llama_settings
 from edgeq.converters.families.family import MLP_MAPPINGS, NORM, FamilyDescription, ScaleMapping, Values
-from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, llama_settings
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.stack import MAX_SIZES

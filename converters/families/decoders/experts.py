@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, QKV, llama_settings, qwen3_settings
 from edgeq.converters.families.family import ATTENTION_MAPPINGS, FamilyDescription, ScaleMapping, Values, linear_module
-from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, llama_settings, qwen3_settings
 from edgeq.converters.families.positions import one_window
 from edgeq.errors import UnsupportedError
 from edgeq.network.config import ModelConfig

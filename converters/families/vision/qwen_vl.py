@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, QKV, QWEN_WINDOW, head_settings
 from edgeq.converters.families.family import FamilyDescription, Values
-from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, QKV, QWEN_WINDOW, head_settings
 from edgeq.converters.families.positions import mrope, qwen_windows
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import VisionConfig

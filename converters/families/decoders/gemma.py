@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, head_settings
 from edgeq.converters.families.family import ATTENTION_MAPPINGS, MLP_MAPPINGS, NORM, FamilyDescription, ScaleMapping, Values
-from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, head_settings
 from edgeq.converters.families.positions import rope_of, typed_windows, window
 from edgeq.errors import FormatError
 from edgeq.network.config import ModelConfig

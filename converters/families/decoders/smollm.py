@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, llama_settings
 from edgeq.converters.families.family import FamilyDescription, Values
-from edgeq.converters.families.llama import DEFAULTS, NEUTRAL, llama_settings
 from edgeq.converters.families.positions import typed_windows, window
 from edgeq.errors import FormatError, UnsupportedError
 

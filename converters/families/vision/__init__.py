@@ -1,0 +1,1 @@
+"""Decoders with a vision tower, and their towers."""
