@@ -148,8 +148,9 @@ class StagedLayer(Staged):
 
 
 def staged(forward: Forward, index: int, block: nn.Module) -> Staged:
-    """The stages of a layer, or of another block as a whole."""
-    return (StagedLayer if isinstance(block, DecoderLayer) else Staged)(forward, index, block)
+    """The stages of a layer whose MLP comes after its attention, or another block as a whole."""
+    in_stages = isinstance(block, DecoderLayer) and block.parallel == "none"
+    return (StagedLayer if in_stages else Staged)(forward, index, block)
 
 
 def add_largest(largest: Tensor, x: Tensor, visual: Tensor | None) -> None:

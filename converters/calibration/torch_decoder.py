@@ -42,24 +42,36 @@ class TorchAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv, bias="k" in biases)
         self.v_proj = nn.Linear(hidden, kv, bias="v" in biases)
         self.o_proj = nn.Linear(q, hidden, bias="o" in biases)
-        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
-        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
+        of_queries, of_keys = config.qk_norm_sizes
+        self.q_norm = Norm(config, of_queries) if config.qk_norm else None
+        self.k_norm = Norm(config, of_keys) if config.qk_norm else None
+        self.norm_kind = config.qk_norm_kind
 
     def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
         """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: a visible key, None: all."""
+        queries, keys, values = (linear(hidden_states) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        if self.norm_kind == "whole":
+            queries, keys = self._normed(queries, keys)
         queries, keys, values = (
-            linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [rows, heads, tokens, head_dim]
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
+            x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [rows, heads, tokens, head_dim]
+            for x in (queries, keys, values)
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if self.norm_kind == "heads":
+            queries, keys = self._normed(queries, keys)
         if position_embeddings is not None:
             queries, keys = rotated(queries, *position_embeddings), rotated(keys, *position_embeddings)
+        if self.norm_kind == "rotated":
+            queries, keys = self._normed(queries, keys)
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attention_mask, scale=self.scale, enable_gqa=True
         )
         result: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return result
+
+    def _normed(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return queries, keys
+        return self.q_norm(queries), self.k_norm(keys)
 
 
 class Taps(nn.Module):
@@ -153,18 +165,23 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: Stack, biases: tuple[str, ...], index: int = 0) -> None:
         super().__init__()
-        size, layer_norm = config.hidden_size, config.layer_norm
-        self.input_layernorm = Norm(config, size, layer_norm)
+        size, layer_norm, self.parallel = config.hidden_size, config.layer_norm, config.parallel_blocks
+        self.input_layernorm = Norm(config, size, layer_norm) if config.pre_norms else nn.Identity()
         self.self_attn = TorchShortConv(config) if index in config.conv_layers else TorchAttention(config, biases)
         self.attention_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
-        self.post_attention_layernorm = Norm(config, size, layer_norm)
+        own_norm = config.pre_norms and self.parallel != "one_norm"
+        self.post_attention_layernorm = Norm(config, size, layer_norm) if own_norm else nn.Identity()
         self.mlp = TorchExperts(config) if config.num_experts else Mlp(config, config.intermediate_size, biases)
         self.mlp_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
 
     def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
-        attended = self.self_attn(
-            self.input_layernorm(hidden_states), position_embeddings=position_embeddings, attention_mask=attention_mask
-        )
+        normed = self.input_layernorm(hidden_states)
+        attended = self.self_attn(normed, position_embeddings=position_embeddings, attention_mask=attention_mask)
+        if self.parallel != "none":
+            both: Tensor = attended + self.mlp(
+                normed if self.parallel == "one_norm" else self.post_attention_layernorm(hidden_states)
+            )
+            return hidden_states + both
         x = hidden_states + self.attention_output_norm(attended)
         result: Tensor = x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
         return result

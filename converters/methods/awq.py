@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.moments import Moments
-from edgeq.converters.calibration.staged import Staged, StagedLayer, sites
+from edgeq.converters.calibration.staged import Staged, sites, staged
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.method import Block, Method
 from edgeq.converters.rounding.linears import Delivery
@@ -60,7 +60,7 @@ class Awq(ScaledChannels):
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         mappings = self.family.awq_mappings(self.config)
-        run = StagedLayer(block.forward, block.index, block.module)
+        run = staged(block.forward, block.index, block.module)
         unused = awq(run, block.module, mappings, self.codec, block.on_part)
         if unused:
             block.warn(

@@ -165,5 +165,7 @@ def _refuse(method: str, config: ModelConfig) -> None:
         reason = "norms after attention and MLP, whose gains stand between the last linear layer and the residual stream"
     elif config.layer_norm:
         reason = "LayerNorm with a bias"
+    elif config.parallel:
+        reason = "an MLP that reads the norm of attention"
     if reason:
         raise UnsupportedError(f"{method} cannot rotate a {config.model_type}: it has {reason}; choose gptq, awq, ttq or rtn")

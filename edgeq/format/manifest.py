@@ -29,17 +29,18 @@ StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
 def layer_contents(config: Stack, layer: int) -> StackContents:
     """The contents of a layer of a decoder or of a tower, in execution order."""
     hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, layer_prefix(config, layer)
-    contents: StackContents = dict(_norm(config, f"{p}attention_norm"))
+    contents: StackContents = dict(_norm(config, f"{p}attention_norm")) if config.pre_norms else {}
     if layer in config.conv_layers:
         contents[f"{p}conv_in"] = {f"{p}conv_in": (3 * hidden, hidden)}
         contents[f"{p}conv"] = (hidden, config.conv_taps)
         contents[f"{p}conv_out"] = {f"{p}conv_out": (hidden, hidden)}
     else:
         contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)}
-        contents |= {f"{p}q_norm": (config.head_dim,), f"{p}k_norm": (config.head_dim,)} if config.qk_norm else {}
+        of_queries, of_keys = config.qk_norm_sizes
+        contents |= {f"{p}q_norm": (of_queries,), f"{p}k_norm": (of_keys,)} if config.qk_norm else {}
         contents[f"{p}o"] = {f"{p}o": (hidden, q)}
     contents |= _norm(config, f"{p}post_attention_norm") if config.post_norms else {}
-    contents |= _norm(config, f"{p}mlp_norm")
+    contents |= _norm(config, f"{p}mlp_norm") if config.pre_norms and config.parallel_blocks != "one_norm" else {}
     if config.num_experts:
         contents[f"{p}router"] = {f"{p}router": (config.num_experts, hidden)}
         for expert in range(config.num_experts):

@@ -103,9 +103,11 @@ class VisionConfig(Stack):
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
         self._check_positions()
         ropes = self.local_rope or self.layers_without_rope
-        if any(self.sliding_windows) or ropes or self.num_experts or self.post_norms or self.conv_layers:
+        norms = self.post_norms or self.parallel or self.qk_norm_kind != "heads"
+        if any(self.sliding_windows) or ropes or self.num_experts or norms or self.conv_layers:
             raise UnsupportedError(
-                "a tower with sliding windows, several ropes, experts, post_norms or conv_layers is not supported"
+                "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind or "
+                "conv_layers is not supported"
             )
 
     def _check_positions(self) -> None:

@@ -28,9 +28,12 @@ GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
 """Activations with a gate and without one, where `gated_mlp` does not say."""
 ACTIVATIONS = (*GATED, *PLAIN)
 NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
-                "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps")  # fmt: skip
+                "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
+                "qk_norm_kind")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
+PARALLEL = ("none", "one_norm", "two_norms")
+QK_NORMS = ("heads", "whole", "rotated")
 LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
 """Fields with an entry for layers."""
 Config = TypeVar("Config", bound="Stack")
@@ -47,8 +50,14 @@ class Stack:
     gated_mlp               whether the MLP is down(act(gate(x)) * up(x)) or down(act(up(x))); None: with the first two, the
                             others not
     qk_norm                 an RMSNorm over head_dim on queries and keys before RoPE (Qwen3, Gemma 3)
+    qk_norm_kind            of qk_norm: "heads": as said; "whole": over all heads of a token together (OLMo 2); "rotated": over
+                            head_dim, after RoPE (Hunyuan)
     layer_norm              LayerNorm with a bias instead of RMSNorm, with the same epsilon (OPT)
     post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
+    pre_norms               a norm before attention and before the MLP; without it they read the residual stream as it is, and
+                            there are post_norms (OLMo 2)
+    parallel_blocks         "none": the MLP reads what attention has added to; "one_norm": both read the same norm of the same
+                            stream (Cohere); "two_norms": each a norm of its own of the same stream (GPT-NeoX)
     local_rope              rope of layers with a sliding window; None: `rope` (Gemma 3)
     layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
     conv_layers             indices of layers with a gated convolution over the last conv_taps tokens in place of attention,
@@ -84,6 +93,9 @@ class Stack:
     norm_topk_prob: bool = False
     shared_expert_intermediate_size: int = 0
     layers_without_rope: tuple[int, ...] = ()
+    pre_norms: bool = True
+    parallel_blocks: str = "none"
+    qk_norm_kind: str = "heads"
     conv_layers: tuple[int, ...] = ()
     conv_taps: int = 0
 
@@ -93,7 +105,7 @@ class Stack:
         for name, limit in MAX_SIZES.items():
             if name in {f.name for f in fields(self)}:
                 check_integer(name, getattr(self, name), 1, limit)
-        for name in ("qk_norm", "layer_norm", "post_norms", "norm_topk_prob"):
+        for name in ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob"):
             check_flag(name, getattr(self, name))
         if self.gated_mlp is not None:
             check_flag("gated_mlp", self.gated_mlp)
@@ -113,6 +125,7 @@ class Stack:
         if self.query_pre_attn_scalar is not None:
             check_positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
         self._check_experts()
+        self._check_norms()
         if len(self.sliding_windows) not in (0, self.num_hidden_layers):
             raise FormatError(f"config has {len(self.sliding_windows)} sliding windows for {self.num_hidden_layers} layers")
         longest = MAX_SIZES["max_position_embeddings"]
@@ -123,6 +136,20 @@ class Stack:
         check_integer("conv_taps", self.conv_taps, 2 if self.conv_layers else 0, MAX_TAPS if self.conv_layers else 0)
         if len(self.conv_layers) == self.num_hidden_layers:
             raise UnsupportedError("conv_layers are all layers; supported: convolutions beside layers of attention")
+
+    def _check_norms(self) -> None:
+        """UnsupportedError: norms, or an order of blocks, that layers of this kind do not have."""
+        for name, known_values in (("parallel_blocks", PARALLEL), ("qk_norm_kind", QK_NORMS)):
+            if getattr(self, name) not in known_values:
+                raise UnsupportedError(f"{name} {getattr(self, name)!r:.80} is not known; supported: {', '.join(known_values)}")
+        if not self.pre_norms and (not self.post_norms or self.parallel or self.conv_layers):
+            raise UnsupportedError(
+                "blocks without pre_norms are supported with post_norms, one after another, without conv_layers"
+            )
+        if self.parallel and (self.post_norms or self.num_experts or self.conv_layers):
+            raise UnsupportedError("parallel_blocks beside post_norms, experts or conv_layers are not supported")
+        if self.qk_norm_kind != "heads" and not self.qk_norm:
+            raise FormatError(f"config qk_norm_kind is {self.qk_norm_kind!r} without qk_norm")
 
     def _check_experts(self) -> None:
         limits = {
@@ -143,6 +170,16 @@ class Stack:
     def gated(self) -> bool:
         """Whether the MLP multiplies its inner channels by an activated gate."""
         return self.hidden_act in GATED if self.gated_mlp is None else self.gated_mlp
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and MLP read the same stream."""
+        return self.parallel_blocks != "none"
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Channels of the norms of queries and of keys."""
+        return (self.query_size, self.kv_size) if self.qk_norm_kind == "whole" else (self.head_dim, self.head_dim)
 
     @property
     def attention_scale(self) -> float:

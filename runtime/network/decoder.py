@@ -90,8 +90,16 @@ def buffer_widths(config: Stack) -> dict[str, int]:
         "qkv": config.query_size + 2 * config.kv_size,
         "attended": config.query_size,
         **({"conv_in": 3 * config.hidden_size, "convolved": config.hidden_size} if config.conv_layers else {}),
+        **({"mlp_normed": config.hidden_size} if config.parallel_blocks == "two_norms" else {}),
         **(expert_widths(config) if config.num_experts else mlp_widths(config)),
     }
+
+
+def mlp_input(config: Stack) -> str:
+    """The buffer that the MLP reads."""
+    if not config.pre_norms:
+        return "x"
+    return "mlp_normed" if config.parallel_blocks == "two_norms" else "normed"
 
 
 def mlp_widths(config: Stack) -> dict[str, int]:
@@ -133,31 +141,46 @@ def attention_block(
 
     cache, span   as of Attention
     select        once keys and values are in the cache, no later layer asks for the other rows
+
+    Where blocks are parallel, what the MLP reads of x is kept beside it.
     """
     arrays, p = metadata.arrays, layer_prefix(config, layer)
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    eps = config.rms_norm_eps
     k, v = config.query_size, config.query_size + config.kv_size  # offsets in "qkv"
-    yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
-    yield from projection(metadata, config, layer, "normed", f"{p}qkv", "qkv")
-    if config.qk_norm:
-        yield HeadNorm(layer, "qkv", 0, heads, head_dim, arrays[f"{p}q_norm"], eps)
-        yield HeadNorm(layer, "qkv", k, kv_heads, head_dim, arrays[f"{p}k_norm"], eps)
+    if config.pre_norms:
+        yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
+    if config.parallel_blocks == "two_norms":
+        yield norm(metadata, config, layer, "x", f"{p}mlp_norm", mlp_input(config))
+    yield from projection(metadata, config, layer, "normed" if config.pre_norms else "x", f"{p}qkv", "qkv")
+    if config.qk_norm_kind != "rotated":
+        yield from head_norms(metadata, config, layer)
     rope = config.layer_rope(layer)
     if rope is not None:
         frequencies, axes = rotation(rope, head_dim, context)
         yield RopeRotate(layer, "qkv", 0, heads, head_dim, frequencies, rope.attention_factor, axes)
         yield RopeRotate(layer, "qkv", k, kv_heads, head_dim, frequencies, rope.attention_factor, axes)
+    if config.qk_norm_kind == "rotated":
+        yield from head_norms(metadata, config, layer)
     if f"{p}key_rotation" in arrays:
         matrix = arrays[f"{p}key_rotation"], arrays[f"{p}key_rotation_scale"]
         yield HeadRotate(layer, "qkv", 0, heads, head_dim, *matrix)
         yield HeadRotate(layer, "qkv", k, kv_heads, head_dim, *matrix)
     yield CacheWrite(layer, "qkv", k, v, kv_heads, head_dim, cache)
     if select:
-        yield Select(layer, ("x", "qkv"))
+        yield Select(layer, ("x", "qkv", *((mlp_input(config),) if config.parallel else ())))
     scale, window = config.attention_scale, config.window(layer)
     yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, scale, window, cache, span)
     yield from residual(metadata, config, layer, "attended", f"{p}o", f"{p}post_attention_norm")
+
+
+def head_norms(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
+    """The norms of queries and keys, each over a head or over all heads, where there are some."""
+    if config.qk_norm:
+        p, sides = layer_prefix(config, layer), ("q", "k")
+        widths, begins = (config.query_size, config.kv_size), (0, config.query_size)
+        for side, begin, width, size in zip(sides, begins, widths, config.qk_norm_sizes, strict=True):
+            gain = metadata.arrays[f"{p}{side}_norm"]
+            yield HeadNorm(layer, "qkv", begin, width // size, size, gain, config.rms_norm_eps)
 
 
 def conv_block(metadata: Metadata, config: Stack, layer: int, state: int, *, select: bool = False) -> Iterator[Operation]:
@@ -176,15 +199,16 @@ def conv_block(metadata: Metadata, config: Stack, layer: int, state: int, *, sel
 
 def mlp_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
     """x += down(act(gate) * up), with gate, up = gate_up(norm(x)); or, without a gate, x += down(act(up(norm(x))))."""
-    p = layer_prefix(config, layer)
-    yield norm(metadata, config, layer, "x", f"{p}mlp_norm", "normed")
+    p, x = layer_prefix(config, layer), mlp_input(config)
+    if config.pre_norms and not config.parallel:
+        yield norm(metadata, config, layer, "x", f"{p}mlp_norm", x)
     if config.num_experts:
         yield from experts(metadata, config, layer)
         return
     if config.gated:
-        yield from projection(metadata, config, layer, "normed", f"{p}gate_up", "gate_up")
+        yield from projection(metadata, config, layer, x, f"{p}gate_up", "gate_up")
     else:
-        yield Linear(layer, "normed", metadata.linears[f"{p}up"], "gate_up")
+        yield Linear(layer, x, metadata.linears[f"{p}up"], "gate_up")
     yield activation(config, layer, config.intermediate_size)
     yield from residual(metadata, config, layer, "inner", f"{p}down", f"{p}post_mlp_norm")
 

@@ -71,6 +71,8 @@ TAPPED = replace(PLAIN, rope=Rope(1e6, sections=(4, 2, 2), interleaved=True), vi
 LLAVA = replace(PLAIN, vision=CLIP_TOWER)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
+OLMO = replace(PLAIN, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="whole")
+COHERE = replace(PLAIN, layer_norm=True, parallel_blocks="one_norm")
 LFM = replace(PLAIN, conv_layers=(0,), conv_taps=3)
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
@@ -82,6 +84,8 @@ WRITTEN = [
     GEMMA,
     SMOLLM,
     LFM,
+    OLMO,
+    COHERE,
     OPT,
     EXPERTS,
     EMBEDS,
@@ -96,6 +100,17 @@ WRITTEN = [
 @pytest.mark.parametrize("config", WRITTEN, ids=lambda c: c.hidden_act)
 def test_what_is_written_is_read_back(config: ModelConfig) -> None:
     assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_norms_and_their_sizes_follow_the_order_of_blocks() -> None:
+    def norms(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        return {name.removeprefix("layers.1."): shape for name, shape in layer_contents(config, 1).items() if "norm" in name}
+
+    after = {"post_attention_norm": (64,), "post_mlp_norm": (64,)}
+    assert norms(OLMO) == after | {"q_norm": (64,), "k_norm": (32,)}
+    assert norms(COHERE) == {"attention_norm": (64,), "attention_norm_bias": (64,)}
+    two = replace(COHERE, parallel_blocks="two_norms", layer_norm=False)
+    assert norms(two) == {"attention_norm": (64,), "mlp_norm": (64,)}
 
 
 def test_a_file_from_before_these_keys_is_still_read() -> None:
@@ -113,6 +128,9 @@ def test_a_key_for_few_files_is_not_in_the_others() -> None:
     assert json.loads(SMOLLM.to_json())["layers_without_rope"] == [1]
     assert not {"conv_layers", "conv_taps"} & set(json.loads(PLAIN.to_json()))
     assert json.loads(LFM.to_json())["conv_layers"] == [0] and json.loads(LFM.to_json())["conv_taps"] == 3
+    assert not {"pre_norms", "parallel_blocks", "qk_norm_kind"} & set(json.loads(PLAIN.to_json()))
+    assert json.loads(OLMO.to_json())["pre_norms"] is False and json.loads(OLMO.to_json())["qk_norm_kind"] == "whole"
+    assert json.loads(COHERE.to_json())["parallel_blocks"] == "one_norm"
     assert "pooling" not in json.loads(PLAIN.to_json())
     assert json.loads(EMBEDS.to_json())["pooling"] == {"kind": "mean", "normalize": True}
 
@@ -155,6 +173,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a layer twice": ({"layers_without_rope": [1, 1]}, FormatError, "layers_without_rope must be ascending"),
     "a switch for a layer": ({"layers_without_rope": [True]}, FormatError, "layers_without_rope must be"),
     "layers as text": ({"layers_without_rope": "01"}, FormatError, "layers_without_rope is not a list"),
+    "no norm at all": ({"pre_norms": False}, UnsupportedError, "without pre_norms"),
+    "no switch of norms": ({"pre_norms": 0, "post_norms": True}, FormatError, "pre_norms"),
+    "an unknown order of blocks": ({"parallel_blocks": "three_norms"}, UnsupportedError, "'three_norms' is not known"),
+    "an order that is a list": ({"parallel_blocks": ["none"]}, UnsupportedError, "is not known; supported: none, one_norm"),
+    "parallel blocks before norms": (
+        {"parallel_blocks": "one_norm", "post_norms": True},
+        UnsupportedError,
+        "parallel_blocks beside",
+    ),
+    "an unknown norm of heads": ({"qk_norm": True, "qk_norm_kind": "pairs"}, UnsupportedError, "'pairs' is not known"),
+    "a kind of no norm": ({"qk_norm_kind": "whole"}, FormatError, "'whole' without qk_norm"),
     "a convolution of no layer": ({"conv_layers": [2], "conv_taps": 3}, FormatError, "conv_layers must be .* from 0 to 1"),
     "a convolution without taps": ({"conv_layers": [0]}, FormatError, "conv_taps is 0"),
     "a convolution of one tap": ({"conv_layers": [0], "conv_taps": 1}, FormatError, "conv_taps is 1"),

@@ -9,9 +9,9 @@ import numpy as np
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.kernels.attention import attention, attention_bf16, bf16_panel, bf16_vectors, kv_layout, rope_kv_write
-from edgeq.targets.cpu.kernels.rows import elementwise
+from edgeq.targets.cpu.kernels.rows import elementwise, norms
 from edgeq.targets.cpu.lowering.context import Context
-from edgeq.targets.cpu.lowering.fuse import Fusion
+from edgeq.targets.cpu.lowering.fuse import Fusion, wider_than_a_head
 from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, kernel
 
 FINER = 4
@@ -20,7 +20,14 @@ milliseconds."""
 
 
 def head_change(context: Context, o: op.HeadNorm | op.HeadRotate) -> None:
-    """Deferred: fused into the cache-write kernel of this layer."""
+    """Deferred: fused into the cache-write kernel of this layer, but for a norm over several heads."""
+    if isinstance(o, op.HeadNorm) and wider_than_a_head(context, o):
+        x, stride = context.place(o.x)
+        args = norms.HeadNormArgs(
+            x=x + 4 * o.offset, x_stride=stride, heads=o.heads, head_dim=o.head_dim, gain=context.memory.floats(o.gain),
+            epsilon=o.eps,
+        )  # fmt: skip
+        context.emit(kernel(norms.head_norm), args)
 
 
 def rope_rotate(context: Context, o: op.RopeRotate) -> None:
@@ -54,15 +61,16 @@ def cache_write(context: Context, o: op.CacheWrite, fusion: Fusion) -> None:
     changes = fusion.heads
     # Queries that nothing changes are left alone.
     heads, q_offset = next(((c.heads, c.offset) for c in changes if c.offset != o.k_offset), (0, 0))
-    norms = {change.offset: change for change in changes if isinstance(change, op.HeadNorm)}
-    gains = {offset: context.memory.floats(change.gain) for offset, change in norms.items()}
+    of_heads = {change.offset: change for change in changes if isinstance(change, op.HeadNorm)}
+    gains = {offset: context.memory.floats(change.gain) for offset, change in of_heads.items()}
     rope = next((change for change in changes if isinstance(change, op.RopeRotate)), None)
     rotation = next((change for change in changes if isinstance(change, op.HeadRotate)), None)
     args = rope_kv_write.RopeKvWriteArgs(
         **_cache_args(context, o, heads), q_offset=4 * q_offset, k_offset=4 * o.k_offset, v_offset=4 * o.v_offset,
         **(_angles(context, rope) if rope else {}), **_rotation_args(context, rotation),
         q_gain=gains.get(q_offset, 0), k_gain=gains.get(o.k_offset, 0),
-        epsilon=next((change.eps for change in norms.values()), 0.0),
+        epsilon=next((change.eps for change in of_heads.values()), 0.0),
+        rope_first=int(bool(of_heads) and isinstance(changes[0], op.RopeRotate)),
     )  # fmt: skip
     kv = context.options.kv
     function = kernel(rope_kv_write.rope_kv_write, kv_layout.KV_CODES[kv.kind], (1 << kv.bits) - 1)

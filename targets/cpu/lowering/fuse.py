@@ -4,7 +4,7 @@ quantization    the operation that makes a layer's input also writes it quantize
                 those never leave the cache
 SwiGLU          into the product of gate and up
 activation      into the transform of the layer that reads it
-heads           head norms, rotary positions and the rotation of heads into the write of keys and values
+heads           norms of a head, rotary positions and the rotation of heads into the write of keys and values
 """
 
 from __future__ import annotations
@@ -62,12 +62,19 @@ def fuse(context: Context) -> list[Fusion]:
         elif isinstance(o, op.Linear):
             fusion = Fusion(swiglu=_does_swiglu(context, position, o), activation=_activation_before(context, position))
         elif isinstance(o, (op.HeadNorm, op.RopeRotate, op.HeadRotate)):
-            heads.append(o)
+            if not wider_than_a_head(context, o):
+                heads.append(o)
         elif isinstance(o, op.CacheWrite):
             fusion = Fusion(heads=tuple(heads))
             heads.clear()
         fusions.append(fusion)
     return fusions
+
+
+def wider_than_a_head(context: Context, o: HeadChange) -> bool:
+    """Whether a norm is over several heads of the cache, so that it has to be done before each is changed by itself."""
+    size = next(each.head_dim for each in context.graph.operations if isinstance(each, op.CacheWrite) and each.layer == o.layer)
+    return o.head_dim != size
 
 
 def _is_swiglu(o: op.Operation) -> bool:

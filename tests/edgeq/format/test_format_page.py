@@ -107,8 +107,8 @@ def test_the_configuration_has_exactly_these_keys_and_defaults(kind: type, heade
         if field.default is MISSING:
             assert page[field.name] == "", field.name
         else:
-            value = {(): "[]", None: "null", False: "false"}.get(field.default, repr(field.default).replace("'", '"'))
-            value = str(field.default) if type(field.default) is int else value
+            value = {(): "[]", None: "null"}.get(field.default, repr(field.default).replace("'", '"'))
+            value = value.lower() if type(field.default) is bool else value
             assert page[field.name] == f"`{value}`"
 
 

@@ -29,13 +29,14 @@ from edgeq.targets.cpu.jit.simd import (
 from edgeq.targets.cpu.kernels.args import CacheArgs
 from edgeq.targets.cpu.kernels.attention.kv_layout import INT4_KV, INT8_KV, POSITIONS, half_bytes, keys_at, pair_bytes
 from edgeq.targets.cpu.kernels.attention.kv_quantize import extremes, mark_of, put_halves, put_mixed, put_symmetric
-from edgeq.targets.cpu.kernels.rows.elementwise import inverse_root, zero_if_finite
+from edgeq.targets.cpu.kernels.rows.elementwise import normalize, zero_if_finite
 
 
 class RopeKvWriteArgs(CacheArgs):
     """q_offset, k_offset, v_offset   bytes in a row of x
     cosines, sines                 f32 [rows][rope_pairs], angles_stride bytes from row to row
     q_gain, k_gain, epsilon        f32 [head_dim] of the head norms, or 0
+    rope_first                     whether they come after the rotary positions
     matrix                         i8 [head_dim][head_dim] that rotates heads, or 0, readable a vector beyond its end
     scratch                        f32 [padded_dim] of every thread
     """
@@ -50,19 +51,10 @@ class RopeKvWriteArgs(CacheArgs):
     q_gain = pointer(0)
     k_gain = pointer(0)
     epsilon = float32(0.0)
+    rope_first = number(0)
     matrix = pointer(0)
     matrix_scale = float32(0.0)
     scratch = pointer(0)
-
-
-@inline
-def normalize(x, dim, gain, epsilon):
-    total = 0.0
-    for i in range(dim):
-        total += get_f32(x + 4 * i) * get_f32(x + 4 * i)
-    factor = inverse_root(total / dim, epsilon)
-    for i in range(dim):
-        put_f32(x + 4 * i, get_f32(x + 4 * i) * factor * get_f32(gain + 4 * i))
 
 
 @inline
@@ -147,10 +139,12 @@ def rope_kv_write(code: int, largest_code: int) -> Kernel:
                 x, gain = source + args.q_offset + 4 * dim * head, args.q_gain
             else:
                 x, gain = source + args.k_offset + 4 * dim * head, args.k_gain
-            if gain != 0:
+            if gain != 0 and args.rope_first == 0:
                 normalize(x, dim, gain, epsilon)
             angles = r * args.angles_stride
             apply_rope(x, args.rope_pairs, args.cosines + angles, args.sines + angles)
+            if gain != 0 and args.rope_first != 0:
+                normalize(x, dim, gain, epsilon)
             if args.matrix != 0:
                 scratch = args.scratch + 4 * padded * thread
                 rotate_head_int8(x, dim, padded, args.matrix, args.matrix_scale, scratch)

@@ -190,6 +190,16 @@ def inverse_rms(x, width, epsilon):
     return inverse_root(vsum(vadd(even, odd)) / width, epsilon)
 
 
+@inline
+def normalize(x, dim, gain, epsilon):
+    total = 0.0
+    for i in range(dim):
+        total += get_f32(x + 4 * i) * get_f32(x + 4 * i)
+    factor = inverse_root(total / dim, epsilon)
+    for i in range(dim):
+        put_f32(x + 4 * i, get_f32(x + 4 * i) * factor * get_f32(gain + 4 * i))
+
+
 class NormArgs(Args):
     """Widths are padded to 16 with zeros in x, gain and out.  `out_of_thread`: bytes from one thread's out to the next."""
 

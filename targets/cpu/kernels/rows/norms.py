@@ -20,7 +20,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, get_float, inverse_rms, inverse_root
+from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, get_float, inverse_rms, inverse_root, normalize
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, write_quantized
 
 
@@ -73,6 +73,29 @@ def layer_norm(max_tile: int) -> Kernel:
                 vstore(out + 4 * c, vfma(scaled, vload(args.gain + 4 * c), vload(args.bias + 4 * c)))
             clear_padding(out, width)
             write_quantized(args.quantized, out, place_of(args.quantized, r, count, max_tile), 0, width)
+
+    return kernel
+
+
+class HeadNormArgs(Args):
+    """x   of the first head;  gain f32 [head_dim]"""
+
+    x = pointer()
+    x_stride = nbytes()
+    heads = number()
+    head_dim = number()
+    gain = pointer()
+    epsilon = float32()
+
+
+def head_norm() -> Kernel:
+    """RMSNorm over each head of a row, in place."""
+
+    def kernel(record, part, parts, thread):
+        args = HeadNormArgs(record)
+        for r in range(part, get_i64(args.rows), parts):
+            for head in range(args.heads):
+                normalize(args.x + r * args.x_stride + 4 * args.head_dim * head, args.head_dim, args.gain, args.epsilon)
 
     return kernel
 
