@@ -81,6 +81,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 4, "norm_eps": 3e-5}
         | {"intermediate_size": 300, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.1, "rope_theta": 50000.0},
     ),
+    "olmo2": ("Olmo2", {"num_hidden_layers": 3, "rms_norm_eps": 3e-5, "rope_theta": 50000.0, "tie_word_embeddings": False}),
+    "exaone4": (
+        "Exaone4",
+        {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"sliding_window": 24, "rope_theta": 50000.0, "rms_norm_eps": 3e-5, "tie_word_embeddings": True},
+    ),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "attention_multiplier": 0.05, "residual_multiplier": 0.4, "logits_scaling": 3.0}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 3e-5},
+    ),
+    "glm4": (
+        "Glm4",
+        {"num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 3e-5, "attention_bias": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}},
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 64, "rms_norm_eps": 3e-5, "use_bias": True, "tie_word_embeddings": True}),
     "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}),
     "qwen2_moe": (

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,19 @@ from edgeq.format.adapter import Adapter, Factors
 from edgeq.format.codec import Codec, Kind
 from edgeq.format.safetensors import FLOATS
 
+TRANSPOSED_VALUES = 1 << 20
+"""Values in memory at a time of a matrix that is read column by column."""
+
 
 @dataclass(frozen=True)
 class NamedTensor:
     """What is read where a tensor is asked for by its name.
 
-    stored  the tensor that it is, or begins in after `skipped` values
+    stored  the tensor that it is, or begins in after `skipped` values; of a transposed one after as many columns
     added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
     first   a tensor that is added to the first row
     merged  factors of an adapter whose product is added, and which of its rows is the first here
+    factor, order, transposed   as of TensorSource
     """
 
     stored: StoredTensor
@@ -37,20 +41,43 @@ class NamedTensor:
     name: str = ""
     first: NamedTensor | None = None
     merged: tuple[Factors, int] | None = None
+    factor: float = 1.0
+    order: tuple[int, ...] = ()
+    transposed: bool = False
 
     @property
     def dtype(self) -> str:
         return self.stored.dtype
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether its rows are others than the stored ones: scaled, in another order, or columns."""
+        return self.factor != 1 or bool(self.order) or self.transposed
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A tensor that a checkpoint does not have because it is zero: the bias of a LayerNorm without one."""
+
+    shape: tuple[int, ...]
+    dtype: ClassVar[str] = "F32"
+    codec: ClassVar[None] = None
+
+    def read(self, first: int, count: int, name: str) -> NDArray[np.float32]:
+        return np.zeros(count, np.float32)
 
 
 @dataclass(frozen=True)
 class TensorSource:
     """Where to find a tensor that the checkpoint has under another name, as rows of a larger one, or less a constant.
 
-    name    of the stored tensor, whose shape is `stored`
+    name    of the stored tensor, whose shape is `stored`; "": there is none, all values are zero
     shape   of the tensor meant: it begins at row `row` of the stored one, whose leading dimensions are taken as one
     added   a constant that is not in the stored values
     first   name of a vector that is added to the first row; "": none
+    factor  every stored value is multiplied by it
+    order   which rows of the stored tensor are those meant, where they do not follow one another; empty: they do
+    transposed   the stored matrix has the rows meant as columns, from column `row` on
     """
 
     name: str
@@ -59,6 +86,9 @@ class TensorSource:
     row: int = 0
     added: float = 0.0
     first: str = ""
+    factor: float = 1.0
+    order: tuple[int, ...] = ()
+    transposed: bool = False
 
 
 class Checkpoint:
@@ -127,11 +157,19 @@ class Checkpoint:
         """
         arranged: dict[str, NamedTensor] = {}
         for name, source in sources.items():
+            if not source.name:
+                arranged[name] = NamedTensor(Zeros(source.shape), source.shape)
+                continue
             tensor = self.tensor(source.name, source.stored)
-            skipped = tensor.skipped + source.row * math.prod(source.shape[1:])
+            if tensor.merged and source.transposed:
+                raise CheckpointError(f"adapter: {source.name} is stored with rows and columns swapped; supported: others")
+            skipped = tensor.skipped + source.row * (1 if source.transposed else math.prod(source.shape[1:]))
             first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
             merged = (tensor.merged[0], source.row) if tensor.merged else None
-            arranged[name] = NamedTensor(tensor.stored, source.shape, skipped, source.added, source.name, first, merged)
+            arranged[name] = NamedTensor(
+                tensor.stored, source.shape, skipped, source.added, source.name, first, merged,
+                source.factor, source.order, source.transposed,
+            )  # fmt: skip
         used = {name for source in sources.values() for name in (source.name, source.first)}
         rest = {name: tensor for name, tensor in self.tensors.items() if name not in used}
         twice = sorted(set(rest) & set(arranged))
@@ -142,18 +180,21 @@ class Checkpoint:
         self.tensors = rest | arranged
 
     def dtype(self, name: str) -> str:
-        """How a weight is to be kept: as it is stored, "f32", "f16" or "bf16", or f32 where something is added to it."""
+        """How a weight is to be kept: as it is stored, "f32", "f16" or "bf16"; f32 where something is added to it, or where a
+        factor is no power of two.
+        """
         tensor = self.tensors[name]
         if tensor.dtype not in FLOATS:
             raise CheckpointError(f"{tensor.name or name} is stored as {tensor.dtype}; supported: {', '.join(FLOATS)}")
         if tensor.first is not None and tensor.first.dtype not in FLOATS:
             raise CheckpointError(f"{tensor.first.name} is stored as {tensor.first.dtype}; supported: {', '.join(FLOATS)}")
-        return "f32" if tensor.added or tensor.first else FLOATS[tensor.dtype]
+        exact = abs(math.frexp(tensor.factor)[0]) == 0.5
+        return "f32" if tensor.added or tensor.first or not exact else FLOATS[tensor.dtype]
 
     def codec(self, name: str) -> Codec:
         """How the checkpoint holds a weight: in integers, or in the floats of `dtype`."""
         tensor = self.tensors[name]
-        changed = tensor.added or tensor.first or tensor.merged
+        changed = tensor.added or tensor.first or tensor.merged or tensor.rearranged
         return (None if changed else tensor.stored.codec) or Codec(cast(Kind, self.dtype(name)))
 
     def order(self, name: str) -> NDArray[np.int32] | None:
@@ -172,7 +213,9 @@ class Checkpoint:
             values[0] += self._read(tensor.first, tensor.first.name, 0, len(values[0]))
         if tensor.merged is not None:
             factors, row = tensor.merged
-            values = values + factors.b[row + start : row + stop] @ factors.a
+            places = list(tensor.order[start:stop]) if tensor.order else slice(row + start, row + stop)
+            values = values + factors.b[places] @ factors.a
+        values = values * np.float32(tensor.factor) if tensor.factor != 1 else values
         return values + np.float32(tensor.added) if tensor.added else values
 
     def quantized(self, name: str, start: int, stop: int) -> StoredArrays:
@@ -183,16 +226,43 @@ class Checkpoint:
 
     def _read(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows of a tensor as they are stored, float32; `name`: for messages."""
-        row = math.prod(tensor.shape[1:])
-        values = tensor.stored.read(tensor.skipped + start * row, (stop - start) * row, name)
-        values = values.reshape(stop - start, *tensor.shape[1:])
+        if tensor.transposed:
+            values = self._columns(tensor, name, start, stop)
+        elif tensor.order:
+            places = np.array(tensor.order[start:stop])
+            lowest, highest = (int(places.min()), int(places.max()) + 1) if len(places) else (0, 0)
+            values = self._span(tensor, name, lowest, highest)[places - lowest]
+        else:
+            values = self._span(tensor, name, start, stop)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{name} has NaN or infinite values; the checkpoint is damaged or its training diverged")
+        return values
+
+    def _span(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Neighbouring rows of the stored tensor."""
+        row = math.prod(tensor.shape[1:])
+        values = tensor.stored.read(tensor.skipped + start * row, (stop - start) * row, name)
+        return values.reshape(stop - start, *tensor.shape[1:])
+
+    def _columns(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Columns of the stored matrix as rows."""
+        (columns, width), first = tensor.stored.shape, tensor.skipped
+        values = np.empty((stop - start, columns), np.float32)
+        height = max(1, TRANSPOSED_VALUES // width)
+        for top in range(0, columns, height):
+            bottom = min(top + height, columns)
+            block = tensor.stored.read(top * width, (bottom - top) * width, name).reshape(bottom - top, width)
+            values[:, top:bottom] = block[:, first + start : first + stop].T
         return values
 
     def whole(self, name: str) -> NDArray[np.float32]:
         """A whole tensor as float32: norm gains, biases, one layer of a calibration."""
         return self.rows(name, 0, self.tensors[name].shape[0])
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether some matrix has its rows in another order than the checkpoint, or scaled, or as columns."""
+        return any(tensor.rearranged and len(tensor.shape) > 1 for tensor in self.tensors.values())
 
     def files(self) -> Sequence[Path]:
         """The files whose change would change the result."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
@@ -80,8 +80,18 @@ MLP_MAPPINGS = (
 )
 
 
-def llama_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
-    return (*ATTENTION_MAPPINGS, *MLP_MAPPINGS)
+def network_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+    """Those that the order of norms and linear layers allows: a gate lets a factor pass, an activation without one does not."""
+    readers = ("gate", "up") if config.gated else ("up",)
+    after_norm, after_values = ATTENTION_MAPPINGS
+    mlp = (ScaleMapping("mlp_norm", readers, "mlp" if config.gated else "mlp.up_proj"),)
+    if not config.pre_norms:
+        after_norms: tuple[ScaleMapping, ...] = ()
+    elif config.parallel_blocks == "one_norm":
+        after_norms = (replace(after_norm, consumers=(*after_norm.consumers, *readers)),)
+    else:
+        after_norms = (after_norm, *mlp)
+    return (*after_norms, after_values, *(MLP_MAPPINGS[1:] if config.gated else ()))
 
 
 def no_windows(values: Values, layers: int) -> tuple[int, ...]:
@@ -126,7 +136,7 @@ class FamilyDescription:
     biases: tuple[str, ...] = ()
     sources: Callable[[Any], dict[str, TensorSource]] = no_sources
     derived: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    mappings: Callable[[ModelConfig], tuple[ScaleMapping, ...]] = llama_mappings
+    mappings: Callable[[ModelConfig], tuple[ScaleMapping, ...]] = network_mappings
     tower: FamilyDescription | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)

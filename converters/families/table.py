@@ -8,8 +8,11 @@ from typing import Any
 
 from edgeq.converters.families.decoders.experts import EXPERT_FAMILIES
 from edgeq.converters.families.decoders.gemma import GEMMA_FAMILIES
+from edgeq.converters.families.decoders.glm import GLM_FAMILIES
+from edgeq.converters.families.decoders.granite import GRANITE
 from edgeq.converters.families.decoders.lfm import LFM2
 from edgeq.converters.families.decoders.llama import LLAMA_FAMILIES
+from edgeq.converters.families.decoders.olmo import OLMO_FAMILIES
 from edgeq.converters.families.decoders.opt import OPT_FAMILIES
 from edgeq.converters.families.decoders.smollm import SMOLLM_FAMILIES
 from edgeq.converters.families.family import Family, FamilyDescription, Values
@@ -22,7 +25,10 @@ from edgeq.network.image_config import ImageConfig
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import MAX_SIZES
 
-TEXT_FAMILIES = (*LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2)
+TEXT_FAMILIES = (
+    *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
+    GRANITE,
+)  # fmt: skip
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
 TILES = "cuts pictures into tiles; supported instead: LLaVA-1.5 (LlavaForConditionalGeneration), Qwen2-VL, Qwen2.5-VL, Qwen3-VL"

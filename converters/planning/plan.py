@@ -202,7 +202,7 @@ class ConversionPlan:
             "method": self.method.name,
             "options": {key: value for key, value in self.method.options.recorded().items() if key != "method"},
             "calibration": self.calibration and {key: getattr(self.calibration, key) for key in ("source", "sha256", "tokens")},
-            **({SOURCE_CHANNELS: True} if self.method.keeps_channels else {}),
+            **({SOURCE_CHANNELS: True} if self.method.keeps_channels and not self.checkpoint.rearranged else {}),
             "edgeq": __version__,
             "code": quantizing_code(),
             "measured": self._measured(),

@@ -56,8 +56,9 @@ class AdaptedFile(ModelFile):
         self._parts: list[NDArray[np.uint8]] = []
         if file.metadata.provenance.get(SOURCE_CHANNELS) is not True:
             raise UnsupportedError(
-                f"{file.path}: its layers may read scaled or rotated channels, for which no adapter was trained; convert the "
-                "checkpoint by a method that keeps them (docs/adapters.md), or with the adapter: edgeq convert --merge-lora"
+                f"{file.path}: its layers may have scaled, rotated or reordered channels, for which no adapter was trained; "
+                "convert the checkpoint by a method that keeps them (docs/adapters.md), or with the adapter: edgeq convert "
+                "--merge-lora"
             )
         linears = dict(file.metadata.linears)
         for name, factors in self._placed(file.metadata).items():

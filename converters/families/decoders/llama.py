@@ -7,6 +7,7 @@ from typing import Any
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.positions import one_window, partial_rope, qwen_windows, rope
+from edgeq.converters.families.rearranged import fused_gate_up
 from edgeq.errors import UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.stack import GATED
@@ -69,17 +70,14 @@ def phi3_settings(values: Values) -> dict[str, Any]:
 
 def phi3_sources(config: ModelConfig) -> dict[str, TensorSource]:
     """Rows of q, k, v lie one below the other in one matrix, and so do those of gate and up."""
-    q, kv, inner, hidden = config.query_size, config.kv_size, config.intermediate_size, config.hidden_size
+    q, kv, hidden = config.query_size, config.kv_size, config.hidden_size
     sources = {}
     for layer in range(config.num_hidden_layers):
         p = f"model.layers.{layer}."
         matrix, shape = f"{p}self_attn.qkv_proj.weight", (q + 2 * kv, hidden)
         for part, row, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
             sources[f"{p}self_attn.{part}_proj.weight"] = TensorSource(matrix, shape, (rows, hidden), row)
-        matrix, shape = f"{p}mlp.gate_up_proj.weight", (2 * inner, hidden)
-        sources[f"{p}mlp.gate_proj.weight"] = TensorSource(matrix, shape, (inner, hidden), 0)
-        sources[f"{p}mlp.up_proj.weight"] = TensorSource(matrix, shape, (inner, hidden), inner)
-    return sources
+    return sources | fused_gate_up(config)
 
 
 LLAMA_FAMILIES = (

@@ -22,6 +22,7 @@ from edgeq.converters.checkpoint.checkpoint import Checkpoint, TensorSource
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import convert
 from edgeq.converters.families import Family, linear_module, recognise
+from edgeq.converters.families.rearranged import pairs_apart
 from edgeq.converters.importers import open_source
 from edgeq.converters.method import Block
 from edgeq.converters.methods.awq import Awq, apply_scale
@@ -33,6 +34,7 @@ from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES += ("olmo2", "exaone4", "granite", "glm4", "ernie4_5")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -127,6 +129,43 @@ def test_methods_that_take_every_layer_to_attend_refuse_convolutions(checkpoint:
         preflight(str(checkpoint("lfm2")), ConvertOptions(method=method))
 
 
+def test_exaone4_rotates_in_layers_with_windows_where_there_are_some() -> None:
+    plain = config_of("Exaone4ForCausalLM", sliding_window=12)
+    assert plain.sliding_windows == (12, 12, 12, 0) * 2 and plain.layers_without_rope == (3, 7)
+    assert (plain.pre_norms, plain.post_norms, plain.qk_norm, plain.qk_norm_kind) == (False, True, True, "heads")
+    every = config_of("Exaone4ForCausalLM", sliding_window=None, sliding_window_pattern=None)
+    assert every.sliding_windows == () and every.layers_without_rope == ()
+    full = ["full_attention"] * 8
+    assert config_of("Exaone4ForCausalLM", sliding_window=12, layer_types=full).layers_without_rope == tuple(range(8))
+    assert config_of("Exaone4ForCausalLM", sliding_window=None, layer_types=full).layers_without_rope == ()
+    assert ModelConfig.from_json(plain.to_json()) == plain
+
+
+def test_granites_multipliers_are_settings_or_factors_of_rows() -> None:
+    keys = {"architectures": ["GraniteForCausalLM"], **SIZES, "attention_multiplier": 0.125, "embedding_multiplier": 12}
+    family, config = recognise(keys | {"residual_multiplier": 0.22, "logits_scaling": 8})
+    assert config.attention_scale == 0.125 and config.embedding_multiplier == 12.0
+    factors = {name: source.factor for name, source in family.sources().items()}
+    assert factors["model.norm.weight"] == 1 / 8 and len(factors) == 1 + 2 * 8
+    assert factors["model.layers.7.self_attn.o_proj.weight"] == factors["model.layers.0.mlp.down_proj.weight"] == 0.22
+    assert set(recognise(keys)[0].sources()) == {"model.norm.weight"}
+
+
+def test_rows_of_neighbouring_pairs_become_halves() -> None:
+    assert pairs_apart(2, 6, 4) == (0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11)
+    sources = recognise({"architectures": ["Glm4ForCausalLM"], **SIZES, "head_dim": 8})[0].sources()
+    assert sources["model.layers.7.self_attn.q_proj.bias"].order == pairs_apart(4, 8, 4)
+    assert "model.layers.7.self_attn.v_proj.bias" not in sources
+
+
+def test_biases_follow_from_keys() -> None:
+    def biases(architecture: str, **keys: Any) -> tuple[str, ...]:
+        return recognise({"architectures": [architecture], **SIZES, **keys})[0].description.biases
+
+    assert biases("Glm4ForCausalLM") == ("q", "k", "v") and biases("Glm4ForCausalLM", attention_bias=False) == ()
+    assert biases("Ernie4_5ForCausalLM") == () and len(biases("Ernie4_5ForCausalLM", use_bias=True)) == 7
+
+
 def test_smollm3_rotates_where_its_list_or_its_interval_says() -> None:
     plain = config_of("SmolLM3ForCausalLM")
     assert plain.layers_without_rope == (3, 7) and plain.sliding_windows == () and plain.rope.theta == 2e6
@@ -165,6 +204,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rotation of a part": ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "dense layers between": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
     "every second layer": ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    "a bias": ("Olmo2ForCausalLM", {"attention_bias": True}, "attention_bias is True"),
     "layers without rope elsewhere": ("LlamaForCausalLM", {"no_rope_layers": [1, 0] * 4}, "no_rope_layers is"),
     "windows that are not used": ("SmolLM3ForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "use_sliding_window"),
     "windows of experts": ("Qwen2MoeForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
@@ -181,6 +221,15 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "types of other layers": ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "not a list of 8 entries"),
     "no window": ("Gemma3ForCausalLM", {"sliding_window": None}, "sliding_window is null"),
     "no pattern": ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    "no multiplier": ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier is 0; expected a number"),
+    "a multiplier that is none": ("GraniteForCausalLM", {"logits_scaling": [8]}, r"logits_scaling is \[8\]; expected a number"),
+    "no switch": ("Glm4ForCausalLM", {"attention_bias": "yes"}, "attention_bias is 'yes'; expected true or false"),
+    "no pattern of letters": ("Exaone4ForCausalLM", {"sliding_window_pattern": "LLLG"}, "or layer_types"),
+    "types without a window": (
+        "Exaone4ForCausalLM",
+        {"sliding_window": None, "layer_types": ["sliding_attention"] * 8},
+        "sliding_window is null",
+    ),
     "no interval": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
     "too few rotated layers": (
         "SmolLM3ForCausalLM",
@@ -308,6 +357,24 @@ def test_an_expert_without_tokens_is_rounded_plainly_with_a_warning(checkpoint: 
     same = [torch.equal(layer.get_parameter(path), weight) for path, weight in zip(paths, before, strict=True)]
     # The scale of what enters all experts reaches this one too; its own channels and ranges stay.
     assert same == [False, False, False, True]
+
+
+def test_factors_and_orders_are_exact_and_take_no_adapters(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A power of two leaves a type as it is; an adapter for such a file was trained on other rows."""
+    folder = checkpoint("granite", residual_multiplier=0.25)
+    source, *_ = opened(folder)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.o_proj.weight"
+    assert source.dtype(name) == "bf16" and source.dtype("model.norm.weight") == "f32"
+    assert np.array_equal(source.whole(name), 0.25 * tensors[name].float().numpy())
+    assert np.array_equal(source.whole("model.norm.weight"), tensors["model.norm.weight"].float().numpy() * np.float32(1 / 3))
+    file = convert(str(folder), tmp_path / "a.edgeq", ConvertOptions(method="rtn", group_size=32), lambda *_: None)
+    assert "source_channels" not in file.metadata.provenance
+    source, *_ = opened(checkpoint("glm4"))
+    order = list(pairs_apart(4, 64, 48))
+    tensors = load_file(checkpoint("glm4") / "model.safetensors")
+    for kind in ("weight", "bias"):
+        name = f"model.layers.0.self_attn.q_proj.{kind}"
+        assert np.array_equal(source.rows(name, 3, 200), tensors[name].float().numpy()[order][3:200])
 
 
 def changed(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Checkpoint:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from edgeq.runtime import Model
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
+FAMILIES += ("olmo2", "exaone4", "granite", "glm4", "ernie4_5")
 FAMILIES += ("phi3", "phi3_longrope", "phi3_shortrope", "smollm3", "gemma3", "opt", "lfm2")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 HAVE_CPU = importlib.util.find_spec("edgeq.targets.cpu.program") is not None

@@ -1,0 +1,55 @@
+"""Families whose weights are rearranged or whose blocks are ordered otherwise, in 4 bits: every method, target and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeq.runtime import Model
+from tests.runtime.network.test_parity import HAVE_CPU, ROUNDED, TOKENS, load
+
+FAMILIES = ("olmo2", "exaone4", "granite", "glm4", "ernie4_5")
+METHODS = ("rtn", "awq", "gptq")
+LENGTH = 80
+MAX_ERROR = 1e-3
+"""Largest error of the cpu target as a share of the largest logit of the reference: a cache of f16 makes steps of last bits."""
+LOST = 0.06
+"""The largest mean divergence from the model in floats, in nats, of 4 bits in groups of 32."""
+
+
+def logits_of(model: Model) -> NDArray[np.float32]:
+    return np.concatenate(list(model.session().all_logits(TOKENS[:LENGTH])))
+
+
+def divergence(exact: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+    """Mean KL divergence of the rows, in nats."""
+    p, q = (x.astype(np.float64) - x.max(axis=1, keepdims=True) for x in (exact, found))
+    p, q = (x - np.log(np.exp(x).sum(axis=1, keepdims=True)) for x in (p, q))
+    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_bits_lose_little_and_targets_agree(family: str, method: str, model_path: Callable[..., Path]) -> None:
+    exact = logits_of(load(model_path(family, ROUNDED, method="none", dtype="f32"), "reference"))
+    calibrated = {} if method == "rtn" else {"calibration_rows": 4, "calibration_length": 128}
+    path = model_path(family, ROUNDED, method=method, bits=4, group_size=32, **calibrated)
+    wanted = logits_of(load(path, "reference"))
+    assert 1e-5 < divergence(exact, wanted) < LOST
+    if HAVE_CPU:
+        error = np.abs(logits_of(load(path, "cpu")) - wanted).max() / np.abs(wanted).max()
+        print(f"{family} {method}: divergence {divergence(exact, wanted):.4f}, largest error {error:.1e} of the largest logit")
+        assert error < MAX_ERROR
+
+
+@pytest.mark.skipif(not HAVE_CPU, reason="no edgeq.targets.cpu")
+@pytest.mark.parametrize("mode", ("a16", "a8"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_session_cut_in_chunks_gives_the_same_bits(family: str, mode: str, model_path: Callable[..., Path]) -> None:
+    path = model_path(family, ROUNDED, method="rtn", bits=4, group_size=32)
+    whole, *cut = [logits_of(load(path, "cpu", rows, mode)) for rows in (256, 37, 1)]
+    assert all(np.array_equal(whole, each) for each in cut)
