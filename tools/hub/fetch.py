@@ -157,7 +157,7 @@ def _fetch(name: HubName, file: RepositoryFile, access: HubAccess) -> None:
     """Fetch a file into its place among the blobs, from where an earlier run stopped, and check its digest."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
 
     blob = _blob(name, file)
     aside = blob.with_name(blob.name + ASIDE)

@@ -40,12 +40,12 @@ def glm_sources(config: ModelConfig, biases: tuple[str, ...]) -> Sources:
 
 
 def glm4(hf: Values) -> FamilyDescription:
-    biases = QKV if flag(GLM4.defaults | dict(hf), "attention_bias") else ()
+    biases = QKV if flag({**GLM4.defaults, **hf}, "attention_bias") else ()
     return replace(GLM4, biases=biases, sources=partial(glm_sources, biases=biases))
 
 
 def ernie4_5(hf: Values) -> FamilyDescription:
-    biases = EVERY_LINEAR if flag(ERNIE.defaults | dict(hf), "use_bias") else ()
+    biases = EVERY_LINEAR if flag({**ERNIE.defaults, **hf}, "use_bias") else ()
     return replace(ERNIE, biases=biases, sources=partial(from_pairs, biases=biases))
 
 

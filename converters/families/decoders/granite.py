@@ -41,7 +41,7 @@ def granite_sources(config: ModelConfig, residual: float, logits: float) -> Sour
 
 
 def granite(hf: Values) -> FamilyDescription:
-    values = GRANITE.defaults | dict(hf)
+    values = {**GRANITE.defaults, **hf}
     residual, logits = multiplier(values, "residual_multiplier"), multiplier(values, "logits_scaling")
     return replace(GRANITE, sources=partial(granite_sources, residual=residual, logits=logits))
 
