@@ -1,7 +1,7 @@
 """Which kernels the tests ask a device for, recorded on the emulated one: `make kernels` compiles these for a GPU.
 
 Of each file of tests there is a list in asked/.  The emulated device refuses what is not in it, as a GPU would that has only
-the pack.  `pytest tests/cuda/test_x.py --record-kernels` makes the list of a file again.
+the pack.  `pytest tests/cuda/ROOM/test_x.py --record-kernels` makes the list of a file again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Asked:
 
     def __init__(self, recording: bool) -> None:
         self.recording = recording
-        self.tests: str | None = None
+        self.tests: Path | None = None
         self.partly: set[str] = set()
         self._found: dict[str, set[Variant]] = {}
 
@@ -48,11 +48,11 @@ class Asked:
         if self.tests is None:
             return
         if self.recording:
-            self._found.setdefault(self.tests, set()).update(variants)
-        elif missing := sorted(variant.symbol for variant in set(variants) - listed(self.tests)):
+            self._found.setdefault(self.tests.stem, set()).update(variants)
+        elif missing := sorted(variant.symbol for variant in set(variants) - listed(self.tests.stem)):
             raise AssertionError(
                 f"`make kernels` has no {', '.join(missing)}: run all tests of the file, with "
-                f"pytest tests/cuda/{self.tests}.py --record-kernels"
+                f"pytest tests/cuda/{self.tests.parent.name}/{self.tests.name} --record-kernels"
             )
 
     def write(self) -> None:

@@ -17,22 +17,14 @@ from tests.runtime.conftest import model_path
 __all__ = ["model_path"]
 
 ASKED = pytest.StashKey[Asked]()
-WITHOUT_GPU = {
-    "test_build.py",
-    "test_driver.py",
-    "test_emulator.py",
-    "test_first_run.py",
-    "test_generated.py",
-    "test_generated_products.py",
-    "test_host_loop.py",
-    "test_mutations.py",
-    "test_occupancy.py",
-    "test_pack.py",
-    "test_pack_file.py",
-    "test_real.py",
-    "test_supply.py",
-}
-"""What is no test of kernels."""
+HERE = Path(__file__).parent
+WITHOUT_GPU = {"device", "supply"}
+"""The rooms whose tests are no tests of kernels."""
+
+
+def without_gpu(path: Path) -> bool:
+    """True for a room without tests of kernels and for what lies in it."""
+    return HERE in path.parents and path.relative_to(HERE).parts[0] in WITHOUT_GPU
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,8 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """All of a test, with the fixtures that it shares with others."""
-    for_gpu = item.path.parent == Path(__file__).parent and item.path.name not in WITHOUT_GPU
-    item.config.stash[ASKED].tests = item.path.stem if for_gpu else None
+    item.config.stash[ASKED].tests = None if without_gpu(item.path) else item.path
     return (yield)
 
 
@@ -92,7 +83,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if config.getoption("--gpu", default=False) and collection_path.name in WITHOUT_GPU else None
+    return True if config.getoption("--gpu", default=False) and without_gpu(collection_path) else None
 
 
 @pytest.fixture

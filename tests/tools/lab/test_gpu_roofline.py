@@ -1,4 +1,4 @@
-"""Computed GPU speeds, from the prediction that `edgeq fit` makes; tests/cuda/test_occupancy.py has the page as a whole."""
+"""Computed GPU speeds, from the prediction that `edgeq fit` makes; tests/cuda/supply/test_occupancy.py has the whole page."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.cuda.first_run.steps import SANITIZERS, Step, run, steps
 
 pytestmark = [pytest.mark.cuda]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BARE = "import sys\nsys.modules['tvm'] = sys.modules['nvidia'] = None\n"
 """As on a machine with neither TVM nor NVRTC: Python imports it before anything else."""
 TOOLS = {"compute-sanitizer": "--error-exitcode", "ncu": "--metrics"}
@@ -147,7 +147,8 @@ def test_the_whole_protocol_on_an_imitated_gpu_and_a_failure_in_every_step(
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(path))
     monkeypatch.chdir(ROOT)
-    command = ("-m", "tests.cuda.first_run", "--shapes", "tiny", "--tests", "tests/cuda/test_largest.py", "--pack", pack)
+    tests = "tests/cuda/operations/test_largest.py"
+    command = ("-m", "tests.cuda.first_run", "--shapes", "tiny", "--tests", tests, "--pack", pack)
     names = [each.name for each in steps(tmp_path, ("tiny",), (), pack)]
 
     def statuses(out: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What an attacker does to `edgeq serve` besides single bad requests: `python tests/fuzz/siege.py FILE.edgeq`.
+"""What an attacker does to `edgeq serve` besides single bad requests: `python -m tests.runtime.server.siege FILE.edgeq`.
 
 One server with few descriptors is sent malformed HTTP, expensive schemas by many clients at once, and more connections than it
 can have.  A finding is a server error, a request that is never answered, a server that has ended, or a log that grows.
@@ -21,7 +21,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mutation import changed_bytes
+from tests.fuzz.mutation import changed_bytes
 
 DESCRIPTORS = 160
 SECONDS = 600.0

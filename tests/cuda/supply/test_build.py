@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgeq.converters.planning.options import ConvertOptions
 
     folder = tmp_path_factory.mktemp("built")
-    source = Path(__file__).parents[2] / "models" / "tiny-llama"
+    source = Path(__file__).parents[3] / "models" / "tiny-llama"
     convert(str(source), folder / "tiny.edgeq", ConvertOptions(method="rtn"), lambda *_: None)
     return folder / "tiny.edgeq"
 

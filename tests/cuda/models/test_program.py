@@ -46,7 +46,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgeq.converters.planning.options import ConvertOptions
 
     made = tmp_path_factory.mktemp("cuda") / "rtn.edgeq"
-    source = Path(__file__).parents[2] / "models" / "tiny-llama"
+    source = Path(__file__).parents[3] / "models" / "tiny-llama"
     convert(str(source), made, ConvertOptions(method="rtn"), lambda *_: None)
     return made
 
@@ -64,7 +64,7 @@ def graph(file: ModelFile) -> Graph:
 @pytest.fixture(scope="module")
 def tokens(file: ModelFile) -> np.ndarray:
     """Python code that the model was not trained with."""
-    text = (Path(__file__).parents[2] / "runtime" / "sampling.py").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "runtime" / "sampling.py").read_text(encoding="utf-8")
     return np.array(Tokenizer.from_file(file).encode(text)[:TOKENS], np.int32)
 
 

@@ -21,7 +21,7 @@ FUSED = (
     Variant("fused_activate", ("silu", True, "group", *CODEC)),
     Variant("fused_heads", ("f16", False, "group", *CODEC)),
 )
-PAGE = Path(__file__).parents[2] / "docs" / "cuda-speed.md"
+PAGE = Path(__file__).parents[3] / "docs" / "cuda-speed.md"
 PRODUCTS = ["qkv", "o", "gate_up", "down", "head"]
 
 

@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgeq.converters.planning.options import ConvertOptions
 
     made = tmp_path_factory.mktemp("graphs") / "rtn.edgeq"
-    source = Path(__file__).parents[2] / "models" / "tiny-llama"
+    source = Path(__file__).parents[3] / "models" / "tiny-llama"
     convert(str(source), made, ConvertOptions(method="rtn"), lambda *_: None)
     return made
 

@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def test_256_tokens_of_code(method: str, model_path: Callable[..., Path]) -> None:
     """In a16 with a cache of f16 the logits; in a8 with caches of integers the distributions, beside those of the CPU."""
     file = ModelFile.open(model_path("tiny-llama", method=method, **METHODS[method]))
-    text = (Path(__file__).parents[2] / "runtime" / "sampling.py").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "runtime" / "sampling.py").read_text(encoding="utf-8")
     tokens = np.array(Tokenizer.from_file(file).encode(text)[:TOKENS], np.int32)
     graph = decoder(file.metadata, 512)
 

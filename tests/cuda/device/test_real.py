@@ -19,7 +19,7 @@ from tests.cuda import asked, conftest, emulated, imitated, kernels, sanitized
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
-HERE = Path(__file__).parent
+ROOM = Path(__file__).parents[1] / "operations"
 TESTS = "test_largest", "test_attention_parts"
 """Single kernels, and programs."""
 
@@ -31,7 +31,7 @@ def needed() -> None:
 
 
 def run(tests: Sequence[str], pack: Path, made: Path, cache: Path, **settings: object) -> subprocess.CompletedProcess[str]:
-    paths = [HERE / f"{name}.py" for name in tests]
+    paths = [ROOM / f"{name}.py" for name in tests]
     return imitated.run("-c", imitated.BARE, "-q", "--gpu", "--pack", pack, *paths, cache=cache, kernels=made, **settings)
 
 
@@ -70,7 +70,7 @@ def test_what_sanitizers_run_is_there_and_has_every_kind_of_kernel(tmp_path: Pat
     """On the emulated device, in a process of its own."""
     script = """
         import json, sys, pytest
-        from tests.cuda.test_real import Kinds
+        from tests.cuda.device.test_real import Kinds
         kinds = Kinds()
         kinds.pytest_itemcollected = lambda item: kinds.tests.add(item.nodeid.rpartition("/")[2])
         status = pytest.main(["-q", "-m", "sanitize", sys.argv[1]], plugins=[kinds])
@@ -78,7 +78,7 @@ def test_what_sanitizers_run_is_there_and_has_every_kind_of_kernel(tmp_path: Pat
     """
     told = tmp_path / "kinds.json"
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), HERE, told], capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(script), ROOM.parent, told], capture_output=True, text=True, check=False
     )
     status, kinds, tests = json.loads(told.read_text())
     assert status == 0, ran.stdout
@@ -104,7 +104,7 @@ def test_without_a_gpu_or_a_pack_for_it_one_line_says_so(tmp_path: Path) -> None
 
 
 def test_tests_of_a_file_are_recorded_in_one_process() -> None:
-    command = [sys.executable, "-m", "pytest", HERE / "test_largest.py", "--record-kernels", "--collect-only", "-n", "2"]
+    command = [sys.executable, "-m", "pytest", ROOM / "test_largest.py", "--record-kernels", "--collect-only", "-n", "2"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == pytest.ExitCode.USAGE_ERROR and "add --dist loadfile" in ran.stderr, ran.stderr
 
@@ -129,7 +129,7 @@ def test_a_kernel_that_is_not_in_the_list_is_refused_and_recording_adds_it(
     for tests, variants, partly in (("all", [known, new], False), ("some", [known], True), ("some", [new], True)):
         asked.listed.cache_clear()
         recording = asked.Asked(recording=True)
-        recording.tests, recording.partly = tests, {tests} if partly else set()
+        recording.tests, recording.partly = Path("room", f"{tests}.py"), {tests} if partly else set()
         recording.ask(variants)
         recording.write()
     asked.listed.cache_clear()
@@ -137,9 +137,9 @@ def test_a_kernel_that_is_not_in_the_list_is_refused_and_recording_adds_it(
         assert asked.listed("all") == asked.listed("some") == {known, new} and asked.every() == [new, known]
         checking = asked.Asked(recording=False)
         checking.ask([Variant("anything")])
-        checking.tests = "some"
+        checking.tests = Path("room", "some.py")
         checking.ask([known, new])
-        with pytest.raises(AssertionError, match=r"has no embed_4_1: .*pytest tests/cuda/some.py --record-kernels"):
+        with pytest.raises(AssertionError, match=r"has no embed_4_1: .*pytest tests/cuda/room/some.py --record-kernels"):
             checking.ask([known, Variant("embed", (4, True))])
     finally:
         asked.listed.cache_clear()
