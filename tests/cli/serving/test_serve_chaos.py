@@ -23,6 +23,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 
 from edgeq.tools.lab.soak import exchange, gauges, idle, request, sample, server  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.exhaustive
 OPTIONS = ("-t", "1", "--threads-prefill", "1", "-c", "1024", "--grace", "20")
@@ -62,10 +63,7 @@ def test_clients_that_are_killed_leave_nothing(served: tuple[subprocess.Popen[st
             thread.join()
     found, after = idle(port), sample(process.pid)
     assert not found["running"] and not found["waiting"] and found["pages_held"] == found["pages_idle"]
-    end = time.monotonic() + 120
-    while sample(process.pid)[1] > before[1] + 1 and time.monotonic() < end:
-        time.sleep(0.1)
-    assert sample(process.pid)[1] <= before[1] + 1 and after[2] <= before[2] + 3
+    assert wait_until(lambda: sample(process.pid)[1] <= before[1] + 1, 0.1) and after[2] <= before[2] + 3
 
 
 def test_a_server_that_was_stopped_goes_on(served: tuple[subprocess.Popen[str], int]) -> None:
@@ -170,10 +168,7 @@ def test_a_disk_that_fills_changes_no_answer(demo: Path, tmp_path: Path) -> None
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, hard))
         first = text_of(port, prompt=prompt)
-        end = time.monotonic() + 120
-        while not gauges(port)["prompt_cache_errors"] and time.monotonic() < end:
-            time.sleep(0.1)
-        assert gauges(port)["prompt_cache_errors"] == 1 and not list(folder.iterdir())
+        assert wait_until(lambda: gauges(port)["prompt_cache_errors"] == 1, 0.1) and not list(folder.iterdir())
         assert text_of(port, prompt=prompt) == first and text_of(port, prompt=prompt[1:])
         assert gauges(port)["prompt_cache_errors"] == 1
 
@@ -203,24 +198,32 @@ def test_without_more_memory_answers_wait_and_the_server_stays(demo: Path) -> No
         assert not found["running"] and not found["waiting"] and found["pages_held"] == found["pages_idle"]
 
 
-SLOW = """
+CLOCKED = """
 import sys, time
 from edgeq.runtime.batching.scheduler import Scheduler
-step = Scheduler.step
-def slow(self):
+from edgeq.runtime.server import owner
+steps, step, drain = [0], Scheduler.step, owner.Owner.drain
+def counted(self):
     found = step(self)
     if self.running:
-        time.sleep(0.2)
+        steps[0] += 1
+        # The rest of the text is longer than the minute only if the signal comes early in it.
+        time.sleep(0.02)
     return found
-Scheduler.step = slow
+async def noted(self):
+    before = steps[0]
+    await drain(self)
+    print("steps of the grace:", steps[0] - before, file=sys.stderr, flush=True)
+Scheduler.step, owner.Owner.drain, owner.perf_counter = counted, noted, lambda: 0.2 * steps[0]
 from edgeq.tools.cli.main import main
 sys.argv[0] = "edgeq"
 main()
 """
+"""A server whose clock goes on by 0.2 s with every step of the scheduler."""
 
 
 def test_a_minute_of_grace_for_a_text_that_takes_longer(demo: Path) -> None:
-    command = [sys.executable, "-c", SLOW, "serve", str(demo), "--port", "0", *OPTIONS, "--grace", "60"]
+    command = [sys.executable, "-c", CLOCKED, "serve", str(demo), "--port", "0", *OPTIONS, "--grace", "60"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -228,8 +231,10 @@ def test_a_minute_of_grace_for_a_text_that_takes_longer(demo: Path) -> None:
             if "at http://" in line:
                 break
         port = int(line.partition("at http://")[2].partition("/v1")[0].rpartition(":")[2])
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        arrived, found = list[float](), b""
+        noted = list[str]()
+        reading = threading.Thread(target=lambda: noted.extend(process.stderr or ()), daemon=True)
+        reading.start()
+        found = b""
         with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
             connection.sendall(completion())
             # A text that has not begun is told to come again; headers may arrive before it begins.
@@ -237,18 +242,19 @@ def test_a_minute_of_grace_for_a_text_that_takes_longer(demo: Path) -> None:
                 part = connection.recv(1 << 16)
                 assert part, found
                 found += part
-            # Before the signal: the grace begins after it.
-            begun = time.monotonic()
             process.send_signal(signal.SIGTERM)
             while b"draining" not in exchange(port, request("/health"), 60, False, False):
                 time.sleep(0.01)
             assert b"server_draining" in exchange(port, completion(), 60, False, False)
+            before = found.count(b"data:")
             while part := connection.recv(1 << 16):
                 found += part
-                arrived.append(time.monotonic() - begun)
         assert process.wait(120) == 0
+        reading.join()
         # Tokens until the end of the grace, then why there are no more.
-        assert arrived[-1] >= 59 and len(arrived) > 20 and b"[DONE]" not in found and b"server_draining" in found[-400:]
+        (steps,) = (int(line.rpartition(":")[2]) for line in noted if line.startswith("steps of the grace:"))
+        assert steps >= 300 and found.count(b"data:") > before + 20
+        assert b"[DONE]" not in found and b"server_draining" in found[-400:]
     finally:
         process.kill()
         process.wait()

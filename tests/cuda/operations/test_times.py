@@ -14,7 +14,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.network.decoder import decoder
 from edgeq.targets import TargetChoice
 from edgeq.targets.cuda import CudaTarget
-from edgeq.targets.cuda.device import bandwidth
+from edgeq.targets.cuda.device import bandwidth, timed
 from edgeq.targets.cuda.device.device import Call, Copy, Mark, Recording
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply import build
@@ -89,6 +89,7 @@ def test_of_a_full_device_nothing_is_measured(
 def test_operations_of_a_token_are_timed_one_by_one(
     device: EmulatedDevice, model_path: Callable[..., Path], graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(timed, "perf_counter", device.clock.__next__)
     program = compiled(device, model_path, graphs=graphs)
     pages = [program.new_page()]
     program.run(rows_of(program, 20, 0, pages))
@@ -101,9 +102,9 @@ def test_operations_of_a_token_are_timed_one_by_one(
 
     monkeypatch.setattr(device, "record", counted)
     for at in (20, 21, 22):
-        with recording(program) as timed:
+        with recording(program) as runs:
             logits = program.run(rows_of(program, 1, at, pages)).copy()
-        times += timed
+        times += runs
         assert np.array_equal(logits, program.run(rows_of(program, 1, at, pages)))
         seen.append([step.kernel for step in times[-1].steps])
     assert seen[0] == seen[1] == seen[2] and not any("fused" in name for name in seen[0])

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ pytest.importorskip("llguidance")
 
 from tests.runtime.answers.calling import TEMPLATE  # noqa: E402
 from tests.runtime.server.serving import Served, serving  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.exhaustive
 HERE = Path(__file__).parent
@@ -153,9 +153,7 @@ def test_llm_that_is_interrupted_leaves_nothing(served: Served, tmp_path: Path) 
     llm = Llm(tmp_path, served)
     process = subprocess.Popen(llm.command("Hello"), env=os.environ | llm.environment, stdout=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 120
-        while not served.server.scheduler.running and process.poll() is None and time.monotonic() < end:
-            time.sleep(0.001)
+        wait_until(lambda: bool(served.server.scheduler.running) or process.poll() is not None, 0.001)
         process.send_signal(signal.SIGINT)
         process.wait(60)
     finally:

@@ -14,6 +14,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.server.app import Server
 from edgeq.runtime.server.serve import bound, running
 from edgeq.runtime.server.settings import Settings
+from tests.waiting import wait_until
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -45,16 +46,13 @@ class Served:
         return status, found, json.loads(text) if "json" in found.get("content-type", "") else text
 
     def idle(self) -> bool:
-        """Whether nothing runs or waits any more, and no page is held but by the prefix tree, after however long the machine
-        takes: two minutes are taken for never.
-        """
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
+        """Whether nothing runs or waits any more, and no page is held but by the prefix tree."""
+
+        def nothing_left() -> bool:
             _, held, unused = self.server.scheduler.pages
-            if not self.server.scheduler.busy and held == unused:
-                return True
-            time.sleep(0.01)
-        return False
+            return not self.server.scheduler.busy and held == unused
+
+        return wait_until(nothing_left)
 
 
 def answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
