@@ -154,7 +154,7 @@ class Method:
         """The codec of a weight of a decoder layer, or of its block of `columns`."""
         assert self.options.bits is not None
         if self.options.half:
-            return Codec("half", self.options.bits, self.group_size(columns))
+            return Codec("s4" if self.options.scale_bits == 4 else "half", self.options.bits, self.group_size(columns))
         return Codec("int", self.options.bits, self.group_size(columns), bool(self.options.symmetric))
 
     def allocated(self, name: str) -> Codec | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgeq.converters.families import EMBEDDING, HEAD, NORM, Family
 from edgeq.errors import UnsupportedError
-from edgeq.format.codec import AnyArray, ArrayF32, Codec, dequantize, from_bf16, unpack_groups, unpack_integers
+from edgeq.format.codec import AnyArray, ArrayF32, Codec, dequantize, from_bf16, unpack_beside, unpack_integers
 from edgeq.format.container import ModelFile
 from edgeq.format.manifest import fused_shapes, layer_prefix
 from edgeq.format.records import ArrayRef, LinearSpec
@@ -55,7 +55,7 @@ class ExportedWeight:
         """q uint8 [rows, columns], scale f16 [rows, groups], and what else the codec has for each group."""
         arrays, rows = self._arrays()
         count = 16 * len(arrays["q"])
-        found = {name: unpack_groups(array, count)[rows] for name, array in arrays.items() if name != "q"}
+        found = {name: unpack_beside(self.codec, name, array, count)[rows] for name, array in arrays.items() if name != "q"}
         return {"q": unpack_integers(arrays["q"], count, self.columns)[rows], **found}
 
     def values(self) -> ArrayF32:

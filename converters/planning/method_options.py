@@ -23,7 +23,7 @@ _ROUNDED: dict[str, Any] = {
     "vision_activation_bits": None,
     "calibration": None,
 }
-_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None}
+_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None, "scale_bits": None}
 _ALLOCATED: dict[str, Any] = {"budget": None, "allocation": None}
 _SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
 _ROTATED: dict[str, Any] = {
@@ -62,7 +62,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
 
 Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured, `calibration` none or the built-in text,
-`kv_bits` 16, no `budget`, no `allocation` and no `half`.
+`kv_bits` 16, no `budget`, no `allocation`, no `half`; `scale_bits` 16.
 """
 WIDTHS = {"ttq": range(2, 6)}
 """Bits of weights that a method can store, where it is not all of them."""
@@ -89,6 +89,13 @@ def check_method_options(options: ConvertOptions) -> None:
             )
     if options.half and options.symmetric is not None:
         raise InputError("--half has neither zero points nor an integer for zero: give it or --sym/--asym")
+    planned = [name for name in (options.allocation or {}).values() if name.endswith(" s4")]
+    if planned and options.tune:
+        raise InputError(f"--tune learns scales of 16 bits; the plan has {planned[0]}: leave --tune out")
+    if options.scale_bits == 4:
+        checks = {"--half": not options.half, "groups": options.group_size == 0, "no --tune": options.tune}
+        if wrong := [needed for needed, lacking in checks.items() if lacking]:
+            raise InputError(f"--scale-bits 4 needs {wrong[0]}: its scales are shares of the largest of a row, on a half grid")
     widths = WIDTHS.get(options.method, BITS)
     if options.bits is not None and options.bits not in widths:
         raise InputError(f"{options.bits} bits are not supported by {options.method}; choose {widths[0]} to {widths[-1]}")

@@ -18,7 +18,7 @@ NOT_RECORDED = ("open_method", "calibration", "merge_lora", "device", "restart",
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
 EVERY_METHOD = ("method", "open_method", "pooling", "merge_lora", "device", "revision", "restart", "force", "token", "offline")
 """Options that do not depend on the method."""
-ONE_CODEC = ("bits", "group_size", "symmetric", "half", "head")
+ONE_CODEC = ("bits", "group_size", "symmetric", "half", "scale_bits", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
 COMPUTERS = ("auto", "cpu", "cuda", "mps")
 """Where calibration text can run."""
@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "kv_bits": ("--bits W/A/KV", (3, 4, 8, 16)),
     "group_size": ("--group-size", (*GROUP_SIZES, 0)),
     "symmetric": ("--sym/--asym", (True, False)),
+    "scale_bits": ("--scale-bits", (4, 16)),
     "act_order": ("--act-order", (True, False)),
     "gptq": ("--gptq", (True, False)),
     "split_row": ("--split-row", (True, False)),
@@ -73,6 +74,7 @@ class ConvertOptions:
     group_size        16, 32, 64, 128, or 0: one group per output channel; None: the method's default, or the next smaller
                       size that divides the columns
     symmetric, half   an integer stands for zero in every group, or the middle between two does; neither: zero points
+    scale_bits        of half grids: 16, or 4 and an f16 per output channel
     tune              GPTQ: learn the scales of every decoder layer on its output (edgeq.converters.methods.tuning)
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
@@ -112,6 +114,7 @@ class ConvertOptions:
     group_size: int | None = None
     symmetric: bool | None = None
     half: bool | None = None
+    scale_bits: Literal[4, 16] | None = None
     act_order: bool | None = None
     tune: bool | None = None
     gptq: bool | None = None

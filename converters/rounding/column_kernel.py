@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from edgeq.format.codec import ZeroKind
+from edgeq.format.codec import SCALE_CODES, ZeroKind
 from edgeq.format.quantization import MIN_RANGE
 
 ASYMMETRIC, SYMMETRIC, HALF = range(3)
@@ -64,8 +64,11 @@ def _least_share(group: Any, costs: Any, top: Any, largest: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any) -> Any:
-    """(scale, zero) of the share of the group's range with the least sum of costs * error^2."""
+def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any, row: Any) -> Any:
+    """(scale, zero) of the share of the group's range with the least sum of costs * error^2.
+
+    row   what scales of four bits are shares of: all that they can be are tried; else 0
+    """
     low, high = _F32(0), _F32(0)
     for w in group:
         low, high = min(low, w), max(high, w)
@@ -73,9 +76,11 @@ def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any) -> Any:
     if form == HALF:
         least = _least_share(group, costs, top, max(-low, high))
     best, best_scale, best_zero = _F32(np.inf), _F32(np.nan), _F32(0)
-    for step in range(shares):
+    for step in range(len(SCALE_CODES) if row > 0 else shares):
         share = _F32(1) - _F32(step) * _STEP
-        if form == HALF:
+        if row > 0:
+            scale, zero = row * SCALE_CODES[step], top / _F32(2)
+        elif form == HALF:
             share = _F32(least ** (_F32(step) / _F32(shares - 1)))
             scale = _to_f16(max(max(-low, high) * share, _RANGE) / (top / _F32(2)))
             zero = top / _F32(2)
@@ -103,11 +108,23 @@ def search_grids(
     shares: int,
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
+    of_row: NDArray[np.float32],
 ) -> None:
     """Fill scale and zero [rows] with the grid of each row of weight [rows, columns], one group each; costs [columns];
-    form: of FORMS."""
+    form: of FORMS; of_row [rows]: what scales of four bits are shares of, else 0."""
     for row in range(len(weight)):
-        scale[row], zero[row] = _search(weight[row], costs, top, form, shares)
+        scale[row], zero[row] = _search(weight[row], costs, top, form, shares, of_row[row])
+
+
+@njit(nogil=True, cache=True)
+def _coded(scale: Any, row: Any) -> Any:
+    """The share of `row` that scales of four bits can hold, nearest to `scale`; `row` 0: they are f16."""
+    if row == 0:
+        return _to_f16(scale)
+    code = 0
+    while code + 1 < len(SCALE_CODES) and scale < row * (SCALE_CODES[code] + SCALE_CODES[code + 1]) / _F32(2):
+        code += 1
+    return row * SCALE_CODES[code]
 
 
 @njit(nogil=True, cache=True)
@@ -119,6 +136,7 @@ def round_block(
     group_of: NDArray[np.int64],
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
+    of_row: NDArray[np.float32],
     top: np.float32,
     form: int,
     shares: int,
@@ -131,6 +149,7 @@ def round_block(
     costs     [columns]: of a square error, for the search of grids
     begins    [columns]: of how many columns the group has whose grid is to be found there; 0: it is known, or begun
     group_of  [columns]: the column of `scale` and `zero` [rows, groups]
+    of_row    [rows]: what scales of four bits are shares of; else 0
     """
     for row in range(len(weight)):
         w = weight[row]
@@ -138,7 +157,7 @@ def round_block(
             g = group_of[i]
             if begins[i] > 0:
                 ends = i + begins[i]
-                scale[row, g], zero[row, g] = _search(w[i:ends], costs[i:ends], top, form, shares)
+                scale[row, g], zero[row, g] = _search(w[i:ends], costs[i:ends], top, form, shares, of_row[row])
             code = _code(w[i], scale[row, g], zero[row, g], top)
             back = (code - zero[row, g]) * scale[row, g]
             error = (w[i] - back) / u[i, i]
@@ -150,7 +169,7 @@ def round_block(
 
 
 @njit(nogil=True, cache=True)
-def _refit(steps: Any, first: Any, scale: Any, slope: Any, moments: Any, product: Any) -> Any:
+def _refit(steps: Any, first: Any, scale: Any, row: Any, slope: Any, moments: Any, product: Any) -> Any:
     """The scale of a group after its step to the least error; `slope` [columns] follows.
 
     With the integers less the zero point as T, 0 outside of the group, its weights are scale T, and the error D M D^T grows by
@@ -158,6 +177,7 @@ def _refit(steps: Any, first: Any, scale: Any, slope: Any, moments: Any, product
 
     steps    [columns of the group]: T
     first    the group's first column in the block
+    row      what scales of four bits are shares of; else 0
     product  [columns]: room for T M
     """
     product[:] = 0
@@ -172,7 +192,7 @@ def _refit(steps: Any, first: Any, scale: Any, slope: Any, moments: Any, product
         bend += steps[i] * product[first + i]
     if not bend > 0:
         return scale
-    wanted = _to_f16(max(scale - downhill / bend, _F32(0)))
+    wanted = _coded(max(scale - downhill / bend, _F32(0)), row)
     change = wanted - scale
     # A scale far from the range of its weights would clip many of them: what GPTQ has settled would be settled again.
     near = scale / _F32(2) <= wanted <= scale * _F32(2)
@@ -193,6 +213,7 @@ def improve_block(
     group_of: NDArray[np.int64],
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
+    of_row: NDArray[np.float32],
     top: np.float32,
     integers: NDArray[np.uint8],
 ) -> None:
@@ -204,6 +225,7 @@ def improve_block(
     moments   [columns, columns]: of the inputs of these columns
     fixed     [columns]: stay as they are
     begins    [columns]: of how many columns the group has whose scale is refitted there; 0: none
+    of_row    [rows]: what scales of four bits are shares of; else 0
     """
     columns = rounded.shape[1]
     steps, product = np.empty(columns, np.float32), np.empty(columns, np.float32)
@@ -215,7 +237,7 @@ def improve_block(
                 size = begins[i]
                 for k in range(size):
                     steps[k] = _F32(integers[row, i + k]) - zero[row, g]
-                scale[row, g] = _refit(steps[:size], i, scale[row, g], slope, moments, product)
+                scale[row, g] = _refit(steps[:size], i, scale[row, g], of_row[row], slope, moments, product)
                 for k in range(size):
                     w[i + k] = steps[k] * scale[row, g]
             if fixed[i]:

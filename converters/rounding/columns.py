@@ -156,6 +156,9 @@ class _Slab:
         self._group_of = np.repeat(np.arange(len(self._groups)), widths)[factor.order.numpy()]
         self._scale = np.empty((rows, len(self._groups)), np.float32)
         self._zero = np.empty((rows, len(self._groups)), np.float32)
+        self._coded = "super_scale" in self._blocks[0][0].parts(1, 1)
+        assert self._preset.weighed or not self._coded
+        self._of_row = np.zeros(rows, np.float32)
         self._costs = factor.reverse.diagonal().flip(0).square().cpu().numpy()
 
     def round(self) -> tuple[list[Quantized], Tensor]:
@@ -165,10 +168,11 @@ class _Slab:
         rounded = torch.empty_like(self._w)
         changes = torch.zeros_like(self._w)
         places = torch.argsort(factor.order)
-        for group in self._groups:
-            if self._is_fixed(group):
-                at = places[group.start : group.stop]
-                self._set_grid(group, self._w[:, at.to(self._w.device)], self._costs[at.numpy()])
+        if self._coded:
+            # What scales are shares of has to be there before the first of them.
+            self._set_grids(self._groups, places)
+            self._of_row = self._scale.max(1)
+        self._set_grids([group for group in self._groups if self._is_fixed(group)], places)
         for span in self._spans():
             now, inside = self._w[:, span], torch.linalg.inv(factor.part(span, span)).triu()
             if span.start:
@@ -208,7 +212,7 @@ class _Slab:
             begins[group.start - span.start] = group.stop - group.start
 
         def share(rows: slice) -> None:
-            grids = self._scale[rows], self._zero[rows]
+            grids = self._scale[rows], self._zero[rows], self._of_row[rows]
             kernel.improve_block(w[rows], gradient[rows], moments, fixed, begins, group_of, *grids, top, integers[rows])
 
         _in_threads(share, len(w))
@@ -220,6 +224,12 @@ class _Slab:
     def _is_fixed(self, group: _Group) -> bool:
         """The grid comes from the weights as they were."""
         return self._factor.falling or group.stop - group.start > BLOCK
+
+    def _set_grids(self, groups: list[_Group], places: Tensor) -> None:
+        """The grids of groups from the weights as they were; `places`: of columns, in stored order."""
+        for group in groups:
+            at = places[group.start : group.stop]
+            self._set_grid(group, self._w[:, at.to(self._w.device)], self._costs[at.numpy()])
 
     def _begun(self, span: slice) -> list[_Group]:
         """Groups that lie in a span as a whole, and whose grid is not fixed."""
@@ -247,7 +257,7 @@ class _Slab:
         top, costs, group_of = self._top(span), self._costs[span], self._group_of[span]
 
         def share(rows: slice) -> None:
-            grids = self._scale[rows], self._zero[rows]
+            grids = self._scale[rows], self._zero[rows], self._of_row[rows]
             kernel.round_block(w[rows], u, costs, begins, group_of, *grids, top, form, kernel.SHARES, integers[rows])
 
         _in_threads(share, len(w))
@@ -260,7 +270,7 @@ class _Slab:
             scale, zero = self._scale[:, group.index], self._zero[:, group.index]
 
             def share(rows: slice) -> None:
-                kernel.search_grids(w[rows], costs, top, form, kernel.SHARES, scale[rows], zero[rows])
+                kernel.search_grids(w[rows], costs, top, form, kernel.SHARES, scale[rows], zero[rows], self._of_row[rows])
 
             _in_threads(share, len(w))
             return
@@ -270,7 +280,8 @@ class _Slab:
     def _quantized(self, integers: Tensor, codec: Codec, block: slice) -> Quantized:
         groups = [group.index for group in self._groups if block.start <= group.start < block.stop]
         scale, zero = (torch.from_numpy(np.ascontiguousarray(a[:, groups])) for a in (self._scale, self._zero))
-        return Grid(scale, zero, codec.bits).stored(integers, codec)
+        row = torch.from_numpy(self._of_row)[:, None] if self._coded else None
+        return Grid(scale, zero, codec.bits, row).stored(integers, codec)
 
 
 def _in_threads(share: Callable[[slice], None], rows: int) -> None:

@@ -25,7 +25,7 @@ from edgeq.converters.checkpoint.slabs import (
 )
 from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.converters.rounding.presets import MIN_MAX, Preset
-from edgeq.format.codec import CHUNK, ROWS, AnyArray, Codec, pack_floats, pack_groups, pack_integers
+from edgeq.format.codec import CHUNK, ROWS, AnyArray, Codec, pack_beside, pack_floats, pack_integers
 from edgeq.format.records import Activation, ArrayRef, LinearSpec, LowRank, SplitRow, Transform, Weight
 from edgeq.format.writer import Writer
 
@@ -276,7 +276,7 @@ def _write_integers(writer: Writer, codec: Codec, parts: Iterator[StoredArrays],
     def packed() -> Iterator[AnyArray]:
         for part in parts:
             for name, found in others.items():
-                found.append(pack_groups(part[name]))
+                found.append(pack_beside(codec, name, part[name]))
             yield pack_integers(part["q"], codec.bits)
 
     writer.append(counted(packed()))

@@ -19,15 +19,18 @@ the method was):
 
 The last group of a row is shorter where the group size does not divide the columns.
 
-Ranges are at least 1e-5 wide.  Rounding is half to even.  The scale is rounded to f16 *before* q is computed, so what a search
-measured is what the file holds.
+Scales of four bits are shares of the row's largest one, each the nearest.
+
+Ranges are at least 1e-5 wide.  Rounding is half to even.  The scale is rounded to what the file holds *before* q is computed,
+so what a search measured is what it holds, but for scales of four bits, which are rounded when all of a row are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +38,7 @@ from torch import Tensor
 from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.converters.rounding.presets import MIN_MAX, Preset
 from edgeq.errors import CheckpointError
-from edgeq.format.codec import Codec
+from edgeq.format.codec import SCALE_CODES, Codec
 from edgeq.format.quantization import MIN_RANGE
 
 SLAB_ROWS = 1024
@@ -47,40 +50,53 @@ SEARCH_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Quantized:
-    """q uint8 [rows, columns]; scale f16 and zero u8 (asymmetric only) [rows, groups]: what edgeq.format.codec packs."""
+    """q uint8 [rows, columns]; scale f16 and zero u8 (asymmetric only) [rows, groups]: what edgeq.format.codec packs.
+
+    Scales of four bits: their codes, u8, and super_scale f16 [rows, 1]."""
 
     q: Tensor
     scale: Tensor
-    zero: Tensor | None
+    zero: Tensor | None = None
+    super_scale: Tensor | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Quantized]) -> Quantized:
         """The integers of more rows as one."""
         if len(parts) == 1:
             return parts[0]
-        zeros = [part.zero for part in parts if part.zero is not None]
-        return cls(torch.cat([p.q for p in parts]), torch.cat([p.scale for p in parts]), torch.cat(zeros) if zeros else None)
+        arrays = ([getattr(part, field.name) for part in parts] for field in fields(cls))
+        return cls(*(None if each[0] is None else torch.cat(each) for each in arrays))
+
+    def rows(self, which: slice) -> Quantized:
+        """Those of some rows."""
+        return Quantized(*(None if array is None else array[which] for array in self._arrays()))
+
+    def _arrays(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def arrays(self) -> StoredArrays:
         """The same by the names of `Codec.parts`."""
-        found = {"q": self.q.numpy(), "scale": self.scale.numpy()}
-        return found if self.zero is None else {**found, "zero": self.zero.numpy()}
+        named = zip(fields(self), self._arrays(), strict=True)
+        return {field.name: array.numpy() for field, array in named if array is not None}
 
     def slabs(self) -> Iterator[Quantized]:
         """The same in slabs of rows, so that packing needs little beside it."""
         for top in range(0, len(self.q), SLAB_ROWS):
-            rows = slice(top, top + SLAB_ROWS)
-            yield Quantized(self.q[rows], self.scale[rows], None if self.zero is None else self.zero[rows])
+            yield self.rows(slice(top, top + SLAB_ROWS))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Scale (already rounded to f16) and zero point of every group, float32 [rows, groups]; integers are 0 ... 2^bits - 1."""
+    """Scale (already rounded) and zero point of every group, float32 [rows, groups]; integers are 0 ... 2^bits - 1.
+
+    row   float32 [rows, 1]: of scales of four bits what they are a share of
+    """
 
     scale: Tensor
     zero: Tensor
     bits: int
+    row: Tensor | None = None
 
     @classmethod
     def joined(cls, grids: Sequence[Grid], dimension: int) -> Grid:
@@ -88,7 +104,7 @@ class Grid:
         if len(grids) == 1:
             return grids[0]
         scale, zero = torch.cat([g.scale for g in grids], dimension), torch.cat([g.zero for g in grids], dimension)
-        return cls(scale, zero, grids[0].bits)
+        return cls(scale, zero, grids[0].bits, grids[0].row)
 
     def integers(self, groups: Tensor) -> Tensor:
         """Weights [rows, groups, any] -> stored integers as float32."""
@@ -108,17 +124,16 @@ class Grid:
 
     def stored(self, integers: Tensor, codec: Codec) -> Quantized:
         """`integers` [rows, columns] on this grid as the arrays of `codec`."""
-        return Quantized(
-            integers.to(torch.uint8),
-            self.scale.half(),
-            self.zero.to(torch.uint8) if "zero" in codec.parts(*integers.shape) else None,
-        )
+        q = integers.to(torch.uint8)
+        if self.row is not None:
+            return Quantized(q, scale_codes(self.scale, self.row), super_scale=self.row.half())
+        return Quantized(q, self.scale.half(), self.zero.to(torch.uint8) if codec.zero_kind == "integer" else None)
 
 
 def quantize(weight: Tensor, codec: Codec, name: str, preset: Preset = MIN_MAX) -> Quantized:
     """Weight float32 [rows, columns] -> stored integers.  CheckpointError: a scale of tensor `name` overflows f16."""
     parts = split_groups(weight, codec)
-    grids = [grid(part, codec, preset, name) for part in parts]
+    grids = _coded([grid(part, codec, preset, name) for part in parts], codec)
     integers = _joined([found.integers(part) for found, part in zip(grids, parts, strict=True)])
     return Grid.joined(grids, 1).stored(integers, codec)
 
@@ -127,18 +142,36 @@ def fake(weight: Tensor, codec: Codec, preset: Preset = MIN_MAX) -> Tensor:
     """Weight float32 [rows, columns] after a round trip through `codec`: bit for bit what edgeq.format.codec.dequantize
     gives."""
     parts = split_groups(weight, codec)
-    grids = [_grid(part, codec, preset) for part in parts]
+    grids = _coded([_grid(part, codec, preset) for part in parts], codec)
     return _joined([found.weights(found.integers(part)) for found, part in zip(grids, parts, strict=True)])
 
 
 def restored(quantized: Quantized, codec: Codec) -> Tensor:
     """What is read back of stored integers, float32 [rows, columns]."""
     scale = quantized.scale.float()
+    if quantized.super_scale is not None:
+        scale = torch.from_numpy(SCALE_CODES)[quantized.scale.long()] * quantized.super_scale.float()
     zero = torch.full_like(scale, codec.constant_zero) if quantized.zero is None else quantized.zero.float()
     parts = split_groups(quantized.q.float(), codec)
     ends = [0, *accumulate(part.shape[1] for part in parts)]
     grids = [Grid(scale[:, a:b], zero[:, a:b], codec.bits) for a, b in pairwise(ends)]
     return _joined([found.weights(part) for found, part in zip(grids, parts, strict=True)])
+
+
+def scale_codes(scale: Tensor, row: Tensor) -> Tensor:
+    """Codes uint8 of the scales of four bits that are nearest to `scale` [rows, groups], as shares of `row` [rows, 1]."""
+    levels = torch.from_numpy(SCALE_CODES)
+    between = (levels[:-1] + levels[1:]) / 2
+    return torch.bucketize(-scale / row, -between).to(torch.uint8)
+
+
+def _coded(grids: list[Grid], codec: Codec) -> list[Grid]:
+    """The grids of all groups of a row, of which the shorter last one is apart, with scales that `codec` can hold."""
+    if "super_scale" not in codec.parts(1, 1):
+        return grids
+    row = torch.cat([found.scale for found in grids], 1).amax(1, keepdim=True)
+    levels = torch.from_numpy(SCALE_CODES)
+    return [replace(found, scale=levels[scale_codes(found.scale, row).long()] * row, row=row) for found in grids]
 
 
 def uniform_spans(codec: Codec, columns: int) -> list[slice]:

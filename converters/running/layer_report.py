@@ -52,12 +52,11 @@ class WeightError:
 
     def add(self, weight: Tensor, quantized: Quantized, codec: Codec) -> None:
         """Weight float32 [rows, columns] and its integers: every 16th row counts."""
-        from edgeq.converters.rounding.quantizer import Quantized, restored
+        from edgeq.converters.rounding.quantizer import restored
 
-        rows, zero = slice(None, None, EVERY), quantized.zero
-        sampled = Quantized(quantized.q[rows], quantized.scale[rows], None if zero is None else zero[rows])
+        rows = slice(None, None, EVERY)
         self._weights += float(weight[rows].square().sum())
-        self._errors += float((restored(sampled, codec) - weight[rows]).square().sum())
+        self._errors += float((restored(quantized.rows(rows), codec) - weight[rows]).square().sum())
 
     @property
     def relative(self) -> float | None:

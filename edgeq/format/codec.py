@@ -22,6 +22,9 @@ f16 [blocks][groups][16], zero points u8 and offsets f16 in the same order.  A g
 row; the last group of a row has what is left of it, 1 to `group_size` channels.
 
 In two levels scales are i8 and offsets u8, and f16 [blocks][ceil(columns / 256)][16] multiply those of 256 channels.
+
+Scales of four bits (s4) are u8 [blocks][groups][8]: byte r has code k of row r of the block in its low and that of row r + 8 in
+its high half.  A code stands for (8 - k mod 4) / 8 * 2^-(k div 4), and f16 [blocks][1][16] multiply those of a row.
 """
 
 from __future__ import annotations
@@ -53,10 +56,10 @@ AnyArray = NDArray[Any]
 # Planes of each width, low bits first: (bits of the plane, lines of the plane in a chunk).
 PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
-Kind = Literal["f32", "f16", "bf16", "int", "half", "offset", "two-level"]
+Kind = Literal["f32", "f16", "bf16", "int", "half", "s4", "offset", "two-level"]
 FLOAT_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16")
 ZeroKind = Literal["symmetric", "integer", "offset", "half"]
-_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero| half| offset| two-level| two-level offset)?")
+_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero| half| half s4| offset| two-level| two-level offset)?")
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,11 @@ class Codec:
     """The storage of one weight matrix.
 
     kind         "f32", "f16", "bf16"; "int"; "half": integers too, whose zero lies half way between the two in the middle,
-                 w = scale * (q - (2**bits - 1) / 2); "offset": w = scale * q + offset with an f16 offset per group;
+                 w = scale * (q - (2**bits - 1) / 2); "s4": the same, whose scales are 4 bits a group times an
+                 f16 per row; "offset": w = scale * q + offset with an f16 offset per group;
                  "two-level": integers whose scales, and offsets, are 8 bits a group times an f16 per 256 channels
     bits         2 to 8 for integers, else 0
-    group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row, not of "two-level"
+    group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row, not of "two-level" and "s4"
     symmetric    True: w = scale * (q - 2**(bits-1)).  False: of "int" w = scale * (q - zero) with a stored zero point per
                  group, of "two-level" w = scale * q + offset.  Always True for other kinds
     """
@@ -95,8 +99,9 @@ class Codec:
             raise UnsupportedError(f"unknown codec {self.kind!r}; supported: f32, f16, bf16 and i2 to i8")
         if not self.symmetric and self.kind not in ("int", "two-level"):
             raise UnsupportedError(f"codec {self.kind!r} has no zero points; only integers without an offset do")
-        if self.kind == "two-level" and not self.group_size:
-            raise UnsupportedError("scales of two levels need groups; choose a group size of 16, 32, 64 or 128")
+        if self.kind in ("two-level", "s4") and not self.group_size:
+            what = "two levels" if self.kind == "two-level" else "four bits"
+            raise UnsupportedError(f"scales of {what} need groups; choose a group size of 16, 32, 64 or 128")
         if self.integer:
             if self.bits not in BITS:
                 raise UnsupportedError(f"{self.bits} bits are not supported; choose 2, 3, 4, 5, 6, 7 or 8")
@@ -115,19 +120,20 @@ class Codec:
         """What says which integer stands for zero: nothing ("half": none does), a stored integer or an offset per group."""
         if self.kind == "offset" or (self.kind == "two-level" and not self.symmetric):
             return "offset"
-        if self.kind == "half":
+        if self.kind in ("half", "s4"):
             return "half"
         return "symmetric" if self.symmetric else "integer"
 
     @property
     def name(self) -> str:
-        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i2 g32 half`, `i4 g32 offset`, `i6 g16 two-level`, `i8 row`."""
+        """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i2 g32 half`, `i2 g32 half s4`, `i4 g32 offset`, `i6 g16 two-level`,
+        `i8 row`."""
         if not self.integer:
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
         levels = " two-level" if self.kind == "two-level" else ""
         zero = {"symmetric": "", "integer": " zero", "offset": " offset", "half": " half"}[self.zero_kind]
-        return f"i{self.bits} {group}{levels}{zero}"
+        return f"i{self.bits} {group}{levels}{zero}" + " s4" * (self.kind == "s4")
 
     @classmethod
     def named(cls, name: str) -> Codec:
@@ -142,7 +148,9 @@ class Codec:
         if kind:
             return cls(cast(Kind, kind))
         beside = beside or ""
-        form = {" half": "half", " offset": "offset"}.get(beside, "two-level" if beside.startswith(" two-level") else "int")
+        form = {" half": "half", " half s4": "s4", " offset": "offset"}.get(
+            beside, "two-level" if beside.startswith(" two-level") else "int"
+        )
         return cls(cast(Kind, form), int(bits), int(size or 0), beside not in (" zero", " two-level offset"))
 
     def groups(self, columns: int) -> int:
@@ -153,7 +161,7 @@ class Codec:
 
     def parts(self, rows: int, columns: int) -> dict[str, ArraySpec]:
         """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and "zero" or "offset"; of
-        two levels also "super_scale" and "super_offset"."""
+        two levels also "super_scale" and "super_offset", of scales of four bits "super_scale"."""
         blocks = -(-rows // ROWS)
         if self.kind == "f32":
             return {"q": ArraySpec("float32", (blocks, columns, ROWS), "f32")}
@@ -167,6 +175,9 @@ class Codec:
             parts["zero"] = u8
         if self.zero_kind == "offset":
             parts["offset"] = f16
+        if self.kind == "s4":
+            parts["scale"] = ArraySpec("uint8", (*scales[:2], ROWS // 2), "u8")
+            parts["super_scale"] = ArraySpec("float16", (blocks, 1, ROWS), "f16")
         if self.kind == "two-level":
             above = ArraySpec("float16", (blocks, -(-columns // SUPER_SIZE), ROWS), "f16")
             parts["scale"] = ArraySpec("int8", scales, "i8")
@@ -246,6 +257,21 @@ def unpack_groups(a: AnyArray, rows: int) -> AnyArray:
     return np.ascontiguousarray(a.transpose(0, 2, 1).reshape(-1, a.shape[1])[:rows])
 
 
+def pack_beside(codec: Codec, name: str, a: AnyArray) -> AnyArray:
+    """What lies beside integers, [rows, values of a row], as array `name` of `codec.parts`: scales of four bits as codes."""
+    packed = pack_groups(a)
+    return packed[..., : ROWS // 2] | packed[..., ROWS // 2 :] << 4 if (codec.kind, name) == ("s4", "scale") else packed
+
+
+def unpack_beside(codec: Codec, name: str, a: AnyArray, rows: int) -> AnyArray:
+    """The inverse of `pack_beside`."""
+    return unpack_groups(np.concatenate([a & 15, a >> 4], axis=-1) if (codec.kind, name) == ("s4", "scale") else a, rows)
+
+
+SCALE_CODES: ArrayF32 = np.ldexp(8.0 - np.arange(16) % 4, -3 - np.arange(16) // 4).astype(np.float32)
+"""What the codes of scales of four bits stand for, from 1 down to 5/64."""
+
+
 def to_bf16(a: ArrayF32) -> NDArray[np.uint16]:
     """float32 -> bfloat16 bits, round to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
@@ -290,7 +316,7 @@ def dequantize(codec: Codec, rows: int, columns: int, arrays: Mapping[str, AnyAr
     """
     if not codec.integer:
         return unpack_floats(arrays["q"], codec.kind, rows, columns)
-    natural = {name: unpack_groups(array, rows) for name, array in arrays.items() if name != "q"}
+    natural = {name: unpack_beside(codec, name, array, rows) for name, array in arrays.items() if name != "q"}
     return dequantized(codec, columns, {**natural, "q": unpack_integers(arrays["q"], rows, columns)})
 
 
@@ -298,6 +324,8 @@ def dequantized(codec: Codec, columns: int, arrays: Mapping[str, AnyArray]) -> A
     """Dequantize integers that are not packed: "q" is [rows, columns], the other arrays are [rows, values of a row]."""
 
     def of_groups(part: str) -> ArrayF32:
+        if codec.kind == "s4":
+            return per_channel(SCALE_CODES[arrays[part]] * arrays["super_scale"].astype(np.float32), codec, columns)
         values = per_channel(arrays[part].astype(np.float32), codec, columns)
         if codec.kind == "two-level":
             values *= np.repeat(arrays[f"super_{part}"].astype(np.float32), SUPER_SIZE, axis=1)[:, :columns]

@@ -52,7 +52,7 @@ MAX_DIMENSION = 1 << 40
 MAX_NAME = 256
 MAX_MODE = 16
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
-CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int", "two-level")
+CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int", "two-level", "s4")
 """By `CodecKind`.  Those of `ZERO_FORMS` are `integer` too, of another `ZeroKind`."""
 ZERO_KINDS: tuple[ZeroKind, ...] = ("symmetric", "integer", "offset", "half")
 ZERO_FORMS: dict[ZeroKind, Kind] = {"offset": "offset", "half": "half"}
@@ -330,8 +330,11 @@ def _read_weight(name: str, w: Any) -> Weight:
     if kind == "two-level" and zero not in ("symmetric", "offset"):
         beside = "zero points" if zero == "integer" else "a half grid"
         raise FormatError(f"{name}: scales of two levels beside {beside}; they go with offsets or alone")
-    form = kind if kind == "two-level" else ZERO_FORMS.get(zero, kind)
-    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), zero == "symmetric" or form in ZERO_FORMS.values())
+    if kind == "s4" and zero != "half":
+        raise FormatError(f"{name}: scales of four bits without a half grid; they go with one alone")
+    form = kind if kind in ("two-level", "s4") else ZERO_FORMS.get(zero, kind)
+    symmetric = zero == "symmetric" or zero == "half" or form in ZERO_FORMS.values()
+    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), symmetric)
     return Weight(stored, int(w.Rows()), int(w.Columns()), arrays)
 
 

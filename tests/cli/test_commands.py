@@ -28,11 +28,14 @@ def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tin
     assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {"i3 g32"}
 
 
-def test_a_half_grid_is_converted_inspected_and_run(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scales", "codec"), [((), "i4 g32 half"), (("--scale-bits", 4), "i4 g32 half s4")], ids=["f16", "s4"])
+def test_a_half_grid_is_converted_inspected_and_run(
+    edgeq: Run, tiny_llama: Path, tmp_path: Path, scales: tuple[object, ...], codec: str
+) -> None:
     out = tmp_path / "a.edgeq"
-    assert edgeq("convert", tiny_llama, "-o", out, "--bits", 4, "--group-size", 32, "--half").exit_code == 0
+    assert edgeq("convert", tiny_llama, "-o", out, "--bits", 4, "--group-size", 32, "--half", *scales).exit_code == 0
     facts = objects(edgeq("inspect", out, "--json"))
-    assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {"i4 g32 half"}
+    assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {codec}
     assert facts["provenance"]["quantizer"] == "half" and facts["provenance"]["options"]["half"] is True
     assert "symmetric" not in facts["provenance"]["options"]
     texts = [edgeq("run", out, "-p", "def ", "-n", 8, "--target", target) for target in ("cpu", "reference")]

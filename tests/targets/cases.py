@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from edgeq.format.codec import SUPER_SIZE, Codec, dequantize, pack_floats, pack_groups, pack_integers
+from edgeq.format.codec import SUPER_SIZE, Codec, dequantize, pack_beside, pack_floats, pack_integers
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.system import machine
 from edgeq.targets import load
@@ -73,14 +73,19 @@ def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, co
         return Weight(codec, rows, columns, {"q": arrays.add(pack_floats(w, codec.kind), codec.kind)})
     q, scale, zero = integers(rng, codec, rows, columns, values)
     found, stored = {"scale": scale, "zero": zero}, codec.parts(rows, columns)
-    if codec.kind == "two-level":
+    if codec.kind == "s4":
+        found["scale"] = rng.integers(0, 16, scale.shape).astype(np.uint8)
+        found["super_scale"] = scale[:, :1]
+    elif codec.kind == "two-level":
         found |= two_levels(rng, codec, rows, columns)
     elif "offset" in stored:
         # From that of weights around zero to that of weights of one sign, of either.
         share = rng.choice(np.array([0, -0.5, -1, 0.25]), scale.shape) + rng.uniform(-0.1, 0.1, scale.shape)
         found["offset"] = (share * scale * (1 << codec.bits)).astype(np.float16)
     parts = {"q": arrays.add(pack_integers(q, codec.bits), "u8")}
-    parts |= {name: arrays.add(pack_groups(found[name]), part.stored) for name, part in stored.items() if name != "q"}
+    parts |= {
+        name: arrays.add(pack_beside(codec, name, found[name]), part.stored) for name, part in stored.items() if name != "q"
+    }
     return Weight(codec, rows, columns, parts)
 
 
@@ -126,6 +131,7 @@ INTEGER_CODECS = [
         range(2, 9), (16, 32, 64, 128, 0), (("int", True), ("int", False), ("half", True), ("offset", True))
     )
 ]
+INTEGER_CODECS += [Codec("s4", bits, group) for bits, group in itertools.product(range(2, 9), (16, 32, 128))]
 INTEGER_CODECS += [
     Codec("two-level", bits, group, symmetric)
     for bits, group, symmetric in itertools.product(range(2, 9), (16, 32, 128), (True, False))
@@ -146,7 +152,7 @@ def product_case(isa: str, codec: Codec):
     instruction set, every width on the best one; half grids, which are for few, at two bits too.
     """
     best, small = isa == HERE[0], codec.group_size == 16
-    common = codec.kind == "half" and codec.bits == 2 and codec.group_size in (16, 32)
+    common = codec.kind in ("half", "s4") and codec.bits == 2 and codec.group_size in (16, 32)
     common = (
         common or codec.bits == 4 and (best or not small or not codec.symmetric) or best and not codec.symmetric and not small
     )

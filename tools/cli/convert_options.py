@@ -93,6 +93,12 @@ CONVERT_OPTIONS = decorated(
         "in small groups.  Not on GPUs.",
     ),
     quantization(
+        "--scale-bits",
+        type=int,
+        metavar="N",
+        help="With --half: 4 for scales of 4 bits, shares of one in 16 bits for each output channel.  [default: 16]",
+    ),
+    quantization(
         "--vision-bits",
         type=VisionBits(),
         metavar="W[/A]",

@@ -23,6 +23,7 @@ class CodecKind(object):
     bf16 = 2
     integer = 3
     two_level = 4
+    s4 = 5
 
 
 class ZeroKind(object):

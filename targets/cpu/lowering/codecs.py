@@ -56,6 +56,7 @@ CODECS: Mapping[Kind, CodecKernels] = {
     "bf16": FLOATS,
     "int": CodecKernels(integer_product, integer_rows, integer_requantize, swiglu=True),
     "half": CodecKernels(integer_product, integer_rows, swiglu=True),
+    "s4": CodecKernels(integer_product, integer_rows, swiglu=True),
     "offset": CodecKernels(integer_product, integer_rows, swiglu=True),
     "two-level": CodecKernels(integer_product, integer_rows, swiglu=True),
 }

@@ -13,21 +13,22 @@ from numpy.typing import NDArray
 from edgeq.converters.rounding.linears import Delivery, LinearItem, Recipe, write_linear
 from edgeq.converters.rounding.quantizer import fake, quantize
 from edgeq.errors import CheckpointError
-from edgeq.format.codec import BITS, Codec, dequantize, pack_groups, pack_integers
+from edgeq.format.codec import BITS, Codec, dequantize, pack_beside, pack_integers
 
 CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, 16, 64) for symmetric in (True, False)]
 HALVES = [Codec("half", bits, group) for bits in BITS for group in (0, 16, 64)]
+FOUR_BITS = [Codec("s4", bits, group) for bits in BITS for group in (16, 64, 128)]
 
 
-@pytest.mark.parametrize("codec", [*CODECS, *HALVES], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [*CODECS, *HALVES, *FOUR_BITS], ids=lambda c: c.name)
 def test_fake_quantization_is_bit_for_bit_what_the_packed_arrays_dequantize_to(codec: Codec) -> None:
     generator = torch.Generator().manual_seed(codec.bits)
     weight = torch.randn(37, 192, generator=generator) * torch.logspace(-6, 3, 37)[:, None]
     weight[3] = 0
     stored = quantize(weight, codec, "w")
-    arrays = {"q": pack_integers(stored.q.numpy(), codec.bits), "scale": pack_groups(stored.scale.numpy())}
-    if stored.zero is not None:
-        arrays["zero"] = pack_groups(stored.zero.numpy())
+    arrays = {name: pack_beside(codec, name, array) for name, array in stored.arrays.items() if name != "q"}
+    arrays["q"] = pack_integers(stored.q.numpy(), codec.bits)
+    assert arrays.keys() == codec.parts(37, 192).keys()
     read = dequantize(codec, 37, 192, arrays)
     assert np.array_equal(read.view(np.uint32), fake(weight, codec).numpy().view(np.uint32))
 
@@ -75,6 +76,21 @@ def test_a_half_grid_takes_the_nearest_of_its_levels(codec: Codec) -> None:
     assert (found <= nearest + 1e-6 * scale).all()
     largest = weight.unflatten(1, (-1, size)).abs().amax(-1)
     assert torch.allclose(stored.scale.float() * ((1 << codec.bits) - 1) / 2, largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize("codec", FOUR_BITS, ids=lambda c: c.name)
+def test_a_scale_of_four_bits_is_the_nearest_share_of_the_largest(codec: Codec) -> None:
+    """Also of a row whose groups differ by more than the codes span, and of one of zeros."""
+    weight = torch.randn(6, 320, generator=torch.Generator().manual_seed(codec.bits))
+    weight[1] *= torch.logspace(0, -3, 320)
+    weight[2] = 0
+    stored, alone = quantize(weight, codec, "w"), quantize(weight, Codec("half", codec.bits, codec.group_size), "w")
+    assert stored.super_scale is not None and torch.equal(stored.super_scale, alone.scale.amax(1, keepdim=True))
+    shares = alone.scale.double() / stored.super_scale.double()
+    levels = torch.tensor([(8 - k % 4) / 8 / 2 ** (k // 4) for k in range(16)]).double()
+    errors = (levels - shares[..., None]).abs()
+    assert torch.equal(errors.gather(2, stored.scale.long()[..., None])[..., 0], errors.amin(2))
+    assert stored.scale[1].max() == 15 and not stored.scale[2].any()
 
 
 def test_symmetric_range_uses_the_most_negative_integer_only_when_reached() -> None:

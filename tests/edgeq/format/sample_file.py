@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgeq.errors import EdgeqError
-from edgeq.format.codec import Codec, pack_floats, pack_groups, pack_integers
+from edgeq.format.codec import Codec, pack_beside, pack_floats, pack_integers
 from edgeq.format.container import DATA_OFFSET, FileHeader, ModelFile, digest
 from edgeq.format.manifest import array_shapes, fused_shapes
 from edgeq.format.metadata import Metadata
@@ -45,7 +45,7 @@ def write_weight(writer: Writer, name: str, codec: Codec, rows: int, columns: in
     for part, spec in codec.parts(rows, columns).items():
         if part != "q":
             values = rng.uniform(*ranges(codec)[part], (rows, spec.shape[1])).astype(spec.dtype)
-            arrays[part] = writer.array(pack_groups(values), spec.stored)
+            arrays[part] = writer.array(pack_beside(codec, part, values), spec.stored)
     return LinearSpec(name, (Weight(codec, rows, columns, arrays),))
 
 
@@ -53,12 +53,14 @@ def ranges(codec: Codec) -> dict[str, tuple[float, float]]:
     """Ranges of what lies beside the integers, by the names of arrays."""
     if codec.kind == "two-level":
         return {"scale": (1, 64), "offset": (0, 64), "super_scale": (0.001, 0.002), "super_offset": (-0.02, 0)}
+    if codec.kind == "s4":
+        return {"scale": (0, 16), "super_scale": (0.01, 0.1)}
     return {"scale": (0.01, 0.1), "zero": (0, 1 << codec.bits), "offset": (-1, 0)}
 
 
 def write_body(writer: Writer) -> Metadata:
     """All segments of the sample; the same bytes every time."""
-    linears, codecs = {}, [Codec("int", 4, 16, False), Codec("int", 3, 16), Codec("f16"), Codec("int", 8, 0)]
+    linears, codecs = {}, [Codec("int", 4, 16, False), Codec("int", 3, 16), Codec("f16"), Codec("s4", 3, 16)]
     others = [Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("half", 2, 16), Codec("two-level", 6, 16)]
     for layer, of_layer in enumerate((codecs, others)):
         for (name, parts), codec in zip(fused_shapes(CONFIG, layer), of_layer, strict=True):

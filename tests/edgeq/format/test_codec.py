@@ -14,10 +14,12 @@ from edgeq.format.codec import (
     dequantize,
     dequantize_rows,
     from_bf16,
+    pack_beside,
     pack_floats,
     pack_groups,
     pack_integers,
     to_bf16,
+    unpack_beside,
     unpack_floats,
     unpack_groups,
     unpack_integers,
@@ -37,6 +39,7 @@ CODECS = [
 TWO_LEVELS = [
     Codec("two-level", bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)
 ]
+FOUR_BITS = [Codec("s4", bits, group) for bits in BITS for group in GROUP_SIZES]
 FILLS = ["random", "min", "max", "ends"]
 
 
@@ -246,6 +249,7 @@ def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
         (Codec("int", 3, 32, False), 3 + 24 / 32),
         (Codec("int", 5, 16), 6),
         (Codec("half", 2, 32), 2.5),
+        (Codec("s4", 2, 32), 2 + 4 / 32 + 16 / 256),
         (Codec("offset", 4, 32), 5),
         (Codec("two-level", 4, 32, False), 4.625),
         (Codec("two-level", 6, 16), 6.5625),
@@ -313,6 +317,33 @@ def test_two_levels_equal_the_formula(codec: Codec, columns: int) -> None:
     np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), result[indices])
 
 
+@pytest.mark.parametrize("columns", [16, 72, 256, 300])
+@pytest.mark.parametrize("codec", FOUR_BITS, ids=lambda c: c.name)
+def test_scales_of_four_bits_equal_the_formula(codec: Codec, columns: int) -> None:
+    """Channel by channel in float64, where nothing is rounded; codes read from the nibbles of the page's picture."""
+    rows, rng, groups = 19, np.random.default_rng(columns), codec.groups(columns)
+    q = rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8)
+    parts = codec.parts(rows, columns)
+    scale = rng.integers(0, 256, parts["scale"].shape).astype(np.uint8)
+    row = rng.uniform(-2, 2, (rows, 1)).astype(np.float16)
+    row[0], row[1] = 6.0e-8, 65504
+    arrays = {"q": pack_integers(q, codec.bits), "scale": scale, "super_scale": pack_groups(row)}
+    assert {n: (a.dtype.name, a.shape) for n, a in arrays.items()} == {n: (p.dtype, p.shape) for n, p in parts.items()}
+    expected = np.empty((rows, columns))
+    for r, c in np.ndindex(rows, columns):
+        code = int(scale[r // 16, c // codec.group_size, r % 8]) >> (4 if r % 16 >= 8 else 0) & 15
+        factor = (8 - code % 4) / 8 / 2 ** (code // 4)
+        expected[r, c] = float(row[r, 0]) * factor * (q[r, c] - ((1 << codec.bits) - 1) / 2)
+    result = dequantize(codec, rows, columns, arrays)
+    np.testing.assert_array_equal(result, expected)
+    indices = np.array([18, 0, 5])
+    np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), expected[indices].astype(np.float32))
+    codes = unpack_beside(codec, "scale", scale, rows)
+    assert codes.shape == (rows, groups)
+    again = pack_beside(codec, "scale", codes)
+    assert np.array_equal(unpack_beside(codec, "scale", again, rows), codes)
+
+
 def test_a_q4_k_tensor_is_held_exactly() -> None:
     """Against the reader of the package gguf, over all scales and minima of 6 bits."""
     gguf = pytest.importorskip("gguf")
@@ -331,12 +362,13 @@ def test_a_q4_k_tensor_is_held_exactly() -> None:
     assert np.array_equal(read, gguf.dequantize(data, gguf.GGMLQuantizationType.Q4_K))
 
 
-def test_two_levels_need_groups() -> None:
-    with pytest.raises(UnsupportedError, match="two levels need groups"):
-        Codec("two-level", 4, 0)
+@pytest.mark.parametrize(("kind", "scales"), [("two-level", "two levels"), ("s4", "four bits")])
+def test_scales_of_scales_need_groups(kind: str, scales: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"scales of {scales} need groups"):
+        Codec(kind, 4, 0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["offset", "half"])
+@pytest.mark.parametrize("kind", ["offset", "half", "s4"])
 def test_a_codec_that_says_otherwise_where_zero_lies_has_no_zero_points(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=f"'{kind}' has no zero points"):
         Codec(kind, 4, 32, symmetric=False)  # type: ignore[arg-type]
@@ -348,7 +380,9 @@ def test_a_half_grid_by_hand() -> None:
     assert dequantize(Codec("half", 2, 16), 1, 4, arrays).tolist() == [[-0.75, -0.25, 0.25, 0.75]]
 
 
-@pytest.mark.parametrize("codec", [*CODECS, *TWO_LEVELS, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [*CODECS, *TWO_LEVELS, *FOUR_BITS, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name
+)
 def test_a_name_names_its_codec(codec: Codec) -> None:
     assert Codec.named(codec.name) == codec
 

@@ -97,7 +97,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     # codecs
     "weight without codec": (setting("linears.0.weights.0.codec", None), FormatError, "layers.0.qkv|damaged"),
     "unknown codec kind": (setting("linears.0.weights.0.codec.kind", 77), UnsupportedError, "codec kind 77"),
-    "codec kind after the last": (setting("linears.0.weights.0.codec.kind", 5), UnsupportedError, "codec kind 5"),
+    "codec kind after the last": (setting("linears.0.weights.0.codec.kind", 6), UnsupportedError, "codec kind 6"),
     "nine bits": (setting("linears.0.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
     "bits of a float codec": (setting("linears.2.weights.0.codec.bits", 9), FormatError, "layers.0.gate_up"),
     "group size 48": (setting("linears.0.weights.0.codec.groupSize", 48), UnsupportedError, "group size 48 is not supported"),
@@ -125,6 +125,31 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "nine bits of a half grid": (setting("linears.6.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
     "a half grid of floats": (setting("linears.2.weights.0.codec.zero", 3), FormatError, "layers.0.gate_up"),
     "a half grid in two levels": (setting("linears.7.weights.0.codec.zero", 3), FormatError, "two levels beside a half grid"),
+    # Of scales of four bits: layers.0.down.
+    "four bits without a scale of the row": (
+        setting("linears.3.weights.0.superScale", None),
+        FormatError,
+        "'super_scale' do not agree",
+    ),
+    "four bits with scales of a half grid": (
+        setting("linears.3.weights.0.scale.dtype", 1),
+        FormatError,
+        "scale is f16 .*implies u8",
+    ),
+    "four bits with a byte a row": (
+        setting("linears.3.weights.0.scale.shape", [2, 3, 16]),
+        FormatError,
+        "scale is u8 .2, 3, 16.*implies u8 .2, 3, 8.",
+    ),
+    "scales of rows as of two levels": (
+        setting("linears.3.weights.0.superScale.shape", [2, 2, 16]),
+        FormatError,
+        "super_scale is f16 .2, 2, 16.",
+    ),
+    "four bits with offsets": (setting("linears.3.weights.0.codec.zero", 2), FormatError, "four bits without a half grid"),
+    "four bits without a half grid": (setting("linears.3.weights.0.codec.zero", 0), FormatError, "four bits without a half"),
+    "four bits of whole rows": (setting("linears.3.weights.0.codec.groupSize", 0), UnsupportedError, "four bits need groups"),
+    "four bits as a half grid": (setting("linears.3.weights.0.codec.kind", 3), FormatError, "'super_scale' do not agree"),
     # Of two levels: layers.1.o with offsets, layers.1.down without.
     "two levels without super scales": (
         setting("linears.5.weights.0.superScale", None),
@@ -283,7 +308,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "kernels of too many architectures": (
         setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),
         FormatError,
-        "80 layers, arrays, blobs and kernels; its 29 segments",
+        "80 layers, arrays, blobs and kernels; its 30 segments",
     ),
     # names
     "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),

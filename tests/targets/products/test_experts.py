@@ -22,7 +22,13 @@ CODECS = [
     Codec("int", 3, 16, symmetric=True),
     Codec("int", 8, 0, symmetric=True),
 ]
-OTHERS = [Codec("half", 2, 32), Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("two-level", 6, 16)]
+OTHERS = [
+    Codec("half", 2, 32),
+    Codec("s4", 2, 32),
+    Codec("offset", 4, 16),
+    Codec("two-level", 4, 32, False),
+    Codec("two-level", 6, 16),
+]
 """Those that not all targets have."""
 
 
@@ -30,11 +36,11 @@ def layer(arrays, rng, codec, rows, columns, name):
     """Random numbers of a size that keeps the result near 1."""
     if codec.integer:
         w = weight(arrays, rng, codec, rows, columns)
-        scale = arrays.array(w.arrays["scale"])
+        scale = arrays.array(w.arrays["super_scale" if codec.kind == "s4" else "scale"])
         scale[...] = np.abs(scale) * np.float16(0.3 / (1 << codec.bits))
         if "zero" in w.arrays:
             arrays.array(w.arrays["zero"])[...] = 1 << (codec.bits - 1)
-        if "super_scale" in w.arrays:
+        if codec.kind == "two-level":
             factor = arrays.array(w.arrays["super_scale"])
             scale[...], factor[...] = rng.integers(30, 64, scale.shape), np.float16(0.3 / 60 / (1 << codec.bits))
             if "super_offset" in w.arrays:

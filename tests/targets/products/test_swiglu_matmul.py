@@ -56,6 +56,7 @@ CODECS = {
     "g32-zero": (I4_ZERO, I8),
     "3-bit": (I3, I4_ZERO),
     "half": (Codec("half", 2, 32), Codec("half", 4, 64)),
+    "s4": (Codec("s4", 2, 32), Codec("s4", 4, 16)),
     "offset": (I4_OFFSET, I5_OFFSET),
     "two-level": (I4_LEVELS, I6_LEVELS),
 }

@@ -7,6 +7,9 @@ For a group of a row, with sum = sum of (q - taken) x over its channels, exact, 
     OFFSET      y += xscale * (scale * sum + shift * sum_x)           taken = 2^(bits - 1), shift = offset + taken * scale
     HALF        y += scale / 2 * xscale * (2 sum + sum_x)             taken = 2^(bits - 1), half a step too much; exact
 
+HALF_S4 is HALF whose scale is that of the row times what a code k of four bits stands for, (8 - k mod 4) / 8 * 2^-(k div 4): as
+a float that is 1.0 less k quarters of an exponent.
+
 In two levels scale = super_scale * 8 bits of the group and offset = super_offset * 8 bits of it, exact; the rest is as there.
 
 `taken` lies in the middle of the integers, so that an offset near -taken * scale, as nearly all are, cancels before anything is
@@ -29,7 +32,7 @@ from edgeq.targets.cpu.jit.simd import F16, F32, I8, I32, I64, call, constant, l
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.products.tiles import plus
 
-SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, HALF = range(6)
+SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, HALF, HALF_S4 = range(7)
 """Literals of kernels."""
 ARRAYS = {
     "scale": "scales", "zero": "zeros", "offset": "zeros", "super_scale": "super_scales", "super_offset": "super_offsets"
@@ -41,6 +44,8 @@ SCALES_AHEAD = 512
 
 def group_kind(codec: Codec) -> int:
     """The literal of an integer codec."""
+    if codec.kind == "s4":
+        return HALF_S4
     if codec.kind == "two-level":
         return TWO_LEVELS if codec.symmetric else TWO_LEVELS_OFFSET
     return {"symmetric": SYMMETRIC, "integer": ZERO, "offset": OFFSET, "half": HALF}[codec.zero_kind]
@@ -60,7 +65,10 @@ def group_args(codec: Codec, rows: int, columns: int, address: Callable[[str], i
 @dataclass(frozen=True)
 class GroupAddresses:
     """Where the numbers of the groups of a block of weights are: of the first, and bytes from one group to the next; where what
-    they are multiplied by is, and the chunks of a group."""
+    they are multiplied by is, and the chunks of a group.
+
+    rows   of scales of four bits: vectors of half the scale of each row
+    """
 
     scales: Any
     scales_step: Any
@@ -69,6 +77,7 @@ class GroupAddresses:
     super_scales: Any
     super_offsets: Any
     chunks: Any
+    rows: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -108,8 +117,15 @@ class Groups:
             at_block(ProductArgs.scales, block_step), step,
             at_block(ProductArgs.zeros, b.lshr(block_step, half)), b.lshr(step, half),
             at_block(ProductArgs.super_scales, super_step), at_block(ProductArgs.super_offsets, super_step),
-            of(ProductArgs.chunks_per_block),
+            of(ProductArgs.chunks_per_block), self._row_scales(b, at_block(ProductArgs.super_scales, super_step)),
         )  # fmt: skip
+
+    def _row_scales(self, b: Any, base: Any) -> tuple[Any, ...]:
+        if self.kind != HALF_S4:
+            return ()
+        places = (plus(b, base, 2 * self.lanes * part) for part in range(ROWS // self.lanes))
+        scales = (b.fpext(load(b, place, ir.VectorType(F16, self.lanes), 2), self.floats) for place in places)
+        return tuple(b.fmul(scale, constant(self.floats, 0.5)) for scale in scales)
 
     def load(self, b: Any, addresses: GroupAddresses, index: Any, part: int, ahead: bool = False) -> GroupNumbers:
         """The numbers of activation block `index` for rows [part * lanes, (part + 1) * lanes); `ahead`: also asks for later
@@ -118,6 +134,8 @@ class Groups:
         def of_groups(base: Any, step: Any, kind: Any) -> Any:
             return self._numbers(b, base, step, index, part, kind, ahead)
 
+        if self.kind == HALF_S4:
+            return GroupNumbers(b.fmul(self._coded(b, addresses, index, part, ahead), addresses.rows[part]), None)
         if self.two_levels:
             chunk = b.lshr(index, ir.Constant(I64, 1)) if self.half_chunks else b.mul(index, addresses.chunks)
             which, step = b.udiv(chunk, ir.Constant(I64, SUPER_SIZE // CHUNK)), ir.Constant(I64, 2 * ROWS)
@@ -140,6 +158,22 @@ class Groups:
         center = constant(self.floats, float(self.zero_center))
         return GroupNumbers(scale, b.fsub(center, zeros) if self.zero_center else b.fneg(zeros))
 
+    def _coded(self, b: Any, addresses: GroupAddresses, index: Any, part: int, ahead: bool) -> Any:
+        """What the codes of a group's scales stand for: those of rows 0 to 7 lie in low halves of bytes, the others in high."""
+        address = b.add(addresses.scales, b.mul(index, addresses.scales_step))
+        if ahead and not part:
+            prefetch(b, plus(b, address, SCALES_AHEAD // 4), LINE, level=2)
+        count, first = min(self.lanes, ROWS // 2), part * self.lanes
+        octets = ir.VectorType(I8, count)
+        stored = load(b, plus(b, address, first % (ROWS // 2)), octets, 1)
+        low, high = b.and_(stored, constant(octets, 15)), b.lshr(stored, constant(octets, 4))
+        if self.lanes == ROWS:
+            codes = b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, ROWS), list(range(ROWS))))
+        else:
+            codes = high if first >= ROWS // 2 else low
+        quarters = b.shl(b.zext(codes, self.ints), constant(self.ints, 21))
+        return b.bitcast(b.sub(constant(self.ints, 0x3F800000), quarters), self.floats)
+
     def _numbers(self, b: Any, base: Any, step: Any, index: Any, part: int, kind: Any, ahead: bool = False) -> Any:
         size = 2 if kind is F16 else 1
         address = b.add(b.add(base, b.mul(index, step)), ir.Constant(I64, size * self.lanes * part))
@@ -154,7 +188,7 @@ class Groups:
         sum_x    emits the sum of the token's integers, i32, where it is wanted
         factor   the token's scale, f32
         """
-        if self.kind == HALF:
+        if self.kind in (HALF, HALF_S4):
             # 255 times 15 bits times 128 channels stay below 2^31.
             total = b.add(b.shl(total, constant(self.ints, 1)), splat(b, sum_x(), self.ints))
         value, factor = b.sitofp(total, self.floats), splat(b, factor, self.floats)

@@ -33,7 +33,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import F16_KIND, F32_KIND, NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.kernels.products.groups import HALF, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, ZERO
+from edgeq.targets.cpu.kernels.products.groups import HALF, HALF_S4, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, ZERO
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, share_of, write_quantized
 
 
@@ -105,6 +105,7 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
     wide, middle, low = (bits & 8) // 8, (bits & 4) // 4, bits % 4
     two, one = low // 2, low % 2
     two_levels, offsets = group_kind in (TWO_LEVELS, TWO_LEVELS_OFFSET), group_kind in (OFFSET, TWO_LEVELS_OFFSET)
+    halves = group_kind in (HALF, HALF_S4)
 
     def kernel(record, part, parts, thread):
         args = EmbedTileArgs(record)
@@ -138,6 +139,12 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
                     offset = np.float32(0)
                     if group_kind == TWO_LEVELS_OFFSET:
                         offset = get_f16(args.super_offsets + above) * np.float32(get_u8(zeros + place))
+                elif group_kind == HALF_S4:
+                    code = get_u8(scales + c // group * 8 + lane % 8) >> (lane // 8 * 4) & 15
+                    scale = (
+                        get_f16(args.super_scales + supers + 2 * lane) * np.float32(8 - code % 4) / np.float32(8 << code // 4)
+                    )
+                    offset = np.float32(0)
                 else:
                     scale = get_f16(scales + 2 * place)
                     offset = get_f16(zeros + 2 * place) if group_kind == OFFSET else np.float32(0)
@@ -145,9 +152,7 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
                     put_f32(out + 4 * c, scale * np.float32(q) + offset)
                 else:
                     center = get_u8(zeros + place) if group_kind == ZERO else 1 << (bits - 1)
-                    put_f32(
-                        out + 4 * c, scale * (np.float32(q - center) + np.float32(0.5) if group_kind == HALF else q - center)
-                    )
+                    put_f32(out + 4 * c, scale * (np.float32(q - center) + np.float32(0.5) if halves else q - center))
 
     return kernel
 
