@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,21 +63,21 @@ class Quantized:
         """The integers of more rows as one."""
         if len(parts) == 1:
             return parts[0]
-        arrays = ([getattr(part, field.name) for part in parts] for field in fields(cls))
-        return cls(*(None if each[0] is None else torch.cat(each) for each in arrays))
+        return cls(**{name: torch.cat([part._tensors[name] for part in parts]) for name in parts[0]._tensors})
 
     def rows(self, which: slice) -> Quantized:
         """Those of some rows."""
-        return Quantized(*(None if array is None else array[which] for array in self._arrays()))
+        return Quantized(**{name: tensor[which] for name, tensor in self._tensors.items()})
 
-    def _arrays(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
     def arrays(self) -> StoredArrays:
         """The same by the names of `Codec.parts`."""
-        named = zip(fields(self), self._arrays(), strict=True)
-        return {field.name: array.numpy() for field, array in named if array is not None}
+        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
 
     def slabs(self) -> Iterator[Quantized]:
         """The same in slabs of rows, so that packing needs little beside it."""
