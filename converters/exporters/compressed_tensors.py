@@ -20,12 +20,14 @@ from edgeq.converters.exporters.contents import (
     DTYPES,
     ExportedModel,
     ExportedWeight,
+    TensorNames,
     check_network,
     exported,
     generation_settings,
 )
 from edgeq.converters.exporters.hf_config import hf_config
 from edgeq.converters.exporters.safetensors_file import OutputTensor, write_safetensors
+from edgeq.converters.families import EMBEDDING, HEAD, NORM
 from edgeq.converters.importers.quantized.bit_stream import pack
 from edgeq.errors import UnsupportedError
 from edgeq.format.codec import AnyArray, ArrayF32, to_bf16
@@ -65,7 +67,7 @@ def write_compressed_tensors(file: ModelFile, folder: Path, on_progress: Progres
     """
     check_network(file.metadata.config)
     keys, family = hf_config(file.metadata.config, file.metadata.generation)
-    model = exported(file, family)
+    model = exported(file, TensorNames(family.layer_tensors, EMBEDDING, HEAD, NORM))
     schemes = {name: scheme for name, weight in model.weights.items() if (scheme := _scheme(name, weight)) is not None}
     _check_fused(model, schemes)
     tensors: dict[str, OutputTensor] = {}

@@ -1,14 +1,13 @@
-"""The tensors of a model file under the names that transformers gives them."""
+"""The tensors of a model file under the names that another program gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from edgeq.converters.families import EMBEDDING, HEAD, NORM, Family
 from edgeq.errors import UnsupportedError
 from edgeq.format.codec import AnyArray, ArrayF32, Codec, dequantize, from_bf16, unpack_beside, unpack_integers
 from edgeq.format.container import ModelFile
@@ -88,9 +87,19 @@ class ExportedArray:
         return from_bf16(raw) if self.ref.dtype == "bf16" else raw.astype(np.float32)
 
 
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of weights, with `.weight`: of the parts of a decoder layer, q ... post_mlp_norm, and of the rest."""
+
+    layer: Callable[[int], Mapping[str, str]]
+    embedding: str
+    head: str
+    norm: str
+
+
 @dataclass(frozen=True, eq=False)
 class ExportedModel:
-    """The matrices and the arrays of a model by their names in a checkpoint, matrices without `.weight`.
+    """The matrices and the arrays of a model by their names, matrices without `.weight`.
 
     fused   matrices that other programs compute as one: q, k and v, gate and up
     """
@@ -100,7 +109,7 @@ class ExportedModel:
     fused: tuple[tuple[str, ...], ...]
 
 
-def exported(file: ModelFile, family: Family) -> ExportedModel:
+def exported(file: ModelFile, wanted: TensorNames) -> ExportedModel:
     """UnsupportedError: a layer with parts that other formats do not have, by its name."""
     metadata, config = file.metadata, file.metadata.config
     for name, linear in metadata.linears.items():
@@ -111,7 +120,7 @@ def exported(file: ModelFile, family: Family) -> ExportedModel:
     arrays: dict[str, ExportedArray] = {}
     fused: list[tuple[str, ...]] = []
     for layer in range(config.num_hidden_layers):
-        names = {part: name.removesuffix(".weight") for part, name in family.layer_tensors(layer).items()}
+        names = {part: name.removesuffix(".weight") for part, name in wanted.layer(layer).items()}
         prefix = layer_prefix(config, layer)
         for together, parts in fused_shapes(config, layer):
             found = [names[part.removeprefix(prefix)] for part in parts]
@@ -122,15 +131,15 @@ def exported(file: ModelFile, family: Family) -> ExportedModel:
             for part in names
             if f"{prefix}{part}" in metadata.arrays
         }
-    arrays[NORM] = ExportedArray(file, metadata.arrays["norm"])
+    arrays[wanted.norm] = ExportedArray(file, metadata.arrays["norm"])
     head = metadata.linears["head"]
-    table = EMBEDDING if config.tie_word_embeddings else HEAD
+    table = wanted.embedding if config.tie_word_embeddings else wanted.head
     weights[table.removesuffix(".weight")] = ExportedWeight(file, head, 0, head.rows)
     if "embedding" in metadata.arrays:
-        arrays[EMBEDDING] = ExportedArray(file, metadata.arrays["embedding"])
+        arrays[wanted.embedding] = ExportedArray(file, metadata.arrays["embedding"])
     elif "embedding" in metadata.linears:
         embedding = metadata.linears["embedding"]
-        weights[EMBEDDING.removesuffix(".weight")] = ExportedWeight(file, embedding, 0, embedding.rows)
+        weights[wanted.embedding.removesuffix(".weight")] = ExportedWeight(file, embedding, 0, embedding.rows)
     return ExportedModel(weights, arrays, tuple(fused))
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edgeq.converters.exporters.compressed_tensors import write_compressed_tensors
-from edgeq.errors import EdgeqError, InputError, UnsupportedError
+from edgeq.converters.exporters.gguf_export import write_gguf
+from edgeq.converters.importers.gguf_file import is_gguf
+from edgeq.errors import EdgeqError, InputError
 from edgeq.format.container import ModelFile
 
-FORMATS = ("compressed-tensors",)
+FORMATS = ("compressed-tensors", "gguf")
 Progress = Callable[[int, int], None]
 """(bytes written, all bytes)"""
 
@@ -19,23 +21,27 @@ def export(model: Path, to: str, output: Path, force: bool, on_progress: Progres
     """Write the model file `model` as `to`, one of FORMATS, to `output`; returns lines for the user.
 
     InputError: no such file, or `output` is there and not `force`.  UnsupportedError: what the format does not hold, by the
-    name of the layer.
+    name of the layer.  ResourceError: the disk has no room.  ModuleNotFoundError: the package that writes it is not installed.
     """
-    file = ModelFile.open(model)
+    file, single = ModelFile.open(model), to == "gguf"
     if output.exists() and not force:
         raise InputError(f"{output}: is there already; choose another name, or --force to replace it")
-    if output.exists() and not _is_export(output):
-        raise InputError(f"{output}: is no folder that an export made, and is not replaced; choose another name")
+    if output.exists() and not (is_gguf(output) if single and output.is_file() else not single and _is_export(output)):
+        made = "GGUF file" if single else "folder that an export made"
+        raise InputError(f"{output}: is no {made}, and is not replaced; choose another name")
     if not output.parent.is_dir():
         raise InputError(f"{output.parent}: no such folder")
     partial = output.with_name(f"{output.name}.partial")
     _remove(partial)
     try:
-        partial.mkdir()
-        notes = write_compressed_tensors(file, partial, on_progress)
+        if single:
+            notes = write_gguf(file, partial, on_progress)
+        else:
+            partial.mkdir()
+            notes = write_compressed_tensors(file, partial, on_progress)
     except EdgeqError as error:
         _remove(partial)
-        raise UnsupportedError(f"{model} as {to}: {error}") from None
+        raise type(error)(f"{model} as {to}: {error}") from None
     except BaseException:
         _remove(partial)
         raise

@@ -12,6 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from edgeq.converters.exporters.export import export
 from edgeq.runtime import Batch, Model, Sampling
 from tests.real.conftest import Published, loaded
 from tests.runtime.answers.calling import WEATHER
@@ -89,6 +90,21 @@ def test_a_published_file_means_the_same_here(published: Published) -> None:
     divergence = (wanted.exp() * (wanted - got)).sum(-1).mean().item()
     assert divergence <= 1e-5
     assert torch.equal(wanted.argmax(-1), got.argmax(-1))
+
+
+def test_its_export_to_gguf_has_the_same_tensors(published: Published, tmp_path: Path) -> None:
+    back = tmp_path / "back.gguf"
+    assert export(published.path, "gguf", back, False, lambda *_: None) == []
+    before, after = gguf.GGUFReader(published.gguf), gguf.GGUFReader(back)
+    found = {tensor.name: tensor for tensor in after.tensors}
+    assert found.keys() == {tensor.name for tensor in before.tensors}
+    for tensor in before.tensors:
+        same = found[tensor.name]
+        assert (same.tensor_type, *same.shape) == (tensor.tensor_type, *tensor.shape), tensor.name
+        assert same.data.tobytes() == tensor.data.tobytes(), tensor.name
+    for key in ("tokens", "merges", "eos_token_id"):
+        name = f"tokenizer.ggml.{key}"
+        assert name not in before.fields or before.fields[name].contents() == after.fields[name].contents(), key
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ EXTRAS = {
     "convert": {"torch", "transformers", "safetensors"},
     "hub": {"huggingface_hub", "tqdm"},
     "server": {"starlette", "uvicorn", "h11", "msgspec", "prometheus_client", "anyio"},
+    "gguf": {"gguf"},
     "ray": {"ray"},
 }
 """Optional packages by the extra that installs them."""

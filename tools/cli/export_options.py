@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from edgeq.tools.cli.params import OneOf
+from edgeq.tools.cli.params import EdgeqFile, OneOf
 
 
 @click.command(
@@ -14,10 +14,17 @@ from edgeq.tools.cli.params import OneOf
     short_help="Write a model file in a format of other programs.",
     epilog="""
     edgeq export llama.edgeq --to compressed-tensors -o llama-w4a16
+    edgeq export llama.edgeq --to gguf -o llama.gguf
     """,
 )
-@click.argument("model", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--to", metavar="FORMAT", required=True, type=OneOf("compressed-tensors"), help="compressed-tensors (vLLM).")
+@click.argument("model", metavar="FILE", type=EdgeqFile())
+@click.option(
+    "--to",
+    metavar="FORMAT",
+    required=True,
+    type=OneOf("compressed-tensors", "gguf"),
+    help="compressed-tensors (vLLM) or gguf (llama.cpp).",
+)
 @click.option("-o", "--output", metavar="OUT", required=True, type=click.Path(path_type=Path), help="What to write.")
 @click.option("--force", is_flag=True, help="Replace OUT.")
 def export(model: Path, to: str, output: Path, force: bool) -> None:
