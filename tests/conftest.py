@@ -66,6 +66,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"tie_word_embeddings": False, "rope_parameters": {**PHI3_ROPE, "partial_rotary_factor": 0.75}}),
     "phi3_longrope": ("Phi3", {**PHI3_LONG, "num_key_value_heads": 4, "original_max_position_embeddings": 64}),
     "phi3_shortrope": ("Phi3", {**PHI3_LONG, "original_max_position_embeddings": 256, "sliding_window": 24}),
+    "phi4_mini": (
+        "Phi3",
+        {"tie_word_embeddings": True, "original_max_position_embeddings": 64}
+        | {
+            "rope_parameters": {
+                **PHI3_LONG["rope_parameters"],
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1 + 0.05 * i for i in range(12)],
+                "long_factor": [1 + 0.9 * i for i in range(12)],
+            }
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {"num_hidden_layers": 3, "head_dim": 64, "query_pre_attn_scalar": 48, "sliding_window": 24}
@@ -98,6 +110,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}},
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 64, "rms_norm_eps": 3e-5, "use_bias": True, "tie_word_embeddings": True}),
+    "cohere": (
+        "Cohere",
+        {"layer_norm_eps": 3e-5, "logit_scale": 0.7, "rope_theta": 50000.0, "tie_word_embeddings": True},
+    ),
+    "cohere2": (
+        "Cohere2",
+        {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"sliding_window": 24, "layer_norm_eps": 3e-5, "logit_scale": 0.7, "tie_word_embeddings": False},
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"head_dim": 64, "rms_norm_eps": 3e-5, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "stablelm": (
+        "StableLm",
+        {"layer_norm_eps": 3e-5, "use_qkv_bias": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "stablelm_parallel": (
+        "StableLm",
+        {"num_hidden_layers": 3, "use_parallel_residual": True, "num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.25}},
+    ),
+    "starcoder2": ("Starcoder2", {"norm_epsilon": 3e-5, "sliding_window": 24, "rope_theta": 50000.0}),
+    "gpt2": ("GPT2", {"n_inner": 384, "layer_norm_epsilon": 3e-5}),
+    "bigcode": ("GPTBigCode", {"layer_norm_epsilon": 3e-5, "activation_function": "gelu_pytorch_tanh"}),
+    "bigcode_mha": ("GPTBigCode", {"multi_query": False, "n_inner": 384, "tie_word_embeddings": False}),
+    "neox": (
+        "GPTNeoX",
+        {"num_hidden_layers": 3, "layer_norm_eps": 3e-5, "hidden_act": "gelu", "use_parallel_residual": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "neox_sequential": ("GPTNeoX", {"hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False}),
     "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}),
     "qwen2_moe": (
@@ -111,6 +157,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+MODELS = {"GPT2": "GPT2LMHeadModel"}
+NORM_NAMES = ("norm", "ln_")
 
 Checkpoint = Callable[..., Path]
 
@@ -129,13 +177,13 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
     config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model = getattr(transformers, MODELS.get(name, f"{name}ForCausalLM"))(config)
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
+            if parameter_name.endswith("bias"):
+                parameter.data = 0.3 * torch.randn_like(parameter)
+            elif any(each in parameter_name for each in NORM_NAMES):
                 # Gemma's weights are what its gains have above 1.
                 parameter.data = float(name != "Gemma3") + 0.3 * torch.randn_like(parameter)
-            elif parameter_name.endswith("bias"):
-                parameter.data = 0.3 * torch.randn_like(parameter)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / file, folder / file)

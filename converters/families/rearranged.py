@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
-from edgeq.converters.families.family import NORM, NORM_BIAS, linear_module
+from edgeq.converters.families.family import NORM, NORM_BIAS, Values, linear_module
+from edgeq.errors import FormatError
 from edgeq.network.config import ModelConfig
 
 Sources = dict[str, TensorSource]
+
+
+def flag(values: Values, key: str) -> bool:
+    """A key of config.json that decides how tensors lie or which there are."""
+    if type(values[key]) is not bool:
+        raise FormatError(f"{key} is {values[key]!r:.80}; expected true or false")
+    return bool(values[key])
 
 
 def layer_norms(config: ModelConfig, names: Mapping[str, str]) -> Sources:

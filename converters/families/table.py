@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from edgeq.converters.families.decoders.cohere import COHERE_FAMILIES
 from edgeq.converters.families.decoders.experts import EXPERT_FAMILIES
 from edgeq.converters.families.decoders.gemma import GEMMA_FAMILIES
 from edgeq.converters.families.decoders.glm import GLM_FAMILIES
+from edgeq.converters.families.decoders.gpt import GPT_FAMILIES
 from edgeq.converters.families.decoders.granite import GRANITE
+from edgeq.converters.families.decoders.hunyuan import HUNYUAN
 from edgeq.converters.families.decoders.lfm import LFM2
 from edgeq.converters.families.decoders.llama import LLAMA_FAMILIES
 from edgeq.converters.families.decoders.olmo import OLMO_FAMILIES
@@ -27,7 +30,7 @@ from edgeq.network.stack import MAX_SIZES
 
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
-    GRANITE,
+    GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES,
 )  # fmt: skip
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
@@ -191,9 +194,9 @@ def _model_config(
             raise FormatError(f"{theirs} is {found!r}; expected an integer from 1 to {MAX_SIZES[key]}")
     return ModelConfig(
         model_type=str(values.get("model_type")),
-        max_position_embeddings=values["max_position_embeddings"],
+        max_position_embeddings=value("max_position_embeddings"),
         tie_word_embeddings=values["tie_word_embeddings"] if pooling is None else False,
-        sliding_windows=description.windows(values, values["num_hidden_layers"]),
+        sliding_windows=description.windows(values, value("num_hidden_layers")),
         vision=vision,
         pooling=pooling,
         **({key: value(key) for key in (*sizes, "hidden_act")} | description.settings(values)),

@@ -17,18 +17,11 @@ from edgeq.converters.families.decoders.llama import (
 )
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.positions import partial_rope
-from edgeq.converters.families.rearranged import Sources, from_pairs, fused_gate_up, layer_norms
-from edgeq.errors import FormatError
+from edgeq.converters.families.rearranged import Sources, flag, from_pairs, fused_gate_up, layer_norms
 from edgeq.network.config import ModelConfig
 
 GLM_NORMS = {"attention_output_norm": "post_self_attn_layernorm", "mlp_output_norm": "post_mlp_layernorm"}
 EVERY_LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-def flag(values: Values, key: str) -> bool:
-    if type(values[key]) is not bool:
-        raise FormatError(f"{key} is {values[key]!r:.80}; expected true or false")
-    return bool(values[key])
 
 
 def glm_settings(values: Values) -> dict[str, Any]:

@@ -35,6 +35,19 @@ from edgeq.network.config import ModelConfig
 
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES += ("olmo2", "exaone4", "granite", "glm4", "ernie4_5")
+FAMILIES += (
+    "cohere",
+    "cohere2",
+    "hunyuan",
+    "stablelm",
+    "stablelm_parallel",
+    "starcoder2",
+    "gpt2",
+    "bigcode",
+    "bigcode_mha",
+    "neox",
+)
+FAMILIES += ("neox_sequential",)
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -158,11 +171,75 @@ def test_rows_of_neighbouring_pairs_become_halves() -> None:
     assert "model.layers.7.self_attn.v_proj.bias" not in sources
 
 
+def test_cohere2_rotates_in_layers_with_windows() -> None:
+    config = config_of("Cohere2ForCausalLM", sliding_window=12, layer_norm_eps=3e-5, head_dim=64)
+    assert config.sliding_windows == (12, 12, 12, 0) * 2 and config.layers_without_rope == (3, 7)
+    assert (config.parallel_blocks, config.layer_norm, config.rms_norm_eps, config.head_dim) == ("one_norm", True, 3e-5, 8)
+    still = config_of("Cohere2ForCausalLM", sliding_window=None)
+    assert still.sliding_windows == () and still.layers_without_rope == tuple(range(8))
+    assert config_of("CohereForCausalLM").layers_without_rope == () and config_of("CohereForCausalLM").rope.theta == 5e5
+    assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_hunyuans_base_grows_with_its_alpha() -> None:
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+    config = config_of("HunYuanDenseV1ForCausalLM", head_dim=16, rope_scaling=scaling)
+    assert (config.rope.kind, config.qk_norm_kind) == ("default", "rotated")
+    assert config.rope.theta == pytest.approx(10000 * 1000 ** (16 / 14))
+    assert config_of("HunYuanDenseV1ForCausalLM").rope.theta == 10000
+
+
+def test_neox_and_gpt2_read_the_keys_of_their_old_configurations() -> None:
+    old = {"rotary_pct": 0.5, "rotary_emb_base": 777, "layer_norm_eps": 3e-5}
+    config = config_of("GPTNeoXForCausalLM", **old)
+    assert config.rope.rotary_size(8) == 4 and config.rope.theta == 777 and config.rms_norm_eps == 3e-5
+    assert (config.parallel_blocks, config.hidden_act, config.gated) == ("two_norms", "gelu", False)
+    assert config_of("GPTNeoXForCausalLM", use_parallel_residual=False).parallel_blocks == "none"
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 77}
+    gpt2 = recognise({"architectures": ["GPT2LMHeadModel"], **sizes})[1]
+    assert (gpt2.hidden_size, gpt2.intermediate_size, gpt2.max_position_embeddings) == (32, 128, 77)
+    assert (gpt2.rope.kind, gpt2.hidden_act, gpt2.gated) == ("learned", "gelu_pytorch_tanh", False)
+    assert recognise({"architectures": ["GPT2LMHeadModel"], **sizes, "n_inner": 40})[1].intermediate_size == 40
+    unscaled = recognise({"architectures": ["GPT2LMHeadModel"], **sizes, "scale_attn_weights": False})[1]
+    assert unscaled.attention_scale == 1 and gpt2.attention_scale == 8**-0.5
+    assert recognise({"architectures": ["GPTBigCodeForCausalLM"], **sizes})[1].num_key_value_heads == 1
+
+
+def test_gpt2_is_read_column_by_column_and_with_or_without_its_first_name(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    stored = tensors["transformer.h.1.attn.c_attn.weight"].float().numpy()
+    # Several blocks of the stored rows.
+    monkeypatch.setattr("edgeq.converters.checkpoint.checkpoint.TRANSPOSED_VALUES", 5000)
+    source, *_ = opened(folder)
+    for at, part in enumerate("qkv"):
+        rows = source.rows(f"model.layers.1.self_attn.{part}_proj.weight", 3, 128)
+        assert np.array_equal(rows, stored[:, 128 * at + 3 : 128 * (at + 1)].T)
+    short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    # A causal mask that old checkpoints carry.
+    short["h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+    shutil.copytree(folder, tmp_path / "short")
+    save_file(short, tmp_path / "short" / "model.safetensors")
+    paths = [tmp_path / "a.edgeq", tmp_path / "b.edgeq"]
+    files = [
+        convert(str(each), path, ConvertOptions(method="rtn", group_size=32), lambda *_: None)
+        for each, path in zip((folder, tmp_path / "short"), paths, strict=True)
+    ]
+    first, second = (file.metadata.linears["layers.1.qkv"].weights[0].arrays["q"] for file in files)
+    assert np.array_equal(files[0].array(first), files[1].array(second))
+
+
 def test_biases_follow_from_keys() -> None:
     def biases(architecture: str, **keys: Any) -> tuple[str, ...]:
         return recognise({"architectures": [architecture], **SIZES, **keys})[0].description.biases
 
     assert biases("Glm4ForCausalLM") == ("q", "k", "v") and biases("Glm4ForCausalLM", attention_bias=False) == ()
+    assert biases("GPTNeoXForCausalLM", attention_bias=False) == ("up", "down") and len(biases("GPTNeoXForCausalLM")) == 6
+    assert biases("Starcoder2ForCausalLM", use_bias=False) == () and biases("StableLmForCausalLM", use_qkv_bias=True) == tuple(
+        "qkv"
+    )
     assert biases("Ernie4_5ForCausalLM") == () and len(biases("Ernie4_5ForCausalLM", use_bias=True)) == 7
 
 
@@ -204,6 +281,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rotation of a part": ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "dense layers between": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
     "every second layer": ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    "norms of heads": ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm is True"),
+    "norms of other heads": ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm is True"),
+    "a scale for each layer": (
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_head": 4, "scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx is True",
+    ),
+    "a second attention": (
+        "GPTBigCodeForCausalLM",
+        {"n_embd": 32, "n_head": 4, "add_cross_attention": True},
+        "add_cross_attention",
+    ),
+    "another plain activation": ("GPTNeoXForCausalLM", {"hidden_act": "gelu_fast"}, "hidden_act 'gelu_fast' is not supported"),
+    "a base that grows": (
+        "HunYuanDenseV1ForCausalLM",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope kind 'dynamic'",
+    ),
     "a bias": ("Olmo2ForCausalLM", {"attention_bias": True}, "attention_bias is True"),
     "layers without rope elsewhere": ("LlamaForCausalLM", {"no_rope_layers": [1, 0] * 4}, "no_rope_layers is"),
     "windows that are not used": ("SmolLM3ForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "use_sliding_window"),
@@ -230,6 +325,14 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"sliding_window": None, "layer_types": ["sliding_attention"] * 8},
         "sliding_window is null",
     ),
+    "an alpha that is none": (
+        "HunYuanDenseV1ForCausalLM",
+        {"rope_scaling": {"type": "dynamic", "alpha": "1000"}},
+        "alpha is '1000'; expected a positive number",
+    ),
+    "heads of another size": ("GPTNeoXForCausalLM", {"num_attention_heads": 5}, "32 is not a multiple of 5 heads"),
+    "no scale of logits": ("CohereForCausalLM", {"logit_scale": None}, "logit_scale is None; expected a number"),
+    "no kind of heads": ("GPTBigCodeForCausalLM", {"n_embd": 32, "multi_query": 1}, "multi_query is 1; expected true or false"),
     "no interval": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
     "too few rotated layers": (
         "SmolLM3ForCausalLM",

@@ -19,7 +19,20 @@ from edgeq.runtime import Model
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
 FAMILIES += ("olmo2", "exaone4", "granite", "glm4", "ernie4_5")
-FAMILIES += ("phi3", "phi3_longrope", "phi3_shortrope", "smollm3", "gemma3", "opt", "lfm2")
+FAMILIES += (
+    "cohere",
+    "cohere2",
+    "hunyuan",
+    "stablelm",
+    "stablelm_parallel",
+    "starcoder2",
+    "gpt2",
+    "bigcode",
+    "bigcode_mha",
+    "neox",
+)
+FAMILIES += ("neox_sequential",)
+FAMILIES += ("phi3", "phi3_longrope", "phi3_shortrope", "phi4_mini", "smollm3", "gemma3", "opt", "lfm2")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 HAVE_CPU = importlib.util.find_spec("edgeq.targets.cpu.program") is not None
 TARGETS = ("reference", pytest.param("cpu", marks=pytest.mark.skipif(not HAVE_CPU, reason="no edgeq.targets.cpu")))
