@@ -52,6 +52,18 @@ PHI3_LONG = {
         "long_factor": [1 + 0.9 * i for i in range(16)],
     },
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 20000.0,
+    "factor": 6.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+}
+OLMO3_ROPE = {
+    "full_attention": {**YARN, "attention_factor": 1.3},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -94,6 +106,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"intermediate_size": 300, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.1, "rope_theta": 50000.0},
     ),
     "olmo2": ("Olmo2", {"num_hidden_layers": 3, "rms_norm_eps": 3e-5, "rope_theta": 50000.0, "tie_word_embeddings": False}),
+    "olmo3": (
+        "Olmo3",
+        {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"sliding_window": 24, "rms_norm_eps": 3e-5, "rope_parameters": OLMO3_ROPE, "tie_word_embeddings": False},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 64, "rms_norm_eps": 3e-5, "sliding_window": 40, "tie_word_embeddings": True}
+        | {"rope_parameters": {**YARN, "original_max_position_embeddings": 192, "llama_4_scaling_beta": 0.1, "mscale": 1.0}},
+    ),
+    "qwen3_yarn": ("Qwen3", {"head_dim": 64, "rope_parameters": {**YARN, "mscale": 1.5, "mscale_all_dim": 0.5}}),
     "exaone4": (
         "Exaone4",
         {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}

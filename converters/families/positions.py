@@ -15,7 +15,10 @@ ROPE_KINDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
+YARN_OPTIONS = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
+"""Further keys of a yarn rope, which may be absent or null."""
 # Old Phi-3 configurations say "su"; transformers also reads their "yarn" as longrope, no checkpoint has it.
 ROPE_NAMES = {"su": "longrope"}
 
@@ -102,19 +105,35 @@ def rope_of(values: Values, where: str, settings: Any, theta: Any) -> Rope:
         raise UnsupportedError(f"{where}: partial_rotary_factor is {settings['partial_rotary_factor']!r}; supported: 1.0")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     known.update(*ROPE_KINDS.values()) if kind == "longrope" else known.update(ROPE_KINDS["llama3"])
+    known.update(YARN_OPTIONS if kind == "yarn" else ())
     unknown = sorted(set(settings) - known)
     if unknown:
         raise UnsupportedError(f"{where}: {unknown[0]} is not supported with rope kind {kind!r}")
     numbers = {key: settings[key] for key in ROPE_KINDS[kind] if settings.get(key) is not None}
-    if kind == "llama3":
+    if kind in ("llama3", "yarn"):
         numbers.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     if kind == "longrope":
         numbers = _longrope(values, where, numbers)
+    if kind == "yarn":
+        numbers |= _yarn(where, settings)
     missing = sorted(set(ROPE_KINDS[kind]) - set(numbers))
     if missing:
         raise FormatError(f"{where} of kind {kind!r} lacks {missing[0]}")
     found: Any = settings.get("rope_theta", theta)
     return Rope(theta=found, kind=kind, **numbers)
+
+
+def _yarn(where: str, settings: Values) -> dict[str, Any]:
+    """YaRN's options; without an attention factor it is 0.1 ln(factor) + 1, or the ratio of two such numbers."""
+    given = {key: settings[key] for key in YARN_OPTIONS if settings.get(key) is not None}
+    for key in ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
+        found = settings.get(key)
+        if found is not None and (type(found) not in (int, float) or not 0 <= found <= 1e12):
+            raise FormatError(f"{where}: {key} is {found!r:.80}; expected a positive number")
+    growth = math.log(max(settings.get("factor") or 1, 1))
+    first, second = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
+    ratio = (0.1 * first * growth + 1) / (0.1 * second * growth + 1) if first and second else 0.1 * growth + 1
+    return {"attention_factor": ratio} | given
 
 
 def _longrope(values: Values, where: str, numbers: dict[str, Any]) -> dict[str, Any]:

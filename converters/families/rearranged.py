@@ -1,4 +1,7 @@
-"""Sources of tensors that a checkpoint has under other names, in another order, or without a factor of the network."""
+"""Sources of tensors that a checkpoint has under other names, in another order, or without a factor of the network.
+
+Also the keys of config.json that say so.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from edgeq.errors import FormatError
 from edgeq.network.config import ModelConfig
 
 Sources = dict[str, TensorSource]
+MAX_MULTIPLIER = 1e6
 
 
 def flag(values: Values, key: str) -> bool:
@@ -17,6 +21,14 @@ def flag(values: Values, key: str) -> bool:
     if type(values[key]) is not bool:
         raise FormatError(f"{key} is {values[key]!r:.80}; expected true or false")
     return bool(values[key])
+
+
+def multiplier(values: Values, key: str) -> float:
+    """A key of config.json that is a factor of weights."""
+    found = values[key]
+    if type(found) not in (int, float) or not 1 / MAX_MULTIPLIER <= found <= MAX_MULTIPLIER:
+        raise FormatError(f"{key} is {found!r:.80}; expected a number from {1 / MAX_MULTIPLIER:g} to {MAX_MULTIPLIER:g}")
+    return float(found)
 
 
 def layer_norms(config: ModelConfig, names: Mapping[str, str]) -> Sources:

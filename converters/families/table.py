@@ -194,10 +194,9 @@ def _model_config(
             raise FormatError(f"{theirs} is {found!r}; expected an integer from 1 to {MAX_SIZES[key]}")
     return ModelConfig(
         model_type=str(values.get("model_type")),
-        max_position_embeddings=value("max_position_embeddings"),
         tie_word_embeddings=values["tie_word_embeddings"] if pooling is None else False,
         sliding_windows=description.windows(values, value("num_hidden_layers")),
         vision=vision,
         pooling=pooling,
-        **({key: value(key) for key in (*sizes, "hidden_act")} | description.settings(values)),
+        **({key: value(key) for key in (*sizes, "max_position_embeddings", "hidden_act")} | description.settings(values)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -10,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.json_records import check_integer, check_positive, known, list_of
+from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
 
-ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned", "axial")
+ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned", "axial", "yarn")
 IN_SECTIONS = ("default", "axial")
 """Kinds whose pairs can belong to several axes."""
 MAX_AXES = 3
 MAX_HEAD = 1024
-NEWER_FIELDS = ("sections", "interleaved")
+NEWER_FIELDS = ("sections", "interleaved", "beta_fast", "beta_slow", "truncate")
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes."""
 
 
@@ -30,11 +31,15 @@ class Rope:
             2024, arXiv 2402.13753: each frequency divided by its entry of long_factor where the context is longer than
             original_max_position_embeddings, else of short_factor; cosines and sines times attention_factor); "learned" (none:
             an entry of a table is added to the embedding instead); "axial" (each section has the whole spectrum, as rows and
-            columns of a picture have in a tower)
+            columns of a picture have in a tower); "yarn" (Peng et al. 2023, arXiv 2309.00071: frequencies of more than
+            beta_fast turns in the original context stay, those of less than beta_slow are divided by factor, between them the
+            two are mixed linearly in the index of the pair; cosines and sines times attention_factor)
     sections      pairs that each of several axes rotates; in "default" time, height and width share one spectrum (M-RoPE, Wang
                   et al. 2024, arXiv 2409.12191); empty: one axis rotates all
     interleaved   of "default": pairs i with i % 3 = 1 and 2 belong to height and width, as many as their sections say, and all
                   others to time (Qwen3-VL); else the sections follow one another
+
+    truncate      of "yarn": the indices between which frequencies are mixed are rounded, down and up
 
     The first head_dim * partial_rotary_factor channels of a head are rotated.
     """
@@ -51,6 +56,9 @@ class Rope:
     long_factor: tuple[float, ...] = ()
     sections: tuple[int, ...] = ()
     interleaved: bool = False
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
     @property
     def axes(self) -> int:
@@ -66,7 +74,8 @@ class Rope:
         if self.kind not in ROPE_KINDS:
             raise UnsupportedError(f"rope kind {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
         lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", *NEWER_FIELDS, *lists)}
+        apart = ("kind", "sections", "interleaved", "truncate", *lists)
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
         numbers.update({f"{key}[{i}]": value for key, values in lists.items() for i, value in enumerate(values)})
         for key, value in numbers.items():
             check_positive(f"{name}.{key}", value)
@@ -76,6 +85,12 @@ class Rope:
         for key, values in lists.items():
             if len(values) != (size // 2 if self.kind == "longrope" else 0):
                 raise FormatError(f"config {name}.{key} has {len(values)} entries for {size // 2} pairs of a {self.kind} rope")
+        check_flag(f"{name}.truncate", self.truncate)
+        if self.kind == "yarn" and (self.theta <= 1 or self.beta_slow >= self.beta_fast):
+            raise FormatError(
+                f"config {name} has theta {self.theta}, beta_slow {self.beta_slow} and beta_fast {self.beta_fast}; a yarn rope "
+                "needs theta above 1, and the first beta smaller than the second"
+            )
         self._check_sections(size // 2, name)
 
     def _check_sections(self, pairs: int, name: str) -> None:
@@ -94,8 +109,8 @@ class Rope:
 
     def to_json(self) -> dict[str, Any]:
         """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
-        values = asdict(self)
-        return {key: value for key, value in values.items() if key not in NEWER_FIELDS or value}
+        unset = {f.name: f.default for f in fields(self) if f.name in NEWER_FIELDS}
+        return {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Rope:
@@ -152,7 +167,25 @@ def frequencies(rope: Rope, head_dim: int, context: int = 0) -> tuple[float, ...
         # One choice for a whole session: keys already in its cache keep the rotation that they got.
         factors = rope.long_factor if context > rope.original_max_position_embeddings else rope.short_factor
         return tuple(f / factor for f, factor in zip(plain, factors, strict=True))
+    if rope.kind == "yarn":
+        return tuple(_yarn(plain, rope, size))
     return tuple(plain)
+
+
+def _yarn(plain: list[float], rope: Rope, size: int) -> Iterator[float]:
+    """YaRN's mix of frequencies, section 3.2: pair i turns beta times in the original context at the index that `at` gives."""
+
+    def at(beta: float) -> float:
+        return size * math.log(rope.original_max_position_embeddings / (2 * math.pi * beta)) / (2 * math.log(rope.theta))
+
+    low, high = at(rope.beta_fast), at(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001
+    for i, frequency in enumerate(plain):
+        share = min(1.0, max(0.0, (i - low) / width))
+        yield (1 - share) * frequency + share * frequency / rope.factor
 
 
 def _llama3(frequency: float, rope: Rope) -> float:

@@ -113,6 +113,20 @@ def test_norms_and_their_sizes_follow_the_order_of_blocks() -> None:
     assert norms(two) == {"attention_norm": (64,), "mlp_norm": (64,)}
 
 
+def test_yarn_keeps_fast_pairs_divides_slow_ones_and_mixes_between() -> None:
+    rope = Rope(10000.0, "yarn", factor=8.0, original_max_position_embeddings=512, beta_fast=16.0, beta_slow=2.0)
+    plain, found = frequencies(Rope(10000.0), 32), frequencies(rope, 32)
+    # 32 ln(512 / (2 pi beta)) / (2 ln 10000) is 2.83 for 16 turns and 6.44 for 2: from pair 2 to pair 7.
+    ratios = [f / p for f, p in zip(found, plain, strict=True)]
+    wanted = [1 - 7 / 8 * min(max((i - 2) / 5, 0), 1) for i in range(16)]
+    assert ratios == pytest.approx(wanted)
+    exact = frequencies(replace(rope, truncate=False), 32)
+    assert exact[2] == plain[2] and exact[3] > found[3] and exact[7] == pytest.approx(plain[7] / 8)
+    assert not {"beta_fast", "beta_slow", "truncate"} & set(json.loads(PLAIN.to_json())["rope"])
+    yarn = replace(PLAIN, rope=rope)
+    assert json.loads(yarn.to_json())["rope"]["beta_slow"] == 2.0 and ModelConfig.from_json(yarn.to_json()) == yarn
+
+
 def test_a_file_from_before_these_keys_is_still_read() -> None:
     data = json.loads(PLAIN.to_json())
     added = ("layer_norm", "post_norms", "local_rope", "embedding_multiplier", "query_pre_attn_scalar", "num_experts")
@@ -156,7 +170,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a number for a switch": ({"layer_norm": 1}, FormatError, "layer_norm is 1"),
     "no factor": ({"embedding_multiplier": 0}, FormatError, "embedding_multiplier"),
     "not a number": ({"query_pre_attn_scalar": "64"}, FormatError, "query_pre_attn_scalar"),
-    "an unknown local rope": ({"local_rope": {"theta": 1.0, "kind": "yarn"}}, UnsupportedError, "rope kind 'yarn'"),
+    "an unknown local rope": ({"local_rope": {"theta": 1.0, "kind": "dynamic"}}, UnsupportedError, "rope kind 'dynamic'"),
     "a local rope that is none": ({"local_rope": 5}, FormatError, "local_rope is not a JSON object"),
     "a key of no rope": ({"rope": {"theta": 1.0, "beta": 2}}, UnsupportedError, "unknown keys beta"),
     "more than all channels": ({"rope": {"theta": 1.0, "partial_rotary_factor": 1.5}}, FormatError, "rotates 24 of 16"),

@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from edgeq.converters.families.decoders.granite import multiplier
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, llama_settings
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.positions import typed_windows, window
-from edgeq.converters.families.rearranged import Sources, from_pairs, norms_without_biases, scaled_logits
+from edgeq.converters.families.rearranged import Sources, from_pairs, multiplier, norms_without_biases, scaled_logits
 from edgeq.errors import FormatError
 from edgeq.network.config import ModelConfig
 

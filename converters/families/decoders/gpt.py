@@ -48,7 +48,7 @@ GPT2_BEGINNINGS = {each: f"transformer.{each}" for each in ("wte.", "wpe.", "h."
 
 def plain_settings(values: Values, key: str) -> dict[str, Any]:
     """Of an MLP without a gate and norms with biases.  UnsupportedError: another activation."""
-    if values[key] not in ACTIVATIONS:
+    if values[key] not in tuple(ACTIVATIONS):
         raise UnsupportedError(f"{key} {values[key]!r:.80} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return {"hidden_act": ACTIVATIONS[values[key]], "gated_mlp": False, "layer_norm": True}
 
@@ -110,11 +110,15 @@ def stablelm_settings(values: Values) -> dict[str, Any]:
 
 
 def by_heads(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The rows of q, k and v in a matrix that has q, k and v of the first head, then those of the next."""
-    size = config.head_dim
+    """The rows of q, k and v in a matrix that has, for one head of keys after the other, its heads of queries, then k and v."""
+    size, kv_heads = config.head_dim, config.num_key_value_heads
+    queries = config.num_attention_heads // kv_heads
+    places = {"q": range(queries), "k": (queries,), "v": (queries + 1,)}
     return {
-        part: tuple((3 * head + at) * size + i for head in range(config.num_attention_heads) for i in range(size))
-        for at, part in enumerate(QKV)
+        part: tuple(
+            (group * (queries + 2) + at) * size + i for group in range(kv_heads) for at in places[part] for i in range(size)
+        )
+        for part in QKV
     }
 
 

@@ -12,19 +12,10 @@ from typing import Any
 
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, llama_settings
 from edgeq.converters.families.family import FamilyDescription, Values
-from edgeq.converters.families.rearranged import Sources, multiplied, scaled_logits
-from edgeq.errors import FormatError
+from edgeq.converters.families.rearranged import Sources, multiplied, multiplier, scaled_logits
 from edgeq.network.config import ModelConfig
 
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-MAX_MULTIPLIER = 1e6
-
-
-def multiplier(values: Values, key: str) -> float:
-    found = values[key]
-    if type(found) not in (int, float) or not 1 / MAX_MULTIPLIER <= found <= MAX_MULTIPLIER:
-        raise FormatError(f"{key} is {found!r:.80}; expected a number from {1 / MAX_MULTIPLIER:g} to {MAX_MULTIPLIER:g}")
-    return float(found)
 
 
 def granite_settings(values: Values) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.positions import one_window, partial_rope, qwen_windows, rope
 from edgeq.converters.families.rearranged import fused_gate_up
-from edgeq.errors import UnsupportedError
+from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
-from edgeq.network.stack import GATED
+from edgeq.network.json_records import check_integer
+from edgeq.network.stack import GATED, MAX_SIZES
 
 DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
@@ -41,6 +42,18 @@ NEUTRAL_LAYER: dict[str, tuple[Any, ...]] = {
 NEUTRAL = NEUTRAL_LAYER | NO_EXPERTS | {"partial_rotary_factor": (None, 1)}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 QKV = ("q", "k", "v")
+MINISTRAL_ROPE = {
+    "type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""transformers' own where a Ministral 3 has none."""
 
 
 def llama_settings(values: Values) -> dict[str, Any]:
@@ -64,7 +77,29 @@ def qwen3_settings(values: Values) -> dict[str, Any]:
     return llama_settings(values) | {"qk_norm": True}
 
 
+def ministral_settings(values: Values) -> dict[str, Any]:
+    """Queries grow with their positions from the original context on; here the context ends there, and they do not."""
+    where = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
+    settings = values[where]
+    if not isinstance(settings, dict):
+        raise FormatError(f"{where} is {settings!r:.80}; expected an object")
+    read = ("llama_4_scaling_beta", "max_position_embeddings")
+    found = llama_settings({**values, where: {key: value for key, value in settings.items() if key not in read}})
+    longest = values["max_position_embeddings"]
+    original = settings.get("original_max_position_embeddings", longest)
+    if not settings.get("llama_4_scaling_beta"):
+        return found
+    for key, length in (("max_position_embeddings", longest), ("original_max_position_embeddings", original)):
+        check_integer(key, length, 1, MAX_SIZES["max_position_embeddings"])
+    return found | {"max_position_embeddings": min(longest, original)}
+
+
 def phi3_settings(values: Values) -> dict[str, Any]:
+    """UnsupportedError: "yarn", which transformers takes for longrope in this family; no checkpoint has it."""
+    for where in ("rope_scaling", "rope_parameters"):
+        settings = values[where]
+        if isinstance(settings, dict) and "yarn" in (settings.get("rope_type"), settings.get("type")):
+            raise UnsupportedError(f"{where}: rope kind 'yarn' is not supported here; supported: default, longrope")
     return head_settings(values) | {"rope": partial_rope(values)}
 
 
@@ -87,6 +122,21 @@ LLAMA_FAMILIES = (
         DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         NEUTRAL | {"layer_types": (None,)},
         llama_settings,
+        one_window,
+    ),
+    FamilyDescription(
+        "Ministral3ForCausalLM",
+        DEFAULTS
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144,
+            "rope_parameters": MINISTRAL_ROPE,
+            "sliding_window": None,
+        },
+        NEUTRAL | {"layer_types": (None,)},
+        ministral_settings,
         one_window,
     ),
     FamilyDescription(

@@ -51,7 +51,7 @@ def test_a_folder_without_config(convert: Convert, tmp_path: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, ["MambaForCausalLM", "Llama"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}, ["yarn"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}, ["dynamic"]),
         ({"vocab_size": 4096}, ["embed_tokens", "4096"]),
     ],
     ids=["architecture", "activation", "rope", "vocabulary"],

@@ -34,7 +34,7 @@ from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
-FAMILIES += ("olmo2", "exaone4", "granite", "glm4", "ernie4_5")
+FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
 FAMILIES += (
     "cohere",
     "cohere2",
@@ -57,6 +57,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 LONG = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 TOKENS = torch.randint(0, 2048, (3, 40), generator=torch.Generator().manual_seed(5))
 
 
@@ -140,6 +141,36 @@ def test_methods_that_take_every_layer_to_attend_refuse_convolutions(checkpoint:
         UnsupportedError, match=f"--method {method}: this model .lfm2. has layers of convolutions; supported: none"
     ):
         preflight(str(checkpoint("lfm2")), ConvertOptions(method=method))
+
+
+def test_yarn_reads_its_options_and_computes_what_is_absent() -> None:
+    plain = config_of("Qwen3ForCausalLM", rope_scaling=YARN).rope
+    assert (plain.kind, plain.factor, plain.beta_fast, plain.beta_slow, plain.truncate) == ("yarn", 4.0, 32.0, 1.0, True)
+    assert plain.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    options = {"beta_fast": 8, "beta_slow": 0.5, "truncate": False, "mscale": 2.0, "mscale_all_dim": 0.5}
+    found = config_of("Qwen3ForCausalLM", rope_scaling=YARN | options).rope
+    assert (found.beta_fast, found.beta_slow, found.truncate) == (8, 0.5, False)
+    assert found.attention_factor == pytest.approx((0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+    given = config_of("LlamaForCausalLM", rope_scaling=YARN | {"attention_factor": 1.25, "mscale": None}).rope
+    assert given.attention_factor == 1.25
+
+
+def test_olmo3_stretches_the_layers_without_a_window() -> None:
+    config = config_of("Olmo3ForCausalLM", rope_scaling=YARN, sliding_window=12)
+    assert config.sliding_windows == (12, 12, 12, 0) * 2 and not config.pre_norms and config.qk_norm_kind == "whole"
+    assert [config.layer_rope(layer).kind for layer in range(4)] == ["default"] * 3 + ["yarn"]
+    assert {config.layer_rope(layer).theta for layer in range(4)} == {500000.0}
+    by_type = {"full_attention": YARN | {"rope_theta": 777.0}, "sliding_attention": {"rope_theta": 555.0}}
+    newer = config_of("Olmo3ForCausalLM", rope_parameters=by_type)
+    assert (newer.rope.kind, newer.rope.theta, newer.local_rope.theta) == ("yarn", 777.0, 555.0)
+
+
+def test_ministral3_ends_where_its_queries_would_begin_to_grow() -> None:
+    config = config_of("Ministral3ForCausalLM")
+    assert config.max_position_embeddings == 16384 and config.head_dim == 128
+    assert (config.rope.kind, config.rope.factor, config.rope.attention_factor) == ("yarn", 16.0, 1.0)
+    still = YARN | {"llama_4_scaling_beta": 0, "max_position_embeddings": 5}
+    assert config_of("Ministral3ForCausalLM", rope_parameters=still, max_position_embeddings=999).max_position_embeddings == 999
 
 
 def test_exaone4_rotates_in_layers_with_windows_where_there_are_some() -> None:
@@ -293,6 +324,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"n_embd": 32, "n_head": 4, "add_cross_attention": True},
         "add_cross_attention",
     ),
+    "no plain activation": ("GPTNeoXForCausalLM", {"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not supported"),
     "another plain activation": ("GPTNeoXForCausalLM", {"hidden_act": "gelu_fast"}, "hidden_act 'gelu_fast' is not supported"),
     "a base that grows": (
         "HunYuanDenseV1ForCausalLM",
@@ -325,6 +357,21 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"sliding_window": None, "layer_types": ["sliding_attention"] * 8},
         "sliding_window is null",
     ),
+    "a context that is none": (
+        "Ministral3ForCausalLM",
+        {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": "64"}},
+        "original_max_position_embeddings is '64'",
+    ),
+    "no factor": ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn"}}, "of kind 'yarn' lacks factor"),
+    "a beta that is none": ("LlamaForCausalLM", {"rope_scaling": YARN | {"beta_fast": "32"}}, "beta_fast is '32'"),
+    "betas the wrong way": ("LlamaForCausalLM", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "the first beta smaller"),
+    "no switch of rounding": ("LlamaForCausalLM", {"rope_scaling": YARN | {"truncate": 1}}, "truncate is 1"),
+    "one rope for two kinds of layers": (
+        "Olmo3ForCausalLM",
+        {"rope_parameters": YARN},
+        "one object for each of the layer_types",
+    ),
+    "local layers that see all": ("Olmo3ForCausalLM", {"sliding_window": None}, "sliding_window is null"),
     "an alpha that is none": (
         "HunYuanDenseV1ForCausalLM",
         {"rope_scaling": {"type": "dynamic", "alpha": "1000"}},

@@ -45,7 +45,7 @@ REFUSED_KEYS = [
     ({"architectures": "remove"}, "architectures"),
     ({"architectures": [["x"]]}, "architectures"),
     ({"hidden_act": "swish"}, "hidden_act 'swish'.*supported: silu"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope kind 'yarn'.*supported: default, linear, llama3"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope kind 'dynamic'.*supported: default, linear, llama3"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope kind 'dynamic'"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

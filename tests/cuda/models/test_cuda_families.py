@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures(
 
 FAMILIES = (
     "llama3_rope", "mistral", "qwen2", "qwen3", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "mixtral", "qwen2_moe",
-    "qwen3_moe", "olmo2", "exaone4", "granite", "glm4", "ernie4_5", "cohere2", "hunyuan",
+    "qwen3_moe", "olmo2", "olmo3", "exaone4", "granite", "glm4", "ernie4_5", "cohere2", "hunyuan",
     "stablelm_parallel", "starcoder2", "gpt2", "bigcode", "neox",
 )  # fmt: skip
 LENGTH = 70

@@ -340,7 +340,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     ),
     "an unknown key": (config(experts=8), UnsupportedError, "unknown keys experts"),
     "an unknown rope key": (config(rope={"beta": 1}), UnsupportedError, "unknown keys beta"),
-    "an unknown rope kind": (config(rope={"kind": "yarn"}), UnsupportedError, "rope kind 'yarn'"),
+    "an unknown rope kind": (config(rope={"kind": "dynamic"}), UnsupportedError, "rope kind 'dynamic'"),
     "an infinite theta": (config(rope={"theta": float("inf")}), FormatError, "theta is inf"),
     "an unknown activation": (config(hidden_act="swish"), UnsupportedError, "hidden_act 'swish'"),
     "windows for other layers": (config(sliding_windows=[4]), FormatError, "1 sliding windows for 2 layers"),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgeq.runtime import Model
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
-FAMILIES += ("olmo2", "exaone4", "granite", "glm4", "ernie4_5")
+FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
 FAMILIES += (
     "cohere",
     "cohere2",
