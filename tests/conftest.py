@@ -167,6 +167,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}},
     ),
     "neox_sequential": ("GPTNeoX", {"hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False}),
+    "falcon_7b": ("Falcon", {"layer_norm_epsilon": 3e-5, "rope_theta": 20000.0, "ffn_hidden_size": 384}),
+    "falcon_40b": (
+        "Falcon",
+        {
+            "num_hidden_layers": 3,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon_sequential": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}),
     "qwen2_moe": (

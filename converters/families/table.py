@@ -8,6 +8,7 @@ from typing import Any
 
 from edgeq.converters.families.decoders.cohere import COHERE_FAMILIES
 from edgeq.converters.families.decoders.experts import EXPERT_FAMILIES
+from edgeq.converters.families.decoders.falcon import FALCON
 from edgeq.converters.families.decoders.gemma import GEMMA_FAMILIES
 from edgeq.converters.families.decoders.glm import GLM_FAMILIES
 from edgeq.converters.families.decoders.gpt import GPT_FAMILIES
@@ -30,7 +31,7 @@ from edgeq.network.stack import MAX_SIZES
 
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
-    GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES,
+    GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON,
 )  # fmt: skip
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}

@@ -49,7 +49,7 @@ def cohere_sources(config: ModelConfig, scale: float) -> Sources:
 
 
 def described(base: FamilyDescription, hf: Values) -> FamilyDescription:
-    scale = multiplier(base.defaults | dict(hf), "logit_scale")
+    scale = multiplier({**base.defaults, **hf}, "logit_scale")
     return replace(base, sources=partial(cohere_sources, scale=scale))
 
 

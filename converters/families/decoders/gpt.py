@@ -209,22 +209,22 @@ def starcoder2_sources(config: ModelConfig, biases: tuple[str, ...]) -> Sources:
 
 
 def bigcode(hf: Values) -> FamilyDescription:
-    mixed = not flag(BIGCODE.defaults | dict(hf), "multi_query")
+    mixed = not flag({**BIGCODE.defaults, **hf}, "multi_query")
     return replace(BIGCODE, sources=partial(gpt2_sources, mixed=mixed, transposed=False))
 
 
 def neox(hf: Values) -> FamilyDescription:
-    biases = ALL_BIASES if flag(NEOX.defaults | dict(hf), "attention_bias") else ("up", "down")
+    biases = ALL_BIASES if flag({**NEOX.defaults, **hf}, "attention_bias") else ("up", "down")
     return replace(NEOX, biases=biases, sources=partial(neox_sources, biases=biases))
 
 
 def starcoder2(hf: Values) -> FamilyDescription:
-    biases = ALL_BIASES if flag(STARCODER2.defaults | dict(hf), "use_bias") else ()
+    biases = ALL_BIASES if flag({**STARCODER2.defaults, **hf}, "use_bias") else ()
     return replace(STARCODER2, biases=biases, sources=partial(starcoder2_sources, biases=biases))
 
 
 def stablelm(hf: Values) -> FamilyDescription:
-    return replace(STABLELM, biases=QKV if flag(STABLELM.defaults | dict(hf), "use_qkv_bias") else ())
+    return replace(STABLELM, biases=QKV if flag({**STABLELM.defaults, **hf}, "use_qkv_bias") else ())
 
 
 GPT2_DEFAULTS: dict[str, Any] = {

@@ -35,19 +35,9 @@ from edgeq.network.config import ModelConfig
 
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
-FAMILIES += (
-    "cohere",
-    "cohere2",
-    "hunyuan",
-    "stablelm",
-    "stablelm_parallel",
-    "starcoder2",
-    "gpt2",
-    "bigcode",
-    "bigcode_mha",
-    "neox",
-)
-FAMILIES += ("neox_sequential",)
+FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
+FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
+FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -236,6 +226,20 @@ def test_neox_and_gpt2_read_the_keys_of_their_old_configurations() -> None:
     assert recognise({"architectures": ["GPTBigCodeForCausalLM"], **sizes})[1].num_key_value_heads == 1
 
 
+def test_falcons_of_all_sizes() -> None:
+    small = config_of("FalconForCausalLM", num_key_value_heads=3)
+    assert (small.num_key_value_heads, small.intermediate_size, small.parallel_blocks) == (1, 128, "one_norm")
+    newer = {"new_decoder_architecture": True, "num_kv_heads": 2}
+    large = config_of("FalconForCausalLM", **newer)
+    assert (large.num_key_value_heads, large.parallel_blocks) == (2, "two_norms")
+    assert config_of("FalconForCausalLM", **newer, num_ln_in_parallel_attn=1).parallel_blocks == "one_norm"
+    family = recognise({"architectures": ["FalconForCausalLM"], **SIZES, **newer})[0]
+    orders = {part: family.sources()[f"model.layers.0.self_attn.{part}_proj.weight"].order for part in "qkv"}
+    # Two heads of queries, keys, values; and again.
+    assert orders["q"] == (*range(16), *range(32, 48)) and orders["k"] == (*range(16, 24), *range(48, 56))
+    assert orders["v"] == (*range(24, 32), *range(56, 64))
+
+
 def test_gpt2_is_read_column_by_column_and_with_or_without_its_first_name(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +316,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rotation of a part": ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "dense layers between": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
     "every second layer": ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    "biases of positions": ("FalconForCausalLM", {"alibi": True}, "alibi is True"),
+    "norms of an older model": ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
+    "newer blocks one after another": (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "parallel_attn": False},
+        "parallel_attn is False",
+    ),
     "norms of heads": ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm is True"),
     "norms of other heads": ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm is True"),
     "a scale for each layer": (

@@ -19,19 +19,9 @@ from edgeq.runtime import Model
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
 FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
-FAMILIES += (
-    "cohere",
-    "cohere2",
-    "hunyuan",
-    "stablelm",
-    "stablelm_parallel",
-    "starcoder2",
-    "gpt2",
-    "bigcode",
-    "bigcode_mha",
-    "neox",
-)
-FAMILIES += ("neox_sequential",)
+FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
+FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
+FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential")
 FAMILIES += ("phi3", "phi3_longrope", "phi3_shortrope", "phi4_mini", "smollm3", "gemma3", "opt", "lfm2")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 HAVE_CPU = importlib.util.find_spec("edgeq.targets.cpu.program") is not None

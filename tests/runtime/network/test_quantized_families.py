@@ -13,7 +13,7 @@ from edgeq.runtime import Model
 from tests.runtime.network.test_parity import HAVE_CPU, ROUNDED, TOKENS, load
 
 FAMILIES = ("olmo2", "exaone4", "granite", "glm4", "ernie4_5", "cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel")
-FAMILIES += ("starcoder2", "gpt2", "bigcode", "bigcode_mha", "neox")
+FAMILIES += ("starcoder2", "gpt2", "bigcode", "bigcode_mha", "neox", "falcon_40b")
 METHODS = ("rtn", "awq", "gptq")
 LENGTH = 80
 MAX_ERROR = 1e-3
