@@ -47,7 +47,7 @@ GPT2_BEGINNINGS = {each: f"transformer.{each}" for each in ("wte.", "wpe.", "h."
 
 
 def plain_settings(values: Values, key: str) -> dict[str, Any]:
-    """Of an MLP without a gate and norms with biases.  UnsupportedError: another activation."""
+    """Settings of an MLP without a gate and norms with biases.  UnsupportedError: another activation."""
     if values[key] not in tuple(ACTIVATIONS):
         raise UnsupportedError(f"{key} {values[key]!r:.80} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return {"hidden_act": ACTIVATIONS[values[key]], "gated_mlp": False, "layer_norm": True}
@@ -123,7 +123,7 @@ def by_heads(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def attention_rows(config: ModelConfig, mixed: bool) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
-    """Of q, k and v: part, first row, rows and their order in the matrix that has all of them."""
+    """Part, first row, rows, and their order where they are apart, of q, k and v in the matrix that has all of them."""
     orders, row = by_heads(config) if mixed else {}, 0
     for part, rows in zip(QKV, (config.query_size, config.kv_size, config.kv_size), strict=True):
         yield part, 0 if mixed else row, rows, orders.get(part, ())

@@ -18,7 +18,7 @@ MAX_ALPHA = 1e6
 
 
 def alpha_rope(values: Values, head_dim: int) -> Rope:
-    """Of the kind that its files call "dynamic": theta alpha^(d / (d - 2)), whatever the context; any other as it is."""
+    """What its files call "dynamic" has the base theta alpha^(d / (d - 2)), whatever the context; others are as they are."""
     where = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     settings = values[where]
     kind = settings.get("rope_type", settings.get("type")) if isinstance(settings, dict) else None
