@@ -127,13 +127,16 @@ def _of_blocks(values: AnyArray, *shape: int) -> AnyArray:
 
 def _nibbles(values: AnyArray) -> AnyArray:
     """[..., 2, n] -> [..., n], the first in the low nibbles."""
-    return values[..., 0, :] | values[..., 1, :] << 4
+    low, high = values[..., 0, :], values[..., 1, :]
+    packed: AnyArray = low | high << 4
+    return packed
 
 
 def _fields(values: AnyArray, bits: int) -> AnyArray:
     """[..., fields, n] -> [..., n], the first in the lowest bits."""
     shifted = [values[..., i, :] << np.uint8(bits * i) for i in range(values.shape[-2])]
-    return np.bitwise_or.reduce(shifted)
+    packed: AnyArray = np.bitwise_or.reduce(shifted)
+    return packed
 
 
 def _fifth_bits(q: AnyArray) -> AnyArray:

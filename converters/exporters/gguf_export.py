@@ -118,14 +118,14 @@ def write_gguf(file: ModelFile, path: Path, on_progress: Progress) -> list[str]:
     network = network_of(config)
     model = exported(file, TensorNames(layer_names, EMBEDDING, HEAD, NORM))
     tables = [GgufTable(name, array) for name, array in model.arrays.items() if len(array.ref.shape) > 1]
-    matrices = [*tables, *_matrices(model, network, config.head_dim)]
+    matrices: list[GgufMatrix | GgufTable] = [*tables, *_matrices(model, network, config.head_dim)]
     vectors = _vectors(model, network, config.head_dim)
     total = sum(matrix.shape[0] * matrix.row_bytes for matrix in matrices)
     if (free := shutil.disk_usage(path.parent).free) < total:
         raise ResourceError(
             f"{total / 1e6:,.1f} MB are to be written, and {path.parent} has {free / 1e6:,.1f} MB free; make room"
         )
-    keys = {"general.type": "model", "general.name": path.name.removesuffix(".partial").removesuffix(".gguf")}
+    keys: dict[str, Any] = {"general.type": "model", "general.name": path.name.removesuffix(".partial").removesuffix(".gguf")}
     keys |= {"general.quantization_version": QUANTIZATION_VERSION, **network.keys, **tokenizer_keys(file, network.architecture)}
     writer = GGUFWriter(path, network.architecture)
     try:

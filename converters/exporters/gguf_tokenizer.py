@@ -99,7 +99,8 @@ def _tokens(tokenizer: Json, generation: Json, count: int) -> tuple[list[str], l
 def _parts(part: Json | None, name: str) -> Sequence[Json]:
     if part is None:
         return ()
-    return part[name] if part["type"] == "Sequence" else (part,)  # type: ignore[no-any-return]
+    parts: Sequence[Json] = part[name] if part["type"] == "Sequence" else (part,)
+    return parts
 
 
 def _split(tokenizer: Json) -> str | None:
@@ -142,7 +143,9 @@ def _special(tokenizer: Json, generation: Json, ids: Mapping[str, int]) -> dict[
     named = generation.get("special_tokens")
     literals = named if isinstance(named, dict) else {}
     known = {"unknown": literals.get("unk_token"), "padding": literals.get("pad_token"), "bos": literals.get("bos_token")}
-    found: dict[str, Any] = {f"{name}_token_id": ids[token] for name, token in known.items() if token in ids}
+    found: dict[str, Any] = {
+        f"{name}_token_id": ids[token] for name, token in known.items() if token is not None and token in ids
+    }
     if (begin := generation.get("bos_token_id")) is not None:
         found["bos_token_id"] = begin
     by_id = {i: token for token, i in ids.items()}

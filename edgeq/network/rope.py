@@ -38,7 +38,6 @@ class Rope:
                   et al. 2024, arXiv 2409.12191); empty: one axis rotates all
     interleaved   of "default": pairs i with i % 3 = 1 and 2 belong to height and width, as many as their sections say, and all
                   others to time (Qwen3-VL); else the sections follow one another
-
     truncate      of "yarn": the indices between which frequencies are mixed are rounded, down and up
 
     The first head_dim * partial_rotary_factor channels of a head are rotated.
