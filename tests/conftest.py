@@ -166,7 +166,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "layer_norm_eps": 3e-5, "hidden_act": "gelu", "use_parallel_residual": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}},
     ),
-    "neox_sequential": ("GPTNeoX", {"hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False}),
+    "neox_sequential": ("GPTNeoX", {"hidden_act": "gelu_fast", "use_parallel_residual": False, "attention_bias": False}),
     "falcon_7b": ("Falcon", {"layer_norm_epsilon": 3e-5, "rope_theta": 20000.0, "ffn_hidden_size": 384}),
     "falcon_40b": (
         "Falcon",

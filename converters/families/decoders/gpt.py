@@ -31,8 +31,10 @@ from edgeq.network.config import ModelConfig
 from edgeq.network.rope import Rope
 
 ALL_BIASES = ("q", "k", "v", "o", "up", "down")
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu": "relu"}
-"""Activations of MLPs without a gate -> as `Stack` calls them; "gelu_new" is the same formula."""
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+"""Names of one formula."""
+ACTIVATIONS = {"gelu": "gelu", "relu": "relu"} | dict.fromkeys(TANH_GELUS, "gelu_pytorch_tanh")
+"""Activations of MLPs without a gate -> as `Stack` calls them."""
 GPT2_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -64,7 +66,7 @@ def gpt2_settings(values: Values) -> dict[str, Any]:
     return plain_settings(values, "activation_function") | {
         "rms_norm_eps": values["layer_norm_epsilon"],
         "intermediate_size": 4 * hidden if inner is None else inner,
-        "num_key_value_heads": 1 if values.get("multi_query") else heads,
+        "num_key_value_heads": heads,
         "head_dim": whole_heads(hidden, heads),
         "rope": Rope(theta=10000.0, kind="learned"),
         "query_pre_attn_scalar": None if flag(values, "scale_attn_weights") else 1.0,
@@ -72,8 +74,7 @@ def gpt2_settings(values: Values) -> dict[str, Any]:
 
 
 def bigcode_settings(values: Values) -> dict[str, Any]:
-    flag(values, "multi_query")
-    return gpt2_settings(values)
+    return gpt2_settings(values) | ({"num_key_value_heads": 1} if flag(values, "multi_query") else {})
 
 
 def neox_settings(values: Values) -> dict[str, Any]:

@@ -221,6 +221,7 @@ def test_neox_and_gpt2_read_the_keys_of_their_old_configurations() -> None:
     assert (gpt2.hidden_size, gpt2.intermediate_size, gpt2.max_position_embeddings) == (32, 128, 77)
     assert (gpt2.rope.kind, gpt2.hidden_act, gpt2.gated) == ("learned", "gelu_pytorch_tanh", False)
     assert recognise({"architectures": ["GPT2LMHeadModel"], **sizes, "n_inner": 40})[1].intermediate_size == 40
+    assert recognise({"architectures": ["GPT2LMHeadModel"], **sizes, "multi_query": True})[1].num_key_value_heads == 4
     unscaled = recognise({"architectures": ["GPT2LMHeadModel"], **sizes, "scale_attn_weights": False})[1]
     assert unscaled.attention_scale == 1 and gpt2.attention_scale == 8**-0.5
     assert recognise({"architectures": ["GPTBigCodeForCausalLM"], **sizes})[1].num_key_value_heads == 1
@@ -336,7 +337,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "add_cross_attention",
     ),
     "no plain activation": ("GPTNeoXForCausalLM", {"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not supported"),
-    "another plain activation": ("GPTNeoXForCausalLM", {"hidden_act": "gelu_fast"}, "hidden_act 'gelu_fast' is not supported"),
+    "another plain activation": ("GPTNeoXForCausalLM", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
     "a base that grows": (
         "HunYuanDenseV1ForCausalLM",
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
