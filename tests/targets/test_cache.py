@@ -294,6 +294,30 @@ def test_rotated_heads_equal_the_reference(dim, normed):
 
 
 @pytest.mark.parametrize("dim", [20, *DIMS])
+@pytest.mark.parametrize("whole", [True, False], ids=["over all heads", "after the rotation"])
+def test_norms_over_all_heads_and_norms_after_the_rotation_equal_the_reference(dim, whole):
+    rng, shape, arrays = np.random.default_rng(dim), Heads(dim=dim), Arrays()
+    norms = []
+    for offset, heads in ((0, shape.heads), (shape.widths[0], shape.kv_heads)):
+        size = heads * dim if whole else dim
+        gain = arrays.add(rng.uniform(0.2, 3, size).astype(np.float32), "f32")
+        norms.append(HeadNorm(1, "x", offset, heads * dim // size, size, gain, 1e-6))
+    x = shape.numbers(70)
+    x[5] = 0
+    turns = shape.turns()
+    graph = shape.graph(arrays, x, (*norms, *turns) if whole else (*turns, *norms))
+    oracle, y = (run(target, graph, arrays, 70, F16) for target in ("reference", "cpu"))
+    assert np.abs(y - oracle).max() < 2e-3 * np.abs(oracle).max()
+    assert np.array_equal(y, run("cpu", graph, arrays, 70, F16, [1, 60, 9]))
+    # The other order gives other numbers.
+    swapped = shape.graph(arrays, x, (*turns, *norms) if whole else (*norms, *turns))
+    assert np.abs(run("reference", swapped, arrays, 70, F16) - oracle).max() > 2e-2 * np.abs(oracle).max()
+    if whole:
+        with pytest.raises(UnsupportedError, match="a norm over several heads after a change of each head"):
+            compiled("cpu", swapped, arrays, 70, F16)
+
+
+@pytest.mark.parametrize("dim", [20, *DIMS])
 def test_a_rotation_of_heads_gives_the_bits_of_the_reference(dim):
     rng, shape, arrays = np.random.default_rng(4), Heads(dim=dim), Arrays()
     matrix = arrays.add(rng.integers(-127, 128, (dim, dim), dtype=np.int8), "i8")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgeq.errors import UnsupportedError
 from edgeq.format.codec import ROWS
 from edgeq.format.records import LinearSpec
 from edgeq.targets import graph as op
@@ -64,6 +65,10 @@ def fuse(context: Context) -> list[Fusion]:
         elif isinstance(o, (op.HeadNorm, op.RopeRotate, op.HeadRotate)):
             if not wider_than_a_head(context, o):
                 heads.append(o)
+            elif heads:
+                raise UnsupportedError(
+                    f"layer {o.layer}: a norm over several heads after a change of each head; supported: before it"
+                )
         elif isinstance(o, op.CacheWrite):
             fusion = Fusion(heads=tuple(heads))
             heads.clear()
