@@ -89,8 +89,8 @@ CONVERT_OPTIONS = decorated(
         "--half",
         is_flag=True,
         default=None,
-        help="rtn, gptq, awq, awq+gptq: levels at half steps on both sides of zero, without zero points; best with 2 to 4 bits "
-        "in small groups.  Not on GPUs.",
+        help="rtn, gptq, awq, awq+gptq: levels at half steps on both sides of zero, without zero points: smaller files, which "
+        "lose less than with zero points at 2 bits and more at 3 and 4.  Not on GPUs.",
     ),
     quantization(
         "--scale-bits",
