@@ -54,8 +54,6 @@ def held_as(codec: Codec, columns: int) -> HeldAs:
     for number, block in BLOCK_TYPES.items():
         if block.codec == codec and columns % block.width == 0:
             return HeldAs(number, codec)
-    if codec.kind == "s4":
-        raise UnsupportedError(f"{codec.name}: GGUF has no scales of four bits; convert without --scale-bits 4")
     if codec.kind == "two-level":
         raise UnsupportedError(
             f"{codec.name} of {columns} columns: GGUF has scales of two levels in whole blocks of 256 weights"

@@ -144,7 +144,7 @@ def test_offsets_are_written_as_the_same_numbers(bits: int) -> None:
         (Codec("int", 4, 0), 80, "groups of a row for 80 columns"),
         (Codec("offset", 8, 64), 64, "offsets with 4 and 5 bits"),
         (Codec("half", 8, 64), 64, "9 bits"),
-        (Codec("s4", 2, 32), 64, "no scales of four bits"),
+        (Codec("s4", 2, 32), 64, "no such weights"),
         (Codec("two-level", 4, 32, symmetric=False), 128, "whole blocks of 256"),
         (Codec("two-level", 5, 16), 256, "scales of two levels"),
     ],
