@@ -21,6 +21,8 @@ NUMBERS = {block.name: number for number, block in BLOCK_TYPES.items()}
 FLOAT_NUMBERS = {name.lower(): number for number, name in FLOAT_TYPES.items()}
 """Kind of a codec of floats -> ggml's number of its type."""
 BLOCK = 32
+ONE_LEVEL = ("int", "half", "offset")
+"""Kinds of codecs whose scales are f16, as those of GGUF's blocks of 32 are."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ def held_as(codec: Codec, columns: int) -> HeldAs:
         raise UnsupportedError(
             f"{codec.name} of {columns} columns: GGUF has scales of two levels in whole blocks of 256 weights"
         )
+    # A kind that this module does not know would be written as other numbers.
+    if codec.kind not in ONE_LEVEL:
+        raise UnsupportedError(f"{codec.name}: GGUF has no such weights; convert to integers with f16 scales, such as i4 g32")
     if codec.group_size % BLOCK or columns % BLOCK:
         problem = f"groups of {codec.group_size or 'a row'} for {columns} columns"
         raise UnsupportedError(f"{problem}; GGUF has scales of 32 weights: convert with --group-size 32, 64, 128 or row")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gguf
 import numpy as np
@@ -27,7 +27,7 @@ from edgeq.converters.importers.gguf_tokenizers import tokenizer_json
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES
 from edgeq.converters.importers.gguf_vocabulary import read_vocabulary
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.format.codec import Codec, as_float32, dequantized
+from edgeq.format.codec import FLOAT_KINDS, Codec, Kind, as_float32, dequantized
 from edgeq.format.container import ModelFile
 from edgeq.tools.cli.main import main
 from tests.cli.refusal import refused
@@ -152,6 +152,26 @@ def test_offsets_are_written_as_the_same_numbers(bits: int) -> None:
 def test_what_no_type_holds_is_refused_by_name(codec: Codec, columns: int, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         held_as(codec, columns)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_kind_of_codec_is_written_as_the_same_numbers_or_refused(kind: Kind) -> None:
+    """A new kind must be known here, or refused: never written as if it were another."""
+    floats = kind in FLOAT_KINDS
+    codec, columns, rng = Codec(kind) if floats else Codec(kind, 4, 32), 256, np.random.default_rng(0)
+    shapes = {} if floats else {name: part for name, part in codec.parts(16, columns).items() if name != "q"}
+    try:
+        held = held_as(codec, columns)
+    except UnsupportedError:
+        assert kind in ("two-level", "s4")
+        return
+    if floats:
+        assert held.name == kind.upper()
+        return
+    arrays: dict[str, Any] = {"q": rng.integers(0, 16, (16, columns), np.uint8)}
+    arrays |= {name: rng.normal(0, 0.01, (16, part.shape[1])).astype(part.dtype) for name, part in shapes.items()}
+    found = gguf.dequantize(blocks_of(codec, held, arrays), Type(held.type))
+    assert np.array_equal(found, dequantized(codec, columns, arrays))
 
 
 @pytest.mark.parametrize("family", ["llama_gqa", "qwen2", "gemma3"])
