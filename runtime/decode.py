@@ -58,12 +58,12 @@ class Stream:
         """The largest logits that the next draw needs; 0: all."""
         return self.sampler.needed(self.tokens) if self.top is None else 0
 
-    def draw(self, found: NDArray[np.float32] | Largest) -> None:
+    def draw(self, logits: NDArray[np.float32] | Largest) -> None:
         """Draw the next token from logits float32 [vocab], or from the `needed` largest ones, and append it."""
-        if isinstance(found, Largest):
-            self.tokens.append(self.sampler.pick(among(found, 0, self.sampler.sampling)))
+        if isinstance(logits, Largest):
+            self.tokens.append(self.sampler.pick(among(logits, 0, self.sampler.sampling)))
         else:
-            self.take(self.sampler.draw(found, self.tokens), found)
+            self.take(self.sampler.draw(logits, self.tokens), logits)
 
 
 class Stepper(Protocol):

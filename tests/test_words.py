@@ -99,3 +99,20 @@ def test_limits_begin_with_max_or_min() -> None:
 
 def test_modules_are_named_in_the_words_of_the_field() -> None:
     assert not [path for path in TREES if Path(path).stem in NOT_MODULES or Path(path).parent.name in NOT_MODULES]
+
+
+VAGUE = {"found", "each", "held", "told"}
+WITHOUT_VAGUE_NAMES = ("edgeq/", "runtime/", "targets/", "tools/profile/", "tools/quality/")
+
+
+def test_parameters_and_functions_say_what_they_are() -> None:
+    """Locals may be as short as the lines in which they live; a signature is read without its body."""
+    wrong = []
+    for path, tree in PRODUCT.items():
+        if not path.startswith(WITHOUT_VAGUE_NAMES):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_kernel(path, node):
+                names = [node.name.strip("_"), *(arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg))]
+                wrong += [f"{path}:{node.lineno}: {node.name}: {name}" for name in names if name in VAGUE]
+    assert not wrong, "name the thing: tokens, entry, lines, response_format"

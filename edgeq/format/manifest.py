@@ -261,7 +261,7 @@ def _check_weights(name: str, weights: tuple[Weight, ...]) -> None:
                 raise FormatError(f"{name}: {part} is {array.dtype} {array.shape}; {implied}")
 
 
-def _same_names(what: str, expected: set[str], found: set[str]) -> None:
-    if expected != found:
-        missing, extra = sorted(expected - found)[:3], sorted(found - expected)[:3]
+def _same_names(what: str, expected: set[str], stored: set[str]) -> None:
+    if expected != stored:
+        missing, extra = sorted(expected - stored)[:3], sorted(stored - expected)[:3]
         raise FormatError(f"the file's {what} do not match its configuration: missing {missing}, unexpected {extra}")

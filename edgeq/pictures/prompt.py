@@ -153,13 +153,13 @@ def _stretches(places: Sequence[PicturePlace], end: int) -> Iterator[tuple[int, 
     yield token, end, position, None
 
 
-def joined(held: Sequence[PicturePlace], places: Sequence[PicturePlace], length: int) -> tuple[PicturePlace, ...]:
-    """The places of a session of `length` tokens, `held`, and those of a prompt that goes on from there.
+def joined(before: Sequence[PicturePlace], places: Sequence[PicturePlace], length: int) -> tuple[PicturePlace, ...]:
+    """The places of a session of `length` tokens, `before`, and those of a prompt that goes on from there.
 
     A picture that the session holds a part of goes on in the prompt.
     """
     moved = [replace(place, start=place.start + length) for place in places]
-    return (*(place for place in held if not moved or place.start < moved[0].start), *moved)
+    return (*(place for place in before if not moved or place.start < moved[0].start), *moved)
 
 
 def cut(places: Sequence[PicturePlace], length: int) -> tuple[PicturePlace, ...]:

@@ -68,7 +68,7 @@ class CallReader:
         self._form, self._salt, self.calls = form, salt, 0
         # The text of an answer is without special tokens.
         self._unseen = {token: literal for literal in form.literals if (token := text.special_token(literal)) is not None}
-        self._state, self._held = "start", ""
+        self._state, self._pending = "start", ""
         self._depth, self._quoted, self._escaped = 0, False, False
         name = f"{_lenient(form.head)}({NAME}){_lenient(form.middle)}\\s*(?=\\{{)"
         self._first = re.compile(rf"\s*{_lenient(form.opens)}\s*{name}")
@@ -83,7 +83,7 @@ class CallReader:
 
     def push(self, text: str, token: int) -> list[Event]:
         """What a token adds; `text`: what it made complete."""
-        self._held += self._unseen.get(token, "") + text
+        self._pending += self._unseen.get(token, "") + text
         found = list[Event]()
         while self._step(found):
             pass
@@ -91,73 +91,73 @@ class CallReader:
 
     def finish(self) -> list[Event]:
         """What was held back: text that became no call.  Of a call that was cut off nothing more comes."""
-        held, self._held = self._held, ""
+        pending, self._pending = self._pending, ""
         if self._state == "head":
-            held = self._form.begin + held
+            pending = self._form.begin + pending
         elif self._state not in ("start", "text"):
             return []
         # Space before a call and after it is no text.
-        return [held] if held and not (self.calls and not held.strip()) else []
+        return [pending] if pending and not (self.calls and not pending.strip()) else []
 
     def read(self, pieces: Iterable[tuple[str, int]]) -> list[Event]:
         """All of an answer: the pieces of text and their tokens."""
         return [*(event for text, token in pieces for event in self.push(text, token)), *self.finish()]
 
-    def _step(self, found: list[Event]) -> bool:
+    def _step(self, events: list[Event]) -> bool:
         """Go on to the next state; whether that is one."""
         if self._state == "start":
             return self._start()
         if self._state == "text":
-            return self._text(found)
+            return self._text(events)
         if self._state == "arguments":
-            return self._arguments(found)
+            return self._arguments(events)
         if self._state == "head":
-            return self._begin(self._first.match(self._held), found)
-        if self._next and (match := self._next.match(self._held)):
-            return self._begin(match, found)
-        if match := self._last.match(self._held):
-            self._held = self._held[match.end() :]
+            return self._begin(self._first.match(self._pending), events)
+        if self._next and (match := self._next.match(self._pending)):
+            return self._begin(match, events)
+        if match := self._last.match(self._pending):
+            self._pending = self._pending[match.end() :]
             self._state = "text"
             return True
         return False
 
     def _start(self) -> bool:
-        if not self._held:
+        if not self._pending:
             return False
-        self._state = "head" if not self._form.begin and self._held[0] == "{" else "text"
+        self._state = "head" if not self._form.begin and self._pending[0] == "{" else "text"
         return True
 
-    def _text(self, found: list[Event]) -> bool:
+    def _text(self, events: list[Event]) -> bool:
         begin = self._form.begin
-        at = self._held.find(begin) if begin else -1
+        at = self._pending.find(begin) if begin else -1
         if at >= 0:
-            self._give(found, self._held[:at].rstrip())
-            self._held = self._held[at + len(begin) :]
+            self._give(events, self._pending[:at].rstrip())
+            self._pending = self._pending[at + len(begin) :]
             self._state = "head"
             return True
-        kept = next((n for n in range(min(len(begin) - 1, len(self._held)), 0, -1) if self._held.endswith(begin[:n])), 0)
-        shown = self._held[: len(self._held) - kept].rstrip() if begin else self._held
-        self._give(found, shown)
-        self._held = self._held[len(shown) :]
+        kept = next((n for n in range(min(len(begin) - 1, len(self._pending)), 0, -1) if self._pending.endswith(begin[:n])), 0)
+        shown = self._pending[: len(self._pending) - kept].rstrip() if begin else self._pending
+        self._give(events, shown)
+        self._pending = self._pending[len(shown) :]
         return False
 
-    def _give(self, found: list[Event], text: str) -> None:
+    def _give(self, events: list[Event], text: str) -> None:
         if text:
-            found.append(text)
+            events.append(text)
 
-    def _begin(self, match: re.Match[str] | None, found: list[Event]) -> bool:
+    def _begin(self, match: re.Match[str] | None, events: list[Event]) -> bool:
         if not match:
             return False
-        found.append(CallBegin(self.calls, call_id(self._form.id_length, self._salt, self.calls), match[1]))
+        events.append(CallBegin(self.calls, call_id(self._form.id_length, self._salt, self.calls), match[1]))
         self.calls += 1
-        self._held = self._held[match.end() :]
+        self._pending = self._pending[match.end() :]
         self._state, self._depth = "arguments", 0
         return True
 
-    def _arguments(self, found: list[Event]) -> bool:
+    def _arguments(self, events: list[Event]) -> bool:
         """Up to the bracket that closes the first one."""
-        end = len(self._held)
-        for i, character in enumerate(self._held):
+        end = len(self._pending)
+        for i, character in enumerate(self._pending):
             if self._quoted:
                 self._quoted = self._escaped or character != '"'
                 self._escaped = character == "\\" and not self._escaped
@@ -172,8 +172,8 @@ class CallReader:
                     self._state = "after"
                     break
         if end:
-            found.append(CallArguments(self.calls - 1, self._held[:end]))
-        self._held = self._held[end:]
+            events.append(CallArguments(self.calls - 1, self._pending[:end]))
+        self._pending = self._pending[end:]
         return self._state == "after"
 
 

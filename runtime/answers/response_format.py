@@ -15,34 +15,34 @@ ResponseFormat = Mapping[str, Any]
 KINDS = ("text", "json_object", "json_schema", "grammar")
 
 
-def grammar_of(found: ResponseFormat | None) -> str | None:
+def grammar_of(response_format: ResponseFormat | None) -> str | None:
     """The grammar that Constraints compiles; None: any text.
 
     InputError: a type that is not known, no schema, or a schema or a grammar that is too large.
     """
-    if found is not None and isinstance(found, Mapping) and found.get("type") == "grammar":
-        syntax = found.get("syntax", "lark")
+    if response_format is not None and isinstance(response_format, Mapping) and response_format.get("type") == "grammar":
+        syntax = response_format.get("syntax", "lark")
         if syntax not in ("lark", "gbnf"):
             raise InputError(f"`response_format` has syntax {str(syntax)[:40]!r}; supported: lark, gbnf")
-        grammar = found.get("grammar")
+        grammar = response_format.get("grammar")
         instance("grammar", grammar, str, "a string")
         return constraint.of_lark(str(grammar)) if syntax == "lark" else constraint.of_gbnf(str(grammar))
-    schema = schema_of(found)
+    schema = schema_of(response_format)
     return None if schema is None else constraint.of_schema(schema)
 
 
-def schema_of(found: ResponseFormat | None) -> str | None:
+def schema_of(response_format: ResponseFormat | None) -> str | None:
     """The schema as llguidance reads it; None: any text.  InputError: no schema, or a grammar."""
-    if found is None:
+    if response_format is None:
         return None
-    instance("response_format", found, Mapping, 'a dict such as {"type": "json_object"}, or None')
-    kind = found.get("type")
+    instance("response_format", response_format, Mapping, 'a dict such as {"type": "json_object"}, or None')
+    kind = response_format.get("type")
     if kind not in KINDS[:-1]:
         raise InputError(f"`response_format` has type {str(kind)[:40]!r}; supported: {', '.join(KINDS)}")
     if kind == "json_object":
         return constraint.schema_text({"type": "object"})
     if kind == "json_schema":
-        inner = found.get("json_schema")
+        inner = response_format.get("json_schema")
         if not isinstance(inner, Mapping) or "schema" not in inner:
             raise InputError('`response_format` of type json_schema needs {"json_schema": {"schema": {...}}}')
         return constraint.schema_text(inner["schema"])

@@ -60,7 +60,7 @@ class Ending:
         text = "" if stopped or mark else self._section.shown(self._stream.push(token))
         if not thought and self.count > self._least:
             text = self._stops.push(text)
-        if stopped or self._stops.found:
+        if stopped or self._stops.ended:
             self.reason = "stop"
         elif self.room <= 0:
             self.reason = "length"

@@ -61,24 +61,24 @@ class StopStrings:
         if isinstance(stops, str) or len(stops) > MAX_STOPS or not all(0 < len(s) <= MAX_STOP_LENGTH for s in stops):
             raise InputError(f"stop takes a list of at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         self._stops = tuple(stops)
-        self._held = ""
-        self.found = False
+        self._pending = ""
+        self.ended = False
 
     def push(self, piece: str) -> str:
-        """Text that can be given out now.  After `found` everything is dropped."""
-        if self.found:
+        """Text that can be given out now.  After `ended` everything is dropped."""
+        if self.ended:
             return ""
-        text = self._held + piece
+        text = self._pending + piece
         hits = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
         if hits:
             # The one that ends first, as if the text had come character by character.
-            self.found, self._held = True, ""
+            self.ended, self._pending = True, ""
             return text[: min(hits)[1]]
         keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
         """What was held back and became no stop string."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending

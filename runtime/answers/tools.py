@@ -70,14 +70,14 @@ class ToolUse:
     required: bool = False
     parallel: bool = True
 
-    def compiled(self, compile: Compile, text: Tokenizer, held: ResponseFormat | None) -> Constraint:
-        """What an answer is held to; `held`: and its text, where it calls nothing.
+    def compiled(self, compile: Compile, text: Tokenizer, response_format: ResponseFormat | None) -> Constraint:
+        """What an answer is held to; `response_format`: and its text, where it calls nothing.
 
         InputError: a schema that cannot be used.  UnsupportedError: llguidance is not installed.
         """
-        if held is not None and not self.form.begin and not self.required:
+        if response_format is not None and not self.form.begin and not self.required:
             raise InputError("this model writes calls as JSON: leave out `response_format`, or `tools`")
-        answer = None if self.required else schema_of(held)
+        answer = None if self.required else schema_of(response_format)
         try:
             return compile(self._grammar(text, answer, lenient=False))
         except InputError:
@@ -191,12 +191,12 @@ def _chosen(choice: Any, tools: Sequence[Tool]) -> tuple[Tool, ...]:
 
 
 def constraint_of(
-    held: ResponseFormat | None, compile: Compile, text: Tokenizer, use: ToolUse | None = None
+    response_format: ResponseFormat | None, compile: Compile, text: Tokenizer, use: ToolUse | None = None
 ) -> Constraint | None:
     """What an answer is held to, compiled; None: nothing.  Errors are those of its parts."""
     if use:
-        return use.compiled(compile, text, held)
-    grammar = grammar_of(held)
+        return use.compiled(compile, text, response_format)
+    grammar = grammar_of(response_format)
     return None if grammar is None else compile(grammar)
 
 

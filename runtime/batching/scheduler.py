@@ -295,9 +295,9 @@ class Scheduler(BaseScheduler):
             self._shared.park(ticket, parked)
         self._draw(text, logits)
 
-    def _draw(self, text: RunningText, found: Logits | Largest) -> None:
+    def _draw(self, text: RunningText, logits: Logits | Largest) -> None:
         try:
-            text.running.draw(found)
+            text.running.draw(logits)
         except EdgeqError as error:
             return self._fail(text, error)
         self._take(text, text.running.tokens[-1:])

@@ -42,7 +42,7 @@ class SharedPages:
         self._parked: list[Ticket] = []
 
     @property
-    def _held(self) -> int:
+    def _held_bytes(self) -> int:
         """Bytes of the pages that are held, and of states."""
         full, windowed = self._part_bytes
         held = len(self._full) * full + len(self._windowed) * windowed
@@ -54,8 +54,8 @@ class SharedPages:
     def counts(self) -> tuple[int, int, int]:
         """Pages that may still be made (-1: any number), that are held, and that only the tree holds."""
         idle = self.tree.idle if self.tree else 0
-        free = -1 if self._limit is None else (self._limit - self._held) // self._page_bytes
-        return free, -(-self._held // self._page_bytes), idle
+        free = -1 if self._limit is None else (self._limit - self._held_bytes) // self._page_bytes
+        return free, -(-self._held_bytes // self._page_bytes), idle
 
     def count(self, pages: Iterable[Page]) -> None:
         """Enter pages that were made."""
@@ -73,7 +73,7 @@ class SharedPages:
 
     def is_full(self) -> None:
         """No more can be made than there are: the machine has less memory than was thought."""
-        self._limit = self._held
+        self._limit = self._held_bytes
 
     def make_room(self, whole: int, later: int = 0, *, texts: int = 0, snapshots: int = 0) -> bool:
         """Whether there is room for so many whole pages, after dropping what no text holds.
@@ -101,7 +101,7 @@ class SharedPages:
 
     def _short(self, needed: int) -> int:
         """Bytes that have to be given back before `needed` can be made; 0 or less: none."""
-        return 0 if self._limit is None else needed - (self._limit - self._held)
+        return 0 if self._limit is None else needed - (self._limit - self._held_bytes)
 
     def find(self, owner: str, prompt: Prompt) -> list[Node]:
         """The pages in the tree that `prompt` begins with, held."""

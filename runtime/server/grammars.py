@@ -87,10 +87,10 @@ class Grammars:
         if not last.result.done():
             last.result.set_exception(busy)
 
-    def _take_out(self, client: str, found: _Waiting) -> None:
+    def _take_out(self, client: str, entry: _Waiting) -> None:
         waiting = self._clients.get(client, deque())
-        if found in waiting:
-            waiting.remove(found)
+        if entry in waiting:
+            waiting.remove(entry)
         if not waiting:
             self._clients.pop(client, None)
 
@@ -107,13 +107,13 @@ class Grammars:
         done = asyncio.get_running_loop().run_in_executor(self._pool, found.work)
         done.add_done_callback(lambda done: self._end(found, done))
 
-    def _end(self, found: _Waiting, done: asyncio.Future[Any]) -> None:
+    def _end(self, entry: _Waiting, done: asyncio.Future[Any]) -> None:
         self._compiling = False
-        if not found.result.done():
+        if not entry.result.done():
             if done.cancelled():
-                found.result.cancel()
+                entry.result.cancel()
             elif error := done.exception():
-                found.result.set_exception(error)
+                entry.result.set_exception(error)
             else:
-                found.result.set_result(done.result())
+                entry.result.set_result(done.result())
         self._begin()

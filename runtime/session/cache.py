@@ -189,6 +189,6 @@ class KVCache:
         self._shared.update(range(count))
         return forked
 
-    def held(self, positions: int) -> list[Page]:
+    def pages_of(self, positions: int) -> list[Page]:
         """The pages that hold the first `positions` positions."""
         return self.pages[: -(-positions // PAGE)]

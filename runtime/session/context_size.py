@@ -75,11 +75,11 @@ def choose_context(room: MemoryNeed, size: Callable[[int], int], limit: int, con
     return wanted
 
 
-def check_length(tokens: int, context: int, held: int = 0, visual: int = 0) -> None:
-    """InputError: a prompt of so many tokens, `visual` of them of pictures, after `held` others, is longer than the context."""
-    if held + tokens > context:
+def check_length(tokens: int, context: int, cached: int = 0, visual: int = 0) -> None:
+    """InputError: a prompt of so many tokens, `visual` of them of pictures, after `cached` others, exceeds the context."""
+    if cached + tokens > context:
         after = f", {visual} of them of images" if visual else ""
-        after += f" after the {held} already there" if held else ""
+        after += f" after the {cached} already there" if cached else ""
         raise InputError(
             f"the prompt has {tokens} tokens{after}, the context {context} positions; "
             "shorten the prompt or pass a larger `context`"

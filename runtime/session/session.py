@@ -134,7 +134,7 @@ class Session:
         ResourceError: it cannot be written.  UnsupportedError: the session sums what it reads for requantization.
         """
         self._check_saving()
-        kept, program = self._cache.held(len(self.tokens)), self._program
+        kept, program = self._cache.pages_of(len(self.tokens)), self._program
         saved = session_file.Saved(self.tokens, self.places, kept, self._cache.state)
         session_file.write(Path(path), self._origin, saved, program, self.lock)
 

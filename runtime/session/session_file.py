@@ -199,8 +199,8 @@ def _places(path: Path, records: bytes, count: int) -> tuple[PicturePlace, ...]:
     return tuple(places)
 
 
-def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: int, program: Program) -> None:
-    """Check what was read of a file of `found` bytes: nothing but `head`."""
+def _check_header(path: Path, head: bytes, file_bytes: int, origin: Origin, context: int, program: Program) -> None:
+    """Check what was read of a file of `file_bytes` bytes: nothing but `head`."""
     if len(head) < _HEADER.size or head[:8] != MAGIC:
         raise FormatError(f"{path}: not a saved session")
     _, version, most, count, identity, digest, pictures, least, states, snapshot, ahead, zeros = _HEADER.unpack(head)
@@ -216,10 +216,11 @@ def _check_header(path: Path, head: bytes, found: int, origin: Origin, context: 
     whole, of_snapshot = state_sizes(program)
     sizes_match = (least, most) == page_sizes(program) and snapshot == of_snapshot and states in (0, whole)
     before = _HEADER.size + 4 * count + _PICTURE.size * pictures + -(-count // PAGE)
-    too_short = found < before + -(-count // PAGE) * least + states + DIGEST_BYTES
+    too_short = file_bytes < before + -(-count // PAGE) * least + states + DIGEST_BYTES
     if not sizes_match or too_short or ahead > (LOG if states else 0) or any(zeros):
-        raise _of_another_size(path, found)
+        raise _of_another_size(path, file_bytes)
 
 
-def _of_another_size(path: Path, found: int) -> FormatError:
-    return FormatError(f"{path}: {found} bytes where its header implies others, or a damaged header; save the session again")
+def _of_another_size(path: Path, file_bytes: int) -> FormatError:
+    what = f"{file_bytes} bytes where its header implies others, or a damaged header"
+    return FormatError(f"{path}: {what}; save the session again")

@@ -35,7 +35,7 @@ class CudaTarget:
 
     def __init__(self, device: Device | None = None, kernel_source: KernelSource | None = None) -> None:
         self._device, self._kernel_source = device, kernel_source
-        self._found: Gpus | None = None
+        self._known_gpus: Gpus | None = None
         if device is not None and kernel_source is None:
             from edgeq.targets.cuda.supply.build import kernels
 
@@ -107,11 +107,11 @@ class CudaTarget:
         return device_bytes(graph, file, options, device.integrated) + options.cache_bytes <= device.memory()[1]
 
     def _gpus(self) -> Gpus:
-        if self._found is None:
+        if self._known_gpus is None:
             from edgeq.targets.cuda.device.discover import find
 
-            self._found = find()
-        return self._found
+            self._known_gpus = find()
+        return self._known_gpus
 
     def _opened(self) -> Device:
         """The device, whose context lives as long as the target or a program on it."""

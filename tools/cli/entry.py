@@ -89,11 +89,11 @@ def usage_failure(error: click.UsageError) -> UsageFailure:
 def in_options(message: str) -> str:
     """A message of the library with options in place of its parameters: "pass `context=64`" becomes "pass -c 64"."""
 
-    def option(found: re.Match[str]) -> str:
-        name, value = found.groups()
+    def option(match: re.Match[str]) -> str:
+        name, value = match.groups()
         if (name, value) in SWITCHES:
             return SWITCHES[name, value]
-        return f"{OPTIONS[name]}{f' {value}' if value else ''}" if name in OPTIONS else found[0]
+        return f"{OPTIONS[name]}{f' {value}' if value else ''}" if name in OPTIONS else match[0]
 
     return re.sub(r"`(\w+)(?:=([^`]*))?`", option, message)
 

@@ -147,7 +147,7 @@ def batch(
 
             if len(done) < len(lined.ids):
                 found = by_ray(ray, serving, lined, set(done), workers) if ray else here(serving, lined, set(done))
-                with told(len(done), len(lined.ids)) as tell:
+                with request_progress(len(done), len(lined.ids)) as tell:
                     for recorded in found:
                         keep(recorded)
                         tell(len(done))
@@ -323,7 +323,7 @@ def put_in_order(file: BinaryIO, output: Path, places: list[tuple[int, int, bool
 
 
 @contextmanager
-def told(first: int, total: int) -> Iterator[Callable[[int], None]]:
+def request_progress(first: int, total: int) -> Iterator[Callable[[int], None]]:
     """Progress with the time left: a bar on a terminal, else a line for every tenth."""
     with progress() as bar:
         bar(first, total, "requests")

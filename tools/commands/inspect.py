@@ -220,11 +220,11 @@ def show(facts: dict[str, Any]) -> None:
             console.print(f"  {escape(key)}: {escape(json.dumps(value))}")
 
 
-def split_rows_line(found: Any) -> str | None:
+def split_rows_line(layers: Any) -> str | None:
     """In how many layers, of decoder and tower, output channels need the column that is kept apart; None: nothing is known."""
-    if not isinstance(found, dict):
+    if not isinstance(layers, dict):
         return None
-    said = {name: x.get("outputs_over") for name, x in found.items() if isinstance(x, dict)}
+    said = {name: x.get("outputs_over") for name, x in layers.items() if isinstance(x, dict)}
     shares = {name: x for name, x in said.items() if isinstance(x, float)}
     counts = []
     for of, inside in (("decoder", in_decoder), ("vision tower", in_tower)):

@@ -162,12 +162,12 @@ def speed_up(beta: float, gamma: int, draft: float, verify: float) -> float:
     return (1 - beta ** (gamma + 1)) / (1 - beta) / (gamma * draft + verify)
 
 
-def line(model: str, found: InFlight) -> str:
-    each, device = found.product, found.device
-    asked, share = ("all", "all") if found.asked is None else (f"{found.asked / 1e3:.1f}", f"{found.share:.1f}")
+def line(model: str, row: InFlight) -> str:
+    each, device = row.product, row.device
+    asked, share = ("all", "all") if row.asked is None else (f"{row.asked / 1e3:.1f}", f"{row.share:.1f}")
     return (
-        f"| {device.name} | {model} | {each.name} | {each.ctas} | {found.held * device.multiprocessors} | {16 * each.blocks} "
-        f"| {16 * each.ahead} | {asked} | {found.needed / 1e3:.1f} | {share} |"
+        f"| {device.name} | {model} | {each.name} | {each.ctas} | {row.held * device.multiprocessors} | {16 * each.blocks} "
+        f"| {16 * each.ahead} | {asked} | {row.needed / 1e3:.1f} | {share} |"
     )
 
 

@@ -276,9 +276,9 @@ def table(result: Json) -> str:
     return "\n".join(lines + (sign_table(result) if result["signs"] else []))
 
 
-def mean_divergence(found: Json, file: int = 0) -> str:
+def mean_divergence(divergences: Json, file: int = 0) -> str:
     """`0.0079 (0.0074 to 0.0084)`: the mean of what `edgeq compare` found of a file, with its 95 % interval over windows."""
-    sums, tokens = found["files"][file]["window_kl"], found["window"] - 1
+    sums, tokens = divergences["files"][file]["window_kl"], divergences["window"] - 1
     mean = paired_difference(sums, [0.0] * len(sums), [tokens] * len(sums))
     return f"{mean.value:.4f} ({mean.low:.4f} to {mean.high:.4f})"
 

@@ -57,13 +57,13 @@ def measure(refresh: bool) -> Roofline:
     return Roofline(cpu.name, cpu.arch, cpu.cores, cpu.big_cores, machine.memory().total, bandwidth, peak, decode)
 
 
-def text(found: Roofline) -> str:
+def text(result: Roofline) -> str:
     """A markdown table and the lines around it."""
-    big = f", {found.big_cores} of them big" if found.big_cores != found.cores else ""
-    lines = [f"{found.processor}, {found.arch}, {found.cores} cores{big}, {found.memory / 1e9:.1f} GB of memory", ""]
+    big = f", {result.big_cores} of them big" if result.big_cores != result.cores else ""
+    lines = [f"{result.processor}, {result.arch}, {result.cores} cores{big}, {result.memory / 1e9:.1f} GB of memory", ""]
     lines += ["| threads | read GB/s | 8-bit GOPS |", "|---|---|---|"]
-    lines += [f"| {n} | {read / 1e9:.2f} | {found.integer_peak[n] / 1e9:,.0f} |" for n, read in found.read_bandwidth.items()]
-    return "\n".join([*lines, "", f"decode is fastest with {found.decode_threads} thread{'s' * (found.decode_threads > 1)}"])
+    lines += [f"| {n} | {read / 1e9:.2f} | {result.integer_peak[n] / 1e9:,.0f} |" for n, read in result.read_bandwidth.items()]
+    return "\n".join([*lines, "", f"decode is fastest with {result.decode_threads} thread{'s' * (result.decode_threads > 1)}"])
 
 
 @click.command(cls=Command)

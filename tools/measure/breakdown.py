@@ -143,11 +143,11 @@ def _work(steps: Sequence[Step], decoded: bool) -> dict[Key, int]:
     return work
 
 
-def cells(found: list[BreakdownLine], decoded: bool) -> list[list[str]]:
+def cells(lines: list[BreakdownLine], decoded: bool) -> list[list[str]]:
     """The cells of a table, its heading first."""
     heading = ["operation", "% of time", "µs/token", "GB/s" if decoded else "GOPS"]
     rows = [heading]
-    for line in found:
+    for line in lines:
         rate = (line.bytes_per_s if decoded else line.operations_per_s) or 0
         time = (f"{100 * line.share:.1f} %", f"{1e6 * line.seconds:,.1f}")
         rows.append([line.name, *time, f"{rate / 1e9:,.1f}" if rate else ""])

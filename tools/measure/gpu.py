@@ -55,7 +55,7 @@ def conditions(name: str | None) -> dict[str, float | str | None]:
     found = dict.fromkeys(("device_mhz", "device_celsius", "device_driver", "device_power_limit", "device_power_mode"))
     if name is None:
         return found
-    own = [gpu for gpu in _told() if gpu.name == name]
+    own = [gpu for gpu in _states() if gpu.name == name]
     if RELEASE.exists():
         told = _board()
     elif len(own) == 1:
@@ -70,7 +70,7 @@ def conditions(name: str | None) -> dict[str, float | str | None]:
 
 def only() -> dict[str, float | str | None]:
     """The name of the GPU of this machine, and its conditions; nothing known of several."""
-    names = [gpu.name for gpu in _told()]
+    names = [gpu.name for gpu in _states()]
     name = "GPU of a Jetson" if RELEASE.exists() else names[0] if len(names) == 1 else None
     return {"device": name or "GPU of unknown name", **conditions(name)}
 
@@ -84,7 +84,7 @@ def lacking(facts: Mapping[str, object]) -> list[str]:
     return missing if facts.get("device") else []
 
 
-def _told() -> list[GpuState]:
+def _states() -> list[GpuState]:
     try:
         return gpus(queried()) if shutil.which("nvidia-smi") else []
     except (OSError, ValueError, subprocess.SubprocessError):

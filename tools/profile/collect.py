@@ -127,7 +127,7 @@ def context_of(tests: tuple[AnyTest, ...], limit: int) -> int:
     return context
 
 
-def collect(plan: Plan, report: Report, on_round: Callable[[Profile], None] = lambda found: None) -> Profile:
+def collect(plan: Plan, report: Report, on_round: Callable[[Profile], None] = lambda profile: None) -> Profile:
     """Measure.  An interrupt ends it early: the profile is marked as partial.
 
     on_round   called with what is there after every round of all tests
@@ -192,20 +192,20 @@ def _loaded(plan: Plan, setting: Setting, context: int, images: bool) -> Combina
     return Combination(setting, model, report_of_load.seconds + report_of_tower.seconds, load_s, images)
 
 
-def _rounds(found: Profile, meter: PowerMeter, report: Report, on_round: Callable[[Profile], None]) -> None:
-    found.began, rounds = perf_counter(), found.plan.repetitions + 1
+def _rounds(profile: Profile, meter: PowerMeter, report: Report, on_round: Callable[[Profile], None]) -> None:
+    profile.began, rounds = perf_counter(), profile.plan.repetitions + 1
     for i in range(rounds):
-        for j, series in enumerate(found.series):
-            report(i * len(found.series) + j, rounds * len(found.series), series.test.name)
+        for j, series in enumerate(profile.series):
+            report(i * len(profile.series) + j, rounds * len(profile.series), series.test.name)
             if i:
-                _once(series, found.plan.operations, meter, recorded_first=i % 2 == 0)
+                _once(series, profile.plan.operations, meter, recorded_first=i % 2 == 0)
             else:
-                _warm_up(series, found.plan.operations)
-            kept = sum(c.cache_bytes() for c in found.combinations)
+                _warm_up(series, profile.plan.operations)
+            kept = sum(c.cache_bytes() for c in profile.combinations)
             rss, celsius = machine.process_memory().get("VmRSS", 0), machine.temperature()
-            found.moments.append(Moment(perf_counter() - found.began, rss, kept, series.watts, celsius))
+            profile.moments.append(Moment(perf_counter() - profile.began, rss, kept, series.watts, celsius))
         if i:
-            on_round(found)
+            on_round(profile)
 
 
 def _warm_up(series: Series, operations: bool) -> None:
@@ -256,7 +256,7 @@ def _loading(combination: Combination, context: int) -> Iterator[MeasuredTest]:
             yield MeasuredTest(kind, kind, 0, 0, 1, context, about, [taken])
 
 
-def _records(series: Series, context: int, found: dict[str, MachineLimits]) -> Iterator[MeasuredTest]:
+def _records(series: Series, context: int, limits_by_phase: dict[str, MachineLimits]) -> Iterator[MeasuredTest]:
     model, test = series.combination.model, series.test
     now = dict(series.facts)
     memory = {"rss": now.pop("rss"), "peak_rss": now.pop("peak_rss")}
@@ -285,6 +285,6 @@ def _records(series: Series, context: int, found: dict[str, MachineLimits]) -> I
         **common,
         **memory,
     )
-    bandwidth = found["decode"].bytes_per_s if "decode" in found else None
+    bandwidth = limits_by_phase["decode"].bytes_per_s if "decode" in limits_by_phase else None
     # Drafted tokens are not read for one by one.
     yield with_bandwidth(made, model, bandwidth) if test.kind == "tg" and draft == "off" else made

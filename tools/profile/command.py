@@ -136,20 +136,20 @@ def compare(paths: tuple[Path, Path], output: str, fail_if_slower: float | None)
 
 
 SHOWN: dict[str, Callable[[Profile, dict[str, Any], comparison.ProfilePair | None], str]] = {
-    "md": lambda found, made, compared: tables.markdown(made) + (f"\n\n{compared.markdown()}" if compared else ""),
-    "json": lambda found, made, compared: json.dumps(made, indent=1),
-    "csv": lambda found, made, compared: tables.as_csv(made),
-    "html": lambda found, made, compared: page(made, compared),
-    "trace": lambda found, made, compared: trace(found),
+    "md": lambda profile, made, compared: tables.markdown(made) + (f"\n\n{compared.markdown()}" if compared else ""),
+    "json": lambda profile, made, compared: json.dumps(made, indent=1),
+    "csv": lambda profile, made, compared: tables.as_csv(made),
+    "html": lambda profile, made, compared: page(made, compared),
+    "trace": lambda profile, made, compared: trace(profile),
 }
 
 
 def _saver(save: Path | None) -> Callable[[Profile], None]:
     """Keeps every round, so that a process that is killed leaves the last one."""
 
-    def keep(found: Profile) -> None:
+    def keep(profile: Profile) -> None:
         if save is not None:
-            record.write(save, document(found))
+            record.write(save, document(profile))
 
     return keep
 

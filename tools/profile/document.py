@@ -20,37 +20,37 @@ from edgeq.tools.profile.record import SCHEMA
 from edgeq.tools.profile.runs import Combination
 
 
-def document(found: Profile, changes: tuple[Change, ...] = ()) -> dict[str, Any]:
+def document(profile: Profile, changes: tuple[Change, ...] = ()) -> dict[str, Any]:
     """Everything that is known, as plain values; docs/profile.md has it as a schema.
 
     changes   of which it predicts what they would change
     """
     made: dict[str, Any] = {
         "schema": SCHEMA,
-        "partial": found.partial,
+        "partial": profile.partial,
         "edgeq": __version__,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "measurements": [record.fields() for record in found.measurements()],
-        "operations": [{**label(series.combination), **each.fields()} for series, each in found.breakdowns()],
+        "measurements": [record.fields() for record in profile.measurements()],
+        "operations": [{**label(series.combination), **each.fields()} for series, each in profile.breakdowns()],
         "limits": [
             {**label(combination), "phase": phase, **asdict(each)}
-            for combination in found.combinations
-            for phase, each in found.limits.get(combination.setting, {}).items()
+            for combination in profile.combinations
+            for phase, each in profile.limits.get(combination.setting, {}).items()
         ],
-        "weights": weights(found),
-        "memory": [moment._asdict() for moment in found.moments],
-        "sustained": found.sustained and found.sustained.fields(),
-        "sensors": found.sensors,
-        "idle_watts": found.idle_watts,
+        "weights": weights(profile),
+        "memory": [moment._asdict() for moment in profile.moments],
+        "sustained": profile.sustained and profile.sustained.fields(),
+        "sensors": profile.sensors,
+        "idle_watts": profile.idle_watts,
     }
-    made["what_if"] = [asdict(each) for each in predicted(made, found, changes)] if changes else []
+    made["what_if"] = [asdict(each) for each in predicted(made, profile, changes)] if changes else []
     return {**made, "findings": [asdict(finding) for finding in findings(made)]}
 
 
-def predicted(made: dict[str, Any], found: Profile, changes: tuple[Change, ...]) -> Iterator[SpeedPrediction]:
+def predicted(made: dict[str, Any], profile: Profile, changes: tuple[Change, ...]) -> Iterator[SpeedPrediction]:
     """What each change would make of each test that decodes; limits with other threads and the cost of other bits are measured
     now."""
-    model = found.combinations[0].model
+    model = profile.combinations[0].model
     return predictions(made, changes, model.file, partial(limits_of, model), cache(partial(width_cost, model)))
 
 
@@ -60,9 +60,9 @@ def label(combination: Combination) -> dict[str, Any]:
     return {"threads": combination.model.program.threads, "mode": options.mode, "kv": options.kv.name}
 
 
-def weights(found: Profile) -> dict[str, float]:
+def weights(profile: Profile) -> dict[str, float]:
     """Bytes that a token reads, and of those the head's with its bits per weight."""
-    metadata = found.combinations[0].model.file.metadata
+    metadata = profile.combinations[0].model.file.metadata
     sizes = metadata.bytes_per_token()
     bits = bits_per_weight(metadata, lambda name: name == "head")
     return {"bytes_per_token": sizes["weights"] + sizes["head"], "head": sizes["head"], "head_bits": bits}

@@ -131,11 +131,11 @@ def _no_slower(record: dict[str, Any], other: dict[str, Any]) -> bool:
     """Than with more threads, but for a few percent."""
     if other["threads"] <= record["threads"]:
         return True
-    _, _, high = ratio(_each(other), _each(record))
+    _, _, high = ratio(_seconds_of_repetitions(other), _seconds_of_repetitions(record))
     return high is not None and high <= MIN_THREAD_GAIN
 
 
-def _each(record: dict[str, Any]) -> list[float]:
+def _seconds_of_repetitions(record: dict[str, Any]) -> list[float]:
     """Seconds of every repetition."""
     return blocks(measurement(record))
 
@@ -147,7 +147,7 @@ def _depth(records: list[dict[str, Any]]) -> Iterator[Finding]:
         groups.setdefault(key, []).append(record)
     for group in groups.values():
         low, high = min(group, key=lambda r: r["depth"]), max(group, key=lambda r: r["depth"])
-        least = ratio(_each(low), _each(high))[1]
+        least = ratio(_seconds_of_repetitions(low), _seconds_of_repetitions(high))[1]
         if high["depth"] > low["depth"] and high["p50"] >= DEEP * low["p50"] and least is not None and least > 1:
             text = f"a token takes {high['p50'] / low['p50']:.2f} times as long as after {low['depth']} tokens "
             text += f"({1000 * high['p50']:.2f} against {1000 * low['p50']:.2f} ms)"

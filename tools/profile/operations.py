@@ -108,8 +108,8 @@ def quick_half(samples: Sequence[RunSample]) -> tuple[RunSample, ...]:
     return tuple(sorted(samples, key=lambda sample: sample.seconds)[: (len(samples) + 1) // 2])
 
 
-def breakdown(test: str, samples: Sequence[RunSample], found: dict[str, MachineLimits]) -> Breakdown:
-    """The operations of recorded samples of a test; `found`: the limits of the machine by phase."""
+def breakdown(test: str, samples: Sequence[RunSample], limits_by_phase: dict[str, MachineLimits]) -> Breakdown:
+    """The operations of recorded samples of a test; `limits_by_phase`: the limits of the machine by phase."""
     quick = quick_half([piece for sample in samples for piece in sample.pieces()])
     tokens = sum(sample.tokens for sample in quick)
     lines, between, within, wall = list[OperationLine](), 0.0, 0.0, 0.0
@@ -132,14 +132,14 @@ def breakdown(test: str, samples: Sequence[RunSample], found: dict[str, MachineL
         wall += sample.seconds
     drawing = [line for line in lines if line.name == DRAW]
     rest = [line for line in lines if line.name != DRAW]
-    every = tuple(merged([*rest, *drawing], found))
+    every = tuple(merged([*rest, *drawing], limits_by_phase))
     return Breakdown(test, tokens, wall / tokens, every, between / tokens, within / tokens, quick)
 
 
-def merged(lines: Iterable[OperationLine], found: dict[str, MachineLimits]) -> list[OperationLine]:
+def merged(lines: Iterable[OperationLine], limits_by_phase: dict[str, MachineLimits]) -> list[OperationLine]:
     """Lines of the same phase, name and layer as one, where the first of them was.
 
-    found   limits by phase, for the share of the roofline
+    limits_by_phase   limits by phase, for the share of the roofline
     """
     sums: dict[tuple[str, str, int], OperationLine] = {}
     for line in lines:
@@ -157,14 +157,14 @@ def merged(lines: Iterable[OperationLine], found: dict[str, MachineLimits]) -> l
             macs=old.macs + line.macs,
             float_macs=old.float_macs + line.float_macs,
         )
-    return [_bounded(line, found) for line in sums.values()]
+    return [_bounded(line, limits_by_phase) for line in sums.values()]
 
 
-def _bounded(line: OperationLine, found: dict[str, MachineLimits]) -> OperationLine:
+def _bounded(line: OperationLine, limits_by_phase: dict[str, MachineLimits]) -> OperationLine:
     todo = Work(line.bytes, line.macs)
     # Of a single row attention computes so little that reading the cache bounds it.
     computes = line.float_macs and line.phase not in SINGLE_ROWS
-    if line.phase not in found or line.seconds <= 0 or todo == Work() or computes:
+    if line.phase not in limits_by_phase or line.seconds <= 0 or todo == Work() or computes:
         return line
-    limits = found[line.phase]
+    limits = limits_by_phase[line.phase]
     return replace(line, roofline=limits.least_seconds(todo) / line.seconds, bound=limits.bound(todo))

@@ -87,13 +87,13 @@ def _median(passes: list[Pass]) -> float:
     return percentile([each.token_s for each in passes], 50)
 
 
-def sustain(combination: Combination, test: Test, found: Sustained, meter: PowerMeter, report: Report) -> None:
-    """Decode until the time is over.  `found` is filled while it runs: an interrupt leaves what was measured until then."""
+def sustain(combination: Combination, test: Test, result: Sustained, meter: PowerMeter, report: Report) -> None:
+    """Decode until the time is over.  `result` is filled while it runs: an interrupt leaves what was measured until then."""
     began = perf_counter()
-    while (passed := perf_counter() - began) < found.seconds:
-        report(int(passed), int(found.seconds), f"{test.name} sustained")
+    while (passed := perf_counter() - began) < result.seconds:
+        report(int(passed), int(result.seconds), f"{test.name} sustained")
         with meter.measuring() as spent:
             sample = combination.run(test, test.count, False)
         ended, token_s = perf_counter() - began, percentile(sample.steps, 50)
         heat = conditions.median_clock(), machine.temperature(), spent.watts
-        found.passes.append(Pass(ended, token_s, sample.tokens, *heat))
+        result.passes.append(Pass(ended, token_s, sample.tokens, *heat))

@@ -87,14 +87,14 @@ def unit(vectors: NDArray[np.float32]) -> Vectors:
     return np.asarray(wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12))
 
 
-def measured(found: Vectors, wanted: Vectors) -> dict[str, Any]:
+def measured(vectors: Vectors, wanted: Vectors) -> dict[str, Any]:
     """For unit vectors [windows, hidden] mean cosine with its 95 % interval, the least, and equal nearest neighbours."""
-    cosines = (found * wanted).sum(1)
+    cosines = (vectors * wanted).sum(1)
     mean = paired_difference(cosines, np.zeros(len(cosines)), np.ones(len(cosines)))
     return {
         "cosine": vars(mean),
         "cosine_least": float(cosines.min()),
-        "nearest_agreement": float((nearest(found) == nearest(wanted)).mean()),
+        "nearest_agreement": float((nearest(vectors) == nearest(wanted)).mean()),
     }
 
 

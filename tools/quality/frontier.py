@@ -42,7 +42,7 @@ def rows(points: Sequence[FrontierPoint], chosen: FrontierPoint, devices: Sequen
     ]
 
 
-def marks(found: Sequence[dict[str, Any]]) -> list[Mark]:
+def marks(rows: Sequence[dict[str, Any]]) -> list[Mark]:
     """The rows as points of a chart; the chosen allocation is a series of its own."""
     return [
         Mark(
@@ -53,14 +53,14 @@ def marks(found: Sequence[dict[str, Any]]) -> list[Mark]:
             max(row["kl_predicted"], 1e-9),
             f"{row['bits_per_weight']:.2f} bits per weight, KL {row['kl_predicted']:.2g}",
         )
-        for row in found
+        for row in rows
     ]
 
 
-def show(found: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
+def show(rows: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
     """Print the table; None: to standard error."""
     # A narrow terminal would break names apart: lines that are too long go on in the next one instead.
-    names = [*found[0]["tokens_per_second"]]
+    names = [*rows[0]["tokens_per_second"]]
     console = Console(
         file=stream or sys.stderr, highlight=False, soft_wrap=True, width=max(60 + 24 * len(names), Console().width)
     )
@@ -68,7 +68,7 @@ def show(found: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
     # Two lines, so that four devices fit 100 columns.
     for name in ("", "bits per\nweight", "file\nMB", "MB per\ntoken", "predicted\nKL", *(f"{name}\ntok/s" for name in names)):
         table.add_column(name, justify="right")
-    for row in found:
+    for row in rows:
         table.add_row(
             ">" if row["chosen"] else "",
             f"{row['bits_per_weight']:.2f}",

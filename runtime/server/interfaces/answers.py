@@ -250,8 +250,8 @@ class RequestAnswer:
             "text_offset": offsets,
         }
 
-    def _entry(self, found: Logprobs) -> dict[str, Any]:
-        return {**self._token(found.token, found.logprob), "top_logprobs": [self._token(*top) for top in found.top]}
+    def _entry(self, logprobs: Logprobs) -> dict[str, Any]:
+        return {**self._token(logprobs.token, logprobs.logprob), "top_logprobs": [self._token(*top) for top in logprobs.top]}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._text.token_bytes(token)

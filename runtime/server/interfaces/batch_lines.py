@@ -98,7 +98,7 @@ class _Asked:
 class _Running:
     line: BatchLine
     answer: RequestAnswer
-    told: ResponsesAnswer | None
+    responses_answer: ResponsesAnswer | None
     tickets: dict[Ticket, int]
     left: int
 
@@ -185,8 +185,8 @@ class Lines:
         fingerprint = f"edgeq-{(model or self._model).file.identity[:8]}-{self._model.target}-{options.mode}"
         title = self._settings.title(model)
         answer = RequestAnswer(asked.shape, title, fingerprint, self._model.text, list(tickets), stops=stops, keeps=True)
-        told = ResponsesAnswer(asked.responses, answer) if asked.responses else None
-        running = _Running(line, answer, told, tickets, first)
+        responses_answer = ResponsesAnswer(asked.responses, answer) if asked.responses else None
+        running = _Running(line, answer, responses_answer, tickets, first)
         self._running |= dict.fromkeys(tickets, running)
 
     def _step(self) -> Iterator[ResultLine]:
@@ -204,8 +204,8 @@ class Lines:
             running.left -= update.reason is not None
             if not running.left:
                 self._drop(running)
-                if running.told:
-                    yield told_of(running.line, running.told.whole())
+                if running.responses_answer:
+                    yield told_of(running.line, running.responses_answer.whole())
                 else:
                     yield answered(running.line, running.answer.whole())
 

@@ -73,7 +73,7 @@ def chat_job(model: Model, settings: Settings, fields: Chat, who: Asker) -> Job:
     prompt = rendered(model, messages, images, given, use)
     top = (fields.top_logprobs or 0) if fields.logprobs else None
     most, thinking = fields.max_completion_tokens or fields.max_tokens, model.prompts.thinking(prompt, budget)
-    return job(model, settings, fields, prompt, who, logprobs=top, most=most, held=held, use=use, thinking=thinking)
+    return job(model, settings, fields, prompt, who, logprobs=top, most=most, response_format=held, use=use, thinking=thinking)
 
 
 def budget_of(fields: Chat) -> int | None:
@@ -180,14 +180,14 @@ def job(
     *,
     logprobs: int | None,
     most: int | None,
-    held: dict[str, Any] | None = None,
+    response_format: dict[str, Any] | None = None,
     use: ToolUse | None = None,
     thinking: Thinking | None = None,
     chat: bool = True,
 ) -> Job:
     """A job, whose grammar may have to be compiled before it is submitted (Request.waits).
 
-    `most` tokens; None: as many as the context has room for.  `held`: what the answer is held to;  use: tools in it;
+    `most` tokens; None: as many as the context has room for.  `response_format`: what the answer is held to;  use: tools in it;
     thinking: what comes before it;  chat: it is drawn as chats are.
     """
     if fields.stream_options is not None and not fields.stream:
@@ -211,7 +211,7 @@ def job(
         min_tokens=fields.min_tokens or 0,
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
-        response_format=held,
+        response_format=response_format,
         tools=use,
         thinking=thinking,
     )

@@ -146,12 +146,21 @@ def message_job(model: Model, settings: Settings, fields: Messages, who: Asker) 
     asked = fields.output_format or (fields.output_config and fields.output_config.format)
     if asked and asked.get("type") != "json_schema":
         raise ApiError(400, "invalid_value", "a format has type json_schema, and a schema", "output_format")
-    held = {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}} if asked else None
+    response_format = {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}} if asked else None
     use = use_of(model, fields)
     prompt, budget = prompt_of(model, fields, use), fields.thinking.budget_tokens if fields.thinking else None
     thinking = model.prompts.thinking(prompt, 0 if _disabled(fields) else budget)
     return job(
-        model, settings, drawing, prompt, who, logprobs=None, most=fields.max_tokens, held=held, use=use, thinking=thinking
+        model,
+        settings,
+        drawing,
+        prompt,
+        who,
+        logprobs=None,
+        most=fields.max_tokens,
+        response_format=response_format,
+        use=use,
+        thinking=thinking,
     )
 
 

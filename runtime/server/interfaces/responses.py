@@ -117,11 +117,11 @@ def responses_job(model: Model, settings: Settings, fields: Responses, who: Aske
         raise renamed(error, items) from None
 
 
-def _nested(found: dict[str, Any]) -> dict[str, Any]:
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool, or the choice of one, in the shape of chats, which have the function one level deeper."""
-    if found.get("type") != "function":
-        return found
-    return {"type": "function", "function": {name: value for name, value in found.items() if name != "type"}}
+    if tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _message(item: Item, at: str) -> Message:
@@ -169,8 +169,8 @@ def renamed(error: ApiError, items: Sequence[int] = ()) -> ApiError:
     """An error about a chat in the words of the request that it was made from."""
 
     def name(text: str) -> str:
-        def input_of(found: re.Match[str]) -> str:
-            index = items[int(found[1])] if int(found[1]) < len(items) else -1
+        def input_of(match: re.Match[str]) -> str:
+            index = items[int(match[1])] if int(match[1]) < len(items) else -1
             return "instructions" if index < 0 else f"input[{index}]"
 
         return _MESSAGE.sub(input_of, text).replace("response_format", "text.format")

@@ -179,9 +179,9 @@ class Lowering:
         stage = self.stage if stage is None else stage
         return self.storage.named((name, stage), self.rows(stage) * self.graph.buffers[name] * 4)
 
-    def sent(self, name: str, each: int = 4) -> int:
+    def sent(self, name: str, row_bytes: int = 4) -> int:
         """The address of what a run sends for the rows of this stage."""
-        return self.storage.named((name, "sent", self.stage), self.rows(self.stage) * each)
+        return self.storage.named((name, "sent", self.stage), self.rows(self.stage) * row_bytes)
 
     def table(self, angles: Angles, kind: str) -> int:
         return self.storage.named((angles, kind), self.rows(angles.stage) * len(angles.frequencies) * 4)

@@ -10,19 +10,19 @@ from edgeq.targets.cuda.device.device import Device
 from edgeq.targets.cuda.lowering.context import Launch, Routed
 
 
-def launches(device: Device, each: Routed, count: int) -> Iterator[tuple[Launch, int]]:
+def launches(device: Device, routed: Routed, count: int) -> Iterator[tuple[Launch, int]]:
     """The launches of every expert that one of `count` rows chose, with how many did; the host waits for the routing.
 
     Each is to be started before the next is asked for: an expert's rows take the place of those of the one before.
     """
-    chosen = each.operation.chosen
+    chosen = routed.operation.chosen
     routing = np.empty((count, 2 * chosen), np.float32)
-    device.read(each.routing, routing)
+    device.read(routed.routing, routing)
     experts = routing[:, chosen:].astype(np.int64)
     for expert in np.unique(experts).tolist():
         rows, ranks = np.nonzero(experts == expert)
-        device.write(each.rows, rows.astype(np.int32))
-        device.write(each.places, (rows * chosen + ranks).astype(np.int32))
-        for launch in each.launches[expert]:
+        device.write(routed.rows, rows.astype(np.int32))
+        device.write(routed.places, (rows * chosen + ranks).astype(np.int32))
+        for launch in routed.launches[expert]:
             yield launch, len(rows)
-    yield each.combine, count
+    yield routed.combine, count

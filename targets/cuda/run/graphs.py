@@ -163,16 +163,16 @@ class Recordings:
             self._give_up()
             return None
 
-    def replay(self, found: Recorded) -> Sequence[NDArray[np.uint8]] | None:
+    def replay(self, recorded: Recorded) -> Sequence[NDArray[np.uint8]] | None:
         """The results of one, as bytes; None: there is no memory to start it."""
         began = perf_counter()
         try:
-            found.recording.replay()
+            recorded.recording.replay()
         except ResourceError:
             self._give_up()
             return None
         self.waited_s += perf_counter() - began
-        return found.results
+        return recorded.results
 
     def _give_up(self) -> None:
         self._kept.clear()
@@ -204,6 +204,6 @@ class Recordings:
         return made
 
 
-def gathered(each: Gather, places: Mapping[object, int], sent: Sent) -> Copy:
+def gathered(gather: Gather, places: Mapping[object, int], sent: Sent) -> Copy:
     """What brings rows of a table that stays in the file from the block to their buffer."""
-    return Copy("within", each.address, places[each], sent[each].nbytes)
+    return Copy("within", gather.address, places[gather], sent[gather].nbytes)

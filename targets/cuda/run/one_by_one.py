@@ -68,17 +68,17 @@ class OneByOne:
         parts = parts_of(rows) if rows.spans is None else 0
         return [(each, counts[each.stage], parts) for each in lowering.launches(counts, fused)]
 
-    def _start(self, each: Lowered, count: int, weights: CudaWeights | None, parts: int) -> Iterator[Step]:
-        if isinstance(each, Gather):
-            yield Step(each.operation, "gather")
-        elif isinstance(each, Bring):
-            self._storage.bring(each.arrays)
-            yield Step(each.operation, "bring")
-        elif isinstance(each, Routed):
-            for launch, chosen in experts.launches(self._device, each, count):
+    def _start(self, lowered: Lowered, count: int, weights: CudaWeights | None, parts: int) -> Iterator[Step]:
+        if isinstance(lowered, Gather):
+            yield Step(lowered.operation, "gather")
+        elif isinstance(lowered, Bring):
+            self._storage.bring(lowered.arrays)
+            yield Step(lowered.operation, "bring")
+        elif isinstance(lowered, Routed):
+            for launch, chosen in experts.launches(self._device, lowered, count):
                 yield self._launch(launch, chosen)
         else:
-            yield self._launch(each, count, weights, parts)
+            yield self._launch(lowered, count, weights, parts)
 
     def _launch(self, launch: Launch, tokens: int, weights: CudaWeights | None = None, parts: int = 0) -> Step:
         call = self._kernels.call(launch, tokens, weights, parts)

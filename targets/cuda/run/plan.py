@@ -124,12 +124,15 @@ class Product:
     blocks: int
     ahead: int
 
-    def in_flight(self, held: int, multiprocessors: int, threads: int) -> int | None:
-        """Bytes that a multiprocessor has asked for, a mean; `held`: blocks that it has room for.  None: all of the product."""
-        if self.ahead >= self.blocks and self.ctas <= held * multiprocessors:
+    def in_flight(self, resident_blocks: int, multiprocessors: int, threads: int) -> int | None:
+        """Bytes that a multiprocessor has asked for, a mean.  None: all of the product.
+
+        resident_blocks   blocks that it has room for
+        """
+        if self.ahead >= self.blocks and self.ctas <= resident_blocks * multiprocessors:
             return None
         return occupancy.bytes_in_flight(
-            self.variant, min(held, self.ctas / multiprocessors), threads, self.ahead, self.columns
+            self.variant, min(resident_blocks, self.ctas / multiprocessors), threads, self.ahead, self.columns
         )
 
 

@@ -129,13 +129,13 @@ def record(generated: Generated) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ("text", "image")}
 
 
-def of_record(found: Any, text: str) -> Generated:
+def of_record(fields: Any, text: str) -> Generated:
     """The inverse of `record`.  FormatError: that is no kernel."""
     try:
-        kernel, *literals = found["variant"]
-        parameters = tuple(Parameter(p["type"], p["value"]) for p in found["parameters"])
-        grid, block = (tuple(found[key]) for key in ("grid", "block"))
-        name = found["name"]
+        kernel, *literals = fields["variant"]
+        parameters = tuple(Parameter(p["type"], p["value"]) for p in fields["parameters"])
+        grid, block = (tuple(fields[key]) for key in ("grid", "block"))
+        name = fields["name"]
     except (ValueError, KeyError, TypeError):
         raise FormatError(DAMAGED) from None
     if (

@@ -62,11 +62,11 @@ def _stored(pack: Pack, arch: str) -> dict[str, StoredKernel]:
     return stored
 
 
-def pack_of(found: Iterable[KernelSet]) -> Pack:
+def pack_of(sets: Iterable[KernelSet]) -> Pack:
     """The inverse of `sets`.  FormatError: a kernel is none, or what made them differs."""
     pack = Pack({}, "", {})
     kernels = dict[Variant, Packed]()
-    for each in found:
+    for each in sets:
         if kernels and (each.sources, each.versions) != (pack.sources, pack.versions):
             raise FormatError("kernels of several versions in one pack; build it again")
         if not ARCH.fullmatch(each.arch):

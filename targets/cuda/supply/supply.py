@@ -60,10 +60,10 @@ def packs(file: ModelFile) -> Iterator[Found]:
         if pack.damaged is not None:
             yield Found(pack.name, pack.digest, None, pack.damaged)
         elif sets:
-            yield _found(pack.name, pack.digest, sets, pack.distrusted)
+            yield _fitting(pack.name, pack.digest, sets, pack.distrusted)
 
 
-def _found(name: str, digest: str, sets: Sequence[KernelSet], distrusted: str | None) -> Found:
+def _fitting(name: str, digest: str, sets: Sequence[KernelSet], distrusted: str | None) -> Found:
     # A set of another version beside those of this one is left alone.
     reasons = [outdated(each) for each in sets]
     fitting = [each for each, reason in zip(sets, reasons, strict=True) if reason is None]
@@ -116,7 +116,7 @@ class Supply:
     def __init__(self, file: ModelFile, sm: int, driver: int = PTX_DRIVER, arch: str | None = None, command: str = "") -> None:
         self._sm, self._driver, self._arch = sm, driver, arch
         self._command = command or f"edgeq build {shlex.quote(str(file.path))} --for {arch_for(sm)}"
-        self._found = list(packs(file))
+        self._packs = list(packs(file))
 
     @property
     def _own(self) -> str:
@@ -127,7 +127,7 @@ class Supply:
         """Why there are no kernels, as far as that can be told before a graph is compiled; None: there may be."""
         if can_make() or any(self._chosen(pack.archs) for pack in self._usable()) or build.keeps_images(self._own):
             return None
-        refused = [each.refused for each in self._found if each.refused]
+        refused = [each.refused for each in self._packs if each.refused]
         others = sorted({arch for pack in self._usable() for arch in pack.archs})
         why = refused[0] if refused else f"kernels for {', '.join(others)} only" if others else "no kernels for it here"
         return f"{why}; on a machine with edgeq[build] run: {self._command}"
@@ -146,7 +146,7 @@ class Supply:
             found.append(kernel)
         if missing:
             names = ", ".join(variant.symbol for variant in missing[:3]) + (", ..." if len(missing) > 3 else "")
-            why = "".join(f" ({each.refused})" for each in self._found if each.refused)
+            why = "".join(f" ({each.refused})" for each in self._packs if each.refused)
             raise UnsupportedError(
                 f"{len(missing)} kernels for {self._arch or f'sm_{self._sm}'} are missing: {names}{why}; "
                 f"on a machine with edgeq[build] run: {self._command}"
@@ -154,7 +154,7 @@ class Supply:
         return found
 
     def _usable(self) -> list[Pack]:
-        return [each.pack for each in self._found if each.pack and not each.refused]
+        return [each.pack for each in self._packs if each.pack and not each.refused]
 
     def _chosen(self, archs: Sequence[str]) -> list[str]:
         return preferred([arch for arch in archs if self._arch in (None, arch)], self._sm, self._driver)

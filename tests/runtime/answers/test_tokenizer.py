@@ -194,7 +194,7 @@ def test_text_that_is_not_utf8_is_refused(text: Tokenizer) -> None:
 def through(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
     matcher = StopStrings(stops)
     out = "".join(matcher.push(p) for p in pieces)
-    return out + matcher.finish(), matcher.found
+    return out + matcher.finish(), matcher.ended
 
 
 def test_a_stop_string_ends_the_text_however_it_is_cut() -> None:
@@ -213,7 +213,7 @@ def test_no_part_of_a_stop_string_is_given_out_early() -> None:
     assert matcher.push("hi\n") == "hi"
     assert matcher.push("\nUs") == ""
     assert matcher.push("e it\n") == "\n\nUse it"
-    assert matcher.push("\nUser: x") == "" and matcher.found
+    assert matcher.push("\nUser: x") == "" and matcher.ended
     assert matcher.push("more") == matcher.finish() == ""
 
 

@@ -196,16 +196,18 @@ def _comparison(compared: ProfilePair) -> str:
     return shown + table(compared.cells(), "medians of the repetitions; best: ratio of the fastest") + notes
 
 
-def _sustained(found: Document) -> str:
-    series = {"one run of the test": [_pass(each, found) for each in found["passes"]]}
+def _sustained(record: Document) -> str:
+    series = {"one run of the test": [_pass(each, record) for each in record["passes"]]}
     chart = drawing.lines("time per token without a pause", series, "seconds", "ms per token")
-    return f"<p>{escape(sustained(found))}</p>{chart}"
+    return f"<p>{escape(sustained(record))}</p>{chart}"
 
 
-def _pass(each: Document, found: Document) -> ChartMark:
-    milliseconds = 1000 * each["token_s"]
-    heat = "" if each["celsius"] is None else f", {each['celsius']:.0f} °C"
-    return ChartMark(each["ended"], milliseconds, f"{found['test']} after {each['ended']:.0f} s: {milliseconds:.3f} ms{heat}")
+def _pass(decoded: Document, record: Document) -> ChartMark:
+    milliseconds = 1000 * decoded["token_s"]
+    heat = "" if decoded["celsius"] is None else f", {decoded['celsius']:.0f} °C"
+    return ChartMark(
+        decoded["ended"], milliseconds, f"{record['test']} after {decoded['ended']:.0f} s: {milliseconds:.3f} ms{heat}"
+    )
 
 
 def _memory(document: Document) -> str:

@@ -79,19 +79,19 @@ def heading(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def sustained(found: dict[str, Any]) -> str:
+def sustained(record: dict[str, Any]) -> str:
     """One line: the first and the last minute of decoding without a pause."""
     ends = []
     for when in ("first", "last"):
-        told = [f"{1000 * found[f'{when}_s']:.3f} ms per token"]
-        if found[f"mhz_{when}"] is not None:
-            told.append(clock(found[f"mhz_{when}"]))
-        if found[f"celsius_{when}"] is not None:
-            told.append(f"{found[f'celsius_{when}']:.0f} °C")
-        ends.append(f"{when} {found['window_s']:.0f} s: {', '.join(told)}")
-    slow = "" if found["slow_after"] is None else f"; slower from {found['slow_after']:.0f} s on"
-    took = f"{found['test']} for {found['passes'][-1]['ended']:.0f} s"
-    return f"{took}: {'; '.join(ends)}; speed {-100 * found['drop']:+.1f} %{slow}"
+        told = [f"{1000 * record[f'{when}_s']:.3f} ms per token"]
+        if record[f"mhz_{when}"] is not None:
+            told.append(clock(record[f"mhz_{when}"]))
+        if record[f"celsius_{when}"] is not None:
+            told.append(f"{record[f'celsius_{when}']:.0f} °C")
+        ends.append(f"{when} {record['window_s']:.0f} s: {', '.join(told)}")
+    slow = "" if record["slow_after"] is None else f"; slower from {record['slow_after']:.0f} s on"
+    took = f"{record['test']} for {record['passes'][-1]['ended']:.0f} s"
+    return f"{took}: {'; '.join(ends)}; speed {-100 * record['drop']:+.1f} %{slow}"
 
 
 def what_if(lines: list[dict[str, Any]]) -> list[list[str]]:

@@ -24,18 +24,18 @@ PYTHON = "Python"
 Event = dict[str, Any]
 
 
-def trace(found: Profile) -> str:
+def trace(profile: Profile) -> str:
     """The trace of the runs that the tables of operations are of."""
-    breakdowns = found.breakdowns()
+    breakdowns = profile.breakdowns()
     samples = [sample for _, each in breakdowns for sample in each.samples]
-    start = min((sample.started for sample in samples), default=found.began)
+    start = min((sample.started for sample in samples), default=profile.began)
     threads = max((len(call.run.threads) for sample in samples for call in sample.calls), default=1)
     events = [_name("process_name", 0, "edgeq"), _name("thread_name", CALLER, "calling thread: Python, work, waiting")]
     events += [_name("thread_name", CALLER + i, f"thread {i}: work, waiting") for i in range(1, threads)]
     for series, each in breakdowns:
         events += _test(series, each, start)
-    events += (event for moment in found.moments for event in _moment(moment, found.began - start))
-    other = {"partial": found.partial, "sensors": found.sensors}
+    events += (event for moment in profile.moments for event in _moment(moment, profile.began - start))
+    other = {"partial": profile.partial, "sensors": profile.sensors}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
 
 
@@ -43,10 +43,10 @@ def _name(kind: str, track: int, name: str) -> Event:
     return {"ph": "M", "pid": PROCESS, "tid": track, "name": kind, "args": {"name": name}}
 
 
-def _test(series: Series, each: Breakdown, start: float) -> Iterator[Event]:
+def _test(series: Series, breakdown: Breakdown, start: float) -> Iterator[Event]:
     position = series.combination.model.position_bytes
-    about = named({"test": each.test, **label(series.combination)})
-    for sample in sorted(each.samples, key=lambda sample: sample.started):
+    about = named({"test": breakdown.test, **label(series.combination)})
+    for sample in sorted(breakdown.samples, key=lambda sample: sample.started):
         yield _span(CALLER, about, "test", sample.started - start, sample.seconds, {"tokens": sample.tokens})
         yield from _python(sample, start)
         for call in sample.calls:

@@ -147,33 +147,33 @@ def _longest(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def text(found: Fit, file: ModelFile, target: DeviceSpec) -> str:
+def text(fit: Fit, file: ModelFile, target: DeviceSpec) -> str:
     """The same in words."""
-    verdict = "fits in" if found.fits else "does not fit in"
+    verdict = "fits in" if fit.fits else "does not fit in"
     lines = [
         describe(file),
-        f"{found.device}: {found.needs / 1e9:.2f} GB with a context of {found.context} {verdict} {found.has / 1e9:.1f} GB",
+        f"{fit.device}: {fit.needs / 1e9:.2f} GB with a context of {fit.context} {verdict} {fit.has / 1e9:.1f} GB",
     ]
     limit = file.metadata.config.max_position_embeddings
-    if not found.longest_context:
+    if not fit.longest_context:
         lines.append("the file alone does not fit; convert it with fewer bits: edgeq convert --for says to which")
     else:
-        model = " (all that the model takes)" if found.longest_context == limit else ""
-        lines.append(f"longest context that fits: {found.longest_context}{model}, {found.position_bytes:,} bytes per position")
-    if found.slowest is None or found.expected is None or found.fastest is None:
+        model = " (all that the model takes)" if fit.longest_context == limit else ""
+        lines.append(f"longest context that fits: {fit.longest_context}{model}, {fit.position_bytes:,} bytes per position")
+    if fit.slowest is None or fit.expected is None or fit.fastest is None:
         return "\n".join([*lines, "this version runs on CPUs only, so no speed is promised there"])
-    source = "measured" if found.measured else "by its data sheet, of which decode reaches 70 to 90 %"
+    source = "measured" if fit.measured else "by its data sheet, of which decode reaches 70 to 90 %"
     source = "measured, decode of this file too" if target.decoded else source
-    read = f"{found.bytes_per_token / 1e6:,.1f} MB per token at {found.bandwidth / 1e9:.1f} GB/s ({source})"
+    read = f"{fit.bytes_per_token / 1e6:,.1f} MB per token at {fit.bandwidth / 1e9:.1f} GB/s ({source})"
     lines.append(
-        f"decode {found.slowest:,.1f} to {found.fastest:,.1f} tokens per second, {found.expected:,.1f} in the middle of the "
+        f"decode {fit.slowest:,.1f} to {fit.fastest:,.1f} tokens per second, {fit.expected:,.1f} in the middle of the "
         f"context: bounded by reading {read}"
     )
-    if found.fastest > SMALL and not target.decoded:
+    if fit.fastest > SMALL and not target.decoded:
         lines.append(f"above some {SMALL:,} tokens per second the Python around each token, which is not counted, bounds it")
     if target.isa in NO_DOT_PRODUCT:
         lines.append(f"{target.isa} has no instruction for integer dot products: arithmetic can bound it lower")
-    if found.speed is not None:
-        holds = f"expected up to a context of {found.speed_context}" if found.speed_context else "not expected at any context"
-        lines.append(f"{found.speed:g} tokens per second: {holds}")
+    if fit.speed is not None:
+        holds = f"expected up to a context of {fit.speed_context}" if fit.speed_context else "not expected at any context"
+        lines.append(f"{fit.speed:g} tokens per second: {holds}")
     return "\n".join(lines)
