@@ -90,7 +90,7 @@ CONVERT_OPTIONS = decorated(
         is_flag=True,
         default=None,
         help="rtn, gptq, awq, awq+gptq: levels at half steps on both sides of zero, without zero points: smaller files, which "
-        "lose less than with zero points at 2 bits and more at 3 and 4.  Not on GPUs.",
+        "lose less than with zero points at 2 bits in groups of 32 or more, else more.  Not on GPUs.",
     ),
     quantization(
         "--scale-bits",
