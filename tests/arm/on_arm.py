@@ -41,10 +41,10 @@ def test_every_tile_equals_integer_arithmetic() -> None:
     machine = llvm.Target.from_default_triple().create_target_machine()
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     for case in tiles.CASES:
-        engine.add_object_file(llvm.ObjectFileRef.from_path(str(FOLDER / "tiles" / f"{tiles.symbol(case)}.o")))
+        engine.add_object_file(llvm.ObjectFileRef.from_path(str(FOLDER / "tiles" / f"{case.symbol}.o")))
     engine.finalize_object()
     for case in tiles.CASES:
-        function = TILE(engine.get_function_address(tiles.symbol(case)))
+        function = TILE(engine.get_function_address(case.symbol))
         for extreme in (False, True):
             y, oracle = tiles.product(function, expected()["isa"], case, extreme)
             # Integer sums are exact; what remains is the rounding of a few f32 operations.

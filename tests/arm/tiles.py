@@ -7,61 +7,79 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgeq.format.codec import CHUNK, Codec, pack_groups, pack_integers
+from edgeq.format.codec import BITS, CHUNK, SCALE_CODES, Codec, Kind, pack_beside, pack_groups, pack_integers
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
+from edgeq.targets.cpu.kernels.products.groups import group_kind
 
 ROWS = 48
-CASES = list(itertools.product(range(2, 9), (0, 1), (0, 1), (0, 1), (1, 4)))
-"""bits, a16, zero points, groups of 16, tokens."""
+HALF_GRIDS: tuple[Kind, ...] = ("half", "s4")
 
 
-def symbol(case: tuple[int, ...]) -> str:
-    return "tile_" + "_".join(map(str, case))
+class TileCase(NamedTuple):
+    codec: Codec
+    mode16: int
+    tokens: int
+
+    @property
+    def symbol(self) -> str:
+        return f"tile_{self.codec.name.replace(' ', '_')}_{self.mode16}_{self.tokens}"
+
+
+CODECS = [
+    *(Codec("int", bits, size, symmetric) for bits in BITS for symmetric in (True, False) for size in (0, 16)),
+    *(Codec(kind, bits, size) for bits in (2, 4) for kind in HALF_GRIDS for size in (16, 32)),
+]
+CASES = list(itertools.starmap(TileCase, itertools.product(CODECS, (0, 1), (1, 4))))
 
 
 def write_objects(folder: Path, board: str, isa: str) -> None:
     from edgeq.tools.lab import arm_roofline
 
     folder.mkdir(parents=True, exist_ok=True)
-    for bits, mode16, zero, half, tokens in CASES:
-        name = symbol((bits, mode16, zero, half, tokens))
-        emitter = arm_roofline.tile(isa, bits, bool(mode16), bool(zero), int(half), tokens)
-        target, module = arm_roofline.compiled(arm_roofline.CORES[board], emitter.emit, name)
-        (folder / f"{name}.o").write_bytes(target.emit_object(module))
+    for case in CASES:
+        codec, mode16, tokens = case
+        extent = HALF_CHUNK if codec.group_size == 16 else CHUNKS
+        emitter = arm_roofline.tile(isa, codec.bits, bool(mode16), group_kind(codec), extent, tokens)
+        target, module = arm_roofline.compiled(arm_roofline.CORES[board], emitter.emit, case.symbol)
+        (folder / f"{case.symbol}.o").write_bytes(target.emit_object(module))
 
 
-def in_store(quads: np.ndarray, isa: str, case: tuple[int, ...]) -> np.ndarray:
+def in_store(quads: np.ndarray, isa: str, case: TileCase) -> np.ndarray:
     """Integers [quad, token, 4] as a tile of that case reads them."""
-    bits, mode16, *_ = case
-    if not mode16:
+    if not case.mode16:
         return quads.astype(np.int8)
-    if next(each for each in all_isas() if each.name == isa).takes_pairs(bits):
+    if next(each for each in all_isas() if each.name == isa).takes_pairs(case.codec.bits):
         return quads[:, :, [0, 2, 1, 3]].astype(np.int16)
     return np.stack([quads, quads + 128 >> 8], axis=2).astype(np.int8)
 
 
-def product(function: Any, isa: str, case: tuple[int, ...], extreme: bool) -> tuple[np.ndarray, np.ndarray]:
+def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.ndarray, np.ndarray]:
     """What the tile gives for the last of three blocks and what it should, f32 and f64 [tokens, 16].
 
     extreme: all integers at their limits, activations of one sign, so that sums in 16 and 32 bits are as large as they can be.
     """
-    bits, mode16, zero, half, tokens = case
+    codec, mode16, tokens = case
+    bits, size = codec.bits, codec.group_size
     rng = np.random.default_rng(bits)
-    # One scale a row over two activation blocks, the second short; or groups of 16, with half a chunk at the end.
-    columns, block = (80, 16) if half else (160, 128)
-    codec = Codec("int", bits, 16 if half else 0, not zero)
+    # One scale a row over two activation blocks, the second short; or groups, of 16 with half a chunk at the end.
+    columns, block = (80 if size == 16 else 160), size or 128
     limit = 256 * 127 + 127 if mode16 else 127
     q = rng.integers(0, 1 << bits, (ROWS, columns), dtype=np.uint8)
     x = rng.integers(-limit, limit + 1, (tokens, columns))
     if extreme:
         q[::2], q[1::2], x[:] = (1 << bits) - 1, 0, limit
         x[1:2] = -limit
-    scale = rng.uniform(0.5, 2, (ROWS, codec.groups(columns))).astype(np.float16)
+    groups = codec.groups(columns)
+    scale = rng.uniform(0.5, 2, (ROWS, groups)).astype(np.float16)
+    stored, row_scale = scale, scale[:, :1]
+    if codec.kind == "s4":
+        stored = rng.integers(0, 16, scale.shape).astype(np.uint8)
+        scale = row_scale.astype(np.float64) * SCALE_CODES[stored]
     zeros = rng.integers(0, 1 << bits, scale.shape, dtype=np.uint8)
     blocks = -(-columns // block)
     xscale = rng.uniform(0.5, 2, (blocks, tokens)).astype(np.float32)
@@ -72,7 +90,8 @@ def product(function: Any, isa: str, case: tuple[int, ...], extreme: bool) -> tu
     quads = whole.reshape(tokens, chunks * 8, 4).transpose(1, 0, 2)
     arrays = {
         "x": in_store(quads, isa, case), "x_scales": xscale, "x_sums": xsum,
-        "weights": pack_integers(q, bits), "scales": pack_groups(scale), "zeros": pack_groups(zeros),
+        "weights": pack_integers(q, bits), "scales": pack_beside(codec, "scale", stored), "zeros": pack_groups(zeros),
+        "super_scales": pack_groups(row_scale),
     }  # fmt: skip
     places, kept = dict[str, int](), []
     for name, array in arrays.items():
@@ -81,15 +100,17 @@ def product(function: Any, isa: str, case: tuple[int, ...], extreme: bool) -> tu
         room[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
         places[name] = room.ctypes.data + start
         kept.append(room)
-    groups = scale.shape[1]
+    of_group = arrays["scales"].nbytes // (arrays["scales"].shape[0] * groups)
     args = ProductArgs(
         **places, x_stride=0, x_blocks=blocks, chunks=chunks, chunks_per_block=max(1, block // CHUNK),
-        weights_block=64 * bits * chunks, scales_block=32 * groups, scales_step=32 * half,
+        weights_block=64 * bits * chunks, scales_block=of_group * groups, scales_step=of_group if size else 0, super_block=32,
         output_channels=ROWS, group_blocks=1, y=0, y_stride=0, scratch=0,
     )  # fmt: skip
     record, out = np.array(args.record(), np.int64), np.zeros((tokens, 16), np.float32)
     function(record.ctypes.data, 2, 0, out.ctypes.data)
     step = columns // groups
-    center = np.repeat(zeros.astype(np.float64) if zero else np.full(scale.shape, codec.center), step, axis=1)
+    center = np.repeat(
+        zeros.astype(np.float64) if codec.zero_kind == "integer" else np.full(scale.shape, codec.constant_zero), step, axis=1
+    )
     w = ((q - center) * np.repeat(scale.astype(np.float64), step, axis=1))[32:]
     return out, (x * np.repeat(xscale.T.astype(np.float64), block, axis=1)[:, :columns]) @ w.T

@@ -30,6 +30,7 @@ from edgeq.system.devices import DEVICES
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.processor import settings
 from edgeq.targets.cpu.kernels.args import CHUNKS
+from edgeq.targets.cpu.kernels.products.groups import SYMMETRIC
 from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
 from edgeq.tools.cli.entry import Command
 
@@ -102,14 +103,14 @@ def compiled(core: Core, emit: Callable[..., None], symbol: str = "tile") -> tup
     return target, parsed
 
 
-def tile(isa: str, bits: int, mode16: bool, zero: bool, extent: int, tokens: int) -> IntegerTile:
+def tile(isa: str, bits: int, mode16: bool, group_kind: int, extent: int, tokens: int) -> IntegerTile:
     index = [each.name for each in all_isas()].index(isa)
-    return IntegerTile(IntegerWeights(index, bits, int(mode16), int(zero), extent), tokens)
+    return IntegerTile(IntegerWeights(index, bits, int(mode16), group_kind, extent), tokens)
 
 
-def assembly(board: str, bits: int, mode16: bool, zero: bool = False, tokens: int = 1) -> str:
+def assembly(board: str, bits: int, mode16: bool, tokens: int = 1) -> str:
     """The inner tile of whole chunks as LLVM compiles it for a board's processor."""
-    target, module = compiled(CORES[board], tile(DEVICES[board].isa, bits, mode16, zero, CHUNKS, tokens).emit)
+    target, module = compiled(CORES[board], tile(DEVICES[board].isa, bits, mode16, SYMMETRIC, CHUNKS, tokens).emit)
     return str(target.emit_assembly(module))
 
 
