@@ -149,7 +149,7 @@ def restored(quantized: Quantized, codec: Codec) -> Tensor:
     """What is read back of stored integers, float32 [rows, columns]."""
     scale = quantized.scale.float()
     if quantized.super_scale is not None:
-        scale = torch.from_numpy(SCALE_CODES)[quantized.scale.long()] * quantized.super_scale.float()
+        scale = scale_levels(scale)[quantized.scale.long()] * quantized.super_scale.float()
     zero = torch.full_like(scale, codec.constant_zero) if quantized.zero is None else quantized.zero.float()
     parts = split_groups(quantized.q.float(), codec)
     ends = [0, *accumulate(part.shape[1] for part in parts)]
@@ -157,9 +157,14 @@ def restored(quantized: Quantized, codec: Codec) -> Tensor:
     return _joined([found.weights(part) for found, part in zip(grids, parts, strict=True)])
 
 
+def scale_levels(beside: Tensor) -> Tensor:
+    """What codes of four bits stand for, on the device where `beside` is."""
+    return torch.from_numpy(SCALE_CODES).to(beside.device)
+
+
 def scale_codes(scale: Tensor, row: Tensor) -> Tensor:
     """Codes uint8 of the scales of four bits that are nearest to `scale` [rows, groups], as shares of `row` [rows, 1]."""
-    levels = torch.from_numpy(SCALE_CODES)
+    levels = scale_levels(scale)
     between = (levels[:-1] + levels[1:]) / 2
     return torch.bucketize(-scale / row, -between).to(torch.uint8)
 
@@ -169,7 +174,7 @@ def _coded(grids: list[Grid], codec: Codec) -> list[Grid]:
     if "super_scale" not in codec.parts(1, 1):
         return grids
     row = torch.cat([found.scale for found in grids], 1).amax(1, keepdim=True)
-    levels = torch.from_numpy(SCALE_CODES)
+    levels = scale_levels(row)
     return [replace(found, scale=levels[scale_codes(found.scale, row).long()] * row, row=row) for found in grids]
 
 

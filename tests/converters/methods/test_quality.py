@@ -34,7 +34,8 @@ def nll(path: Path, tokens: list[int], mode: Mode | None = "a16") -> float:
     return total / count
 
 
-def test_awq_at_2_bits_loses_less_than_rounding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", [None, True])
+def test_awq_at_2_bits_loses_less_than_rounding(tmp_path: Path, half: bool | None) -> None:
     text = tmp_path / "calibration.py"
     text.write_text(Path(textwrap.__file__).read_text()[:9000])
     files = {}
@@ -43,6 +44,7 @@ def test_awq_at_2_bits_loses_less_than_rounding(tmp_path: Path) -> None:
             method=method,  # type: ignore[arg-type]
             bits=2,
             group_size=32,
+            half=half,
             head=8,
             calibration=text if method == "awq" else None,
         )

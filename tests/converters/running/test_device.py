@@ -32,6 +32,7 @@ METHODS = (
     ("llama_mha", {"method": "mquant", "activations": "static"}),
     ("llama_gqa", {"method": "awq+gptq", "bits": 3, "group_size": 32}),
     ("qwen2_moe", {"method": "awq", "bits": 3, "group_size": 32}),
+    ("llama_gqa", {"method": "awq", "bits": 2, "group_size": 32, "half": True, "scale_bits": 4}),
     ("opt", {"method": "smoothquant+gptq"}),
     ("llama_mha", {"method": "quarot", "gptq": True}),
     ("llama_gqa", {"method": "resq", "gptq": True, "calibration": "built-in"}),
