@@ -194,7 +194,7 @@ class Checkpoint:
     def codec(self, name: str) -> Codec:
         """How the checkpoint holds a weight: in integers, or in the floats of `dtype`."""
         tensor = self.tensors[name]
-        changed = tensor.added or tensor.first or tensor.merged or tensor.rearranged
+        changed = tensor.added or tensor.first or tensor.merged or tensor.factor != 1 or tensor.transposed
         return (None if changed else tensor.stored.codec) or Codec(cast(Kind, self.dtype(name)))
 
     def order(self, name: str) -> NDArray[np.int32] | None:
@@ -221,17 +221,20 @@ class Checkpoint:
     def quantized(self, name: str, start: int, stop: int) -> StoredArrays:
         """The integers of rows start...stop of a matrix whose `codec` has some."""
         tensor = self.tensors[name]
-        skipped = tensor.skipped // tensor.shape[-1]
-        return cast(QuantizedTensor, tensor.stored).quantized(skipped + start, stop - start, tensor.name or name)
+        skipped, stored = tensor.skipped // tensor.shape[-1], cast(QuantizedTensor, tensor.stored)
+        if not tensor.order:
+            return stored.quantized(skipped + start, stop - start, tensor.name or name)
+        lowest, highest, places = _places(tensor.order[start:stop])
+        arrays = stored.quantized(skipped + lowest, highest - lowest, tensor.name or name)
+        return {part: array[places] for part, array in arrays.items()}
 
     def _read(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows of a tensor as they are stored, float32; `name`: for messages."""
         if tensor.transposed:
             values = self._columns(tensor, name, start, stop)
         elif tensor.order:
-            places = np.array(tensor.order[start:stop])
-            lowest, highest = (int(places.min()), int(places.max()) + 1) if len(places) else (0, 0)
-            values = self._span(tensor, name, lowest, highest)[places - lowest]
+            lowest, highest, places = _places(tensor.order[start:stop])
+            values = self._span(tensor, name, lowest, highest)[places]
         else:
             values = self._span(tensor, name, start, stop)
         if not np.isfinite(values).all():
@@ -273,3 +276,10 @@ class Checkpoint:
         headers = sorted((name, t.dtype, t.shape) for name, t in self.tensors.items())
         described = [self.config, headers, *([self.adapter.digest] if self.adapter else [])]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _places(rows: tuple[int, ...]) -> tuple[int, int, NDArray[np.int64]]:
+    """The first row of some, the one after the last, and where they are in what lies between."""
+    places = np.array(rows, np.int64)
+    lowest, highest = (int(places.min()), int(places.max()) + 1) if len(places) else (0, 0)
+    return lowest, highest, places - lowest

@@ -1,21 +1,17 @@
-"""What llama.cpp calls architectures, keys and tensors: a configuration as transformers' config.json has it, and names.
+"""What llama.cpp calls architectures and tensors, and what their keys are in transformers' config.json.
 
-A key that changes the computation is read or refused: of the keys that begin with the architecture's name every one is listed
-here.  Read in llama.cpp's converter and model code.
+Read in llama.cpp's converter and model code.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from edgeq.converters.importers.gguf_keys import GgufKeys, Keys, Settings
 from edgeq.errors import CheckpointError, UnsupportedError
-
-Keys = Mapping[str, Any]
-Settings = dict[str, Any]
-"""Keys of config.json."""
 
 EMBEDDING, HEAD, NORM, FREQUENCIES = "token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight"
 ENDS = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", HEAD: "lm_head.weight"}
@@ -27,22 +23,14 @@ LLAMA = NORMS | ATTENTION | MLP
 EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 MIXTRAL = {"ffn_gate_exps": "w1", "ffn_down_exps": "w2", "ffn_up_exps": "w3"}
 SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+"""Norms after attention and MLP, of layers that have none before them."""
+GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+GLM_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 GEMMA_27B_LAYERS = 62
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{"attention.causal": (True,), "use_parallel_residual": (False,), "pooling_type": (0,)},
-    **{"attention.clamp_kqv": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0)},
-    **{"attention.scale": (0.0,), "attn_logit_softcapping": (0.0,), "final_logit_softcapping": (0.0,)},
-    **{"rope.scaling.finetuned": (True, False), "tensor_data_layout": ("Meta AI original pth",)},
-    **{
-        "expert_count": (0,),
-        "expert_used_count": (0,),
-        "expert_shared_count": (0,),
-        "expert_group_count": (0, 1),
-        "expert_group_used_count": (0, 1),
-    },
-    **{"expert_weights_scale": (0.0, 1.0), "leading_dense_block_count": (0,), "nextn_predict_layers": (0,)},
-}
-"""Key after the architecture's name -> values under which it changes nothing."""
+WINDOWS_PERIOD = 4
+"""llama.cpp's own, for files that have a window and do not say in which layers: all but every fourth."""
+RMS_EPSILON = "rms_norm_eps"
 
 
 @dataclass(frozen=True)
@@ -54,6 +42,9 @@ class Architecture:
     interleaved   rows of q and k in pairs of one rotation, as the original Llama has them, instead of half by half
     gain          what llama.cpp adds to the gains of norms
     settings      further keys of config.json
+    epsilon       what config.json calls the epsilon of the norms; any name but RMS_EPSILON is that of a LayerNorm
+    ends          tensors outside of the layers: llama.cpp's name -> transformers'
+    layers        what transformers' names of tensors in layers begin with
     """
 
     family: str
@@ -62,45 +53,9 @@ class Architecture:
     settings: Callable[[GgufKeys], Settings]
     interleaved: bool = False
     gain: float = 0.0
-
-
-@dataclass
-class GgufKeys:
-    """The metadata of a file, read by key without the architecture's name; what nobody reads is refused in the end."""
-
-    metadata: Keys
-    architecture: str
-    place: str
-    read: set[str] = field(default_factory=set)
-
-    def value(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        return self.metadata.get(f"{self.architecture}.{key}", default)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        found = self.value(key, default)
-        if type(found) is not int or not 0 <= found < 1 << 31:
-            raise self.wrong(key, found, "an integer")
-        return found
-
-    def number(self, key: str, default: float | None = None) -> float:
-        found = self.value(key, default)
-        if type(found) not in (int, float) or not math.isfinite(found):
-            raise self.wrong(key, found, "a number")
-        return float(found)
-
-    def wrong(self, key: str, found: Any, expected: str) -> CheckpointError:
-        shown = "missing" if found is None else f"{found!r:.60}"
-        return CheckpointError(f"{self.place}: {self.architecture}.{key} is {shown}; expected {expected}")
-
-    def check_all_read(self) -> None:
-        """UnsupportedError: a key that may change the computation."""
-        start = f"{self.architecture}."
-        for key, found in self.metadata.items():
-            name = key.removeprefix(start)
-            if key.startswith(start) and name not in self.read and not any(found == value for value in NEUTRAL.get(name, ())):
-                supported = " or ".join(map(repr, NEUTRAL[name])) if name in NEUTRAL else "files without it"
-                raise UnsupportedError(f"{self.place}: {key} is {found!r:.60}; supported: {supported}")
+    epsilon: str = RMS_EPSILON
+    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    layers: str = "model.layers."
 
 
 def nothing_else(keys: GgufKeys) -> Settings:
@@ -153,6 +108,40 @@ def gemma3(keys: GgufKeys) -> Settings:
     }
 
 
+def windows(keys: GgufKeys) -> Settings:
+    """The window, and the layers that have it: a list, or all but every so many-th; 0 and none are no window."""
+    size, layers = keys.integer("attention.sliding_window", 0), keys.integer("block_count")
+    found = keys.value("attention.sliding_window_pattern", WINDOWS_PERIOD)
+    if not size:
+        return {"sliding_window": None}
+    if type(found) is int and found > 0:
+        local = [(layer + 1) % found != 0 for layer in range(layers)]
+    elif isinstance(found, np.ndarray) and found.dtype == np.bool_ and len(found) == layers:
+        local = [bool(each) for each in found]
+    else:
+        raise keys.wrong("attention.sliding_window_pattern", found, f"a positive integer or {layers} times true or false")
+    return {"sliding_window": size, "layer_types": ["sliding_attention" if each else "full_attention" for each in local]}
+
+
+def olmo3(keys: GgufKeys) -> Settings:
+    """Layers with a window have a rope of their own, which nothing stretches."""
+    base = keys.number("rope.freq_base", 10000.0)
+    bases = {"full_attention": base, "sliding_attention": keys.number("rope.freq_base_swa", base)}
+    return windows(keys) | {"rope_parameters": {kind: {"rope_theta": theta} for kind, theta in bases.items()}}
+
+
+def exaone4(keys: GgufKeys) -> Settings:
+    return {"layer_types": None} | windows(keys)
+
+
+def glm4(keys: GgufKeys) -> Settings:
+    return {"attention_bias": keys.has("attn_q.bias")}
+
+
+def ernie4_5(keys: GgufKeys) -> Settings:
+    return {"use_bias": keys.has("attn_q.bias")}
+
+
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA, nothing_else, interleaved=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA, no_windows, interleaved=True),
@@ -186,6 +175,10 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM", "qwen3_moe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS | {"ffn_gate_inp": "mlp.gate"}, qwen3_moe
     ),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", ATTENTION | MLP | HEAD_NORMS | POST_NORMS, nothing_else),
+    "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", ATTENTION | MLP | HEAD_NORMS | POST_NORMS, exaone4),
+    "glm4": Architecture("Glm4ForCausalLM", "glm4", NORMS | ATTENTION | GLM_NORMS | GLM_MLP, glm4),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA, ernie4_5),
 }
 """llama.cpp's name of an architecture, in `general.architecture`."""
 MIXTRAL_ARCHITECTURE = Architecture(
@@ -199,10 +192,15 @@ MIXTRAL_ARCHITECTURE = Architecture(
     interleaved=True,
 )
 """Mixtral's files say "llama" and have experts."""
+OLMO3_ARCHITECTURE = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", model_type="olmo3", settings=olmo3)
+"""OLMo 3's files say "olmo2" and have windows."""
 
 
-def architecture(metadata: Keys, place: str) -> tuple[Architecture, GgufKeys]:
-    """UnsupportedError: one that edgeq does not run, by name.  CheckpointError: none is named."""
+def architecture(metadata: Keys, place: str, tensors: Collection[str] = ()) -> tuple[Architecture, GgufKeys]:
+    """What the metadata name, and its keys;  tensors: names of all.
+
+    UnsupportedError: one that edgeq does not run, by name.  CheckpointError: none is named.
+    """
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError(f"{place}: general.architecture is {'missing' if name is None else f'{name!r:.60}'}")
@@ -214,6 +212,9 @@ def architecture(metadata: Keys, place: str) -> tuple[Architecture, GgufKeys]:
         )
     if name not in ARCHITECTURES:
         raise UnsupportedError(f"{place}: architecture {name!r:.60} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    keys = GgufKeys(metadata, name, place)
-    mixture = name == "llama" and keys.value("expert_count", 0)
-    return (MIXTRAL_ARCHITECTURE if mixture else ARCHITECTURES[name]), keys
+    keys = GgufKeys(metadata, name, place, tensors)
+    if name == "llama" and keys.integer("expert_count", 0):
+        return MIXTRAL_ARCHITECTURE, keys
+    if name == "olmo2" and keys.integer("attention.sliding_window", 0):
+        return OLMO3_ARCHITECTURE, keys
+    return ARCHITECTURES[name], keys

@@ -8,13 +8,16 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.converters.importers.gguf_architectures import EMBEDDING, FREQUENCIES, HEAD, Architecture, GgufKeys, Settings
+from edgeq.converters.importers.gguf_architectures import EMBEDDING, FREQUENCIES, HEAD, RMS_EPSILON, Architecture
+from edgeq.converters.importers.gguf_keys import GgufKeys, Settings
 from edgeq.errors import CheckpointError, UnsupportedError
 
 Factors = Mapping[str, NDArray[np.float32]]
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 """Numbers of the rotary embedding of Llama 3.1 and later that llama.cpp does not store; all published models have these."""
 TOLERANCE = 1e-5
+YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+"""Key after `rope.scaling.` -> key of `rope_scaling`; llama.cpp's numbers where they are absent are transformers'."""
 
 
 def config_of(kind: Architecture, keys: GgufKeys, shapes: Mapping[str, tuple[int, ...]], factors: Factors) -> Settings:
@@ -36,7 +39,6 @@ def config_of(kind: Architecture, keys: GgufKeys, shapes: Mapping[str, tuple[int
     if (values := keys.integer("attention.value_length", head_dim)) != head_dim or head_dim < 2 or head_dim % 2:
         raise UnsupportedError(f"{keys.place}: heads of {head_dim} and {values}; supported: keys and values of one even size")
     rotated = keys.integer("rope.dimension_count", head_dim)
-    partial = {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
     settings = kind.settings(keys)
     # Of a model whose layers all have experts some files say the width of a layer without.
     width = keys.value("feed_forward_length") if "moe_intermediate_size" in settings else keys.integer("feed_forward_length")
@@ -51,11 +53,11 @@ def config_of(kind: Architecture, keys: GgufKeys, shapes: Mapping[str, tuple[int
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        kind.epsilon: keys.number(f"attention.layer_norm_{'rms_' * (kind.epsilon == RMS_EPSILON)}epsilon"),
         "max_position_embeddings": keys.integer("context_length"),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": HEAD not in shapes,
-        **partial,
+        "partial_rotary_factor": rotated / head_dim,
         **settings,
     }
     scaling = _scaling(keys, factors, head_dim, config["rope_theta"])
@@ -85,9 +87,22 @@ def _scaling(keys: GgufKeys, factors: Factors, head_dim: int, theta: float) -> S
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
+    if kind == "yarn":
+        return _yarn(keys)
     raise UnsupportedError(
-        f"{keys.place}: rope.scaling.type is {kind!r:.40}; supported: none, linear, and the factors of Llama 3 and LongRoPE"
+        f"{keys.place}: rope.scaling.type is {kind!r:.40}; supported: none, linear, yarn, the factors of Llama 3 and LongRoPE"
     )
+
+
+def _yarn(keys: GgufKeys) -> Settings:
+    keys.only("rope.scaling.yarn_ext_factor", 1.0)
+    numbers = {name: keys.value(f"rope.scaling.{key}") for key, name in YARN.items()}
+    return {
+        "rope_type": "yarn",
+        "factor": keys.number("rope.scaling.factor"),
+        "original_max_position_embeddings": keys.integer("rope.scaling.original_context_length"),
+        **{name: value for name, value in numbers.items() if value is not None},
+    }
 
 
 def _decimals(values: NDArray[np.float32]) -> list[float]:

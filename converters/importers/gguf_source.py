@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from edgeq.converters.importers.gguf_architectures import EMBEDDING, ENDS, FREQUENCIES, HEAD, Architecture, architecture
+from edgeq.converters.importers.gguf_architectures import EMBEDDING, FREQUENCIES, HEAD, Architecture, architecture
 from edgeq.converters.importers.gguf_config import config_of
 from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
 from edgeq.converters.importers.gguf_tensors import GgufTensor, bytes_of
@@ -57,7 +57,7 @@ class GgufSource:
         """
         files = _parts(path)
         metadata, place = files[0].metadata, str(path)
-        kind, keys = architecture(metadata, place)
+        kind, keys = architecture(metadata, place, {name for file in files for name in file.tensors})
         stored = _stored(files, place)
         config = config_of(kind, keys, {name: tensor.shape for name, tensor in stored.items()}, _small(stored))
         keys.check_all_read()
@@ -181,15 +181,15 @@ def _renamed(
     head_sizes = {"attn_q": config["head_dim"], "attn_k": config["head_dim"]} if kind.interleaved else {}
     found: dict[str, GgufTensor] = {}
     for name, tensor in stored.items():
-        if name in ENDS:
+        if name in kind.ends:
             gain = kind.gain if name not in (EMBEDDING, HEAD) else 0.0
-            found[ENDS[name]] = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, added=-gain)
+            found[kind.ends[name]] = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, added=-gain)
             continue
         at = _LAYER.fullmatch(name)
         module = kind.tensors.get(at[2]) if at else None
         if at is None or module is None:
             raise UnsupportedError(f"{place}: tensor {name:.80} has no place in a {kind.family}; edgeq has nothing for it")
-        prefix, size = f"model.layers.{int(at[1])}.", head_sizes.get(at[2], 0)
+        prefix, size = f"{kind.layers}{int(at[1])}.", head_sizes.get(at[2], 0)
         if size and tensor.rows % size:
             raise CheckpointError(f"{place}: {name} has {tensor.rows} rows, no whole heads of {size}")
         gain = kind.gain if "norm" in at[2] else 0.0

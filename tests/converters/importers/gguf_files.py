@@ -30,6 +30,11 @@ ARCHITECTURES = {
     "gemma3_text": ("gemma3", "GEMMA3"),
     "qwen2_moe": ("qwen2moe", "QWEN2MOE"),
     "qwen3_moe": ("qwen3moe", "QWEN3MOE"),
+    "olmo2": ("olmo2", "OLMO2"),
+    "olmo3": ("olmo2", "OLMO2"),
+    "exaone4": ("exaone4", "EXAONE4"),
+    "glm4": ("glm4", "GLM4"),
+    "ernie4_5": ("ernie4_5", "ERNIE4_5"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -116,10 +121,20 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
     }
     if full.get("rope_type") == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(full["factor"])}
+    if full.get("rope_type") == "yarn":
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(full["factor"])}
+        keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+        options = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+        keys |= {f"rope.scaling.yarn_{ours}": float(full[key]) for key, ours in options.items() if full.get(key) is not None}
     if full.get("rope_type") == "longrope":
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
     if own in ("gemma3", "phi3"):
         keys["attention.sliding_window"] = config.get("sliding_window") or 0
+    if config["model_type"] in ("olmo3", "exaone4") and config.get("sliding_window"):
+        keys["attention.sliding_window"] = config["sliding_window"]
+        keys["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if config["model_type"] == "olmo3":
+        keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     if experts := config.get("num_local_experts") or config.get("num_experts"):
         keys |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
     if "moe_intermediate_size" in config:

@@ -1,0 +1,95 @@
+"""The metadata of a GGUF file that say what its network is.
+
+A key that changes the computation is read or refused: of the keys that begin with the architecture's name every one is read by
+somebody, or listed here with the values under which it changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgeq.errors import CheckpointError, UnsupportedError
+
+Keys = Mapping[str, Any]
+Settings = dict[str, Any]
+"""Keys of config.json."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{"attention.causal": (True,), "use_parallel_residual": (False,), "pooling_type": (0,)},
+    **{"attention.clamp_kqv": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0)},
+    **{"attention.scale": (0.0,), "attn_logit_softcapping": (0.0,), "final_logit_softcapping": (0.0,)},
+    **{"rope.scaling.finetuned": (True, False), "tensor_data_layout": ("Meta AI original pth",)},
+    **{
+        "expert_count": (0,),
+        "expert_used_count": (0,),
+        "expert_shared_count": (0,),
+        "expert_group_count": (0, 1),
+        "expert_group_used_count": (0, 1),
+    },
+    **{"expert_weights_scale": (0.0, 1.0), "leading_dense_block_count": (0,), "nextn_predict_layers": (0,)},
+}
+"""Key after the architecture's name -> values under which it changes nothing."""
+
+
+@dataclass
+class GgufKeys:
+    """The metadata of a file, read by key without the architecture's name; what nobody reads is refused in the end.
+
+    tensors   their names: of some settings it is all that says them
+    """
+
+    metadata: Keys
+    architecture: str
+    place: str
+    tensors: Collection[str] = ()
+    read: set[str] = field(default_factory=set)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        found = self.value(key, default)
+        if type(found) is not int or not 0 <= found < 1 << 31:
+            raise self.wrong(key, found, "an integer")
+        return found
+
+    def number(self, key: str, default: float | None = None) -> float:
+        found = self.value(key, default)
+        if type(found) not in (int, float) or not math.isfinite(found):
+            raise self.wrong(key, found, "a number")
+        return float(found)
+
+    def only(self, key: str, *supported: Any) -> None:
+        """UnsupportedError: the key is there and has another value."""
+        found = self.value(key, supported[0])
+        if not _among(found, supported):
+            raise self._refused(key, found, supported)
+
+    def has(self, tensor: str) -> bool:
+        """Whether the layers have a tensor of this name."""
+        return f"blk.0.{tensor}" in self.tensors
+
+    def wrong(self, key: str, found: Any, expected: str) -> CheckpointError:
+        shown = "missing" if found is None else f"{found!r:.60}"
+        return CheckpointError(f"{self.place}: {self.architecture}.{key} is {shown}; expected {expected}")
+
+    def check_all_read(self) -> None:
+        """UnsupportedError: a key that may change the computation."""
+        start = f"{self.architecture}."
+        for key, found in self.metadata.items():
+            name = key.removeprefix(start)
+            if key.startswith(start) and name not in self.read and not _among(found, NEUTRAL.get(name, ())):
+                raise self._refused(name, found, NEUTRAL.get(name, ()))
+
+    def _refused(self, key: str, found: Any, supported: tuple[Any, ...]) -> UnsupportedError:
+        instead = " or ".join(map(repr, supported)) or "files without it"
+        return UnsupportedError(f"{self.place}: {self.architecture}.{key} is {found!r:.60}; supported: {instead}")
+
+
+def _among(found: Any, values: tuple[Any, ...]) -> bool:
+    # An array has no truth of its own.
+    return type(found) in (bool, int, float, str) and found in values

@@ -1,0 +1,140 @@
+"""GGUF files of the dense families beside the Llama line: settings that are keys, rows in other orders, norms elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from edgeq.converters.checkpoint.download import HubAccess
+from edgeq.converters.convert import carry_out
+from edgeq.converters.importers import gguf_source, open_source
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.planning.plan import ConversionPlan
+from edgeq.converters.planning.preflight import planned
+from edgeq.converters.running.readback import stored_tensors
+from edgeq.errors import CheckpointError, EdgeqError, UnsupportedError
+from edgeq.runtime.model import Model
+from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmo2": {},
+    "olmo3": {},
+    "exaone4": {},
+    "glm4": {},
+    "ernie4_5": {},
+}
+"""Family of `tests/conftest.py` -> settings with which llama.cpp's keys can say it."""
+TOKENS = [1, 5, 9, 2, 30, 2047, *range(100, 140)]
+"""More than a window."""
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is not what these tests are about."""
+    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
+
+
+def plan_of(place: Path, method: str | None = None) -> ConversionPlan:
+    options = ConvertOptions(method=method) if method else ConvertOptions()
+    return planned(open_source(str(place), HubAccess()), options)
+
+
+def logits(plan: ConversionPlan, path: Path, target: str = "reference") -> np.ndarray[Any, Any]:
+    file = carry_out(plan, path, silent).file
+    with Model.load(file.path, target=target, threads=1) as model:
+        return model.session().prefill(TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_runs_as_the_checkpoint_that_it_was_made_of(
+    checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    folder = checkpoint(family, **FAMILIES[family])
+    write_gguf(folder, tmp_path / "m.gguf")
+    wanted, found = (plan_of(place, "none") for place in (folder, tmp_path / "m.gguf"))
+    assert found.method.config == wanted.method.config
+    shapes = wanted.method.family.tensor_shapes()
+    assert shapes == found.method.family.tensor_shapes()
+    for name, shape in shapes.items():
+        values = (plan.checkpoint.rows(name, 0, shape[0]) for plan in (wanted, found))
+        assert np.array_equal(*values), name
+    expected = logits(wanted, tmp_path / "wanted.edgeq")
+    assert np.abs(expected).max() > 0.1
+    assert np.array_equal(logits(found, tmp_path / "found.edgeq"), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_integers_are_kept_where_rows_move(checkpoint: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    folder, kind = checkpoint(family, **FAMILIES[family]), Type.Q4_1
+    write_gguf(folder, tmp_path / "m.gguf", in_type(kind))
+    plan = plan_of(tmp_path / "m.gguf")
+    file = carry_out(plan, tmp_path / "m.edgeq", silent).file
+    assert {weight.codec.name for linear in file.metadata.linears.values() for weight in linear.weights} == {"i4 g32 offset"}
+    read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
+    floats = plan_of(folder, "none").checkpoint
+    for name, shape in plan.method.family.tensor_shapes().items():
+        values = floats.rows(name, 0, shape[0])
+        if values.ndim > 1:
+            # Blocks lie in rows: those of the checkpoint, rounded in its own order, are the same.
+            values = gguf.dequantize(gguf.quantize(values, kind), kind)
+        assert np.array_equal(read(name), values), name
+
+
+REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
+    ("olmo2", {"olmo2.attention.clamp_kqv": 8.0}, UnsupportedError, r"olmo2\.attention\.clamp_kqv is 8\.0; supported: 0\.0"),
+    ("olmo3", {"olmo2.rope.scaling.yarn_ext_factor": 0.5}, UnsupportedError, "yarn_ext_factor is 0.5; supported: 1.0"),
+    (
+        "olmo3",
+        {"olmo2.rope.scaling.yarn_log_multiplier": 0.1},
+        UnsupportedError,
+        "yarn_log_multiplier is 0.1; supported: files",
+    ),
+    (
+        "olmo3",
+        {"olmo2.attention.sliding_window_pattern": [True]},
+        CheckpointError,
+        "a positive integer or 3 times true or false",
+    ),
+    ("olmo3", {"olmo2.attention.sliding_window": [24, 24]}, CheckpointError, "sliding_window is array.*expected an integer"),
+    (
+        "exaone4",
+        {"exaone4.attention.sliding_window_pattern": 0},
+        CheckpointError,
+        "sliding_window_pattern is 0; expected a posi",
+    ),
+    ("glm4", {"glm4.rope.dimension_sections": [8, 8, 8, 0]}, UnsupportedError, "dimension_sections is array"),
+    ("glm4", {"glm4.nextn_predict_layers": 1}, UnsupportedError, r"nextn_predict_layers is 1; supported: 0"),
+    ("ernie4_5", {"ernie4_5.expert_count": 64}, UnsupportedError, r"expert_count is 64; supported: 0"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "kind", "message"), REFUSED)
+def test_settings_that_edgeq_does_not_run_are_refused_by_key(
+    checkpoint: Callable[..., Path], tmp_path: Path, family: str, changes: dict[str, Any], kind: type[EdgeqError], message: str
+) -> None:
+    write_gguf(checkpoint(family, **FAMILIES[family]), tmp_path / "m.gguf", change=lambda keys: keys.update(changes))
+    with pytest.raises(kind, match=message):
+        plan_of(tmp_path / "m.gguf")
+
+
+def test_local_layers_may_be_said_by_their_period(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    key = "exaone4.attention.sliding_window_pattern"
+    for period, windows in ((2, (24, 0, 24)), (None, (24, 24, 24))):
+
+        def change(keys: dict[str, Any], period: int | None = period) -> None:
+            keys[key] = period
+            if period is None:
+                del keys[key]
+
+        write_gguf(checkpoint("exaone4"), tmp_path / "m.gguf", change=change)
+        assert plan_of(tmp_path / "m.gguf", "none").method.config.sliding_windows == windows
