@@ -29,14 +29,16 @@ _OPTIONS: dict[Unit, tuple[str, int]] = {
 class Budget:
     """The most that an allocation may take.
 
-    unit     bits: per weight of all linear layers but those of a vision tower, with scales and zero points; size: bytes of the
-             file; read: bytes read to decode one token, without the cache; kl: mean KL divergence from the source in nats;
-             seconds: of a token on this machine, as its decode times have it
-    amount   the number; at 0 or below nothing can be met
+    unit        bits: per weight of all linear layers but those of a vision tower, with scales and zero points; size: bytes of
+                the file; read: bytes read to decode one token, without the cache; kl: mean KL divergence from the source in
+                nats; seconds: of a token on this machine, as its decode times have it
+    amount      the number; at 0 or below nothing can be met
+    half_grids  whether these are among the codecs to choose from: GPUs have no kernels for them
     """
 
     unit: Unit
     amount: float
+    half_grids: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.amount < float("inf"):

@@ -21,6 +21,9 @@ from edgeq.format.container import aligned
 from edgeq.format.manifest import FLOAT_PARTS
 from edgeq.network.config import ModelConfig
 
+MIN_HALF_GROUP = 32
+"""Channels of the smallest groups in which a half grid of 2 bits loses less than zero points (docs/quality.md)."""
+
 
 @dataclass(frozen=True)
 class AllocationPart:
@@ -28,12 +31,14 @@ class AllocationPart:
 
     layer    the decoder layer; None: the head, or the embedding
     share    of its weights that is read for a token: of experts, those that a token uses; 0 of an embedding
+    half     whether half grids are among the candidates
     """
 
     name: str
     items: tuple[LinearItem, ...]
     layer: int | None
     share: Fraction
+    half: bool = True
 
     @property
     def columns(self) -> int:
@@ -44,9 +49,12 @@ class AllocationPart:
         return sum(item.rows * item.columns for item in self.items)
 
     def candidates(self) -> tuple[Codec, ...]:
-        """The codecs to choose from, with zero points; group sizes that divide the columns, where one does."""
+        """The codecs to choose from, with zero points or half grids; group sizes that divide the columns, where one does."""
         sizes = sorted({fitting_group_size(self.columns, size) for size in GROUP_SIZES})
-        return tuple(Codec("int", bits, size, symmetric=False) for bits in BITS for size in sizes)
+        zeros = (Codec("int", bits, size, symmetric=False) for bits in BITS for size in sizes)
+        # In smaller groups, and in more bits, zero points lose less.
+        halves = (Codec("half", 2, size) for size in sizes if self.half and size >= MIN_HALF_GROUP)
+        return (*zeros, *halves)
 
     def cost(self, codec: Codec, unit: Unit) -> int:
         """Bytes in `codec`, as `unit` counts them: read for a token, in the file with its padding, or of the numbers alone,
@@ -61,8 +69,11 @@ class AllocationPart:
         return -int(-count * sum(segments) * self.share // 1)
 
 
-def parts_of(items: Iterable[object], config: ModelConfig) -> tuple[AllocationPart, ...]:
-    """The parts of a file made of `items`, in execution order; what is no linear layer, and a vision tower, has none."""
+def parts_of(items: Iterable[object], config: ModelConfig, half: bool) -> tuple[AllocationPart, ...]:
+    """The parts of a file made of `items`, in execution order; what is no linear layer, and a vision tower, has none.
+
+    half   whether they may lie on half grids
+    """
     found: dict[str, list[LinearItem]] = {}
     for item in items:
         if not isinstance(item, LinearItem):
@@ -77,6 +88,7 @@ def parts_of(items: Iterable[object], config: ModelConfig) -> tuple[AllocationPa
             tuple(items),
             int(name.split(".")[1]) if name.startswith("layers.") else None,
             Fraction(0) if name == TABLE else used if ".experts." in name else Fraction(1),
+            half,
         )
         for name, items in found.items()
     )

@@ -90,7 +90,8 @@ class ConversionPlan:
 
     def parts(self) -> tuple[AllocationPart, ...]:
         """The parts that an allocation gives a codec each."""
-        return parts_of((item for step in self.steps for item in step.items), self.method.config)
+        half = self.options.budget is None or self.options.budget.half_grids
+        return parts_of((item for step in self.steps for item in step.items), self.method.config, half)
 
     def codecs(self) -> dict[str, Codec]:
         """The codec of every weight of a decoder layer, by tensor; of one with two blocks that of the first."""

@@ -119,10 +119,16 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
         if not record.keep():
             warn(f"{record.path.parent}: cannot write there; what was measured is not kept for the next run")
 
-    measure({part.name: grid(part) for part in parts})
-    frontier = Frontier(parts, record.found, fixed_costs(plan, parts))
-    measure({name: (codec,) for name, codec in frontier.second_look().items()})
-    return Frontier(parts, record.found, frontier.costs)
+    costs, codecs = fixed_costs(plan, parts), {part.name: grid(part) for part in parts}
+    measure(codecs)
+    second = Frontier(parts, record.found, costs).second_look()
+    measure({name: (codec,) for name, codec in second.items()})
+    # The record may have more: what budgets for other devices chose from.
+    asked = {name: {codec.name for codec in (*first, second.get(name, first[0]))} for name, first in codecs.items()}
+    measured = {
+        name: {codec: value for codec, value in record.found[name].items() if codec in names} for name, names in asked.items()
+    }
+    return Frontier(parts, measured, costs)
 
 
 def with_allocation(plan: ConversionPlan, point: FrontierPoint, frontier: Frontier) -> ConversionPlan:

@@ -34,7 +34,7 @@ from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES
 from edgeq.converters.methods.gptq import moments_bytes
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.divergence import Rounded, unchanged
-from edgeq.converters.probing.estimate import GRID_BITS
+from edgeq.converters.probing.estimate import grid
 from edgeq.converters.probing.outcome import ChangedTable, divergences_through
 from edgeq.converters.probing.record import Record
 from edgeq.converters.rounding.columns import SLAB_ELEMENTS, factorize, quantize_matrix
@@ -77,7 +77,7 @@ def _probes(parts: Sequence[AllocationPart]) -> float:
     decoder = sum(used[part.name] for part in parts if part.layer is not None)
     first = {part.layer or 0 for part in parts}
     after = {layer: sum(used[x.name] for x in parts if x.layer is None or x.layer >= layer) for layer in first}
-    return len(GRID_BITS) * sum(after[part.layer or 0] for part in parts) / decoder
+    return sum(len(grid(part)) * after[part.layer or 0] for part in parts) / decoder
 
 
 def probe_bytes(plan: ConversionPlan) -> int:
@@ -86,14 +86,15 @@ def probe_bytes(plan: ConversionPlan) -> int:
     config, parts, tokens = plan.method.config, plan.parts(), probe_rows(plan).numel()
     of_a_layer = max(sum(part.layer == layer for part in parts) for layer in range(config.num_hidden_layers))
     # What a layer gives with each part in each codec, and at the end its norm.
-    states = 4 * tokens * config.hidden_size * (3 + 2 * len(GRID_BITS) * max(of_a_layer, 1))
+    codecs = max(len(grid(part)) for part in parts)
+    states = 4 * tokens * config.hidden_size * (3 + 2 * codecs * max(of_a_layer, 1))
     _, logits = measurement_bytes(config, tokens)
     first, working = [part for part in parts if part.layer == 0], list[int]()
     for place, part in enumerate(first):
         # Moments of this part and those after it; its factor; its weights as they were, rounded before, and rounded now: of one
         # matrix one codec at a time, of many, experts, all codecs.
         left = sum(4 * len(x.items) * x.columns**2 for x in first[place:])
-        weights = 4 * part.weights * (2 if len(part.items) == 1 else 1 + len(GRID_BITS))
+        weights = 4 * part.weights * (2 if len(part.items) == 1 else 1 + codecs)
         working.append(max(min(MOMENT_BYTES, left), 4 * part.columns**2) + 4 * part.columns**2 + weights)
     layer = plan.layer_bytes + max(plan.batch_bytes(BATCH_ROWS), 6 * 4 * SLAB_ELEMENTS) + max(working)
     head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)

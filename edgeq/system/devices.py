@@ -58,9 +58,14 @@ class DeviceSpec:
         return READ_SHARE * self.read_bandwidth or PEAK_SHARE * self.bandwidth
 
     @property
+    def gpu(self) -> bool:
+        """Whether a file runs on its graphics processor."""
+        return self.isa.startswith("sm_")
+
+    @property
     def supported(self) -> bool:
         """Whether this version has a runtime that was measured on such a device: that for GPUs has not run on one yet."""
-        return not self.isa.startswith("sm_")
+        return not self.gpu
 
     @property
     def usable_memory(self) -> int:

@@ -43,7 +43,8 @@ def resolved(options: dict[str, Any], device: DeviceSpec | None) -> dict[str, An
 def _budget(name: str, value: float, device: DeviceSpec | None) -> Budget:
     if name == "speed":
         return Budget.of_speed(device, value)
-    return Budget("bits", value) if name == "average_bits" else Budget(name, value)  # type: ignore[arg-type]
+    half_grids = device is None or not device.gpu
+    return Budget("bits" if name == "average_bits" else name, value, half_grids)  # type: ignore[arg-type]
 
 
 def decode_here(plan: ConversionPlan, output: Path | None) -> AllocationsHere:

@@ -242,12 +242,13 @@ def test_text_too_short_for_measuring_says_how_much_is_needed(folder: Path) -> N
 
 def test_estimates_pass_through_what_was_measured_and_follow_the_law(folder: Path) -> None:
     part = plan_of(folder).parts()[0]
-    measured = {"i2 g64 zero": 0.1, "i3 g64 zero": 0.02, "i4 g64 zero": 0.02 * 49 / 225}
+    measured = {"i2 g64 zero": 0.1, "i3 g64 zero": 0.02, "i4 g64 zero": 0.02 * 49 / 225, "i2 g64 half": 0.09}
     table = {codec.name: value for codec, value in estimated(part, measured).items()}
-    assert len(table) == 28 and all(table[name] == pytest.approx(value) for name, value in measured.items())
+    assert len(table) == 31 and all(table[name] == pytest.approx(value) for name, value in measured.items())
     assert table["i8 g64 zero"] == pytest.approx(0.02 * 49 / 255**2)
     for bits in (2, 4):
         assert table[f"i{bits} g128 zero"] / table[f"i{bits} g64 zero"] == pytest.approx(1.297, 0.01)
+    assert table["i2 g128 half"] / table["i2 g32 half"] == pytest.approx(1.246, 0.01) and "i2 g16 half" not in table
     # A group size measured beside it bends the curve, but half as far: one measurement errs as much as the law does.
     bent = {codec.name: value for codec, value in estimated(part, measured | {"i3 g16 zero": 0.02}).items()}
     assert table["i5 g16 zero"] < bent["i5 g16 zero"] < bent["i5 g64 zero"]
@@ -470,3 +471,38 @@ def test_every_part_has_candidates_that_divide_its_columns(checkpoint: Callable[
     parts: dict[str, AllocationPart] = {part.name: part for part in plan.parts()}
     assert {codec.group_size for codec in parts["layers.0.qkv"].candidates()} == {16, 32}
     assert {codec.group_size for codec in parts["layers.0.down"].candidates()} == {16}
+
+
+def measured_by_bits(self: Probe, record: Record) -> None:
+    """In place of a probe: half grids lose a little less than zero points."""
+    for part in self.missing:
+        for codec in self.grid(part):
+            record.add(part.name, codec.name, (0.009 if codec.kind == "half" else 0.01) / (2**codec.bits - 1) ** 2)
+
+
+def test_a_budget_near_two_bits_takes_half_grids(folder: Path, tmp_path: Path) -> None:
+    """Measured like all else: of every part, in groups of 64, and in others where they are chosen most."""
+    found = allocate(plan_of(folder, Budget("bits", 2.4)), silent, pytest.fail)
+    assert all("i2 g64 half" in measured for measured in found.frontier.measured.values())
+    assert any(name.endswith(" half") for name in found.point.names.values())
+    zeros = allocate(plan_of(folder, Budget("bits", 2.4, half_grids=False)), silent, pytest.fail)
+    assert zeros.point.kl > found.point.kl
+    file = carry_out(found.plan, tmp_path / "a.edgeq", silent).file
+    assert {name: linear.weights[0].codec.name for name, linear in file.metadata.linears.items()} == found.point.names
+    measured = file.metadata.provenance["measured"]
+    assert isinstance(measured, dict) and 0 < measured["kl"] < 2 * found.point.kl
+
+
+@pytest.mark.parametrize("gpu_first", [False, True])
+def test_a_budget_for_a_gpu_takes_no_half_grid(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_first: bool
+) -> None:
+    """Whatever was measured before for other devices."""
+    monkeypatch.setattr(Probe, "run", measured_by_bits)
+    chosen = {}
+    for device in ("jetson-orin-nano-8gb", "raspberry-pi-5")[:: 1 if gpu_first else -1]:
+        saved = tmp_path / f"{device}.json"
+        given = {"method": None, "calibration_rows": 8, "calibration_length": 128, "average_bits": 2.4, "save_plan": saved}
+        command.convert(str(folder), None, device, True, given)
+        chosen[device] = {Codec.named(name).kind for name in json.loads(saved.read_text()).values()}
+    assert chosen["jetson-orin-nano-8gb"] == {"int"} and "half" in chosen["raspberry-pi-5"]
