@@ -76,20 +76,6 @@ def fused_gate_up(config: ModelConfig) -> Sources:
     return sources
 
 
-def multiplied(config: ModelConfig, parts: Iterable[str], factor: float, biases: Iterable[str] = ()) -> Sources:
-    """Linear layers whose results the network multiplies by a factor."""
-    shapes = {"o": (config.hidden_size, config.query_size), "down": (config.hidden_size, config.intermediate_size)}
-    sources: Sources = {}
-    for layer in range(config.num_hidden_layers):
-        for part in parts:
-            name = f"model.layers.{layer}.{linear_module(part)}"
-            sources[f"{name}.weight"] = TensorSource(f"{name}.weight", shapes[part], shapes[part], factor=factor)
-            if part in biases:
-                rows = shapes[part][:1]
-                sources[f"{name}.bias"] = TensorSource(f"{name}.bias", rows, rows, factor=factor)
-    return sources
-
-
 def scaled_logits(config: ModelConfig, factor: float) -> Sources:
     """The norm before a head whose logits the network multiplies by a factor; states that are pooled stay as they are."""
     size = (config.hidden_size,)

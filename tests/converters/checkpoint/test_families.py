@@ -175,14 +175,15 @@ def test_exaone4_rotates_in_layers_with_windows_where_there_are_some() -> None:
     assert ModelConfig.from_json(plain.to_json()) == plain
 
 
-def test_granites_multipliers_are_settings_or_factors_of_rows() -> None:
+def test_granites_multipliers_are_settings_or_a_factor_of_a_gain() -> None:
     keys = {"architectures": ["GraniteForCausalLM"], **SIZES, "attention_multiplier": 0.125, "embedding_multiplier": 12}
     family, config = recognise(keys | {"residual_multiplier": 0.22, "logits_scaling": 8})
-    assert config.attention_scale == 0.125 and config.embedding_multiplier == 12.0
-    factors = {name: source.factor for name, source in family.sources().items()}
-    assert factors["model.norm.weight"] == 1 / 8 and len(factors) == 1 + 2 * 8
-    assert factors["model.layers.7.self_attn.o_proj.weight"] == factors["model.layers.0.mlp.down_proj.weight"] == 0.22
-    assert set(recognise(keys)[0].sources()) == {"model.norm.weight"}
+    # The stream is divided by what its branches would be multiplied by.
+    assert config.attention_scale == 0.125 and config.embedding_multiplier == 12.0 / 0.22
+    assert config.rms_norm_eps == 1e-6 / 0.22**2
+    assert {name: source.factor for name, source in family.sources().items()} == {"model.norm.weight": 1 / 8}
+    with pytest.raises(CheckpointError, match="rms_norm_eps is .small.; expected a positive number"):
+        recognise(keys | {"rms_norm_eps": "small"})
 
 
 def test_rows_of_neighbouring_pairs_become_halves() -> None:
@@ -523,13 +524,14 @@ def test_an_expert_without_tokens_is_rounded_plainly_with_a_warning(checkpoint: 
 
 def test_factors_and_orders_are_exact_and_take_no_adapters(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """A power of two leaves a type as it is; an adapter for such a file was trained on other rows."""
-    folder = checkpoint("granite", residual_multiplier=0.25)
-    source, *_ = opened(folder)
-    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.o_proj.weight"
-    assert source.dtype(name) == "bf16" and source.dtype("model.norm.weight") == "f32"
-    assert np.array_equal(source.whole(name), 0.25 * tensors[name].float().numpy())
-    assert np.array_equal(source.whole("model.norm.weight"), tensors["model.norm.weight"].float().numpy() * np.float32(1 / 3))
-    file = convert(str(folder), tmp_path / "a.edgeq", ConvertOptions(method="rtn", group_size=32), lambda *_: None)
+    name = "model.norm.weight"
+    for scaling, kind in ((4.0, "bf16"), (3.0, "f32")):
+        folder = checkpoint("granite", logits_scaling=scaling)
+        source, *_ = opened(folder)
+        stored = load_file(folder / "model.safetensors")[name].float().numpy()
+        assert source.dtype(name) == kind and np.array_equal(source.whole(name), stored * np.float32(1 / scaling))
+    options = ConvertOptions(method="rtn", group_size=32)
+    file = convert(str(checkpoint("glm4")), tmp_path / "a.edgeq", options, lambda *_: None)
     assert "source_channels" not in file.metadata.provenance
     source, *_ = opened(checkpoint("glm4"))
     order = list(pairs_apart(4, 64, 48))
