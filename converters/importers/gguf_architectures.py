@@ -27,6 +27,8 @@ POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm"
 """Norms after attention and MLP, of layers that have none before them."""
 GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 GLM_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+COHERE = ATTENTION | MLP | {"attn_norm": "input_layernorm"}
+HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 GEMMA_27B_LAYERS = 62
 WINDOWS_PERIOD = 4
 """llama.cpp's own, for files that have a window and do not say in which layers: all but every fourth."""
@@ -142,6 +144,26 @@ def ernie4_5(keys: GgufKeys) -> Settings:
     return {"use_bias": keys.has("attn_q.bias")}
 
 
+def granite(keys: GgufKeys) -> Settings:
+    """llama.cpp takes 0 for an absent multiplier, and calls a network without a rope one that was not fine-tuned."""
+    keys.only("rope.scaling.finetuned", True)
+    head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // keys.integer("attention.head_count"))
+    return {
+        "attention_multiplier": keys.number("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": keys.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": keys.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": keys.number("logit_scale"),
+    }
+
+
+def command_r(keys: GgufKeys) -> Settings:
+    return {"logit_scale": keys.number("logit_scale")}
+
+
+def cohere2(keys: GgufKeys) -> Settings:
+    return command_r(keys) | windows(keys)
+
+
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA, nothing_else, interleaved=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA, no_windows, interleaved=True),
@@ -178,6 +200,10 @@ ARCHITECTURES = {
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", ATTENTION | MLP | HEAD_NORMS | POST_NORMS, nothing_else),
     "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", ATTENTION | MLP | HEAD_NORMS | POST_NORMS, exaone4),
     "glm4": Architecture("Glm4ForCausalLM", "glm4", NORMS | ATTENTION | GLM_NORMS | GLM_MLP, glm4),
+    "granite": Architecture("GraniteForCausalLM", "granite", LLAMA, granite, interleaved=True),
+    "command-r": Architecture("CohereForCausalLM", "cohere", COHERE, command_r, epsilon="layer_norm_eps"),
+    "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", COHERE, cohere2, epsilon="layer_norm_eps"),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", LLAMA | HUNYUAN_NORMS, nothing_else),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA, ernie4_5),
 }
 """llama.cpp's name of an architecture, in `general.architecture`."""

@@ -35,6 +35,10 @@ ARCHITECTURES = {
     "exaone4": ("exaone4", "EXAONE4"),
     "glm4": ("glm4", "GLM4"),
     "ernie4_5": ("ernie4_5", "ERNIE4_5"),
+    "granite": ("granite", "GRANITE"),
+    "cohere": ("command-r", "COMMAND_R"),
+    "cohere2": ("cohere2", "COHERE2"),
+    "hunyuan_v1_dense": ("hunyuan-dense", "HUNYUAN_DENSE"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -114,7 +118,6 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": float(full["rope_theta"]),
         "rope.dimension_count": round(head_dim * full.get("partial_rotary_factor", 1)),
         "vocab_size": config["vocab_size"],
@@ -130,7 +133,18 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
     if own in ("gemma3", "phi3"):
         keys["attention.sliding_window"] = config.get("sliding_window") or 0
-    if config["model_type"] in ("olmo3", "exaone4") and config.get("sliding_window"):
+    for epsilon in ("rms_norm_eps", "layer_norm_eps"):
+        if epsilon in config:
+            keys[f"attention.layer_norm_{'rms_' * (epsilon == 'rms_norm_eps')}epsilon"] = config[epsilon]
+    multipliers = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
+    multipliers |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "logit_scale": "logit_scale"}
+    keys |= {key: float(config[name]) for name, key in multipliers.items() if name in config}
+    if full.get("rope_type") == "dynamic":
+        # Hunyuan's: a constant that the base takes.
+        keys["rope.freq_base"] *= full["alpha"] ** (head_dim / (head_dim - 2))
+        keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+        keys["rope.scaling.original_context_length"] = config["max_position_embeddings"]
+    if config["model_type"] in ("olmo3", "exaone4", "cohere2") and config.get("sliding_window"):
         keys["attention.sliding_window"] = config["sliding_window"]
         keys["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
     if config["model_type"] == "olmo3":
@@ -149,7 +163,7 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
     found = {name: values.float().numpy() for name, values in load_file(folder / "model.safetensors").items()}
     kind = config["model_type"]
     for name, values in list(found.items()):
-        if kind in ("llama", "mistral", "mixtral", "smollm3") and (".q_proj." in name or ".k_proj." in name):
+        if kind in ("llama", "mistral", "mixtral", "smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             halves = values.reshape(heads, 2, -1, *values.shape[1:])
             found[name] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)

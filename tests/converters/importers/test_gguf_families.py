@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {},
     "glm4": {},
     "ernie4_5": {},
+    "granite": {},
+    "cohere": {},
+    "cohere2": {"tie_word_embeddings": True},
 }
 """Family of `tests/conftest.py` -> settings with which llama.cpp's keys can say it."""
 TOKENS = [1, 5, 9, 2, 30, 2047, *range(100, 140)]
@@ -114,6 +118,9 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ),
     ("glm4", {"glm4.rope.dimension_sections": [8, 8, 8, 0]}, UnsupportedError, "dimension_sections is array"),
     ("glm4", {"glm4.nextn_predict_layers": 1}, UnsupportedError, r"nextn_predict_layers is 1; supported: 0"),
+    ("granite", {"granite.rope.scaling.finetuned": False}, UnsupportedError, "finetuned is False; supported: True"),
+    ("granite", {"granite.deepstack_mapping": [1, 0]}, UnsupportedError, "deepstack_mapping is array.*files without it"),
+    ("cohere2", {"cohere2.logit_scale": 0.0}, CheckpointError, "logit_scale is 0.0; expected a number from"),
     ("ernie4_5", {"ernie4_5.expert_count": 64}, UnsupportedError, r"expert_count is 64; supported: 0"),
 ]
 
@@ -138,3 +145,33 @@ def test_local_layers_may_be_said_by_their_period(checkpoint: Callable[..., Path
 
         write_gguf(checkpoint("exaone4"), tmp_path / "m.gguf", change=change)
         assert plan_of(tmp_path / "m.gguf", "none").method.config.sliding_windows == windows
+
+
+def test_the_base_of_a_hunyuan_has_its_constant_in_it(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The file has the product in float32; the checkpoint has base and constant."""
+    folder = checkpoint("hunyuan")
+    write_gguf(folder, tmp_path / "m.gguf")
+    wanted, found = (plan_of(place, "none") for place in (folder, tmp_path / "m.gguf"))
+    ours, theirs = wanted.method.config, found.method.config
+    assert theirs.rope.theta == pytest.approx(ours.rope.theta, rel=1e-7) and theirs.rope.theta > 100000
+    assert replace(theirs, rope=ours.rope) == ours
+    expected = logits(wanted, tmp_path / "wanted.edgeq")
+    assert np.abs(logits(found, tmp_path / "found.edgeq") - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_multipliers_that_are_absent_or_0_change_nothing(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    def change(keys: dict[str, Any]) -> None:
+        del keys["granite.embedding_scale"]
+        keys |= {"granite.attention.scale": 0.0, "granite.residual_scale": 0.0, "granite.logit_scale": 1.0}
+
+    write_gguf(checkpoint("granite"), tmp_path / "m.gguf", change=change)
+    config = plan_of(tmp_path / "m.gguf", "none").method.config
+    assert config.embedding_multiplier == 1 and config.attention_scale == pytest.approx(config.head_dim**-0.5)
+
+
+def test_norms_of_heads_that_command_r_plus_has_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    write_gguf(checkpoint("cohere"), tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data.replace(b"blk.0.attn_output", b"blk.0.attn_q_norm"))
+    with pytest.raises(UnsupportedError, match=r"tensor blk\.0\.attn_q_norm\.weight has no place in a CohereForCausalLM"):
+        plan_of(tmp_path / "m.gguf")
