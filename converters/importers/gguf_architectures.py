@@ -29,7 +29,10 @@ GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm":
 GLM_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 COHERE = ATTENTION | MLP | {"attn_norm": "input_layernorm"}
 HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
 GEMMA_27B_LAYERS = 62
+STARCODER2_WINDOW = 4096
+"""Published models have this one, which llama.cpp does not store."""
 WINDOWS_PERIOD = 4
 """llama.cpp's own, for files that have a window and do not say in which layers: all but every fourth."""
 RMS_EPSILON = "rms_norm_eps"
@@ -164,6 +167,17 @@ def cohere2(keys: GgufKeys) -> Settings:
     return command_r(keys) | windows(keys)
 
 
+def stablelm(keys: GgufKeys) -> Settings:
+    """As llama.cpp has it, blocks are parallel where MLPs have no norm of their own, whatever the key says."""
+    keys.value("use_parallel_residual")
+    return {"use_qkv_bias": keys.has("attn_q.bias"), "use_parallel_residual": not keys.has("ffn_norm.weight")}
+
+
+def starcoder2(keys: GgufKeys) -> Settings:
+    window = keys.integer("attention.sliding_window", STARCODER2_WINDOW)
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": keys.has("attn_q.bias"), "sliding_window": window or None}
+
+
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA, nothing_else, interleaved=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA, no_windows, interleaved=True),
@@ -204,6 +218,17 @@ ARCHITECTURES = {
     "command-r": Architecture("CohereForCausalLM", "cohere", COHERE, command_r, epsilon="layer_norm_eps"),
     "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", COHERE, cohere2, epsilon="layer_norm_eps"),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", LLAMA | HUNYUAN_NORMS, nothing_else),
+    "stablelm": Architecture(
+        "StableLmForCausalLM", "stablelm", LLAMA, stablelm, epsilon="layer_norm_eps", ends=ENDS | NORM_BIAS
+    ),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        NORMS | ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        starcoder2,
+        epsilon="norm_epsilon",
+        ends=ENDS | NORM_BIAS,
+    ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA, ernie4_5),
 }
 """llama.cpp's name of an architecture, in `general.architecture`."""

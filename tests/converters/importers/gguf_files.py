@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "glm4": ("glm4", "GLM4"),
     "ernie4_5": ("ernie4_5", "ERNIE4_5"),
     "granite": ("granite", "GRANITE"),
+    "stablelm": ("stablelm", "STABLELM"),
+    "starcoder2": ("starcoder2", "STARCODER2"),
     "cohere": ("command-r", "COMMAND_R"),
     "cohere2": ("cohere2", "COHERE2"),
     "hunyuan_v1_dense": ("hunyuan-dense", "HUNYUAN_DENSE"),
@@ -133,7 +135,7 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
     if own in ("gemma3", "phi3"):
         keys["attention.sliding_window"] = config.get("sliding_window") or 0
-    for epsilon in ("rms_norm_eps", "layer_norm_eps"):
+    for epsilon in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon"):
         if epsilon in config:
             keys[f"attention.layer_norm_{'rms_' * (epsilon == 'rms_norm_eps')}epsilon"] = config[epsilon]
     multipliers = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}

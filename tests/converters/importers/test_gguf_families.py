@@ -32,6 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "cohere": {},
     "cohere2": {"tie_word_embeddings": True},
+    "stablelm": {},
+    "stablelm_parallel": {},
+    "starcoder2": {"sliding_window": 4096},
 }
 """Family of `tests/conftest.py` -> settings with which llama.cpp's keys can say it."""
 TOKENS = [1, 5, 9, 2, 30, 2047, *range(100, 140)]
@@ -121,6 +124,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ("granite", {"granite.rope.scaling.finetuned": False}, UnsupportedError, "finetuned is False; supported: True"),
     ("granite", {"granite.deepstack_mapping": [1, 0]}, UnsupportedError, "deepstack_mapping is array.*files without it"),
     ("cohere2", {"cohere2.logit_scale": 0.0}, CheckpointError, "logit_scale is 0.0; expected a number from"),
+    (
+        "stablelm",
+        {"stablelm.attention.layer_norm_epsilon": "1e-5"},
+        CheckpointError,
+        "layer_norm_epsilon is '1e-5'; expected a",
+    ),
+    ("starcoder2", {"starcoder2.attention.max_alibi_bias": 8.0}, UnsupportedError, "max_alibi_bias is 8.0; supported: files"),
     ("ernie4_5", {"ernie4_5.expert_count": 64}, UnsupportedError, r"expert_count is 64; supported: 0"),
 ]
 
