@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from edgeq.errors import InputError
+from edgeq.network.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,12 @@ BATCH_ROWS = 2
 """Calibration rows in one forward on the processor: bounds the activations inside a layer."""
 MAX_ROWS = 16
 """The same on a GPU, which they keep busy."""
+MEASURED_ROWS = 4
+"""Calibration rows, or samples, evenly spaced, that are run again when all layers are written: for the head and the mode."""
+LOGIT_BYTES = 64 << 20
+"""Logits float32 [tokens, part of the vocabulary] of one variant in memory at a time."""
+LOGITS = 5
+"""Arrays of that size that comparing two variants takes."""
 CPU = "cpu"
 MESSAGES = ("out of memory", "ALLOC_FAILED")
 """What errors say that torch raises as plain RuntimeError: those of MPS, and of CUDA's libraries, which have workspaces."""
@@ -68,6 +75,11 @@ class Compute:
     def smaller(self) -> Compute:
         """With half the rows; after one row the processor."""
         return replace(self, rows=self.rows // 2) if self.rows > 1 else Compute()
+
+
+def measurement_bytes(config: ModelConfig, tokens: int) -> tuple[int, int]:
+    """Memory that comparing two variants over so many tokens takes: of hidden states and their norms, and of logits."""
+    return 6 * 4 * tokens * config.hidden_size, LOGITS * min(LOGIT_BYTES, 4 * tokens * config.vocab_size)
 
 
 def chosen(name: str, needs: Callable[[int], int], free: Callable[[torch.device], int] | None = None) -> Compute:

@@ -1,20 +1,66 @@
-"""GPTQ of the head: its inputs, the outputs of the last layer as stored, are at hand when all layers are written."""
+"""The end of a model that runs over calibration text: the last norm, the head in slabs of the vocabulary, and GPTQ of it.
+
+The inputs of the head, outputs of the last layer as stored, are at hand when all layers are written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.converters.calibration.compute import Compute
+from edgeq.converters.calibration.compute import LOGIT_BYTES, Compute
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import Norm
+from edgeq.converters.checkpoint.slabs import RowReader, Tensors, slabs
+from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe, RoundRows
 from edgeq.converters.rounding.presets import MIN_MAX_ZERO_WEIGHED
 from edgeq.converters.rounding.quantizer import Quantized, quantize
 from edgeq.format.codec import Codec
+from edgeq.network.config import ModelConfig
+
+
+@dataclass
+class LogSumExp:
+    """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens], on the CPU."""
+
+    value: Tensor
+
+    @classmethod
+    def of(cls, tokens: int) -> LogSumExp:
+        return cls(torch.full((tokens,), -math.inf, dtype=torch.float64))
+
+    def add(self, logits: Tensor) -> Tensor:
+        """Logits float32 [tokens, slab], on any device; returns the share of what was added so far, this slab included."""
+        part = logits.logsumexp(1).cpu().double()
+        self.value = torch.logaddexp(self.value, part)
+        return (part - self.value).exp()
+
+
+def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
+    """The norm before the head."""
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
+    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
+    return norm
+
+
+def beginnings(states: Tensor, pooling: str) -> Tensor:
+    """The vector of every beginning of a row, from its states float32 [rows, tokens, hidden]; of the same shape."""
+    return states if pooling == "last" else states.cumsum(1) / torch.arange(1, states.shape[1] + 1)[:, None]
+
+
+def head_slabs(read: RowReader, config: ModelConfig, tokens: int) -> Iterator[NDArray[np.float32]]:
+    """The rows of the head, so many at a time that the logits of `tokens` for them have at most LOGIT_BYTES."""
+    name = EMBEDDING if config.tie_word_embeddings else HEAD
+    return slabs(((name, config.vocab_size),), config.hidden_size, read, max(1, LOGIT_BYTES // (4 * max(tokens, 1))))
 
 
 @torch.no_grad()

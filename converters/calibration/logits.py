@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeq.converters.calibration.choose_precision import beginnings, last_norm
 from edgeq.converters.calibration.compute import BATCH_ROWS
 from edgeq.converters.calibration.forward import BlockForward, token_activations
+from edgeq.converters.calibration.head import beginnings, last_norm
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.checkpoint.sentence_transformers import embedding_settings

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 from edgeq.converters.budget.budget import MAX_TOKENS
 from edgeq.converters.budget.parts import AllocationPart, parts_of
 from edgeq.converters.budget.prediction import AllocationPrediction
-from edgeq.converters.calibration.compute import BATCH_ROWS, Compute
+from edgeq.converters.calibration.compute import BATCH_ROWS, LOGIT_BYTES, MEASURED_ROWS, Compute, measurement_bytes
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES
 from edgeq.converters.checkpoint.tokenizer import TextAssets
@@ -38,16 +38,25 @@ from edgeq.format.adapter import SOURCE_CHANNELS
 from edgeq.format.codec import Codec
 from edgeq.format.container import DATA_OFFSET
 from edgeq.format.metadata import Metadata
+from edgeq.format.records import Mode
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.version import __version__
 
 if TYPE_CHECKING:
-    from edgeq.converters.calibration.choose_precision import PrecisionChoice
     from edgeq.converters.calibration.dataset import Calibration
     from edgeq.converters.calibration.samples import PictureSamples
 
 DEVICE_BASELINE = 64 << 20
 """Workspaces of a GPU's libraries, and what is lost between the blocks that torch takes of its memory."""
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """Bits of the head, the mode, and the measurements that chose them, which go into the provenance."""
+
+    head: int
+    mode: Mode
+    measured: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -122,14 +131,13 @@ class ConversionPlan:
         always, writing = BASELINE + self.method.memory_bytes(tokens), 6 * SLAB_BYTES + scales
         if self.calibration is None:
             return always + writing
-        from edgeq.converters.calibration.choose_precision import ROWS, measurement_bytes
         from edgeq.converters.calibration.samples import PictureSamples
 
         c, length = self.method.config, self.calibration.longest
         layer, batch = self.layer_bytes, self.batch_bytes(BATCH_ROWS)
         # When all layers are written, a few rows are run again for what the head and the whole file lose.
         allocates = self.options.budget is not None or self.options.allocation is not None
-        measured = min(tokens, max(self.calibration.few(ROWS).tokens, MAX_TOKENS + length if allocates else 0))
+        measured = min(tokens, max(self.calibration.few(MEASURED_ROWS).tokens, MAX_TOKENS + length if allocates else 0))
         states, logits = measurement_bytes(c, measured)
         # One after another: a layer is tuned, run, written, run again for its report; those few rows, and the head.
         tunes, tuning = bool(self.method.options.tune), tuning_bytes(layer, self.largest_bytes, batch)
@@ -144,7 +152,6 @@ class ConversionPlan:
         A decoder layer in float32 and its largest matrix once more, what the method declares, and what is computed from a
         batch; or, when head and mode are chosen, slabs of the head, what enters it and its logits.
         """
-        from edgeq.converters.calibration.choose_precision import LOGIT_BYTES, ROWS
         from edgeq.converters.calibration.moments import MOMENT_BYTES
 
         assert self.calibration is not None
@@ -154,7 +161,7 @@ class ConversionPlan:
         batch = self.batch_bytes(rows)
         tuning = bool(self.method.options.tune) * tuning_bytes(self.layer_bytes, largest, batch)
         layer = self.layer_bytes + max(largest + moments + batch, tuning)
-        tokens = self.calibration.few(ROWS).tokens
+        tokens = self.calibration.few(MEASURED_ROWS).tokens
         slab = min(c.vocab_size, SLAB_BYTES // (4 * c.hidden_size), LOGIT_BYTES // (4 * tokens))
         head = 4 * (2 * tokens * c.hidden_size + 2 * slab * c.hidden_size + 5 * tokens * slab)
         return max(layer, head) + DEVICE_BASELINE

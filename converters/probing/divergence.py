@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.converters.calibration.choose_precision import LogSumExp
+from edgeq.converters.calibration.head import LogSumExp
 
 Rounded = Callable[[Tensor, int], Tensor]
 """Rows of a matrix, float32 [rows, columns], and the index of the first one -> the same rows after rounding."""

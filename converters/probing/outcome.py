@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.converters.calibration.choose_precision import head_slabs, last_norm
 from edgeq.converters.calibration.forward import BlockForward, WholeReader
+from edgeq.converters.calibration.head import head_slabs, last_norm
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import EMBEDDING
 from edgeq.converters.planning.plan import ConversionPlan

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from edgeq.converters.budget.budget import MAX_TOKENS
 from edgeq.converters.budget.part_names import HEAD, TABLE
 from edgeq.converters.budget.parts import AllocationPart
-from edgeq.converters.calibration.choose_precision import last_norm, measurement_bytes
-from edgeq.converters.calibration.compute import BATCH_ROWS
+from edgeq.converters.calibration.compute import BATCH_ROWS, measurement_bytes
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
-from edgeq.converters.calibration.head import gptq_rounding
+from edgeq.converters.calibration.head import gptq_rounding, last_norm
 from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
 from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES
 from edgeq.converters.methods.gptq import moments_bytes

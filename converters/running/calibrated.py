@@ -11,20 +11,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.converters.calibration.choose_precision import PrecisionChoice, choose, choose_for_embedding, last_norm
+from edgeq.converters.calibration.compute import MEASURED_ROWS
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
-from edgeq.converters.calibration.head import gptq_rounding
+from edgeq.converters.calibration.head import gptq_rounding, last_norm
 from edgeq.converters.calibration.sample_forward import SampleForward
 from edgeq.converters.calibration.samples import PictureSamples
 from edgeq.converters.calibration.tower_forward import TowerForward
 from edgeq.converters.checkpoint.slabs import RowReader, Tensors
 from edgeq.converters.method import Block, Method, Study, features_of
+from edgeq.converters.planning.plan import PrecisionChoice
 from edgeq.converters.probing.divergence import Rounded
 from edgeq.converters.probing.outcome import divergence_of_file
 from edgeq.converters.probing.probe import probe_rows
 from edgeq.converters.rounding.linears import LinearItem, RoundRows
 from edgeq.converters.rounding.quantizer import quantize
+from edgeq.converters.running.choose_precision import choose, choose_for_embedding
 from edgeq.converters.running.layer_report import ROWS, output_error
 from edgeq.converters.running.readback import stored_rows, stored_tensors
 from edgeq.converters.running.run import ConversionRun
@@ -177,7 +179,7 @@ class CalibratedRun(ConversionRun):
     def _measure(self, tensors: Tensors, round_rows: RoundRows) -> PrecisionChoice:
         """The bits of the head and the mode, chosen on the layers already written."""
         assert self.plan.calibration is not None
-        few = self.plan.calibration.few(ROWS)
+        few = self.plan.calibration.few(MEASURED_ROWS)
         self.stages.at(MEASURE)
         if self.method.config.pooling is not None:
             return choose_for_embedding(
@@ -222,7 +224,7 @@ class CalibratedRun(ConversionRun):
     def _try_pass(self, number: int, tensors: Tensors) -> None:
         """Run the first layer as the measurement at the end will run all, so that the time left is known from here on."""
         assert self.plan.calibration is not None
-        forward = self._forward(tensors, self.plan.calibration.few(ROWS))
+        forward = self._forward(tensors, self.plan.calibration.few(MEASURED_ROWS))
         with self.stages.passing():
             layer = forward.load(number, self._stored())
             self.method.install(number, layer)

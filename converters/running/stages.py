@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
+from edgeq.converters.calibration.compute import MEASURED_ROWS
 from edgeq.converters.planning.items import ArrayItem, Item
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.planning.steps import WriteStep
@@ -71,12 +72,10 @@ class Stages:
         self._passes = self._head_passes = 0.0
         self._two_runs = not method.mode
         if plan.calibration is not None:
-            from edgeq.converters.calibration.choose_precision import ROWS
-
             # In passes through one decoder layer.
             self._passes = len(layers) * (1 if method.mode else 1 + ROUNDED_PASS)
             self._head_passes = _weights(steps[-1]) * (1 + 2 * len(plan.heads())) * len(layers) / decoder
-            measured = plan.calibration.few(ROWS).tokens
+            measured = plan.calibration.few(MEASURED_ROWS).tokens
             pass_work = measured * decoder / len(layers) / MULTIPLICATIONS
             work[MEASURE] = (self._passes + self._head_passes) * pass_work
             if TRIAL in work:

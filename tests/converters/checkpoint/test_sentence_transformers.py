@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from edgeq.converters.calibration.choose_precision import beginnings
+from edgeq.converters.calibration.head import beginnings
 from edgeq.converters.checkpoint.sentence_transformers import embedding_settings
 from edgeq.converters.checkpoint.tokenizer import read_text
 from edgeq.converters.convert import convert

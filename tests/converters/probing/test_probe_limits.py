@@ -15,9 +15,9 @@ import torch
 from vision_checkpoints import build
 
 from edgeq.converters.budget.budget import Budget
-from edgeq.converters.calibration import choose_precision
-from edgeq.converters.calibration.choose_precision import head_slabs
+from edgeq.converters.calibration.compute import LOGIT_BYTES
 from edgeq.converters.calibration.forward import BlockForward
+from edgeq.converters.calibration.head import head_slabs
 from edgeq.converters.convert import carry_out, convert
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.preflight import preflight
@@ -139,7 +139,7 @@ def test_logits_in_memory_are_bounded_however_large_the_vocabulary(checkpoint: C
     plan = preflight(str(checkpoint("llama_gqa")), SMALL)
     config, tokens = plan.method.config, 1024
     whole = list(head_slabs(plan.checkpoint.rows, config, tokens))
-    few = list(head_slabs(plan.checkpoint.rows, config, choose_precision.LOGIT_BYTES // 4 // 64))
+    few = list(head_slabs(plan.checkpoint.rows, config, LOGIT_BYTES // 4 // 64))
     assert len(whole) == 1 and len(few) > 1 and max(map(len, few)) <= 64
     assert torch.equal(torch.cat([torch.from_numpy(rows) for rows in few]), torch.from_numpy(whole[0]))
 

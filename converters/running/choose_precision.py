@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,52 +24,21 @@ from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import TokenForward, WholeReader
-from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
-from edgeq.converters.checkpoint.slabs import RowReader, Tensors, slabs
-from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
+from edgeq.converters.calibration.head import LogSumExp, beginnings, head_slabs, last_norm
+from edgeq.converters.calibration.torch_decoder import quantized_linears
+from edgeq.converters.checkpoint.slabs import Tensors
+from edgeq.converters.families import HEAD
 from edgeq.converters.method import Method
+from edgeq.converters.planning.plan import PrecisionChoice
 from edgeq.converters.rounding.linears import RoundRows
 from edgeq.converters.rounding.quantizer import quantize, restored
 from edgeq.format.codec import Codec
 from edgeq.format.quantization import activation_block, activation_limit
 from edgeq.format.records import Mode
-from edgeq.network.config import ModelConfig
 
 MAX_HEAD_KL = 0.005
 MAX_A8_RISE = 0.003
 MAX_A8_DISTANCE = 0.001
-ROWS = 4
-"""Calibration rows, or samples, that are run, evenly spaced."""
-LOGIT_BYTES = 64 << 20
-"""Logits float32 [tokens, part of the vocabulary] of one variant in memory at a time."""
-LOGITS = 5
-"""Arrays of that size that comparing two variants takes."""
-
-
-@dataclass(frozen=True)
-class PrecisionChoice:
-    """Bits of the head, the mode, and the measurements that chose them, which go into the provenance."""
-
-    head: int
-    mode: Mode
-    measured: dict[str, object]
-
-
-@dataclass
-class LogSumExp:
-    """Log-sum-exp of logits that pass by in slabs of the vocabulary; float64 [tokens], on the CPU."""
-
-    value: Tensor
-
-    @classmethod
-    def of(cls, tokens: int) -> LogSumExp:
-        return cls(torch.full((tokens,), -math.inf, dtype=torch.float64))
-
-    def add(self, logits: Tensor) -> Tensor:
-        """Logits float32 [tokens, slab], on any device; returns the share of what was added so far, this slab included."""
-        part = logits.logsumexp(1).cpu().double()
-        self.value = torch.logaddexp(self.value, part)
-        return (part - self.value).exp()
 
 
 def quantize_inputs(layer: nn.Module, codecs: Mapping[str, Codec]) -> None:
@@ -170,19 +138,6 @@ def choose_for_embedding(
     return PrecisionChoice(head, mode, {"tokens": tokens, "a8_cosine_distance": distance})
 
 
-def beginnings(states: Tensor, pooling: str) -> Tensor:
-    """The vector of every beginning of a row, from its states float32 [rows, tokens, hidden]; of the same shape."""
-    return states if pooling == "last" else states.cumsum(1) / torch.arange(1, states.shape[1] + 1)[:, None]
-
-
-def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
-    """The norm before the head."""
-    norm = Norm(config, config.hidden_size, config.layer_norm)
-    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
-    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
-    return norm
-
-
 def _outputs(
     forward: TokenForward,
     method: Method,
@@ -204,17 +159,6 @@ def _outputs(
         forward.advance(index, layer)
         forward.unload(layer)
     return forward.states
-
-
-def head_slabs(read: RowReader, config: ModelConfig, tokens: int) -> Iterator[NDArray[np.float32]]:
-    """The rows of the head, so many at a time that the logits of `tokens` for them have at most LOGIT_BYTES."""
-    name = EMBEDDING if config.tie_word_embeddings else HEAD
-    return slabs(((name, config.vocab_size),), config.hidden_size, read, max(1, LOGIT_BYTES // (4 * max(tokens, 1))))
-
-
-def measurement_bytes(config: ModelConfig, tokens: int) -> tuple[int, int]:
-    """Memory that comparing two variants over so many tokens takes: of hidden states and their norms, and of logits."""
-    return 6 * 4 * tokens * config.hidden_size, LOGITS * min(LOGIT_BYTES, 4 * tokens * config.vocab_size)
 
 
 def _measure(

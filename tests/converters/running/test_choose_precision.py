@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from edgeq.converters.calibration import choose_precision
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.converters.rounding.quantizer import fake, quantize
+from edgeq.converters.running import choose_precision
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
 from edgeq.format.quantization import quantize_blocks
