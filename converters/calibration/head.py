@@ -1,12 +1,13 @@
 """The end of a model that runs over calibration text: the last norm, the head in slabs of the vocabulary, and GPTQ of it.
 
-The inputs of the head, outputs of the last layer as stored, are at hand when all layers are written.
+The inputs of the head, outputs of the last layer as stored, are at hand when all layers are written.  A head may be the
+embedding too: `ChangedTable` has that with other rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,16 @@ from edgeq.converters.rounding.presets import MIN_MAX_ZERO_WEIGHED
 from edgeq.converters.rounding.quantizer import Quantized, quantize
 from edgeq.format.codec import Codec
 from edgeq.network.config import ModelConfig
+
+SPAN = 1024
+"""Rows of an embedding that are changed at a time."""
+Rounded = Callable[[Tensor, int], Tensor]
+"""Rows of a matrix, float32 [rows, columns], and the index of the first one -> the same rows after rounding."""
+
+
+def unchanged(rows: Tensor, first: int) -> Tensor:
+    """`Rounded` of a head that stays as it is."""
+    return rows
 
 
 @dataclass
@@ -61,6 +72,27 @@ def head_slabs(read: RowReader, config: ModelConfig, tokens: int) -> Iterator[ND
     """The rows of the head, so many at a time that the logits of `tokens` for them have at most LOGIT_BYTES."""
     name = EMBEDDING if config.tie_word_embeddings else HEAD
     return slabs(((name, config.vocab_size),), config.hidden_size, read, max(1, LOGIT_BYTES // (4 * max(tokens, 1))))
+
+
+class ChangedTable:
+    """The tensors of a model, the rows of the embedding changed: a span at a time, since single rows cost nearly as much."""
+
+    def __init__(self, source: Tensors, height: int, changed: Rounded) -> None:
+        self._source, self._height, self._changed = source, height, changed
+        self._first, self._span = 0, np.empty((0, 0), np.float32)
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        if name != EMBEDDING:
+            return self._source.rows(name, start, stop)
+        if not self._first <= start <= stop <= self._first + len(self._span):
+            self._first = start // SPAN * SPAN
+            last = min(max(self._first + SPAN, stop), self._height)
+            rows = torch.from_numpy(self._source.rows(name, self._first, last))
+            self._span = self._changed(rows, self._first).numpy()
+        return self._span[start - self._first : stop - self._first]
+
+    def whole(self, name: str) -> NDArray[np.float32]:
+        return self._source.whole(name)
 
 
 @torch.no_grad()

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edgeq.converters.budget.budget import Budget, Unit
 from edgeq.converters.budget.part_names import TABLE
 from edgeq.converters.budget.parts import AllocationPart
 from edgeq.converters.budget.prediction import AllocationPrediction
-from edgeq.converters.calibration.compute import Compute, within_memory
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.decode_choice import MAX_DECODED, DecodeHere, closest, refuse_too_fast
 from edgeq.converters.probing.estimate import grid
 from edgeq.converters.probing.frontier import SECONDS, Costs, Frontier, FrontierPoint, refuse_unmeetable
-from edgeq.converters.probing.probe import OnProgress, Probe, probe_bytes, probe_rows, refuse_short_text
-from edgeq.converters.probing.record import ChosenAllocation, Record
-from edgeq.errors import InputError, ResourceError
+from edgeq.converters.probing.measurements import Measurements, record_of, refuse_short_text
+from edgeq.converters.probing.probe import OnProgress
+from edgeq.converters.probing.record import ChosenAllocation
+from edgeq.errors import InputError
 from edgeq.format.codec import Codec
 from edgeq.network.config import VisionConfig
-from edgeq.system.machine import available_bytes
 
 PROVENANCE_BYTES = 256
 """Size in the provenance of each part: its codec and its measurements."""
@@ -69,7 +68,7 @@ def _within_seconds(
     def label(done: int) -> None:
         on_progress(done, MAX_DECODED, "decoding an allocation")
 
-    choice = _record(plan).choices.get(key)
+    choice = record_of(plan).choices.get(key)
     if choice is not None and (choice.alone or here.resumes) and _codecs(choice, parts):
         warn("the codecs are those that were chosen when this speed was asked for before")
         frontier = measured_frontier(plan, on_progress, warn)
@@ -78,7 +77,7 @@ def _within_seconds(
         refuse_too_fast(budget, parts, here)
         frontier = measured_frontier(plan, on_progress, warn)
         choice = closest(frontier, budget, here, label, warn)
-        record = _record(plan)
+        record = record_of(plan)
         record.choices[key] = choice
         record.keep()
         if not choice.alone:
@@ -95,39 +94,17 @@ def _codecs(choice: ChosenAllocation, parts: Sequence[AllocationPart]) -> dict[s
 
 
 def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Callable[[str], None]) -> Frontier:
-    """The parts with their measured divergences, from the cache or from a probe now.  Errors: as `allocate` and `Probe.run`."""
-    refuse_short_text(plan)
-    parts, rows, record = plan.parts(), probe_rows(plan), _record(plan)
-
-    def measure(codecs: Mapping[str, tuple[Codec, ...]]) -> None:
-        def missing() -> list[AllocationPart]:
-            return [part for part in parts if not record.has(part.name, [codec.name for codec in codecs.get(part.name, ())])]
-
-        def attempt(compute: Compute) -> None:
-            # One that ran out of memory has kept what it measured.
-            Probe(replace(plan, compute=compute), missing(), lambda part: codecs[part.name], rows, on_progress).run(record)
-
-        if not missing():
-            return
-        needed, available = probe_bytes(plan), available_bytes()
-        if needed > available:
-            raise ResourceError(
-                f"{plan.checkpoint.name}: measuring for a budget needs {needed / 1e9:.1f} GB of memory, "
-                f"{available / 1e9:.1f} GB are available; --plan takes an allocation that was made elsewhere"
-            )
-        within_memory(plan.compute, attempt, warn)
-        if not record.keep():
-            warn(f"{record.path.parent}: cannot write there; what was measured is not kept for the next run")
-
+    """The parts with their measured divergences, from the cache or from a probe now.  Errors: as `Measurements.of` and
+    `Measurements.measure`."""
+    measurements = Measurements.of(plan)
+    parts, found = measurements.parts, measurements.found
     costs, codecs = fixed_costs(plan, parts), {part.name: grid(part) for part in parts}
-    measure(codecs)
-    second = Frontier(parts, record.found, costs).second_look()
-    measure({name: (codec,) for name, codec in second.items()})
-    # The record may have more: what budgets for other devices chose from.
+    measurements.measure(codecs, on_progress, warn)
+    second = Frontier(parts, found, costs).second_look()
+    measurements.measure({name: (codec,) for name, codec in second.items()}, on_progress, warn)
+    # There may be more: what budgets for other devices chose from.
     asked = {name: {codec.name for codec in (*first, second.get(name, first[0]))} for name, first in codecs.items()}
-    measured = {
-        name: {codec: value for codec, value in record.found[name].items() if codec in names} for name, names in asked.items()
-    }
+    measured = {name: {codec: value for codec, value in found[name].items() if codec in names} for name, names in asked.items()}
     return Frontier(parts, measured, costs)
 
 
@@ -139,14 +116,7 @@ def with_allocation(plan: ConversionPlan, point: FrontierPoint, frontier: Fronti
     return replace(plan.with_options(options), prediction=AllocationPrediction(point.kl, frontier.measured))
 
 
-def _record(plan: ConversionPlan) -> Record:
-    """What is kept of the model."""
-    apart = ("option budget", "option allocation")
-    settings = {key: value for key, value in plan.fingerprint().items() if key not in apart}
-    return Record.of(settings | {"probe rows": list(probe_rows(plan).shape)})
-
-
-def fixed_costs(plan: ConversionPlan, parts: tuple[AllocationPart, ...]) -> Costs:
+def fixed_costs(plan: ConversionPlan, parts: Sequence[AllocationPart]) -> Costs:
     """What the file takes besides the weights of its parts: norms, text, biases, metadata."""
     metadata = plan.metadata()
     sizes = metadata.bytes_per_token()

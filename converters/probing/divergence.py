@@ -5,7 +5,7 @@ The head is read in slabs of the vocabulary, once for all variants; no logits of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,15 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.converters.calibration.head import LogSumExp
-
-Rounded = Callable[[Tensor, int], Tensor]
-"""Rows of a matrix, float32 [rows, columns], and the index of the first one -> the same rows after rounding."""
-
-
-def unchanged(rows: Tensor, first: int) -> Tensor:
-    """`Rounded` of a head that stays as it is."""
-    return rows
+from edgeq.converters.calibration.head import LogSumExp, Rounded, head_slabs, last_norm, unchanged
+from edgeq.converters.planning.plan import ConversionPlan
 
 
 @dataclass(frozen=True)
@@ -55,3 +48,13 @@ def divergences(head: Iterator[NDArray[np.float32]], exact: Tensor, variants: Se
             gap += share * (here - gap)
         first += len(weight)
     return [max(float((gap - everything.value + total.value).mean()), 0.0) for gap, total in zip(gaps, totals, strict=True)]
+
+
+def divergences_through(plan: ConversionPlan, exact: Tensor, ends: Sequence[tuple[Tensor, Rounded]]) -> list[float]:
+    """Divergences from `exact`, the outputs of the last layer [rows, length, hidden], of others, each with what becomes of the
+    head."""
+    config, tensors = plan.method.config, plan.checkpoint
+    norm = last_norm(config, tensors)
+    variants = [HeadVariant(norm(end).flatten(0, 1), rounded) for end, rounded in ends]
+    inputs = plan.compute.put(norm(exact).flatten(0, 1))
+    return divergences(head_slabs(tensors.rows, config, len(inputs)), inputs, variants)

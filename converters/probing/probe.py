@@ -7,7 +7,7 @@ rounds them, by GPTQ over all of the text: what it saves against rounding to nea
 ten, so rounding to nearest would order the parts wrongly.
 
 For every layer: the moments X^T X of the inputs of all parts in one pass of the text, the rounded weights of each part, the
-outputs of the layer with each of them, and these through all later layers.  Memory: `probe_bytes`.
+outputs of the layer with each of them, and these through all later layers.  Memory: `probe_bytes` (measurements.py).
 """
 
 from __future__ import annotations
@@ -21,83 +21,22 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from edgeq.converters.budget.budget import MAX_TOKENS
 from edgeq.converters.budget.part_names import HEAD, TABLE
 from edgeq.converters.budget.parts import AllocationPart
-from edgeq.converters.calibration.compute import BATCH_ROWS, measurement_bytes
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
-from edgeq.converters.calibration.head import gptq_rounding, last_norm
+from edgeq.converters.calibration.head import ChangedTable, Rounded, gptq_rounding, last_norm, unchanged
 from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
-from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES
-from edgeq.converters.methods.gptq import moments_bytes
 from edgeq.converters.planning.plan import ConversionPlan
-from edgeq.converters.probing.divergence import Rounded, unchanged
-from edgeq.converters.probing.estimate import grid
-from edgeq.converters.probing.outcome import ChangedTable, divergences_through
+from edgeq.converters.probing.divergence import divergences_through
 from edgeq.converters.probing.record import Record
-from edgeq.converters.rounding.columns import SLAB_ELEMENTS, factorize, quantize_matrix
+from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import LinearItem, Recipe, RoundRows
 from edgeq.converters.rounding.quantizer import quantize, restored
-from edgeq.errors import CheckpointError, InputError
+from edgeq.errors import CheckpointError
 from edgeq.format.codec import Codec
 
 OnProgress = Callable[[float, float, str], None]
-WORK = 7.0
-"""Passes of the calibration text through the decoder layers, about, that running the rows of the probe may take."""
-MIN_TOKENS = 1024
-
-
-def refuse_short_text(plan: ConversionPlan) -> None:
-    """InputError: the calibration text is too short for a probe."""
-    assert isinstance(plan.calibration, Calibration)
-    tokens, length = plan.calibration.tokens, plan.calibration.longest
-    if tokens < MIN_TOKENS:
-        raise InputError(
-            f"calibration text {plan.calibration.source}: {tokens} tokens in rows of {length}; measuring what bits lose needs "
-            f"at least {MIN_TOKENS}: give a longer text, or more or longer rows"
-        )
-
-
-def probe_rows(plan: ConversionPlan) -> Tensor:
-    """The rows of the calibration text that divergences are measured on, evenly spaced: all rows of a short text."""
-    assert isinstance(plan.calibration, Calibration)
-    rows = plan.calibration.rows
-    tokens, length = rows.numel(), rows.shape[1]
-    wanted = min(max(MIN_TOKENS, WORK * tokens / _probes(plan.parts())), MAX_TOKENS)
-    count = min(-(-int(wanted) // length), len(rows))
-    return rows[[i * len(rows) // count for i in range(count)]]
-
-
-def _probes(parts: Sequence[AllocationPart]) -> float:
-    """The work of probing every part, per token, in passes through all decoder layers: each runs its layer, those after it, and
-    the head."""
-    used = {part.name: float(part.weights * part.share) for part in parts}
-    decoder = sum(used[part.name] for part in parts if part.layer is not None)
-    first = {part.layer or 0 for part in parts}
-    after = {layer: sum(used[x.name] for x in parts if x.layer is None or x.layer >= layer) for layer in first}
-    return sum(len(grid(part)) * after[part.layer or 0] for part in parts) / decoder
-
-
-def probe_bytes(plan: ConversionPlan) -> int:
-    """The promise of a probe: anonymous memory that it will not exceed."""
-    assert isinstance(plan.calibration, Calibration)
-    config, parts, tokens = plan.method.config, plan.parts(), probe_rows(plan).numel()
-    of_a_layer = max(sum(part.layer == layer for part in parts) for layer in range(config.num_hidden_layers))
-    # What a layer gives with each part in each codec, and at the end its norm.
-    codecs = max(len(grid(part)) for part in parts)
-    states = 4 * tokens * config.hidden_size * (3 + 2 * codecs * max(of_a_layer, 1))
-    _, logits = measurement_bytes(config, tokens)
-    first, working = [part for part in parts if part.layer == 0], list[int]()
-    for place, part in enumerate(first):
-        # Moments of this part and those after it; its factor; its weights as they were, rounded before, and rounded now: of one
-        # matrix one codec at a time, of many, experts, all codecs.
-        left = sum(4 * len(x.items) * x.columns**2 for x in first[place:])
-        weights = 4 * part.weights * (2 if len(part.items) == 1 else 1 + codecs)
-        working.append(max(min(MOMENT_BYTES, left), 4 * part.columns**2) + 4 * part.columns**2 + weights)
-    layer = plan.layer_bytes + max(plan.batch_bytes(BATCH_ROWS), 6 * 4 * SLAB_ELEMENTS) + max(working)
-    head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)
-    return BASELINE + 4 * plan.calibration.tokens * config.hidden_size + states + max(layer, head)
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,6 @@ class Record:
         record.found, record.choices = _read(record.path, json.loads(json.dumps(settings)))
         return record
 
-    def has(self, part: str, codecs: list[str]) -> bool:
-        """Whether `part` was measured in all of these codecs."""
-        return set(codecs) <= set(self.found.get(part, {}))
-
     def add(self, part: str, codec: str, divergence: float) -> None:
         """In so many digits as are kept, so that a resumed run goes on with the same numbers."""
         self.found.setdefault(part, {})[codec] = float(f"{divergence:.{DIGITS}g}")

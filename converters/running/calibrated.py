@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from edgeq.converters.calibration.compute import MEASURED_ROWS
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
-from edgeq.converters.calibration.head import gptq_rounding, last_norm
+from edgeq.converters.calibration.head import Rounded, gptq_rounding, last_norm
 from edgeq.converters.calibration.sample_forward import SampleForward
 from edgeq.converters.calibration.samples import PictureSamples
 from edgeq.converters.calibration.tower_forward import TowerForward
 from edgeq.converters.checkpoint.slabs import RowReader, Tensors
 from edgeq.converters.method import Block, Method, Study, features_of
 from edgeq.converters.planning.plan import PrecisionChoice
-from edgeq.converters.probing.divergence import Rounded
+from edgeq.converters.probing.measurements import probe_rows
 from edgeq.converters.probing.outcome import divergence_of_file
-from edgeq.converters.probing.probe import probe_rows
 from edgeq.converters.rounding.linears import LinearItem, RoundRows
 from edgeq.converters.rounding.quantizer import quantize
 from edgeq.converters.running.choose_precision import choose, choose_for_embedding

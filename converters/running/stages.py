@@ -82,7 +82,7 @@ class Stages:
                 work[TRIAL] = pass_work
         work[len(steps) - 1] = 0 if skip == len(steps) else sum(map(_work, steps[-1].items))
         if plan.calibration is not None and plan.options.allocation is not None:
-            from edgeq.converters.probing.probe import probe_rows
+            from edgeq.converters.probing.measurements import probe_rows
 
             work[DIVERGENCE] = 2 * probe_rows(plan).numel() * decoder / MULTIPLICATIONS
         work[VERIFY] = HASHING * plan.output_bytes

@@ -28,7 +28,8 @@ from edgeq.converters.probing.allocate import allocate, measured_frontier, with_
 from edgeq.converters.probing.decode_times import MEASURED, DecodeTimes
 from edgeq.converters.probing.estimate import estimated, grid
 from edgeq.converters.probing.frontier import Frontier
-from edgeq.converters.probing.probe import Probe, probe_rows
+from edgeq.converters.probing.measurements import probe_rows
+from edgeq.converters.probing.probe import Probe
 from edgeq.converters.probing.record import Record
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe

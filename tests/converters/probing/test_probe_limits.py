@@ -23,7 +23,8 @@ from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.preflight import preflight
 from edgeq.converters.probing import record as records
 from edgeq.converters.probing.allocate import allocate
-from edgeq.converters.probing.probe import Probe, probe_rows
+from edgeq.converters.probing.measurements import probe_rows
+from edgeq.converters.probing.probe import Probe
 from edgeq.converters.probing.record import Record
 from edgeq.errors import CheckpointError, InputError
 from edgeq.tools.measure.report import bits_per_weight, in_tower, overall_bits

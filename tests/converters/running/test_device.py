@@ -20,7 +20,7 @@ from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.planning.preflight import preflight
 from edgeq.converters.probing.allocate import allocate
-from edgeq.converters.probing.probe import probe_bytes
+from edgeq.converters.probing.measurements import probe_bytes
 from edgeq.errors import InputError
 from edgeq.format.container import ModelFile
 from tests.converters.running.stand_in import DEVICE, StandIn

@@ -16,7 +16,8 @@ from edgeq.converters.convert import convert
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.preflight import preflight
 from edgeq.converters.probing.allocate import measured_frontier
-from edgeq.converters.probing.probe import Probe, probe_rows
+from edgeq.converters.probing.measurements import probe_rows
+from edgeq.converters.probing.probe import Probe
 from edgeq.converters.probing.record import Record
 from edgeq.converters.rounding.quantizer import fake
 from edgeq.errors import FormatError, InputError
