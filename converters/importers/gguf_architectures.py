@@ -12,6 +12,7 @@ import numpy as np
 
 from edgeq.converters.importers.gguf_keys import GgufKeys, Keys, Settings
 from edgeq.errors import CheckpointError, UnsupportedError
+from edgeq.network.stack import MAX_SIZES
 
 EMBEDDING, HEAD, NORM, FREQUENCIES = "token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight"
 ENDS = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", HEAD: "lm_head.weight"}
@@ -119,6 +120,9 @@ def windows(keys: GgufKeys) -> Settings:
     found = keys.value("attention.sliding_window_pattern", WINDOWS_PERIOD)
     if not size:
         return {"sliding_window": None}
+    if layers > MAX_SIZES["num_hidden_layers"]:
+        # Before a list of as many is made.
+        raise keys.wrong("block_count", layers, f"at most {MAX_SIZES['num_hidden_layers']}")
     if type(found) is int and found > 0:
         local = [(layer + 1) % found != 0 for layer in range(layers)]
     elif isinstance(found, np.ndarray) and found.dtype == np.bool_ and len(found) == layers:

@@ -119,6 +119,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
         CheckpointError,
         "sliding_window_pattern is 0; expected a posi",
     ),
+    ("cohere2", {"cohere2.block_count": 1 << 30}, CheckpointError, r"block_count is 1073741824; expected at most"),
     ("glm4", {"glm4.rope.dimension_sections": [8, 8, 8, 0]}, UnsupportedError, "dimension_sections is array"),
     ("glm4", {"glm4.nextn_predict_layers": 1}, UnsupportedError, r"nextn_predict_layers is 1; supported: 0"),
     ("granite", {"granite.rope.scaling.finetuned": False}, UnsupportedError, "finetuned is False; supported: True"),
