@@ -115,7 +115,8 @@ def test_logits_equal_transformers(
         base = Model.load(path, target=target, **settings)
         found = logits(base.with_adapter(adapter))
         assert np.abs(found - expected).max() < 1e-3
-        assert np.abs(logits(base) - expected).max() > 0.1
+        # Fifty times what may differ.
+        assert np.abs(logits(base) - expected).max() > 0.05
         assert np.array_equal(found, logits(Model.load(path, target=target, adapter=adapter, **settings)))
 
 
