@@ -74,23 +74,26 @@ class Conversion:
 
 def conversions() -> list[Conversion]:
     """All that are kept, in the order of their GGUF files."""
-    base, found = cache_folder() / FOLDER, list[Conversion]()
-    for own in base.iterdir() if base.is_dir() else ():
-        files = [path for path in own.rglob("*") if path.is_file() and path.name != ORIGIN]
-        if not files:
-            continue
-        finished = [path for path in files if path.suffix == ".edgeq"]
-        origin = own
-        with suppress(OSError), open(own / ORIGIN, "rb") as file:
-            origin = Path(os.fsdecode(file.read(MAX_PATH)))
-        found.append(Conversion(own, origin, next(iter(finished), None), sum(path.stat().st_size for path in files)))
-    return sorted(found, key=lambda each: each.origin)
+    base = cache_folder() / FOLDER
+    found = [_conversion(own) for own in base.iterdir()] if base.is_dir() else []
+    return sorted((each for each in found if each), key=lambda each: each.origin)
 
 
 def conversion_of(path: Path) -> Conversion | None:
     """What is kept of the GGUF file that is at `path`, or was; None: nothing."""
-    own = _own(path)
-    return next((each for each in conversions() if each.folder == own), None)
+    return _conversion(_own(path))
+
+
+def _conversion(own: Path) -> Conversion | None:
+    """What the folder of one GGUF file holds; None: nothing."""
+    files = [path for path in own.rglob("*") if path.is_file() and path.name != ORIGIN]
+    if not files:
+        return None
+    finished = [path for path in files if path.suffix == ".edgeq"]
+    origin = own
+    with suppress(OSError), open(own / ORIGIN, "rb") as file:
+        origin = Path(os.fsdecode(file.read(MAX_PATH)))
+    return Conversion(own, origin, next(iter(finished), None), sum(path.stat().st_size for path in files))
 
 
 def _own(path: Path) -> Path:

@@ -61,8 +61,7 @@ def removed(text: str) -> int:
         conversion = conversion_of(Path(text))
         if conversion is None:
             raise InputError(f"{text}: nothing is kept of it; edgeq list shows what there is")
-        conversion.remove()
-        return conversion.size
+        return _remove_conversion(conversion)
     except OSError as error:
         raise InputError(f"{text}: cannot be removed: {error.strerror or error}") from None
 
@@ -109,7 +108,7 @@ def _snapshots(repository: Path) -> list[Path]:
 
 def _remove_repository(name: HubName) -> int:
     folder = _repository(name)
-    converted = sum(_remove_conversion(model) for model in _models_of(folder))
+    converted = sum(_remove_conversion(model.conversion) for model in _models_of(folder))
     size = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     shutil.rmtree(folder)
     shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
@@ -124,7 +123,7 @@ def _remove_models(name: HubName) -> int:
         for file in model.files if model else ():
             path = snapshot / file.path
             paths.add(file.path)
-            freed += _remove_conversion_of(path)
+            freed += _remove_conversion(conversion_of(path))
             blob = path.resolve()
             path.unlink()
             if blob.exists() and not any(other.resolve() == blob for other in (folder / "snapshots").rglob("*")):
@@ -151,12 +150,8 @@ def _repository(name: HubName) -> Path:
     return folder
 
 
-def _remove_conversion(model: CachedModel) -> int:
-    return _remove_conversion_of(model.path) if model.conversion else 0
-
-
-def _remove_conversion_of(path: Path) -> int:
-    conversion = conversion_of(path)
+def _remove_conversion(conversion: Conversion | None) -> int:
+    """The bytes that this freed."""
     if conversion is None:
         return 0
     conversion.remove()
