@@ -28,6 +28,7 @@ from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import CheckpointError, EdgeqError, UnsupportedError
 from edgeq.format.codec import Codec, dequantized
 from edgeq.runtime.model import Model
+from tests.converters.importers.conversions import silent
 from tests.converters.importers.gguf_files import in_type, random_blocks, tiny_texts, write_gguf
 
 EIGHT_THOUSAND = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
@@ -49,10 +50,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "qwen3_moe": {},
 }
-
-
-def silent(*_: object) -> None:
-    pass
 
 
 @pytest.fixture(autouse=True)

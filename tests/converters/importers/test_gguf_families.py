@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import carry_out
-from edgeq.converters.importers import gguf_source, open_source
-from edgeq.converters.planning.options import ConvertOptions
+from edgeq.converters.importers import gguf_source
 from edgeq.converters.planning.plan import ConversionPlan
-from edgeq.converters.planning.preflight import planned
 from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import CheckpointError, EdgeqError, UnsupportedError
 from edgeq.runtime.model import Model
+from tests.converters.importers.conversions import plan_of, silent
 from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -41,19 +39,10 @@ TOKENS = [1, 5, 9, 2, 30, 2047, *range(100, 140)]
 """More than a window."""
 
 
-def silent(*_: object) -> None:
-    pass
-
-
 @pytest.fixture(autouse=True)
 def _texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer is not what these tests are about."""
     monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
-
-
-def plan_of(place: Path, method: str | None = None) -> ConversionPlan:
-    options = ConvertOptions(method=method) if method else ConvertOptions()
-    return planned(open_source(str(place), HubAccess()), options)
 
 
 def logits(plan: ConversionPlan, path: Path, target: str = "reference") -> np.ndarray[Any, Any]:
@@ -68,7 +57,7 @@ def test_a_file_runs_as_the_checkpoint_that_it_was_made_of(
 ) -> None:
     folder = checkpoint(family, **FAMILIES[family])
     write_gguf(folder, tmp_path / "m.gguf")
-    wanted, found = (plan_of(place, "none") for place in (folder, tmp_path / "m.gguf"))
+    wanted, found = (plan_of(place, method="none") for place in (folder, tmp_path / "m.gguf"))
     assert found.method.config == wanted.method.config
     shapes = wanted.method.family.tensor_shapes()
     assert shapes == found.method.family.tensor_shapes()
@@ -88,7 +77,7 @@ def test_integers_are_kept_where_rows_move(checkpoint: Callable[..., Path], tmp_
     file = carry_out(plan, tmp_path / "m.edgeq", silent).file
     assert {weight.codec.name for linear in file.metadata.linears.values() for weight in linear.weights} == {"i4 g32 offset"}
     read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
-    floats = plan_of(folder, "none").checkpoint
+    floats = plan_of(folder, method="none").checkpoint
     for name, shape in plan.method.family.tensor_shapes().items():
         values = floats.rows(name, 0, shape[0])
         if values.ndim > 1:
@@ -155,14 +144,14 @@ def test_local_layers_may_be_said_by_their_period(checkpoint: Callable[..., Path
                 del keys[key]
 
         write_gguf(checkpoint("exaone4"), tmp_path / "m.gguf", change=change)
-        assert plan_of(tmp_path / "m.gguf", "none").method.config.sliding_windows == windows
+        assert plan_of(tmp_path / "m.gguf", method="none").method.config.sliding_windows == windows
 
 
 def test_the_base_of_a_hunyuan_has_its_constant_in_it(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The file has the product in float32; the checkpoint has base and constant."""
     folder = checkpoint("hunyuan")
     write_gguf(folder, tmp_path / "m.gguf")
-    wanted, found = (plan_of(place, "none") for place in (folder, tmp_path / "m.gguf"))
+    wanted, found = (plan_of(place, method="none") for place in (folder, tmp_path / "m.gguf"))
     ours, theirs = wanted.method.config, found.method.config
     assert theirs.rope.theta == pytest.approx(ours.rope.theta, rel=1e-7) and theirs.rope.theta > 100000
     assert replace(theirs, rope=ours.rope) == ours
@@ -176,7 +165,7 @@ def test_multipliers_that_are_absent_or_0_change_nothing(checkpoint: Callable[..
         keys |= {"granite.attention.scale": 0.0, "granite.residual_scale": 0.0, "granite.logit_scale": 1.0}
 
     write_gguf(checkpoint("granite"), tmp_path / "m.gguf", change=change)
-    config = plan_of(tmp_path / "m.gguf", "none").method.config
+    config = plan_of(tmp_path / "m.gguf", method="none").method.config
     assert config.embedding_multiplier == 1 and config.attention_scale == pytest.approx(config.head_dim**-0.5)
 
 
