@@ -63,7 +63,7 @@ def fuse(context: Context) -> list[Fusion]:
         elif isinstance(o, op.Linear):
             fusion = Fusion(swiglu=_does_swiglu(context, position, o), activation=_activation_before(context, position))
         elif isinstance(o, (op.HeadNorm, op.RopeRotate, op.HeadRotate)):
-            if not wider_than_a_head(context, o):
+            if not (isinstance(o, op.HeadNorm) and wider_than_a_head(context, o)):
                 heads.append(o)
             elif heads:
                 raise UnsupportedError(
@@ -76,7 +76,7 @@ def fuse(context: Context) -> list[Fusion]:
     return fusions
 
 
-def wider_than_a_head(context: Context, o: HeadChange) -> bool:
+def wider_than_a_head(context: Context, o: op.HeadNorm) -> bool:
     """Whether a norm is over several heads of the cache, so that it has to be done before each is changed by itself."""
     size = next(each.head_dim for each in context.graph.operations if isinstance(each, op.CacheWrite) and each.layer == o.layer)
     return o.head_dim != size
