@@ -19,6 +19,7 @@ from edgeq.runtime import Model
 
 REAL = Path(__file__).parents[2] / "build" / "real"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1"
+GEMMA = "gemma-3-270m-q4_k_m"
 
 
 def silent(*_: object) -> None:
@@ -26,14 +27,18 @@ def silent(*_: object) -> None:
 
 
 class Published(NamedTuple):
-    """A GGUF file, the .edgeq file that was made of it, and the values that this has under the names of the checkpoint."""
+    """A GGUF file, the .edgeq file that was made of it, and the values that this has under the names of the checkpoint.
+
+    `added` has what the values are larger by than those of the checkpoint: 1 for gains 1 + w, which lie there as w.
+    """
 
     gguf: Path
     path: Path
     stored: dict[str, NDArray[np.float32]]
+    added: dict[str, float]
 
 
-@pytest.fixture(scope="session", params=[SMOLLM2])
+@pytest.fixture(scope="session", params=[SMOLLM2, GEMMA])
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
     return converted(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -50,7 +55,15 @@ def converted(name: str, folder: Path) -> Published:
     plan = planned(open_source(str(gguf), HubAccess()), ConvertOptions())
     file = carry_out(plan, folder / f"{name}.edgeq", silent).file
     read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
-    return Published(gguf, file.path, {tensor: read(tensor) for tensor in plan.method.family.tensor_shapes()})
+    family = plan.method.family
+    moved = family.sources()
+    names = {tensor: moved[tensor].name if tensor in moved else tensor for tensor in family.tensor_shapes()}
+    return Published(
+        gguf,
+        file.path,
+        {names[tensor]: read(tensor) for tensor in names},
+        {source.name: source.added for source in moved.values()},
+    )
 
 
 def loaded(path: Path, **options: Any) -> Model:
