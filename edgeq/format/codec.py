@@ -15,7 +15,7 @@ of a chunk are stored in planes of 4, 2 and 1 bits (8 bits: one plane of bytes),
     plane of 2 bits, 2 lines    line t:  | quad 4t+3 | quad 4t+2 | quad 4t+1 | quad 4t |          bits 7-6 | 5-4 | 3-2 | 1-0
     plane of 1 bit,  1 line     line 0:  | quad 7 | quad 6 | ... | quad 0 |                       bit 7 ... bit 0
 
-    2 bits = [2]   3 = [2][1]   4 = [4]   5 = [4][1]   6 = [4][2]   7 = [4][2][1]   8 = the eight quads themselves
+    1 bit = [1]   2 bits = [2]   3 = [2][1]   4 = [4]   5 = [4][1]   6 = [4][2]   7 = [4][2][1]   8 = the eight quads themselves
 
 so a 4-bit byte 4r + c of line t is  q[r, 8t + c] | q[r, 8t + 4 + c] << 4,  and no bit of a whole chunk is wasted.  Scales are
 f16 [blocks][groups][16], zero points u8 and offsets f16 in the same order.  A group is `group_size` consecutive channels of one
@@ -25,6 +25,8 @@ In two levels scales are i8 and offsets u8, and f16 [blocks][ceil(columns / 256)
 
 Scales of four bits (s4) are u8 [blocks][groups][8]: byte r has code k of row r of the block in its low and that of row r + 8 in
 its high half.  A code stands for (8 - k mod 4) / 8 * 2^-(k div 4), and f16 [blocks][1][16] multiply those of a row.
+
+Tables are i8 [blocks][2**bits]: entries by index, the same for the 16 rows of a block.
 """
 
 from __future__ import annotations
@@ -48,18 +50,24 @@ GROUP_SIZES = (16, 32, 64, 128)
 SUPER_SIZE = 256
 """Channels whose scales of two levels share a factor: those of a block of llama.cpp's K-quants."""
 BITS = range(2, 9)
+TABLE_BITS = range(1, 5)
+"""Bits of an index: one byte shuffle looks up in 16 entries."""
+MAX_ENTRY = {False: 31, True: 127}
+"""The largest entry of a table, by `Codec.wide`; the smallest is its negative."""
 
 ArrayF32 = NDArray[np.float32]
 ArrayU8 = NDArray[np.uint8]
 AnyArray = NDArray[Any]
 
 # Planes of each width, low bits first: (bits of the plane, lines of the plane in a chunk).
-PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+PLANES: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
-Kind = Literal["f32", "f16", "bf16", "int", "half", "s4", "offset", "two-level"]
+Kind = Literal["f32", "f16", "bf16", "int", "half", "s4", "offset", "two-level", "table"]
 FLOAT_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16")
 ZeroKind = Literal["symmetric", "integer", "offset", "half"]
-_NAME = re.compile(r"(f32|f16|bf16)|i(\d) (?:g(\d{1,4})|row)( zero| half| half s4| offset| two-level| two-level offset)?")
+_GROUP = r"(?:g(\d{1,4})|row)"
+_NAME = re.compile(rf"(f32|f16|bf16)|i(\d) {_GROUP}( zero| half| half s4| offset| two-level| two-level offset)?")
+_TABLE_NAME = re.compile(rf"n(\d) {_GROUP}( wide)?")
 
 
 @dataclass(frozen=True)
@@ -82,29 +90,36 @@ class Codec:
     kind         "f32", "f16", "bf16"; "int"; "half": integers too, whose zero lies half way between the two in the middle,
                  w = scale * (q - (2**bits - 1) / 2); "s4": the same, whose scales are 4 bits a group times an
                  f16 per row; "offset": w = scale * q + offset with an f16 offset per group;
-                 "two-level": integers whose scales, and offsets, are 8 bits a group times an f16 per 256 channels
-    bits         2 to 8 for integers, else 0
+                 "two-level": integers whose scales, and offsets, are 8 bits a group times an f16 per 256 channels;
+                 "table": w = scale * table[q], entries are signed bytes, and those of a block of 16 rows are the same
+    bits         2 to 8 for integers, 1 to 4 for indices of a table, else 0
     group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row, not of "two-level" and "s4"
     symmetric    True: w = scale * (q - 2**(bits-1)).  False: of "int" w = scale * (q - zero) with a stored zero point per
                  group, of "two-level" w = scale * q + offset.  Always True for other kinds
+    wide         of "table": entries are from -127 to 127.  False: from -31 to 31, which are faster where products of bytes are
+                 added up in 16 bits.  Always False for other kinds
     """
 
     kind: Kind
     bits: int = 0
     group_size: int = 0
     symmetric: bool = True
+    wide: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise UnsupportedError(f"unknown codec {self.kind!r}; supported: f32, f16, bf16 and i2 to i8")
+            raise UnsupportedError(f"unknown codec {self.kind!r}; supported: f32, f16, bf16, i2 to i8 and n1 to n4")
+        if self.wide and self.kind != "table":
+            raise UnsupportedError(f"codec {self.kind!r} has no table whose entries could be wide")
         if not self.symmetric and self.kind not in ("int", "two-level"):
             raise UnsupportedError(f"codec {self.kind!r} has no zero points; only integers without an offset do")
         if self.kind in ("two-level", "s4") and not self.group_size:
             what = "two levels" if self.kind == "two-level" else "four bits"
             raise UnsupportedError(f"scales of {what} need groups; choose a group size of 16, 32, 64 or 128")
         if self.integer:
-            if self.bits not in BITS:
-                raise UnsupportedError(f"{self.bits} bits are not supported; choose 2, 3, 4, 5, 6, 7 or 8")
+            if self.bits not in (widths := TABLE_BITS if self.kind == "table" else BITS):
+                choice = f"{', '.join(map(str, widths[:-1]))} or {widths[-1]}"
+                raise UnsupportedError(f"{self.bits} bits are not supported; choose {choice}")
             if self.group_size not in (0, *GROUP_SIZES):
                 raise UnsupportedError(
                     f"group size {self.group_size} is not supported; choose 16, 32, 64, 128 or row (one group per row)"
@@ -112,12 +127,13 @@ class Codec:
 
     @property
     def integer(self) -> bool:
-        """Whether weights are integers with scales; inputs of others are never rounded."""
+        """Whether weights are integers, or entries of a table, with scales; inputs of others are never rounded."""
         return self.kind not in FLOAT_KINDS
 
     @property
     def zero_kind(self) -> ZeroKind:
-        """What says which integer stands for zero: nothing ("half": none does), a stored integer or an offset per group."""
+        """What says which integer stands for zero: nothing ("half": none does; "symmetric" of a table too, whose entries say
+        it), a stored integer or an offset per group."""
         if self.kind == "offset" or (self.kind == "two-level" and not self.symmetric):
             return "offset"
         if self.kind in ("half", "s4"):
@@ -127,10 +143,12 @@ class Codec:
     @property
     def name(self) -> str:
         """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i2 g32 half`, `i2 g32 half s4`, `i4 g32 offset`, `i6 g16 two-level`,
-        `i8 row`."""
+        `i8 row`, `n4 g32`, `n4 g32 wide`."""
         if not self.integer:
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
+        if self.kind == "table":
+            return f"n{self.bits} {group}" + " wide" * self.wide
         levels = " two-level" if self.kind == "two-level" else ""
         zero = {"symmetric": "", "integer": " zero", "offset": " offset", "half": " half"}[self.zero_kind]
         return f"i{self.bits} {group}{levels}{zero}" + " s4" * (self.kind == "s4")
@@ -138,11 +156,13 @@ class Codec:
     @classmethod
     def named(cls, name: str) -> Codec:
         """The codec of this `name`.  UnsupportedError: there is none."""
+        if table := _TABLE_NAME.fullmatch(name):
+            return cls("table", int(table[1]), int(table[2] or 0), wide=table[3] is not None)
         found = _NAME.fullmatch(name)
         if not found:
             raise UnsupportedError(
-                f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row, i4 g128 zero, i2 g32 half or "
-                "i4 g32 offset"
+                f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row, i4 g128 zero, i2 g32 half, "
+                "i4 g32 offset or n4 g32"
             )
         kind, bits, size, beside = found.groups()
         if kind:
@@ -161,7 +181,7 @@ class Codec:
 
     def parts(self, rows: int, columns: int) -> dict[str, ArraySpec]:
         """The arrays that store a [rows, columns] matrix: "q", for integers "scale", and "zero" or "offset"; of
-        two levels also "super_scale" and "super_offset", of scales of four bits "super_scale"."""
+        two levels also "super_scale" and "super_offset", of scales of four bits "super_scale", of tables "table"."""
         blocks = -(-rows // ROWS)
         if self.kind == "f32":
             return {"q": ArraySpec("float32", (blocks, columns, ROWS), "f32")}
@@ -178,6 +198,8 @@ class Codec:
         if self.kind == "s4":
             parts["scale"] = ArraySpec("uint8", (*scales[:2], ROWS // 2), "u8")
             parts["super_scale"] = ArraySpec("float16", (blocks, 1, ROWS), "f16")
+        if self.kind == "table":
+            parts["table"] = ArraySpec("int8", (blocks, 1 << self.bits), "i8")
         if self.kind == "two-level":
             above = ArraySpec("float16", (blocks, -(-columns // SUPER_SIZE), ROWS), "f16")
             parts["scale"] = ArraySpec("int8", scales, "i8")
@@ -188,6 +210,11 @@ class Codec:
 
     def nbytes(self, rows: int, columns: int) -> int:
         return sum(part.nbytes for part in self.parts(rows, columns).values())
+
+    @property
+    def multiplied_bits(self) -> int:
+        """Bits of the integers that scales multiply: those that are stored, or of a table's entries plus 32 or 128."""
+        return (8 if self.wide else 6) if self.kind == "table" else self.bits
 
     @property
     def center(self) -> int:
@@ -258,13 +285,21 @@ def unpack_groups(a: AnyArray, rows: int) -> AnyArray:
 
 
 def pack_beside(codec: Codec, name: str, a: AnyArray) -> AnyArray:
-    """What lies beside integers, [rows, values of a row], as array `name` of `codec.parts`: scales of four bits as codes."""
+    """What lies beside integers, [rows, values of a row], as array `name` of `codec.parts`: scales of four bits as codes, a
+    table once for a block, whose rows have the same."""
+    if name == "table":
+        tables = np.ascontiguousarray(a[::ROWS])
+        if not np.array_equal(np.repeat(tables, ROWS, axis=0)[: len(a)], a):
+            raise ValueError("rows of a block with tables that differ")
+        return tables
     packed = pack_groups(a)
     return packed[..., : ROWS // 2] | packed[..., ROWS // 2 :] << 4 if (codec.kind, name) == ("s4", "scale") else packed
 
 
 def unpack_beside(codec: Codec, name: str, a: AnyArray, rows: int) -> AnyArray:
     """The inverse of `pack_beside`."""
+    if name == "table":
+        return np.repeat(a, ROWS, axis=0)[:rows]
     return unpack_groups(np.concatenate([a & 15, a >> 4], axis=-1) if (codec.kind, name) == ("s4", "scale") else a, rows)
 
 
@@ -311,7 +346,7 @@ def unpack_floats(packed: AnyArray, kind: Kind, rows: int, columns: int) -> Arra
 def dequantize(codec: Codec, rows: int, columns: int, arrays: Mapping[str, AnyArray]) -> ArrayF32:
     """Stored arrays, as `codec.parts` names them -> W float32 [rows, columns].
 
-    Exact: for integers a product of an f16 scale and an integer below 2**9, of two levels up to 6 bits.  An offset is added to
+    Exact: a product of an f16 scale and an integer or an entry below 2**9, of two levels up to 6 bits.  An offset is added to
     it, rounded once.
     """
     if not codec.integer:
@@ -331,6 +366,8 @@ def dequantized(codec: Codec, columns: int, arrays: Mapping[str, AnyArray]) -> A
             values *= np.repeat(arrays[f"super_{part}"].astype(np.float32), SUPER_SIZE, axis=1)[:, :columns]
         return values
 
+    if codec.kind == "table":
+        return np.take_along_axis(arrays["table"], arrays["q"], axis=1).astype(np.float32) * of_groups("scale")
     values = arrays["q"].astype(np.float32)
     if codec.zero_kind == "offset":
         return values * of_groups("scale") + of_groups("offset")

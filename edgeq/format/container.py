@@ -29,6 +29,7 @@ import numpy as np
 
 from edgeq.errors import FormatError, InputError, UnsupportedError
 from edgeq.format import manifest
+from edgeq.format.codec import MAX_ENTRY, Codec
 from edgeq.format.metadata import ALIGNMENT, DIGEST_BYTES, Metadata, Segment
 from edgeq.format.metadata_codec import decode
 from edgeq.format.quantization import check_scales
@@ -167,6 +168,10 @@ class ModelFile:
                     raise FormatError(f"{path}: {name}: input_order is not a permutation of {linear.columns} channels")
             if linear.activation and linear.activation.scales:
                 check_scales(f"{path}: {name}", opened.array(linear.activation.scales))
+            for weight in (*linear.weights, *([linear.master] if linear.master else [])):
+                if "table" in weight.arrays:
+                    # Kernels add up products of entries in as many bits as those of such a size need.
+                    _check_table(f"{path}: {name}", weight.codec, opened.array(weight.arrays["table"]))
         return opened
 
     @property
@@ -251,6 +256,14 @@ def _uses(metadata: Metadata) -> Iterator[tuple[str, int]]:
         yield name, array.segment
     yield from metadata.blobs.items()
     yield from ((f"kernels for {target}", segment) for target, segment in metadata.kernels.items())
+
+
+def _check_table(owner: str, codec: Codec, table: np.ndarray[Any, np.dtype[np.int8]]) -> None:
+    most, (least, largest) = MAX_ENTRY[codec.wide], (table.min(), table.max())
+    if least < -most or largest > most:
+        raise FormatError(
+            f"{owner}: its table has entries from {least} to {largest}; those of {codec.name} have {most} at most"
+        )
 
 
 def _check_segments(segments: list[Segment], header: FileHeader) -> None:

@@ -35,7 +35,8 @@ from edgeq.network.config import ModelConfig
 
 T = TypeVar("T")
 WEIGHT_ARRAYS = {
-    "q": "q", "scale": "scale", "zero": "zero", "offset": "offset", "super_scale": "superScale", "super_offset": "superOffset"
+    "q": "q", "scale": "scale", "zero": "zero", "offset": "offset", "super_scale": "superScale", "super_offset": "superOffset",
+    "table": "table",
 }  # fmt: skip
 """Arrays of a codec by name -> the attribute of the generated Python."""
 
@@ -52,7 +53,7 @@ MAX_DIMENSION = 1 << 40
 MAX_NAME = 256
 MAX_MODE = 16
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
-CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int", "two-level", "s4")
+CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int", "two-level", "s4", "table")
 """By `CodecKind`.  Those of `ZERO_FORMS` are `integer` too, of another `ZeroKind`."""
 ZERO_KINDS: tuple[ZeroKind, ...] = ("symmetric", "integer", "offset", "half")
 ZERO_FORMS: dict[ZeroKind, Kind] = {"offset": "offset", "half": "half"}
@@ -113,7 +114,7 @@ def _weight(weight: Weight | None) -> Any:
     codec = fb.CodecT()
     codec.kind = CODEC_KINDS.index("int" if weight.codec.kind in ZERO_FORMS.values() else weight.codec.kind)
     codec.bits, codec.groupSize = weight.codec.bits, weight.codec.group_size
-    codec.zero = ZERO_KINDS.index(weight.codec.zero_kind)
+    codec.zero, codec.wide = ZERO_KINDS.index(weight.codec.zero_kind), weight.codec.wide
     t = fb.WeightT()
     t.codec, t.rows, t.columns = codec, weight.rows, weight.columns
     for name, array in weight.arrays.items():
@@ -332,9 +333,11 @@ def _read_weight(name: str, w: Any) -> Weight:
         raise FormatError(f"{name}: scales of two levels beside {beside}; they go with offsets or alone")
     if kind == "s4" and zero != "half":
         raise FormatError(f"{name}: scales of four bits without a half grid; they go with one alone")
+    if kind == "table" and zero != "symmetric":
+        raise FormatError(f"{name}: a table beside zero points, offsets or a half grid; its entries say where zero is")
     form = kind if kind in ("two-level", "s4") else ZERO_FORMS.get(zero, kind)
     symmetric = zero == "symmetric" or zero == "half" or form in ZERO_FORMS.values()
-    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), symmetric)
+    stored = Codec(form, int(codec.Bits()), int(codec.GroupSize()), symmetric, bool(codec.Wide()))
     return Weight(stored, int(w.Rows()), int(w.Columns()), arrays)
 
 

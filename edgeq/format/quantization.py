@@ -92,7 +92,7 @@ def activation_limit(codec: Codec, mode: Literal["a8", "a4"]) -> int:
     """
     if mode == "a4":
         return MAX_A4
-    return MAX_A8_4_BIT_WEIGHTS if codec.bits == 4 else MAX_A8
+    return MAX_A8_4_BIT_WEIGHTS if codec.multiplied_bits == 4 else MAX_A8
 
 
 @dataclass(frozen=True)

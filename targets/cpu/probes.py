@@ -298,7 +298,7 @@ DECODE_CODEC = Codec("int", 4, 128)
 def decode_literals(isa: Isa, codec: Codec) -> tuple[int, ...]:
     """Literals of the product that is probed, with 8-bit activations."""
     extent = HALF_CHUNK if activation_block(codec) < CHUNK else CHUNKS
-    return codec.bits, int(isa.widens(codec.bits)), group_kind(codec), extent
+    return codec.bits, int(isa.widens(codec.multiplied_bits)), group_kind(codec), extent
 
 
 def decode_threads(isa: Isa, refresh: bool = False, on_measure: OnMeasure = lambda: None) -> int:

@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 from click.testing import CliRunner
 
-from edgeq.targets.cpu.kernels.args import BF16_KIND, F16_KIND, F32_KIND
+from edgeq.targets.cpu.kernels.args import BF16_KIND, CHUNKS, F16_KIND, F32_KIND
+from edgeq.targets.cpu.kernels.products.groups import TABLE, TABLE_WIDE
 from edgeq.targets.cpu.kernels.products.microkernel_float import FloatTile
 from edgeq.tools.lab import arm_roofline
 from edgeq.tools.lab.arm_roofline import CORES, assembly, compiled, loops
@@ -28,6 +29,14 @@ def code(board: str, bits: int, mode16: bool, tokens: int) -> str:
 def at_once(mode16: bool, tokens: int) -> int:
     """Bytes of an activation in one loop: both of 16 bits of a token alone; several tokens have a loop for each."""
     return 2 if mode16 and tokens == 1 else 1
+
+
+@pytest.mark.parametrize("isa, board", [("neon", PI4), ("neon-dotprod", PI5)])
+@pytest.mark.parametrize("kind", [TABLE, TABLE_WIDE], ids=["narrow", "wide"])
+def test_a_table_is_looked_up_by_one_instruction_for_sixteen_weights(isa: str, board: str, kind: int) -> None:
+    target, module = compiled(CORES[board], arm_roofline.tile(isa, 4, False, kind, CHUNKS, 1).emit)
+    found = loops(str(target.emit_assembly(module)))
+    assert found.inner["v.tbl"] * 16 == PRODUCTS_PER_CHUNK and not found.calls
 
 
 @pytest.mark.parametrize("bits, mode16, tokens", ALL)

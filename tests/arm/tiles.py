@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgeq.format.codec import BITS, CHUNK, SCALE_CODES, Codec, Kind, pack_beside, pack_groups, pack_integers
+from edgeq.format.codec import BITS, CHUNK, MAX_ENTRY, SCALE_CODES, Codec, Kind, pack_beside, pack_groups, pack_integers
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
 from edgeq.targets.cpu.kernels.products.groups import group_kind
@@ -32,6 +32,7 @@ class TileCase(NamedTuple):
 
 CODECS = [
     *(Codec("int", bits, size, symmetric) for bits in BITS for symmetric in (True, False) for size in (0, 16)),
+    *(Codec("table", bits, size, wide=wide) for bits in (1, 4) for size in (16, 32) for wide in (False, True)),
     *(Codec(kind, bits, size) for bits in (2, 4) for kind in HALF_GRIDS for size in (16, 32)),
 ]
 CASES = list(itertools.starmap(TileCase, itertools.product(CODECS, (0, 1), (1, 4))))
@@ -53,7 +54,7 @@ def in_store(quads: np.ndarray, isa: str, case: TileCase) -> np.ndarray:
     """Integers [quad, token, 4] as a tile of that case reads them."""
     if not case.mode16:
         return quads.astype(np.int8)
-    if next(each for each in all_isas() if each.name == isa).takes_pairs(case.codec.bits):
+    if next(each for each in all_isas() if each.name == isa).takes_pairs(case.codec.multiplied_bits):
         return quads[:, :, [0, 2, 1, 3]].astype(np.int16)
     return np.stack([quads, quads + 128 >> 8], axis=2).astype(np.int8)
 
@@ -81,6 +82,9 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
         stored = rng.integers(0, 16, scale.shape).astype(np.uint8)
         scale = row_scale.astype(np.float64) * SCALE_CODES[stored]
     zeros = rng.integers(0, 1 << bits, scale.shape, dtype=np.uint8)
+    most = MAX_ENTRY[codec.wide]
+    table = rng.integers(-most, most + 1, (ROWS // 16, 1 << bits)).astype(np.int8)
+    table[:, 0], table[:, -1] = -most, most
     blocks = -(-columns // block)
     xscale = rng.uniform(0.5, 2, (blocks, tokens)).astype(np.float32)
     xsum = np.stack([x[:, i * block : (i + 1) * block].sum(1) for i in range(blocks)]).astype(np.int32)
@@ -90,7 +94,8 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
     quads = whole.reshape(tokens, chunks * 8, 4).transpose(1, 0, 2)
     arrays = {
         "x": in_store(quads, isa, case), "x_scales": xscale, "x_sums": xsum,
-        "weights": pack_integers(q, bits), "scales": pack_beside(codec, "scale", stored), "zeros": pack_groups(zeros),
+        "weights": pack_integers(q, bits), "scales": pack_beside(codec, "scale", stored),
+        "zeros": table if codec.kind == "table" else pack_groups(zeros),
         "super_scales": pack_groups(row_scale),
     }  # fmt: skip
     places, kept = dict[str, int](), []
@@ -112,5 +117,6 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
     center = np.repeat(
         zeros.astype(np.float64) if codec.zero_kind == "integer" else np.full(scale.shape, codec.constant_zero), step, axis=1
     )
-    w = ((q - center) * np.repeat(scale.astype(np.float64), step, axis=1))[32:]
+    levels = np.take_along_axis(np.repeat(table, 16, axis=0), q, axis=1) if codec.kind == "table" else q - center
+    w = (levels * np.repeat(scale.astype(np.float64), step, axis=1))[32:]
     return out, (x * np.repeat(xscale.T.astype(np.float64), block, axis=1)[:, :columns]) @ w.T

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from edgeq.format.codec import SUPER_SIZE, Codec, dequantize, pack_beside, pack_floats, pack_integers
+from edgeq.format.codec import MAX_ENTRY, SUPER_SIZE, Codec, dequantize, pack_beside, pack_floats, pack_integers
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.system import machine
 from edgeq.targets import load
@@ -76,6 +76,8 @@ def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, co
     if codec.kind == "s4":
         found["scale"] = rng.integers(0, 16, scale.shape).astype(np.uint8)
         found["super_scale"] = scale[:, :1]
+    elif codec.kind == "table":
+        found["table"] = tables(rng, codec, rows, values)
     elif codec.kind == "two-level":
         found |= two_levels(rng, codec, rows, columns)
     elif "offset" in stored:
@@ -87,6 +89,16 @@ def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, co
         name: arrays.add(pack_beside(codec, name, found[name]), part.stored) for name, part in stored.items() if name != "q"
     }
     return Weight(codec, rows, columns, parts)
+
+
+def tables(rng: np.random.Generator, codec: Codec, rows: int, values: str = "random") -> np.ndarray:
+    """Entries [rows, ...], another table for each block of 16 rows: any, or the least or the largest alone."""
+    most, count = MAX_ENTRY[codec.wide], 1 << codec.bits
+    entries = rng.integers(-most, most + 1, (-(-rows // 16), count)).astype(np.int8)
+    entries[:, 0], entries[:, -1] = -most, most
+    if values != "random":
+        entries[:] = -most if values == "least" else most
+    return np.repeat(entries, 16, axis=0)[:rows]
 
 
 def two_levels(rng: np.random.Generator, codec: Codec, rows: int, columns: int) -> dict[str, np.ndarray]:
@@ -133,6 +145,10 @@ INTEGER_CODECS = [
 ]
 INTEGER_CODECS += [Codec("s4", bits, group) for bits, group in itertools.product(range(2, 9), (16, 32, 128))]
 INTEGER_CODECS += [
+    Codec("table", bits, group, wide=wide)
+    for bits, group, wide in itertools.product(range(1, 5), (16, 32, 128, 0), (False, True))
+]
+INTEGER_CODECS += [
     Codec("two-level", bits, group, symmetric)
     for bits, group, symmetric in itertools.product(range(2, 9), (16, 32, 128), (True, False))
     if bits <= 6 or group == 32
@@ -149,9 +165,13 @@ def product_case(isa: str, codec: Codec):
 
     A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
     kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Four bits are tried on every
-    instruction set, every width on the best one; half grids, which are for few, at two bits too.
+    instruction set, every width on the best one; half grids, which are for few, at two bits too.  Of tables every width on the
+    best one with wide entries, the others with four bits.
     """
     best, small = isa == HERE[0], codec.group_size == 16
+    if codec.kind == "table":
+        common = codec.group_size == 32 and (codec.bits == 4 or (best and codec.wide)) or (best and codec.bits == 4 and small)
+        return case(isa, codec, common=common, id=f"{codec.name}-{isa}".replace(" ", "-"))
     common = codec.kind in ("half", "s4") and codec.bits == 2 and codec.group_size in (16, 32)
     common = (
         common or codec.bits == 4 and (best or not small or not codec.symmetric) or best and not codec.symmetric and not small

@@ -78,14 +78,14 @@ def everywhere(graph: Graph, arrays: Arrays, affected: Sequence[int], isas: Sequ
 
 GROUP, ROW, GROUP16 = Codec("int", 4, 128), Codec("int", 4, 0, False), Codec("int", 8, 16, False)
 OFFSET, TWO_LEVELS = Codec("offset", 4, 32), Codec("two-level", 4, 32, False)
-HALF, FOUR_BITS = Codec("half", 2, 32), Codec("s4", 2, 32)
+HALF, FOUR_BITS, TABLE = Codec("half", 2, 32), Codec("s4", 2, 32), Codec("table", 4, 32)
 
 
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("mode", ["a16", "a8", "a4"])
 @pytest.mark.parametrize(
     "codec",
-    [GROUP, ROW, GROUP16, HALF, FOUR_BITS, OFFSET, TWO_LEVELS, Codec("f32"), Codec("f16"), Codec("bf16")],
+    [GROUP, ROW, GROUP16, HALF, FOUR_BITS, TABLE, OFFSET, TWO_LEVELS, Codec("f32"), Codec("f16"), Codec("bf16")],
     ids=lambda c: c.name,
 )
 def test_products(codec: Codec, mode: str, isa: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.converters.budget.part_names import HEAD, TABLE, part_of
-from edgeq.format.codec import Codec
+from edgeq.format.codec import MAX_ENTRY, Codec
 from edgeq.format.manifest import FLOAT_PARTS, Shape, array_shapes, fused_shapes
 from edgeq.format.metadata import Metadata
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
@@ -76,11 +76,14 @@ def write_random(path: Path, config: ModelConfig, codec: Codec, parts: Codecs = 
             elif part == "q":
                 # A router of zeros: every token uses the first experts, as many as of any.
                 refs[part] = writer.array(np.zeros(array.shape, np.uint16), "bf16")
+            elif part == "table":
+                entries = np.rint(np.linspace(-1, 1, array.shape[1]) * MAX_ENTRY[stored.wide])
+                refs[part] = writer.array(np.broadcast_to(entries.astype(np.int8), array.shape), array.stored)
             elif part == "zero":
                 refs[part] = writer.array(np.full(array.shape, stored.center, np.uint8), "u8")
             else:
                 # Outputs keep the size of inputs; an offset makes the middle of the integers zero.
-                size = columns**-0.5 / stored.center * (-stored.center if part.endswith("offset") else 1)
+                size = columns**-0.5 / 2 ** (stored.multiplied_bits - 1) * (-stored.center if part.endswith("offset") else 1)
                 if stored.kind == "s4" and part == "scale":
                     size = 0  # The largest share.
                 if stored.kind == "two-level":

@@ -24,6 +24,7 @@ class CodecKind(object):
     integer = 3
     two_level = 4
     s4 = 5
+    table = 6
 
 
 class ZeroKind(object):
@@ -395,8 +396,15 @@ class Codec(object):
             return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
         return 0
 
+    # Codec
+    def Wide(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(12))
+        if o != 0:
+            return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
+        return False
+
 def CodecStart(builder: flatbuffers.Builder):
-    builder.StartObject(4)
+    builder.StartObject(5)
 
 def CodecAddKind(builder: flatbuffers.Builder, kind: int):
     builder.PrependUint8Slot(0, kind, 0)
@@ -409,6 +417,9 @@ def CodecAddGroupSize(builder: flatbuffers.Builder, groupSize: int):
 
 def CodecAddZero(builder: flatbuffers.Builder, zero: int):
     builder.PrependUint8Slot(3, zero, 0)
+
+def CodecAddWide(builder: flatbuffers.Builder, wide: bool):
+    builder.PrependBoolSlot(4, wide, 0)
 
 def CodecEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
@@ -424,11 +435,13 @@ class CodecT(object):
         bits = 0,
         groupSize = 0,
         zero = 0,
+        wide = False,
     ):
         self.kind = kind  # type: int
         self.bits = bits  # type: int
         self.groupSize = groupSize  # type: int
         self.zero = zero  # type: int
+        self.wide = wide  # type: bool
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -455,6 +468,7 @@ class CodecT(object):
         self.bits = codec.Bits()
         self.groupSize = codec.GroupSize()
         self.zero = codec.Zero()
+        self.wide = codec.Wide()
 
     # CodecT
     def Pack(self, builder):
@@ -463,6 +477,7 @@ class CodecT(object):
         CodecAddBits(builder, self.bits)
         CodecAddGroupSize(builder, self.groupSize)
         CodecAddZero(builder, self.zero)
+        CodecAddWide(builder, self.wide)
         codec = CodecEnd(builder)
         return codec
 
@@ -573,8 +588,18 @@ class Weight(object):
             return obj
         return None
 
+    # Weight
+    def Table(self) -> Optional[Array]:
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(22))
+        if o != 0:
+            x = self._tab.Indirect(o + self._tab.Pos)
+            obj = Array()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
 def WeightStart(builder: flatbuffers.Builder):
-    builder.StartObject(9)
+    builder.StartObject(10)
 
 def WeightAddCodec(builder: flatbuffers.Builder, codec: int):
     builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(codec), 0)
@@ -603,6 +628,9 @@ def WeightAddSuperScale(builder: flatbuffers.Builder, superScale: int):
 def WeightAddSuperOffset(builder: flatbuffers.Builder, superOffset: int):
     builder.PrependUOffsetTRelativeSlot(8, flatbuffers.number_types.UOffsetTFlags.py_type(superOffset), 0)
 
+def WeightAddTable(builder: flatbuffers.Builder, table: int):
+    builder.PrependUOffsetTRelativeSlot(9, flatbuffers.number_types.UOffsetTFlags.py_type(table), 0)
+
 def WeightEnd(builder: flatbuffers.Builder) -> int:
     return builder.EndObject()
 
@@ -626,6 +654,7 @@ class WeightT(object):
         offset = None,
         superScale = None,
         superOffset = None,
+        table = None,
     ):
         self.codec = codec  # type: Optional[CodecT]
         self.rows = rows  # type: int
@@ -636,6 +665,7 @@ class WeightT(object):
         self.offset = offset  # type: Optional[ArrayT]
         self.superScale = superScale  # type: Optional[ArrayT]
         self.superOffset = superOffset  # type: Optional[ArrayT]
+        self.table = table  # type: Optional[ArrayT]
 
     @classmethod
     def InitFromBuf(cls, buf, pos):
@@ -674,6 +704,8 @@ class WeightT(object):
             self.superScale = ArrayT.InitFromObj(weight.SuperScale())
         if weight.SuperOffset() is not None:
             self.superOffset = ArrayT.InitFromObj(weight.SuperOffset())
+        if weight.Table() is not None:
+            self.table = ArrayT.InitFromObj(weight.Table())
 
     # WeightT
     def Pack(self, builder):
@@ -691,6 +723,8 @@ class WeightT(object):
             superScale = self.superScale.Pack(builder)
         if self.superOffset is not None:
             superOffset = self.superOffset.Pack(builder)
+        if self.table is not None:
+            table = self.table.Pack(builder)
         WeightStart(builder)
         if self.codec is not None:
             WeightAddCodec(builder, codec)
@@ -708,6 +742,8 @@ class WeightT(object):
             WeightAddSuperScale(builder, superScale)
         if self.superOffset is not None:
             WeightAddSuperOffset(builder, superOffset)
+        if self.table is not None:
+            WeightAddTable(builder, table)
         weight = WeightEnd(builder)
         return weight
 

@@ -44,6 +44,9 @@ class Avx2(Isa):
     def widened(self, b: Any, accumulator: Any, total: Any) -> Any:
         return b.add(accumulator, call(b, "llvm.x86.avx2.pmadd.wd", D8, total, constant(W16, 1)))
 
+    def looked_up(self, b: Any, table: Any, index: Any) -> Any:
+        return call(b, "llvm.x86.avx2.pshuf.b", B32, table, index)
+
     def takes_pairs(self, bits: int) -> bool:
         # Both bytes of an activation by `dot8` would be more instructions than whole ones: 34 for 256 products, not 32.
         return True

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llvmlite import ir
+
 from edgeq.targets.cpu.isa.isa import X86_PREFETCH_DISTANCES, Isa
-from edgeq.targets.cpu.jit.simd import VI32, call
+from edgeq.targets.cpu.jit.simd import I8, VI32, call
+
+B64 = ir.VectorType(I8, 64)
 
 
 class Avx512Vnni(Isa):
@@ -23,6 +27,9 @@ class Avx512Vnni(Isa):
         for quad, token in zip(quads, tokens, strict=True):
             accumulator = call(b, "llvm.x86.avx512.vpdpbusd.512", VI32, accumulator, b.bitcast(quad, VI32), token)
         return accumulator
+
+    def looked_up(self, b: Any, table: Any, index: Any) -> Any:
+        return call(b, "llvm.x86.avx512.pshuf.b.512", B64, table, index)
 
 
 class Avx512Winograd(Avx512Vnni):

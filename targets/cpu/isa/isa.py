@@ -51,6 +51,10 @@ class Isa(Protocol):
         """accumulator + sum over quads of 4 products; tokens are <lanes x i32> splats of 4 int8 channels, -128 ... 127."""
         ...
 
+    def looked_up(self, b: Any, table: Any, index: Any) -> Any:
+        """Bytes `table`[index]: indices are bytes below 16, the table the same 16 bytes over and over, in vectors of a quad."""
+        ...
+
     def takes_pairs(self, bits: int) -> bool:
         """Whether 16-bit activations go to `dot16`, for weights of so many bits, instead of in two bytes to `dot8`."""
         return False

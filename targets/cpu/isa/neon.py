@@ -69,6 +69,9 @@ class Neon(Isa):
     def _signed(self, b: Any, quad: Any, bits: int) -> Any:
         return b.xor(quad, constant(B16, 128)) if bits == 8 else quad
 
+    def looked_up(self, b: Any, table: Any, index: Any) -> Any:
+        return call(b, "llvm.aarch64.neon.tbl1.v16i8", B16, table, index)
+
     def takes_pairs(self, bits: int) -> bool:
         return bits > 7
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llvmlite import ir
+
 from edgeq.targets.cpu.isa.isa import Isa
-from edgeq.targets.cpu.jit.simd import VI32, constant
+from edgeq.targets.cpu.jit.simd import I32, VI32, constant
 
 
 class Portable(Isa):
@@ -25,6 +27,15 @@ class Portable(Isa):
                 value = b.ashr(b.shl(token, constant(VI32, 24 - 8 * channel)), constant(VI32, 24))
                 accumulator = b.add(accumulator, b.mul(weight, value))
         return accumulator
+
+    def looked_up(self, b: Any, table: Any, index: Any) -> Any:
+        # No vector operation of LLVM looks up by lanes that vary: of pairs of entries one is taken by a bit of the index.
+        undefined = ir.Constant(table.type, ir.Undefined)
+        entries = [b.shuffle_vector(table, undefined, constant(ir.VectorType(I32, table.type.count), i)) for i in range(16)]
+        for bit in range(4):
+            odd = b.icmp_unsigned("!=", b.and_(index, constant(index.type, 1 << bit)), constant(index.type, 0))
+            entries = [b.select(odd, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+        return entries[0]
 
     def takes_pairs(self, bits: int) -> bool:
         return True

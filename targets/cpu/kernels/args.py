@@ -60,7 +60,8 @@ class ProductArgs(Args):
     x                 quantized activations: data, bytes of a row, scales, sums, activation blocks of a row.  Of `thin_matmul`
                       rows of float32
     weights           in file order; scales: address, bytes from one block of output channels to the next, and from one
-                      activation block to the next; zeros: zero points or offsets, in the same order
+                      activation block to the next; zeros: zero points or offsets, in the same order, or tables, i8 per block of
+                      output channels and index
     super_scales      and super_offsets, of two levels: addresses, bytes from one block of output channels to the next
     columns           of floats: input channels
     chunks            of integers: chunks of 32 input channels in a row, and in what is added up before it is scaled

@@ -48,14 +48,14 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
     factors = factors or input_factors(context, layer)
     if not weight.codec.integer:
         return Layout(FLOAT, weight.columns, MAX_ACTIVATION_BLOCK, factors=factors, first=first)
-    codec, block = weight.codec, activation_block(weight.codec)
-    wide = A16_PAIRS if context.isa.takes_pairs(codec.bits) else A16
+    codec, bits, block = weight.codec, weight.codec.multiplied_bits, activation_block(weight.codec)
+    wide = A16_PAIRS if context.isa.takes_pairs(bits) else A16
     rule = input_rule(layer, index, mode)
     limit, scaling = (rule.limit, SCALINGS[rule.kind]) if rule else (MAX_A16, BLOCK)
     constants = _constants(context, rule.scales) if rule and rule.scales else 0
     # Less their zero point, 8 bits are from -255 to 255.
-    kind = wide if limit > MAX_BYTE else A16_PAIRS if context.isa.widens(codec.bits) else A8
-    fits = kind == A8 and codec.bits == winograd.BITS and limit <= activation_limit(codec, "a8")
+    kind = wide if limit > MAX_BYTE else A16_PAIRS if context.isa.widens(bits) else A8
+    fits = kind == A8 and bits == winograd.BITS and limit <= activation_limit(codec, "a8")
     by_winograd = context.isa.winograd and fits and block >= CHUNK
     flat_from = matrix_matmul.MIN_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, block) else 0
     return Layout(kind, weight.columns, block, limit, scaling, factors, first, by_winograd, constants, flat_from)

@@ -59,4 +59,5 @@ CODECS: Mapping[Kind, CodecKernels] = {
     "s4": CodecKernels(integer_product, integer_rows, swiglu=True),
     "offset": CodecKernels(integer_product, integer_rows, swiglu=True),
     "two-level": CodecKernels(integer_product, integer_rows, swiglu=True),
+    "table": CodecKernels(integer_product, integer_rows, swiglu=True),
 }

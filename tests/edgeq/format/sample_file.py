@@ -45,6 +45,7 @@ def write_weight(writer: Writer, name: str, codec: Codec, rows: int, columns: in
     for part, spec in codec.parts(rows, columns).items():
         if part != "q":
             values = rng.uniform(*ranges(codec)[part], (rows, spec.shape[1])).astype(spec.dtype)
+            values = np.repeat(values[::16], 16, axis=0)[:rows] if part == "table" else values
             arrays[part] = writer.array(pack_beside(codec, part, values), spec.stored)
     return LinearSpec(name, (Weight(codec, rows, columns, arrays),))
 
@@ -55,12 +56,12 @@ def ranges(codec: Codec) -> dict[str, tuple[float, float]]:
         return {"scale": (1, 64), "offset": (0, 64), "super_scale": (0.001, 0.002), "super_offset": (-0.02, 0)}
     if codec.kind == "s4":
         return {"scale": (0, 16), "super_scale": (0.01, 0.1)}
-    return {"scale": (0.01, 0.1), "zero": (0, 1 << codec.bits), "offset": (-1, 0)}
+    return {"scale": (0.01, 0.1), "zero": (0, 1 << codec.bits), "offset": (-1, 0), "table": (-31, 32)}
 
 
 def write_body(writer: Writer) -> Metadata:
     """All segments of the sample; the same bytes every time."""
-    linears, codecs = {}, [Codec("int", 4, 16, False), Codec("int", 3, 16), Codec("f16"), Codec("s4", 3, 16)]
+    linears, codecs = {}, [Codec("int", 4, 16, False), Codec("table", 3, 16), Codec("f16"), Codec("s4", 3, 16)]
     others = [Codec("offset", 4, 16), Codec("two-level", 4, 32, False), Codec("half", 2, 16), Codec("two-level", 6, 16)]
     for layer, of_layer in enumerate((codecs, others)):
         for (name, parts), codec in zip(fused_shapes(CONFIG, layer), of_layer, strict=True):

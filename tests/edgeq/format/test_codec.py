@@ -9,7 +9,9 @@ from edgeq.errors import UnsupportedError
 from edgeq.format.codec import (
     BITS,
     GROUP_SIZES,
+    MAX_ENTRY,
     PLANES,
+    TABLE_BITS,
     Codec,
     dequantize,
     dequantize_rows,
@@ -40,6 +42,9 @@ TWO_LEVELS = [
     Codec("two-level", bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)
 ]
 FOUR_BITS = [Codec("s4", bits, group) for bits in BITS for group in GROUP_SIZES]
+TABLES = [
+    Codec("table", bits, group, wide=wide) for bits in TABLE_BITS for group in (0, *GROUP_SIZES) for wide in (False, True)
+]
 FILLS = ["random", "min", "max", "ends"]
 
 
@@ -66,17 +71,18 @@ def fill(kind: str, bits: int, shape: tuple[int, int]) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", FILLS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", PLANES)
 def test_unpack_inverts_pack_and_no_bit_is_wasted(bits: int, shape: tuple[int, int], kind: str) -> None:
     q = fill(kind, bits, shape)
     packed = pack_integers(q, bits)
     rows, columns = shape
     assert packed.shape == (-(-rows // 16), -(-columns // 32), bits, 64) and packed.dtype == np.uint8
-    assert packed.nbytes == Codec("int", bits, 0).parts(rows, columns)["q"].nbytes
+    codec = Codec("int" if bits in BITS else "table", bits, 0)
+    assert packed.nbytes == codec.parts(rows, columns)["q"].nbytes
     np.testing.assert_array_equal(unpack_integers(packed, rows, columns), q)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", PLANES)
 def test_every_value_lies_where_the_picture_says(bits: int) -> None:
     q = fill("random", bits, (19, 72))
     packed = pack_integers(q, bits)
@@ -84,7 +90,7 @@ def test_every_value_lies_where_the_picture_says(bits: int) -> None:
         assert stored(packed, bits, row, column) == q[row, column], (row, column)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", PLANES)
 def test_padding_rows_and_columns_are_zero(bits: int) -> None:
     packed = pack_integers(fill("max", bits, (3, 16)), bits)
     full = unpack_integers(packed, 16, 32)
@@ -251,6 +257,8 @@ def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
         (Codec("half", 2, 32), 2.5),
         (Codec("s4", 2, 32), 2 + 4 / 32 + 16 / 256),
         (Codec("offset", 4, 32), 5),
+        (Codec("table", 4, 32), 4.5 + 16 * 8 / (16 * 256)),
+        (Codec("table", 1, 0, wide=True), 1 + (16 + 1) / 256),
         (Codec("two-level", 4, 32, False), 4.625),
         (Codec("two-level", 6, 16), 6.5625),
         (Codec("two-level", 3, 16), 3.5625),
@@ -362,13 +370,48 @@ def test_a_q4_k_tensor_is_held_exactly() -> None:
     assert np.array_equal(read, gguf.dequantize(data, gguf.GGMLQuantizationType.Q4_K))
 
 
+@pytest.mark.parametrize("columns", [16, 300])
+@pytest.mark.parametrize("codec", TABLES, ids=lambda c: c.name)
+def test_tables_equal_the_formula(codec: Codec, columns: int) -> None:
+    """Channel by channel in float64; no product is rounded.  Every block has a table of its own."""
+    rows, rng, most = 35, np.random.default_rng(columns), MAX_ENTRY[codec.wide]
+    groups, size = codec.groups(columns), codec.group_size or columns
+    q = rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8)
+    scale = rng.uniform(-2, 2, (rows, groups)).astype(np.float16)
+    scale[0, 0], scale[1, -1] = 6.0e-8, 65504
+    tables = rng.integers(-most, most + 1, (3, 1 << codec.bits)).astype(np.int8)
+    tables[0, 0], tables[2, -1] = -most, most
+    arrays = {"q": pack_integers(q, codec.bits), "scale": pack_groups(scale), "table": tables}
+    assert {n: (a.dtype.name, a.shape) for n, a in arrays.items()} == {
+        n: (p.dtype, p.shape) for n, p in codec.parts(rows, columns).items()
+    }
+    expected = np.empty((rows, columns))
+    for row, column in np.ndindex(rows, columns):
+        expected[row, column] = np.float64(scale[row, column // size]) * int(tables[row // 16, q[row, column]])
+    np.testing.assert_array_equal(dequantize(codec, rows, columns, arrays), expected.astype(np.float32))
+    assert np.array_equal(expected.astype(np.float32), expected)
+    indices = np.array([34, 0, 15, 16])
+    np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), expected[indices].astype(np.float32))
+    natural = unpack_beside(codec, "table", tables, rows)
+    assert natural.shape == (rows, 1 << codec.bits) and np.array_equal(pack_beside(codec, "table", natural), tables)
+    natural[34] += 1
+    with pytest.raises(ValueError, match="tables that differ"):
+        pack_beside(codec, "table", natural)
+
+
+@pytest.mark.parametrize("bits", [0, 5, 8])
+def test_bits_of_an_index_out_of_range_are_refused(bits: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"{bits} bits are not supported; choose 1, 2, 3 or 4"):
+        Codec("table", bits, 32)
+
+
 @pytest.mark.parametrize(("kind", "scales"), [("two-level", "two levels"), ("s4", "four bits")])
 def test_scales_of_scales_need_groups(kind: str, scales: str) -> None:
     with pytest.raises(UnsupportedError, match=f"scales of {scales} need groups"):
         Codec(kind, 4, 0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["offset", "half", "s4"])
+@pytest.mark.parametrize("kind", ["offset", "half", "s4", "table"])
 def test_a_codec_that_says_otherwise_where_zero_lies_has_no_zero_points(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=f"'{kind}' has no zero points"):
         Codec(kind, 4, 32, symmetric=False)  # type: ignore[arg-type]
@@ -381,7 +424,7 @@ def test_a_half_grid_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [*CODECS, *TWO_LEVELS, *FOUR_BITS, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name
+    "codec", [*CODECS, *TWO_LEVELS, *FOUR_BITS, *TABLES, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name
 )
 def test_a_name_names_its_codec(codec: Codec) -> None:
     assert Codec.named(codec.name) == codec

@@ -12,6 +12,7 @@ from edgeq.format.codec import FLOAT_KINDS, Codec
 from edgeq.targets.cpu.lowering import codecs as cpu
 from edgeq.targets.cuda.lowering import linear as cuda
 
+TABLE = Codec("table", 4, 32)
 ROOT = Path(__file__).parents[3]
 ASKED = re.compile(r"""kind\s*(?:==|!=|in|not in)\s*\(?\s*["']int["']|["']int["']\s*(?:==|!=|in|not in)\b""")
 
@@ -33,6 +34,6 @@ def test_a_target_has_an_entry_for_every_codec_that_it_runs(table: dict[str, obj
 
 def test_cuda_refuses_by_name_what_it_has_no_kernels_for() -> None:
     assert cuda.launches_of(Codec("int", 4, 32)) is cuda.CODECS["int"]
-    for codec in (Codec("half", 2, 32), Codec("s4", 2, 32), Codec("offset", 4, 32), Codec("two-level", 6, 16)):
+    for codec in (Codec("half", 2, 32), Codec("s4", 2, 32), Codec("offset", 4, 32), Codec("two-level", 6, 16), TABLE):
         with pytest.raises(UnsupportedError, match=f"weights in the codec {codec.name} yet; run with --target cpu"):
             cuda.launches_of(codec)

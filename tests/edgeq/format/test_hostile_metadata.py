@@ -97,7 +97,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     # codecs
     "weight without codec": (setting("linears.0.weights.0.codec", None), FormatError, "layers.0.qkv|damaged"),
     "unknown codec kind": (setting("linears.0.weights.0.codec.kind", 77), UnsupportedError, "codec kind 77"),
-    "codec kind after the last": (setting("linears.0.weights.0.codec.kind", 6), UnsupportedError, "codec kind 6"),
+    "codec kind after the last": (setting("linears.0.weights.0.codec.kind", 7), UnsupportedError, "codec kind 7"),
     "nine bits": (setting("linears.0.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
     "bits of a float codec": (setting("linears.2.weights.0.codec.bits", 9), FormatError, "layers.0.gate_up"),
     "group size 48": (setting("linears.0.weights.0.codec.groupSize", 48), UnsupportedError, "group size 48 is not supported"),
@@ -150,6 +150,24 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "four bits without a half grid": (setting("linears.3.weights.0.codec.zero", 0), FormatError, "four bits without a half"),
     "four bits of whole rows": (setting("linears.3.weights.0.codec.groupSize", 0), UnsupportedError, "four bits need groups"),
     "four bits as a half grid": (setting("linears.3.weights.0.codec.kind", 3), FormatError, "'super_scale' do not agree"),
+    # Of tables: layers.0.o.
+    "a table without entries": (setting("linears.1.weights.0.table", None), FormatError, "'table' do not agree"),
+    "a table of floats": (setting("linears.1.weights.0.table.dtype", 1), FormatError, "table is f16 .*implies i8"),
+    "a short table": (
+        setting("linears.1.weights.0.table.shape", [1, 16]),
+        FormatError,
+        "table is i8 .1, 16.*implies i8 .2, 8.",
+    ),
+    "a table of five bits": (setting("linears.1.weights.0.codec.bits", 5), UnsupportedError, "choose 1, 2, 3 or 4"),
+    "a table with zero points": (setting("linears.1.weights.0.codec.zero", 1), FormatError, "say where zero is"),
+    "a table beside offsets": (setting("linears.1.weights.0.offset", array()), FormatError, "'offset' do not agree"),
+    "a table of integers": (setting("linears.0.weights.0.table", array()), FormatError, "'table' do not agree"),
+    "a table as integers": (setting("linears.1.weights.0.codec.kind", 3), FormatError, "'table' do not agree"),
+    "wide integers": (
+        setting("linears.0.weights.0.codec.wide", True),
+        UnsupportedError,
+        "no table whose entries could be wide",
+    ),
     # Of two levels: layers.1.o with offsets, layers.1.down without.
     "two levels without super scales": (
         setting("linears.5.weights.0.superScale", None),
@@ -308,7 +326,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "kernels of too many architectures": (
         setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),
         FormatError,
-        "80 layers, arrays, blobs and kernels; its 30 segments",
+        "80 layers, arrays, blobs and kernels; its 31 segments",
     ),
     # names
     "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),

@@ -24,6 +24,7 @@ EXHAUSTIVE = [Codec("int", bits, 128, bits % 2 == 0) for bits in (2, 3, 5, 6, 7)
 CODECS = [
     Codec("int", 8, 128, False),
     Codec("int", 4, 64),
+    Codec("table", 4, 64),
     *(
         pytest.param(codec, marks=pytest.mark.exhaustive)
         for codec in (Codec("int", 8, 0), Codec("int", 4, 0, False), *EXHAUSTIVE)

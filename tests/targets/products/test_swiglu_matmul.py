@@ -57,6 +57,7 @@ CODECS = {
     "3-bit": (I3, I4_ZERO),
     "half": (Codec("half", 2, 32), Codec("half", 4, 64)),
     "s4": (Codec("s4", 2, 32), Codec("s4", 4, 16)),
+    "table": (Codec("table", 4, 32), Codec("table", 2, 16, wide=True)),
     "offset": (I4_OFFSET, I5_OFFSET),
     "two-level": (I4_LEVELS, I6_LEVELS),
 }

@@ -1,4 +1,5 @@
-"""Packed integers of the file's order (edgeq/format/codec.py) as vectors of bytes: planes of bits put together."""
+"""Packed integers of the file's order (edgeq/format/codec.py) as vectors of bytes: planes of bits put together, and indices of
+tables looked up."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from typing import Any
 from llvmlite import ir
 
 from edgeq.format.codec import LINE, PLANES, QUADS
-from edgeq.targets.cpu.jit.simd import I8, I16, I64, constant, load
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit.simd import I8, I16, I32, I64, constant, load
+from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.products.groups import TABLES
 
 
 def unpack(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes: bool = False) -> list[Any]:
@@ -35,3 +39,31 @@ def unpack(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes:
                 quads[j] = b.or_(quads[j], value) if low else value
         line, low = line + plane, low + plane
     return quads
+
+
+class Unpacker:
+    """Emits the integers that are multiplied: those that are stored, or what a table has for them.
+
+    kind   of groups.py
+    """
+
+    def __init__(self, isa: Isa, bits: int, kind: int) -> None:
+        self.isa, self.bits, self.width = isa, bits, 4 * isa.lanes
+        self.center = 1 << (TABLES[kind] - 1) if kind in TABLES else 0
+
+    def table(self, b: Any, record: Any, block: Any) -> Any:
+        """The table of a block of output channels: its entries plus half their range, 16 bytes over and over.  None: no kind
+        with tables."""
+        if not self.center:
+            return None
+        count = 1 << self.bits
+        entries = ir.VectorType(I8, count)
+        address = b.add(ProductArgs.zeros.load(b, record), b.mul(block, ir.Constant(I64, count)))
+        stored = b.add(load(b, address, entries), constant(entries, self.center))
+        order = ir.Constant(ir.VectorType(I32, self.width), [i % count for i in range(self.width)])
+        return b.shuffle_vector(stored, ir.Constant(entries, ir.Undefined), order)
+
+    def quads(self, b: Any, address: Any, part: int, table: Any) -> list[Any]:
+        """As `unpack`, looked up in `table`."""
+        stored = unpack(b, address, self.bits, part, self.width, self.isa.shifts_bytes)
+        return [self.isa.looked_up(b, table, index) for index in stored] if self.center else stored

@@ -6,6 +6,8 @@ For a group of a row, with sum = sum of (q - taken) x over its channels, exact, 
     ZERO        y += scale * xscale * (sum - zero * sum_x)            taken = 0
     OFFSET      y += xscale * (scale * sum + shift * sum_x)           taken = 2^(bits - 1), shift = offset + taken * scale
     HALF        y += scale / 2 * xscale * (2 sum + sum_x)             taken = 2^(bits - 1), half a step too much; exact
+    TABLE       as SYMMETRIC, of entries of a table plus `taken`      taken = 32
+    TABLE_WIDE  the same                                              taken = 128
 
 HALF_S4 is HALF whose scale is that of the row times what a code k of four bits stands for, (8 - k mod 4) / 8 * 2^-(k div 4): as
 a float that is 1.0 less k quarters of an exponent.
@@ -32,10 +34,13 @@ from edgeq.targets.cpu.jit.simd import F16, F32, I8, I32, I64, call, constant, l
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.products.tiles import plus
 
-SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, HALF, HALF_S4 = range(7)
+SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, HALF, HALF_S4, TABLE, TABLE_WIDE = range(9)
 """Literals of kernels."""
+TABLES = {TABLE: 6, TABLE_WIDE: 8}
+"""Kinds whose stored integers are indices of a table -> bits of its entries plus half their range, which are multiplied."""
 ARRAYS = {
-    "scale": "scales", "zero": "zeros", "offset": "zeros", "super_scale": "super_scales", "super_offset": "super_offsets"
+    "scale": "scales", "zero": "zeros", "offset": "zeros", "super_scale": "super_scales", "super_offset": "super_offsets",
+    "table": "zeros",
 }  # fmt: skip
 """Arrays of a codec, and the arguments that say where they are."""
 SCALES_AHEAD = 512
@@ -46,9 +51,16 @@ def group_kind(codec: Codec) -> int:
     """The literal of an integer codec."""
     if codec.kind == "s4":
         return HALF_S4
+    if codec.kind == "table":
+        return TABLE_WIDE if codec.wide else TABLE
     if codec.kind == "two-level":
         return TWO_LEVELS if codec.symmetric else TWO_LEVELS_OFFSET
     return {"symmetric": SYMMETRIC, "integer": ZERO, "offset": OFFSET, "half": HALF}[codec.zero_kind]
+
+
+def multiplied_bits(bits: int, kind: int) -> int:
+    """Bits of the integers that are multiplied, of weights with `bits` stored ones: `Codec.multiplied_bits` from literals."""
+    return TABLES.get(kind, bits)
 
 
 def group_args(codec: Codec, rows: int, columns: int, address: Callable[[str], int]) -> dict[str, int]:
@@ -99,7 +111,7 @@ class Groups:
         self.kind, self.lanes, self.half_chunks, self.zero_center = kind, lanes, half_chunks, zero_center
         self.two_levels, self.offsets = kind in (TWO_LEVELS, TWO_LEVELS_OFFSET), kind in (OFFSET, TWO_LEVELS_OFFSET)
         self.ints, self.floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
-        self.taken = 0 if kind == ZERO else 1 << (bits - 1)
+        self.taken = 0 if kind == ZERO else 1 << (multiplied_bits(bits, kind) - 1)
 
     def addresses(self, b: Any, record: Any, block: Any) -> GroupAddresses:
         """Those of block `block`."""
@@ -145,7 +157,7 @@ class Groups:
             scale = b.fpext(of_groups(addresses.scales, addresses.scales_step, F16), self.floats)
         if self.kind == HALF:
             return GroupNumbers(b.fmul(scale, constant(self.floats, 0.5)), None)
-        if self.kind in (SYMMETRIC, TWO_LEVELS):
+        if self.kind in (SYMMETRIC, TWO_LEVELS, *TABLES):
             return GroupNumbers(scale, None)
         stored = of_groups(addresses.zeros, addresses.zeros_step, F16 if self.kind == OFFSET else I8)
         taken = constant(self.floats, float(self.taken))

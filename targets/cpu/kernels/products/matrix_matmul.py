@@ -36,7 +36,6 @@ from edgeq.targets.cpu.jit.simd import (
     vstore,
 )
 from edgeq.targets.cpu.kernels.args import A8, WHOLE, ProductArgs
-from edgeq.targets.cpu.kernels.products.bitplanes import unpack
 from edgeq.targets.cpu.kernels.products.groups import Groups
 from edgeq.targets.cpu.kernels.products.matmul import MIN_SMALL_TILE, SCRATCH_BYTES, SMALL_TILE, finish, share, tile_loop
 from edgeq.targets.cpu.kernels.products.matrix_unit import (
@@ -79,20 +78,22 @@ def weights_bytes(bits: int, chunks: int) -> int:
     return BYTES_OF_CHUNK * padded(chunks, STEP_CHUNKS) if bits < 8 or chunks % STEP_CHUNKS else 0
 
 
-def unpacked(bits: int) -> Any:
-    """A function: (weights, chunks, out): the quads of so many chunks, a byte for every weight."""
+def unpacked(weights: IntegerWeights) -> Any:
+    """A function: (args, n, chunks of block n, how many, out): their quads, a byte for every weight."""
+    unpacker = IntegerTile(weights, 1).unpacker
 
     @intrinsic
-    def write(typing: Any, weights: Any, chunks: Any, out: Any) -> Any:
+    def write(typing: Any, args: Any, n: Any, stored: Any, chunks: Any, out: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
-            weights, chunks, out = values
+            record, n, stored, chunks, out = values
+            table = unpacker.table(b, record, n)
             with cgutils.for_range(b, chunks) as loop:
-                quads = unpack(b, at(b, weights, loop.index, bits * LINE), bits, 0, LINE)
+                quads = unpacker.quads(b, at(b, stored, loop.index, weights.bits * LINE), 0, table)
                 for j, quad in enumerate(quads):
                     store(b, quad, plus(b, at(b, out, loop.index, BYTES_OF_CHUNK), LINE * j), LINE)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 3), codegen
+        return types.void(args, *[types.intp] * 4), codegen
 
     return write
 
@@ -294,7 +295,8 @@ def matrix_matmul(isa: int, bits: int, group_kind: int, extent: int) -> Kernel:
     large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), MIN_SMALL_TILE)
     single = tile_loop(IntegerTile(weights, 1), 1)
-    products, unpack_chunks, packed, whole = panel_products(bits, group_kind, extent), unpacked(bits), bits < 8, extent == WHOLE
+    products, unpack_chunks = panel_products(bits, group_kind, extent), unpacked(weights)
+    packed, whole = bits < 8, extent == WHOLE
 
     to_y = _whole_products(bits, stores_result=True) if whole else products
 
@@ -313,7 +315,7 @@ def matrix_matmul(isa: int, bits: int, group_kind: int, extent: int) -> Kernel:
             if apart:
                 stored = of_weights
                 for n in range(start, stop):
-                    unpack_chunks(args.weights + n * args.weights_block, chunks, stored + (n - start) * step)
+                    unpack_chunks(args, n, args.weights + n * args.weights_block, chunks, stored + (n - start) * step)
             configure(room, SIDE, SIDE)
             for r in range(0, count, PANEL):
                 here = min(PANEL, count - r)

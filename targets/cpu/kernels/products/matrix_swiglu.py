@@ -39,7 +39,8 @@ def gated_matrix_matmul(isa: int, bits: int, group_kind: int, extent: int) -> Ke
     large = gated_loop(weights, max_tile, blocks_per_tile, max_tile, max_tile)
     small = gated_loop(weights, SMALL_TILE, blocks_per_tile, MIN_SMALL_TILE, max_tile)
     single = gated_loop(weights, 1, 1, 1, max_tile)
-    products, unpack_chunks, packed, whole = panel_products(bits, group_kind, extent), unpacked(bits), bits < 8, extent == WHOLE
+    products, unpack_chunks = panel_products(bits, group_kind, extent), unpacked(weights)
+    packed, whole = bits < 8, extent == WHOLE
 
     @always_inline
     def unit(args, start, stop, scratch, numbers):
@@ -53,8 +54,8 @@ def gated_matrix_matmul(isa: int, bits: int, group_kind: int, extent: int) -> Ke
             first, of_up = results + RESULTS_BYTES, results + RESULTS_BYTES + UNIT * step
             for n in range(start, stop):
                 stored, place = args.weights + n * args.weights_block, (n - start) * step
-                unpack_chunks(stored, chunks, first + place)
-                unpack_chunks(stored + up * args.weights_block, chunks, of_up + place)
+                unpack_chunks(args, n, stored, chunks, first + place)
+                unpack_chunks(args, n + up, stored + up * args.weights_block, chunks, of_up + place)
         configure(room, SIDE, SIDE)
         for r in range(0, count, PANEL):
             here = min(PANEL, count - r)

@@ -25,6 +25,8 @@ Activations of a tile of T tokens, as `quantize.py` writes them:
 A token alone adds up low and high bytes side by side.  Several would need more registers than there are: their tile passes over
 an activation block twice, first with the high bytes, then, the sums times 256, with the low ones.
 
+Indices of a table (args.zeros) are looked up as they are unpacked, and w above are its entries.
+
 Integers of one activation block are summed exactly: 8 bits x 15 bits x 128 channels stay below 2^31.  Where a row ends within a
 chunk of 32 channels, activations are zeros up to its end.
 
@@ -47,8 +49,8 @@ from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.deferred import cgutils
 from edgeq.targets.cpu.jit.simd import F32, I16, I32, I64, constant, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
-from edgeq.targets.cpu.kernels.products.bitplanes import unpack
-from edgeq.targets.cpu.kernels.products.groups import Groups
+from edgeq.targets.cpu.kernels.products.bitplanes import Unpacker
+from edgeq.targets.cpu.kernels.products.groups import Groups, multiplied_bits
 from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, plus
 
 MAX_INT32_CHANNELS = 1 << 16
@@ -60,6 +62,7 @@ class IntegerWeights:
     """What the code for packed integers depends on.
 
     isa          index into all_isas()
+    bits         of the stored integers
     mode16       1: activations stored in 16 bits; 0: in 8
     group_kind   what groups have beside their integers: a literal of groups.py
     extent       CHUNKS, HALF_CHUNK or WHOLE: what is added up before it is scaled
@@ -76,9 +79,11 @@ class IntegerTile:
     """Emits the product of one or more neighbouring blocks with T tokens; see `Tile`."""
 
     def __init__(self, weights: IntegerWeights, tokens: int, blocks: int = 1, zero_center: int = 0) -> None:
-        isa, bits, mode16 = all_isas()[weights.isa], weights.bits, weights.mode16
+        isa, bits, mode16 = all_isas()[weights.isa], multiplied_bits(weights.bits, weights.group_kind), weights.mode16
         self.isa, self.bits, self.mode16, self.extent = isa, bits, mode16, weights.extent
-        self.groups = Groups(weights.group_kind, bits, isa.lanes, self.extent == HALF_CHUNK, zero_center)
+        self.unpacker = Unpacker(isa, weights.bits, weights.group_kind)
+        self.line_bytes = weights.bits * LINE
+        self.groups = Groups(weights.group_kind, weights.bits, isa.lanes, self.extent == HALF_CHUNK, zero_center)
         self.tokens, self.blocks, self.per_block = tokens, blocks, ROWS // isa.lanes
         self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes
@@ -91,6 +96,8 @@ class IntegerTile:
         self.center = self.groups.taken - (0 if self.pairs else isa.offset(bits))
         # How far ahead weights are asked for.
         self.ahead: Any = None
+        # The table of each block.
+        self.tables: list[Any] = []
         # Vectors of the tokens of a tile, of whole rows.
         self.row_factors: Any = None
         self.row_sums: Any = None
@@ -106,6 +113,7 @@ class IntegerTile:
             return field.load(b, record)
 
         w = [b.add(of(ProductArgs.weights), b.mul(block, of(ProductArgs.weights_block))) for block in blocks]
+        self.tables = [self.unpacker.table(b, record, block) for block in blocks]
         x, numbers = self._operands(b, record, blocks, r)
         chunks, per_block = of(ProductArgs.chunks), of(ProductArgs.chunks_per_block)
         self.ahead = of(ProductArgs.prefetch_bytes)
@@ -275,25 +283,25 @@ class IntegerTile:
         return b.add(b.shl(high, constant(self.ints, 8)), low)
 
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
-        lines = [at(b, address, chunk, self.bits * LINE) for address in w]
+        lines = [at(b, address, chunk, self.line_bytes) for address in w]
         tokens = at(b, x, chunk, QUADS * self.quad_bytes)
         if self.isa.prefetch_distances and which == self.passes[0]:
             # Blocks follow each other in the file.
             for line in lines:
-                prefetch(b, b.add(line, self.ahead), self.bits * LINE, level=2)
+                prefetch(b, b.add(line, self.ahead), self.line_bytes, level=2)
         if self.blocks > 1:
-            places = [(line, place) for line in lines for place in range(self.per_block)]
-            self._dots(b, [self._unpacked(b, line, place) for line, place in places], tokens, sums, quads, which)
+            places = [(line, i, place) for i, line in enumerate(lines) for place in range(self.per_block)]
+            self._dots(b, [self._unpacked(b, *each) for each in places], tokens, sums, quads, which)
             return
         for part in range(self.parts):
-            stored = self._unpacked(b, lines[0], part)
+            stored = self._unpacked(b, lines[0], 0, part)
             if self.pairs:
                 self._dot16(b, stored, tokens, sums[part], quads)
             else:
                 self._dot8(b, stored, tokens, sums[part], quads, which)
 
-    def _unpacked(self, b: Any, line: Any, place: int) -> list[Any]:
-        return unpack(b, line, self.bits, place, self.width, self.isa.shifts_bytes)
+    def _unpacked(self, b: Any, line: Any, block: int, place: int) -> list[Any]:
+        return self.unpacker.quads(b, line, place, self.tables[block])
 
     def _dots(self, b: Any, stored: list[list[Any]], tokens: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
         """Every broadcast token meets all blocks: several tokens, so one of their bytes."""

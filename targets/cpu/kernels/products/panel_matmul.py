@@ -23,7 +23,6 @@ from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import always_inline, cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.simd import I8, I16, I64, constant, get_i64, load, prefetch, store, vload, vsplat, vstore
 from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
-from edgeq.targets.cpu.kernels.products.bitplanes import unpack
 from edgeq.targets.cpu.kernels.products.matmul import (
     BLOCK_BYTES,
     SCRATCH_BYTES,
@@ -144,21 +143,23 @@ def panel_tile(weights: IntegerWeights, tokens: int) -> Any:
 
 
 def unpacked(weights: IntegerWeights) -> Any:
-    """A function: (address of chunks, how many, out): their quads in order, a byte for every weight or 16 bits."""
+    """A function: (args, n, address of chunks of block n, how many, out): their quads in order, a byte for every weight or 16
+    bits."""
     bits, tile = weights.bits, IntegerTile(weights, 1)
 
     @intrinsic
-    def write(typing: Any, stored: Any, chunks: Any, out: Any) -> Any:
+    def write(typing: Any, args: Any, n: Any, stored: Any, chunks: Any, out: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
-            stored, chunks, out = values
+            record, n, stored, chunks, out = values
             width, words = tile.width, ir.VectorType(I16, tile.width // 2)
+            table = tile.unpacker.table(b, record, n)
             with cgutils.for_range(b, chunks) as loop:
                 line = at(b, stored, loop.index, bits * LINE)
                 to = at(b, out, loop.index, BYTES_OF_CHUNK * (2 if tile.pairs else 1))
                 # Those of the next step.
                 prefetch(b, plus(b, line, STEP_CHUNKS * bits * LINE), bits * LINE, level=2)
                 for part in range(tile.per_block):
-                    for j, quad in enumerate(unpack(b, line, bits, part, width, tile.isa.shifts_bytes)):
+                    for j, quad in enumerate(tile.unpacker.quads(b, line, part, table)):
                         if not tile.pairs:
                             store(b, quad, plus(b, to, LINE * j + width * part), width)
                             continue
@@ -167,7 +168,7 @@ def unpacked(weights: IntegerWeights) -> Any:
                             store(b, half, plus(b, to, LINE * (2 * j + k) + width * part), width)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 3), codegen
+        return types.void(args, *[types.intp] * 4), codegen
 
     return write
 
@@ -183,7 +184,7 @@ def panel_product(weights: IntegerWeights, tokens: int) -> Any:
     def multiply(args, n, rows, first, out, scratch, panel):
         (r, here), chunks = rows, args.chunks
         count = chunks if whole else min(STEP_CHUNKS, chunks - first)
-        unpack_chunks(args.weights + n * args.weights_block + first * line, count, panel)
+        unpack_chunks(args, n, args.weights + n * args.weights_block + first * line, count, panel)
         if first == 0:
             for t in range((here + tokens - 1) // tokens * tokens):
                 vstore(out + BLOCK_BYTES * t, vsplat(0.0))

@@ -33,7 +33,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import F16_KIND, F32_KIND, NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.kernels.products.groups import HALF, HALF_S4, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, ZERO
+from edgeq.targets.cpu.kernels.products.groups import HALF, HALF_S4, OFFSET, TABLES, TWO_LEVELS, TWO_LEVELS_OFFSET, ZERO
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, share_of, write_quantized
 
 
@@ -105,7 +105,7 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
     wide, middle, low = (bits & 8) // 8, (bits & 4) // 4, bits % 4
     two, one = low // 2, low % 2
     two_levels, offsets = group_kind in (TWO_LEVELS, TWO_LEVELS_OFFSET), group_kind in (OFFSET, TWO_LEVELS_OFFSET)
-    halves = group_kind in (HALF, HALF_S4)
+    halves, looked_up = group_kind in (HALF, HALF_S4), group_kind in TABLES
 
     def kernel(record, part, parts, thread):
         args = EmbedTileArgs(record)
@@ -148,7 +148,10 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
                 else:
                     scale = get_f16(scales + 2 * place)
                     offset = get_f16(zeros + 2 * place) if group_kind == OFFSET else np.float32(0)
-                if offsets:
+                if looked_up:
+                    entry = get_u8(args.zeros + (token // 16 << bits) + q)
+                    put_f32(out + 4 * c, scale * np.float32((entry ^ 128) - 128))
+                elif offsets:
                     put_f32(out + 4 * c, scale * np.float32(q) + offset)
                 else:
                     center = get_u8(zeros + place) if group_kind == ZERO else 1 << (bits - 1)
