@@ -57,6 +57,11 @@ class ExportedWeight:
         found = {name: unpack_beside(self.codec, name, array, count)[rows] for name, array in arrays.items() if name != "q"}
         return {"q": unpack_integers(arrays["q"], count, self.columns)[rows], **found}
 
+    def tables(self) -> AnyArray | None:
+        """Tables of the blocks that these rows lie in, int8 [tables, entries]; None: the codec has none."""
+        ref = self.linear.weights[0].arrays.get("table")
+        return None if ref is None else self.file.array(ref)[self.first // 16 : -(-(self.first + self.rows) // 16)]
+
     def values(self) -> ArrayF32:
         arrays, rows = self._arrays()
         return np.ascontiguousarray(dequantize(self.codec, 16 * len(arrays["q"]), self.columns, arrays)[rows])

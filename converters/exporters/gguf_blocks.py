@@ -2,7 +2,8 @@
 
 A codec without a type of its own is written in a wider one that holds the same numbers: integers in Q4_0, Q5_0 or Q8_0, those
 with an offset in Q4_1 or Q5_1.  These have a scale for 32 weights, so one for 64, 128 or a row is repeated.  With zero points
-q - zero takes one bit more, and so does 2 q - (2**bits - 1) of a grid without zero, with half the scale.  No number is rounded.
+q - zero takes one bit more, and so does 2 q - (2**bits - 1) of a grid without zero, with half the scale.  Entries of a table
+are signed bytes, as integers of Q8_0 are.  No number is rounded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES
+from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, IQ4_NL_TABLE, MXFP4_BIAS, MXFP4_TABLE
 from edgeq.errors import UnsupportedError
 from edgeq.format.codec import AnyArray, ArrayU8, Codec
 
@@ -21,7 +22,9 @@ NUMBERS = {block.name: number for number, block in BLOCK_TYPES.items()}
 FLOAT_NUMBERS = {name.lower(): number for number, name in FLOAT_TYPES.items()}
 """Kind of a codec of floats -> ggml's number of its type."""
 BLOCK = 32
-ONE_LEVEL = ("int", "half", "offset")
+TABLES = {20: IQ4_NL_TABLE, 39: MXFP4_TABLE}
+"""ggml's number of a type -> entries of its table by index."""
+ONE_LEVEL = ("int", "half", "offset", "table")
 """Kinds of codecs whose scales are f16, as those of GGUF's blocks of 32 are."""
 
 
@@ -46,15 +49,17 @@ class HeldAs:
         return BLOCK_TYPES[self.type].width if self.codec else 1
 
 
-def held_as(codec: Codec, columns: int) -> HeldAs:
+def held_as(codec: Codec, columns: int, table: AnyArray | None = None) -> HeldAs:
     """The type that holds every number of a matrix with so many columns.
 
+    table   of a codec with tables those of the matrix, int8 [tables, entries]
     UnsupportedError: none does; the message says what would.
     """
     if not codec.integer:
         return HeldAs(FLOAT_NUMBERS[codec.kind], None)
     for number, block in BLOCK_TYPES.items():
-        if block.codec == codec and columns % block.width == 0:
+        same = block.codec == codec and columns % block.width == 0
+        if same and (number not in TABLES or (table is not None and (table == TABLES[number]).all())):
             return HeldAs(number, codec)
     if codec.kind == "two-level":
         raise UnsupportedError(
@@ -72,6 +77,8 @@ def held_as(codec: Codec, columns: int) -> HeldAs:
                 f"{codec.name}: GGUF has offsets with 4 and 5 bits alone; convert to fewer bits, or without zero"
             )
         return _wider("Q4_1" if codec.bits <= 4 else "Q5_1")
+    if codec.kind == "table":
+        return _wider("Q8_0")
     # Of what is multiplied by a scale.
     most = (1 << codec.bits) - 1
     low, high = (-codec.center, codec.center - 1) if codec.zero_kind == "symmetric" else (-most, most)
@@ -102,6 +109,9 @@ def _widened(codec: Codec, wider: Codec, arrays: Arrays) -> Arrays:
     found = {name: repeated(arrays[name]) for name in ("scale", "offset") if name in arrays}
     if codec.kind == "offset":
         return {**found, "q": q}
+    if codec.kind == "table":
+        entries = np.take_along_axis(arrays["table"], q, axis=1)
+        return {**found, "q": entries.view(np.uint8) ^ 128}
     if codec.kind == "half":
         halved = found["scale"] * np.float16(0.5)
         if not np.array_equal(halved * np.float16(2), found["scale"]):
@@ -164,6 +174,19 @@ def _q8_0(a: Arrays) -> ArrayU8:
     return _join(_half(a["scale"]), _of_blocks(a["q"] ^ 128, 32))
 
 
+def _iq4_nl(a: Arrays) -> ArrayU8:
+    return _join(_half(a["scale"]), _nibbles(_of_blocks(a["q"], 2, 16)))
+
+
+def _mxfp4(a: Arrays) -> ArrayU8:
+    fractions, exponents = np.frexp(a["scale"].astype(np.float32))
+    if not ((fractions == 0.5) | (a["scale"] == 0)).all():
+        raise UnsupportedError("a scale of MXFP4's table is no power of two, which MXFP4 has alone")
+    # frexp's fraction is half of what the power is of.  A block of zeros has the least power.
+    powers = np.where(a["scale"] == 0, 0, exponents - 1 + MXFP4_BIAS)
+    return _join(powers.astype(np.uint8)[..., None], _nibbles(_of_blocks(a["q"], 2, 16)))
+
+
 def _factors(a: Arrays) -> list[AnyArray]:
     # A minimum is subtracted there and an offset added here.
     return [_half(a["super_scale"]), *([_half(-a["super_offset"])] if "super_offset" in a else [])]
@@ -211,6 +234,7 @@ PACKERS: dict[int, Callable[[Arrays], ArrayU8]] = {
     for name, packer in {
         **{"Q4_0": _q4, "Q4_1": _q4, "Q5_0": _q5, "Q5_1": _q5, "Q8_0": _q8_0},
         **{"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k},
+        **{"IQ4_NL": _iq4_nl, "MXFP4": _mxfp4},
     }.items()
 }
 """ggml's number of a type -> arrays of its codec to its bytes."""

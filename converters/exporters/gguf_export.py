@@ -169,7 +169,8 @@ def _matrices(model: ExportedModel, network: GgufNetwork, head_dim: int) -> Iter
         if len(codecs) > 1:
             raise UnsupportedError(f"{name}: llama.cpp has one tensor for what has several codecs here: {', '.join(codecs)}")
         try:
-            held = held_as(parts[0].codec, parts[0].columns)
+            found = [table for part in parts if (table := part.tables()) is not None]
+            held = held_as(parts[0].codec, parts[0].columns, np.concatenate(found) if found else None)
         except UnsupportedError as error:
             raise UnsupportedError(f"{name}: {error}") from None
         yield GgufMatrix(f"{name}.weight", (*parts,), held, _head_size(name, network, head_dim))

@@ -81,7 +81,8 @@ class GgufTensor:
         arrays = self.block.unpack(self._rows(first, count, name))
         for array in arrays.values():
             if array.dtype == np.float16 and not np.isfinite(array).all():
-                raise CheckpointError(f"{name} has a scale or an offset that is NaN or infinite; it is damaged")
+                of_powers = ", or as MXFP4 a power of two that is no f16" if self.block.name == "MXFP4" else ""
+                raise CheckpointError(f"{name} has a scale or an offset that is NaN or infinite{of_powers}; it is damaged")
         return arrays
 
     def _rows(self, first: int, count: int, name: str) -> AnyArray:

@@ -1,8 +1,9 @@
 """The types of tensors in GGUF files: what a block of a type holds, and how edgeq stores the same weights.
 
 Types with blocks of 32 weights have a scale for each; K-quants have 256 weights with scales of 16 or 32 of them, which are
-integers times one or two f16 of the whole block: scales of two levels.  Every function takes blocks, uint8 [rows, blocks of a
-row, bytes of a block], and gives the arrays of the type's codec, none of them rounded.
+integers times one or two f16 of the whole block: scales of two levels.  IQ4_NL and MXFP4 have indices of a table.  Every
+function takes blocks, uint8 [rows, blocks of a row, bytes of a block], and gives the arrays of the type's codec, none of them
+rounded.
 """
 
 from __future__ import annotations
@@ -140,6 +141,30 @@ def q6_k(raw: ArrayU8) -> StoredArrays:
     return two_levels(low | high << 4, halves(raw, 208), raw[..., 192:208].view(np.int8))
 
 
+IQ4_NL_TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+MXFP4_TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the floats of four bits, E2M1, of OCP Microscaling Formats 1.0; a block's scale is half its power of two."""
+MXFP4_BIAS = 128
+
+
+def with_table(q: AnyArray, scale: ArrayF16, table: NDArray[np.int8]) -> StoredArrays:
+    """q [rows, ...], scale [rows, blocks], and entries by index, the same for all rows."""
+    return {"q": of_rows(q), "scale": scale, "table": np.broadcast_to(table, (len(q), len(table)))}
+
+
+def iq4_nl(raw: ArrayU8) -> StoredArrays:
+    return with_table(nibbles(raw[..., 2:]), halves(raw, 0), IQ4_NL_TABLE)
+
+
+def mxfp4(raw: ArrayU8) -> StoredArrays:
+    """A power of two that no f16 holds becomes NaN, which is refused; of a block of zeros it becomes 0."""
+    q, exponents = nibbles(raw[..., 1:]), raw[..., 0].astype(np.int32) - MXFP4_BIAS
+    with np.errstate(over="ignore"):
+        scale = np.ldexp(np.float32(1), exponents).astype(np.float16)
+    scale = np.where((scale > 0) & np.isfinite(scale), scale, np.float16(np.nan))
+    return with_table(q, np.where((q & 7).any((-2, -1)), scale, np.float16(0)), MXFP4_TABLE)
+
+
 def six_bits(packed: ArrayU8) -> tuple[ArrayU8, ArrayU8]:
     """Twelve bytes -> eight scales and eight minima of six bits, [rows, blocks, 8] each."""
     a, b, c = packed[..., :4], packed[..., 4:8], packed[..., 8:]
@@ -158,14 +183,16 @@ BLOCK_TYPES = {
     12: BlockType("Q4_K", 256, 144, Codec("two-level", 4, 32, symmetric=False), q4_k),
     13: BlockType("Q5_K", 256, 176, Codec("two-level", 5, 32, symmetric=False), q5_k),
     14: BlockType("Q6_K", 256, 210, Codec("two-level", 6, 16), q6_k),
+    20: BlockType("IQ4_NL", 32, 18, Codec("table", 4, 32, wide=True), iq4_nl),
+    39: BlockType("MXFP4", 32, 17, Codec("table", 4, 32), mxfp4),
 }
 """ggml's number of a quantized type -> what its blocks are."""
 FLOAT_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
 """ggml's number -> the type as safetensors spells it."""
 REFUSED = {
-    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S"},
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
     **{23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"},
-    **{39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{40: "NVFP4", 41: "Q1_0", 4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
 }
 """Names of types that have no codec here, for messages."""
 

@@ -48,9 +48,12 @@ SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_
 
 
 def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Blocks of any bytes, with finite scales of both signs."""
+    """Blocks of any bytes, with finite scales of both signs; of MXFP4 powers of two that an f16 holds."""
     rng, block = np.random.default_rng(seed), BLOCK_TYPES[number]
     raw = rng.integers(0, 256, (rows, blocks, block.nbytes), np.uint8)
+    if block.name == "MXFP4":
+        raw[..., 0] = rng.integers(104, 144, (rows, blocks))
+        return raw
     for at in SCALES.get(block.name, (0,)):
         scales = rng.normal(0, 0.01, (rows, blocks)).astype(np.float16)
         raw[..., at : at + 2] = scales[..., None].view(np.uint8)
@@ -87,7 +90,7 @@ def write_gguf(
         kind = choose(ours, values)
         if kind == Type.F32:
             writer.add_tensor(ours, values)
-        elif kind.name.endswith("_K"):
+        elif kind.name.endswith("_K") or kind == Type.IQ4_NL:
             # The package reads these types and does not write them.
             block, rows = BLOCK_TYPES[int(kind)], math.prod(values.shape[:-1])
             raw = random_blocks(int(kind), rows, values.shape[-1] // block.width, zlib.crc32(ours.encode()))

@@ -27,7 +27,7 @@ from edgeq.converters.importers.gguf_tokenizers import tokenizer_json
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES
 from edgeq.converters.importers.gguf_vocabulary import read_vocabulary
 from edgeq.errors import InputError, UnsupportedError
-from edgeq.format.codec import FLOAT_KINDS, Codec, Kind, as_float32, dequantized
+from edgeq.format.codec import FLOAT_KINDS, MAX_ENTRY, Codec, Kind, as_float32, dequantized
 from edgeq.format.container import ModelFile
 from edgeq.tools.cli.main import main
 from tests.cli.refusal import refused
@@ -56,12 +56,12 @@ def raw_tensors(path: Path) -> dict[str, tuple[Type, tuple[int, ...], bytes]]:
 def test_blocks_come_back_byte_for_byte(number: int) -> None:
     block = BLOCK_TYPES[number]
     raw = random_blocks(number, 5, 4)
-    held = held_as(block.codec, 4 * block.width)
+    held = held_as(block.codec, 4 * block.width, block.unpack(raw).get("table"))
     assert held.name == block.name
     assert np.array_equal(blocks_of(block.codec, held, block.unpack(raw)), raw.reshape(5, -1))
 
 
-@pytest.mark.parametrize("kind", [None, Type.Q4_0, Type.Q5_1], ids=lambda kind: kind.name if kind else "BF16")
+@pytest.mark.parametrize("kind", [None, Type.Q4_0, Type.Q5_1, Type.MXFP4], ids=lambda kind: kind.name if kind else "BF16")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gguf_file_comes_back_tensor_for_tensor(
     checkpoint: Checkpoint, tmp_path: Path, texts: None, family: str, kind: Type | None
@@ -84,11 +84,11 @@ def test_a_gguf_file_comes_back_tensor_for_tensor(
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_k_quants_come_back(checkpoint: Checkpoint, tmp_path: Path, texts: None) -> None:
-    kinds = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+def test_types_that_the_package_does_not_write_come_back(checkpoint: Checkpoint, tmp_path: Path, texts: None) -> None:
+    kinds = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL]
     folder = checkpoint("llama_gqa", hidden_size=256, intermediate_size=512, num_attention_heads=4, num_hidden_layers=2)
     source, back = tmp_path / "a.gguf", tmp_path / "back.gguf"
-    write_gguf(folder, source, lambda name, values: kinds[len(name) % 5] if values.ndim > 1 else Type.F32)
+    write_gguf(folder, source, lambda name, values: kinds[len(name) % 6] if values.ndim > 1 else Type.F32)
     export(converted(source, tmp_path / "a.edgeq").path, "gguf", back, False, silent)
     assert raw_tensors(back) == raw_tensors(source)
 
@@ -125,6 +125,28 @@ def test_grids_without_zero_are_written_as_the_same_numbers(bits: int) -> None:
     assert np.array_equal(gguf.dequantize(blocks_of(codec, held, arrays), Type(held.type)), dequantized(codec, 160, arrays))
     arrays["scale"][0, 0] = 2**-24
     with pytest.raises(UnsupportedError, match="whose half is no f16"):
+        blocks_of(codec, held, arrays)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("bits", range(1, 5))
+def test_other_tables_are_written_as_the_same_numbers(bits: int, wide: bool) -> None:
+    codec, rng, most = Codec("table", bits, 64, wide=wide), np.random.default_rng(bits), MAX_ENTRY[wide]
+    arrays: dict[str, Any] = {"q": rng.integers(0, 1 << bits, (19, 160), np.uint8)}
+    arrays["scale"] = rng.normal(0, 0.01, (19, 3)).astype(np.float16)
+    tables = rng.integers(-most, most + 1, (2, 1 << bits)).astype(np.int8)
+    arrays["table"] = np.repeat(tables, 16, axis=0)[:19]
+    held = held_as(codec, 160, tables)
+    assert held.name == "Q8_0"
+    assert np.array_equal(gguf.dequantize(blocks_of(codec, held, arrays), Type(held.type)), dequantized(codec, 160, arrays))
+
+
+def test_mxfp4_has_powers_of_two_alone() -> None:
+    arrays = BLOCK_TYPES[39].unpack(random_blocks(39, 4, 2))
+    codec, table = BLOCK_TYPES[39].codec, arrays["table"]
+    held = held_as(codec, 64, table)
+    arrays["scale"][1, 1] = 0.75
+    with pytest.raises(UnsupportedError, match="no power of two"):
         blocks_of(codec, held, arrays)
 
 

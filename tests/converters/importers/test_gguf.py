@@ -95,7 +95,7 @@ def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_of(
     assert np.array_equal(wanted.checkpoint.rows(name, 5, 41), found.checkpoint.rows(name, 5, 41))
 
 
-EXACT = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
+EXACT = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
 
 
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.name)
@@ -124,6 +124,8 @@ def test_integers_are_kept_bit_for_bit(checkpoint: Callable[..., Path], tmp_path
 
 
 K_QUANTS = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+UNWRITTEN = [*K_QUANTS, Type.IQ4_NL]
+"""Types that the package reads and does not write."""
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Rows of whole blocks of 256 weights."""
 
@@ -134,9 +136,9 @@ def q4_k_m(name: str, values: np.ndarray[Any, Any]) -> Type:
     return in_type(Type.Q6_K if more else Type.Q4_K)(name, values)
 
 
-@pytest.mark.parametrize("choose", [*map(in_type, K_QUANTS), q4_k_m], ids=[*(kind.name for kind in K_QUANTS), "Q4_K_M"])
+@pytest.mark.parametrize("choose", [*map(in_type, UNWRITTEN), q4_k_m], ids=[*(kind.name for kind in UNWRITTEN), "Q4_K_M"])
 @pytest.mark.parametrize("family", ["llama_gqa", "qwen3_moe"])
-def test_k_quants_are_kept_bit_for_bit(
+def test_what_the_package_reads_alone_is_kept_bit_for_bit(
     checkpoint: Callable[..., Path], tmp_path: Path, choose: Callable[[str, Any], Type], family: str
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -298,9 +300,27 @@ def test_metadata_that_edgeq_does_not_run_are_refused_by_key(
         planned(open_source(str(path), HubAccess()), ConvertOptions())
 
 
+def test_powers_of_two_of_mxfp4_that_are_no_f16_are_refused_where_they_count(tmp_path: Path) -> None:
+    raw = random_blocks(39, 16, 2)
+    raw[3, 1] = 0
+    expected = gguf.dequantize(raw.reshape(16, -1), Type.MXFP4)
+    for exponent, bad in ((104, False), (143, False), (103, True), (144, True), (255, True), (0, True)):
+        for zeros in (False, True):
+            raw[5, 1, 0], raw[5, 1, 1:] = exponent, 0x80 if zeros else 0x21
+            (tmp_path / "data").write_bytes(raw.tobytes())
+            tensor = GgufTensor(tmp_path / "data", (16, 64), 39, 0)
+            if bad and not zeros:
+                with pytest.raises(CheckpointError, match="t has a scale .*as MXFP4 a power of two that is no f16"):
+                    tensor.quantized(0, 16, "t")
+                assert not np.isfinite(tensor.read(0, 16 * 64, "t")).all()
+                continue
+            expected = gguf.dequantize(raw.reshape(16, -1), Type.MXFP4)
+            assert np.array_equal(dequantized(tensor.codec, 64, tensor.quantized(0, 16, "t")), expected)
+
+
 def test_all_tensors_of_types_without_a_codec_are_named_at_once(file: Path) -> None:
     data, kinds = bytearray(file.read_bytes()), {}
-    for name, number in (("blk.0.ffn_down.weight", 20), ("blk.1.ffn_down.weight", 20), ("blk.1.ffn_up.weight", 99)):
+    for name, number in (("blk.0.ffn_down.weight", 23), ("blk.1.ffn_down.weight", 23), ("blk.1.ffn_up.weight", 99)):
         at = data.index(name.encode()) + len(name) + 4 + 2 * 8
         assert data[at : at + 4] == struct.pack("<I", 8)
         data[at : at + 4] = struct.pack("<I", number)
@@ -308,7 +328,7 @@ def test_all_tensors_of_types_without_a_codec_are_named_at_once(file: Path) -> N
     file.write_bytes(data)
     with pytest.raises(UnsupportedError) as error:
         open_source(str(file), HubAccess())
-    assert "IQ4_NL: 2 (blk.0.ffn_down.weight, blk.1.ffn_down.weight); type 99: 1 (blk.1.ffn_up.weight)" in str(error.value)
+    assert "IQ4_XS: 2 (blk.0.ffn_down.weight, blk.1.ffn_down.weight); type 99: 1 (blk.1.ffn_up.weight)" in str(error.value)
     assert "Q4_K" in str(error.value) and "\n" not in str(error.value)
 
 
