@@ -153,7 +153,7 @@ def test_groups_are_stored_by_block_group_row(shape: tuple[int, int]) -> None:
     np.testing.assert_array_equal(unpack_groups(packed, shape[0]), a)
 
 
-# 4,480 cases of a fraction of a millisecond each: pytest would spend more on each of them as a test of its own than the case itself.
+# 4,480 cases of a fraction of a millisecond each: pytest would spend more on a test of its own than the case takes.
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
 def test_dequantize_equals_the_formula(codec: Codec) -> None:
     for shape in SHAPES:
