@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from edgeq.errors import ResourceError
 from edgeq.system import measurements
+from edgeq.targets.cuda.arguments.rows import ReadMemoryArguments
 from edgeq.targets.cuda.device.device import Call, Copy, Device, Kernel
 from edgeq.targets.cuda.supply.pack import Variant
 
@@ -59,8 +60,8 @@ def _reads(device: Device, kernel: Kernel, room: int) -> float:
     out = device.allocate(ctas * 128 * 4)
 
     def step(address: int, nbytes: int) -> Call:
-        scalars = {"x": address, "out": out.address, "ctas": ctas, "rounds": nbytes // (ctas * ROUND)}
-        return Call(kernel, *kernel.generated.bind(scalars))
+        arguments = ReadMemoryArguments(x=address, out=out.address, ctas=ctas, rounds=nbytes // (ctas * ROUND))
+        return Call(kernel, *kernel.generated.bind(arguments.by_name))
 
     nbytes, seconds = _quickest(device, room, ctas * ROUND, step)
     return nbytes / seconds

@@ -17,6 +17,8 @@ from tvm.target import Target
 from tvm.tirx import compilation_pipeline
 from tvm.tirx.build import codegen_build, split_host_device_mods
 
+from edgeq.targets.cuda.arguments import RECORDS
+from edgeq.targets.cuda.arguments.record import check_parameters
 from edgeq.targets.cuda.kernels import FUNCTIONS, RESIDENT
 from edgeq.targets.cuda.supply.pack import POINTER, Expression, Generated, Parameter, Variant
 
@@ -38,8 +40,12 @@ DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
 
 
 def generate(variant: Variant) -> Generated:
-    """The kernel of a variant.  KeyError: there is no such kernel."""
+    """The kernel of a variant.
+
+    KeyError: there is no such kernel.  TypeError: it has parameters that its record (arguments/) does not have.
+    """
     function = FUNCTIONS[variant.kernel](*variant.literals).with_attr("global_symbol", variant.symbol)
+    check_parameters(RECORDS[variant.kernel], variant.kernel, declared(function))
     target = Target({"kind": "cuda", "arch": ARCH, "max_shared_memory_per_block": 49152, "max_threads_per_block": 1024,
                      "thread_warp_size": 32}, host="llvm")  # fmt: skip
     module = tvm.IRModule({variant.symbol: function})
@@ -68,6 +74,11 @@ def generate(variant: Variant) -> Generated:
     if variant.kernel in RESIDENT:
         body = re.sub(r"__launch_bounds__\((\d+)\)", rf"__launch_bounds__(\1, {RESIDENT[variant.kernel]})", body)
     return Generated(variant, name, body, tuple(parameters), extent("blockIdx"), extent("threadIdx"))
+
+
+def declared(function):
+    """Names and types of the parameters of a kernel, as records have them."""
+    return {p.name: POINTER if type(p.ty).__name__ == "BufferType" else str(p.ty.dtype) for p in function.params}
 
 
 def host_call(host, name):

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edgeq.targets.cuda.arguments.heads import (
+    AttendArguments,
+    CacheArguments,
+    CacheWriteArguments,
+    HeadNormArguments,
+    HeadRotateArguments,
+    RopeArguments,
+    RotaryArguments,
+)
 from edgeq.targets.cuda.lowering.cache import kind_of
-from edgeq.targets.cuda.lowering.context import Angles, Launch, Lowering, Value, refuse
+from edgeq.targets.cuda.lowering.context import Angles, Launch, Lowering, refuse
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Attention, CacheWrite, HeadNorm, HeadRotate, RopeRotate
 
@@ -19,44 +28,45 @@ SIDE_BY_SIDE = 512
 
 
 def head_norm(lowering: Lowering, op: HeadNorm) -> Sequence[Launch]:
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x) + 4 * op.offset,
-        "gain": lowering.storage.floats(op.gain),
-        "width": lowering.graph.buffers[op.x],
-        "heads": op.heads,
-        "head_dim": op.head_dim,
-        "eps": op.eps,
-    }
-    return [Launch(op, lowering.stage, Variant("head_norm"), values)]
+    arguments = HeadNormArguments(
+        x=lowering.buffer(op.x) + 4 * op.offset,
+        gain=lowering.storage.floats(op.gain),
+        width=lowering.graph.buffers[op.x],
+        heads=op.heads,
+        head_dim=op.head_dim,
+        eps=op.eps,
+    )
+    return [Launch(op, lowering.stage, Variant("head_norm"), arguments)]
 
 
 def rope_rotate(lowering: Lowering, op: RopeRotate) -> Sequence[Launch]:
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x) + 4 * op.offset,
-        **rotary_values(lowering, op),
-        "width": lowering.graph.buffers[op.x],
-        "heads": op.heads,
-        "head_dim": op.head_dim,
-    }
-    return [Launch(op, lowering.stage, Variant("rope"), values)]
+    arguments = RopeArguments(
+        x=lowering.buffer(op.x) + 4 * op.offset,
+        rotary=rotary(lowering, op),
+        width=lowering.graph.buffers[op.x],
+        heads=op.heads,
+        head_dim=op.head_dim,
+    )
+    return [Launch(op, lowering.stage, Variant("rope"), arguments)]
 
 
-def rotary_values(lowering: Lowering, op: RopeRotate) -> dict[str, Value]:
+def rotary(lowering: Lowering, op: RopeRotate) -> RotaryArguments:
     angles = Angles(op.frequencies, op.factor, op.axes, lowering.stage)
     lowering.angles.add(angles)
-    return {"cos": lowering.table(angles, "cos"), "sin": lowering.table(angles, "sin"), "pairs": len(op.frequencies)}
+    cos, sin = (lowering.table(angles, kind) for kind in ("cos", "sin"))
+    return RotaryArguments(cos=cos, sin=sin, pairs=len(op.frequencies))
 
 
 def head_rotate(lowering: Lowering, op: HeadRotate) -> Sequence[Launch]:
     check_head(op.head_dim)
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x) + 4 * op.offset,
-        "matrix": lowering.storage.array(op.matrix),
-        "scale": lowering.storage.floats(op.scale),
-        "width": lowering.graph.buffers[op.x],
-        "heads": op.heads,
-    }
-    return [Launch(op, lowering.stage, Variant("head_rotate", (op.head_dim,)), values)]
+    arguments = HeadRotateArguments(
+        x=lowering.buffer(op.x) + 4 * op.offset,
+        matrix=lowering.storage.array(op.matrix),
+        scale=lowering.storage.floats(op.scale),
+        width=lowering.graph.buffers[op.x],
+        heads=op.heads,
+    )
+    return [Launch(op, lowering.stage, Variant("head_rotate", (op.head_dim,)), arguments)]
 
 
 def check_head(head_dim: int) -> None:
@@ -64,52 +74,53 @@ def check_head(head_dim: int) -> None:
         refuse(f"heads of {head_dim} dimensions, only multiples of 4 up to {MAX_HEAD}")
 
 
-def cache_values(lowering: Lowering, op: CacheWrite | Attention) -> dict[str, Value]:
+def layer_of_cache(lowering: Lowering, op: CacheWrite | Attention) -> CacheArguments:
     check_head(op.head_dim)
     spec = lowering.graph.cache[op.cache]
     if spec.value_dim != spec.head_dim:
         refuse(f"values of {spec.value_dim} numbers beside keys of {spec.head_dim}")
     kind = kind_of(lowering.graph, lowering.options.kv, op.cache)
-    return {
-        "pages": lowering.storage.address(kind),
-        "tables": lowering.sent("tables"),
-        "width": lowering.graph.buffers[op.x],
-        "kv_heads": op.kv_heads,
-        "layer": kind.layers.index(op.cache),
-        "high": lowering.options.kv.high,
-    }
+    return CacheArguments(
+        pages=lowering.storage.address(kind),
+        tables=lowering.sent("tables"),
+        kv_heads=op.kv_heads,
+        layer=kind.layers.index(op.cache),
+        high=lowering.options.kv.high,
+    )
 
 
 def cache_write(lowering: Lowering, op: CacheWrite) -> Sequence[Launch]:
     kv = lowering.options.kv
     x = lowering.buffer(op.x)
-    values = {
-        **cache_values(lowering, op),
-        "slots": lowering.sent("slots"),
-        "k": x + 4 * op.k_offset,
-        "v": x + 4 * op.v_offset,
-        "head_dim": op.head_dim,
-        "top": (1 << kv.bits) - 1,
-    }
+    arguments = CacheWriteArguments(
+        cache=layer_of_cache(lowering, op),
+        slots=lowering.sent("slots"),
+        k=x + 4 * op.k_offset,
+        v=x + 4 * op.v_offset,
+        width=lowering.graph.buffers[op.x],
+        head_dim=op.head_dim,
+        top=(1 << kv.bits) - 1,
+    )
     variant = Variant("cache_write" if kv.kind == "f16" else f"cache_write_{kv.kind}")
-    return [Launch(op, lowering.stage, variant, values)]
+    return [Launch(op, lowering.stage, variant, arguments)]
 
 
 def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
     kind = "causal" if op.span < 0 else f"span {op.span}"
     stride = -(-op.head_dim // 32) * 32 + 32
-    values = {
-        **cache_values(lowering, op),
-        "q": lowering.buffer(op.x) + 4 * op.q_offset,
-        "firsts": lowering.sent(f"first of {kind}"),
-        "lasts": lowering.sent(f"last of {kind}"),
-        "out": lowering.buffer(op.out),
-        "heads": op.heads,
-        "window": op.window if op.span < 0 else 0,
-        "scale": op.scale,
-        "sums": lowering.storage.named(("sums", op.heads, op.head_dim), SIDE_BY_SIDE * op.heads * stride * 4),
-        "arrived": lowering.storage.named(("arrived", op.heads), SIDE_BY_SIDE * op.heads * 4),
-    }
+    arguments = AttendArguments(
+        cache=layer_of_cache(lowering, op),
+        q=lowering.buffer(op.x) + 4 * op.q_offset,
+        width=lowering.graph.buffers[op.x],
+        firsts=lowering.sent(f"first of {kind}"),
+        lasts=lowering.sent(f"last of {kind}"),
+        out=lowering.buffer(op.out),
+        heads=op.heads,
+        window=op.window if op.span < 0 else 0,
+        scale=op.scale,
+        sums=lowering.storage.named(("sums", op.heads, op.head_dim), SIDE_BY_SIDE * op.heads * stride * 4),
+        arrived=lowering.storage.named(("arrived", op.heads), SIDE_BY_SIDE * op.heads * 4),
+    )
     literals = op.head_dim, lowering.options.kv.kind, PART
     apart, packed = (Variant("attend", (*literals, several)) for several in (False, True))
-    return [Launch(op, lowering.stage, apart, values, packed, few_rows=FEW_TOKENS)]
+    return [Launch(op, lowering.stage, apart, arguments, packed, few_rows=FEW_TOKENS)]

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from edgeq.errors import UnsupportedError
 from edgeq.format.records import ArrayRef, LinearSpec, Mode
+from edgeq.targets.cuda.arguments import RECORDS
+from edgeq.targets.cuda.arguments.record import Arguments
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Embed, Experts, Graph, InjectVectors, LayerNorm, Operation, RmsNorm
@@ -22,7 +24,6 @@ from edgeq.targets.layers import mode_of
 from edgeq.targets.requantization import SharedInput, WeightSource, input_indices
 from edgeq.targets.target import Options
 
-Value = int | float
 FACTORS = "factors"
 FEW_ROWS = 16
 """Rows up to which products use a kernel for few, which reads the weights once for every 8 of them."""
@@ -41,6 +42,24 @@ class Tuning:
     resident: int = 4
     in_flight: int = 44 << 10
     per_block: int = 8
+
+
+@dataclass(frozen=True)
+class Input:
+    """Rows f32 at `address`, `width` apart; `made` says of which buffer, and how, they were made."""
+
+    address: int
+    width: int
+    made: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Rows f32 at `address`, `width` apart; with `add` a result is added to what is there."""
+
+    address: int
+    width: int
+    add: bool
 
 
 @dataclass(frozen=True)
@@ -65,22 +84,31 @@ class Angles:
 class Launch:
     """One kernel over the rows of its stage.
 
-    matmul   the kernel for more than `few_rows` rows, where it is another one
-    values   its scalars and addresses by name, without `tokens`, the number of rows
+    matmul     the kernel for more than `few_rows` rows, where it is another one
+    arguments  its record
     rows_per_token  rows of the kernel for one of the stage, where several are joined
-    moved    of these, the addresses that belong to the requantized weights of a run: the array that each replaces, or
-             (FACTORS, index of the shared input)
+    moved      names of addresses that belong to the requantized weights of a run, with the array that each replaces, or
+               (FACTORS, index of the shared input)
+
+    TypeError: a kernel has another record, or an address that is moved is not in it.
     """
 
     operation: Operation
     stage: int
     variant: Variant
-    values: Mapping[str, Value]
+    arguments: Arguments
     matmul: Variant | None = None
     reads_weights: bool = False
     moved: Mapping[str, ArrayRef | tuple[str, int]] = field(default_factory=dict)
     rows_per_token: int = 1
     few_rows: int = FEW_ROWS
+
+    def __post_init__(self) -> None:
+        for variant in self.variants:
+            if RECORDS[variant.kernel] is not type(self.arguments):
+                raise TypeError(f"{variant.kernel} takes no {type(self.arguments).__name__}")
+        if unknown := self.moved.keys() - self.arguments.by_name.keys():
+            raise TypeError(f"{type(self.arguments).__name__} has no {', '.join(sorted(unknown))}")
 
     @property
     def variants(self) -> tuple[Variant, ...]:

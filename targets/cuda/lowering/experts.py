@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from edgeq.targets.cuda.lowering.context import Launch, Lowered, Lowering, Routed, Value
-from edgeq.targets.cuda.lowering.linear import Input, Output, layer_launches
+from edgeq.targets.cuda.arguments.experts import GatedAddArguments, GatherAddArguments, RouteArguments, ScatterArguments
+from edgeq.targets.cuda.arguments.rows import NOTHING_SELECTED, ActivateArguments, SelectArguments, SelectedArguments
+from edgeq.targets.cuda.lowering.context import Input, Launch, Lowered, Lowering, Output, Routed
+from edgeq.targets.cuda.lowering.linear import layer_launches
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Experts, GatedAdd, Linear, Route
 
 
 def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x),
-        "out": lowering.buffer(op.out),
-        "width": lowering.graph.buffers[op.x],
-        "experts": op.experts,
-        "chosen": op.chosen,
-        "normalized": int(op.normalized),
-    }
-    return [Launch(op, lowering.stage, Variant("route"), values)]
+    arguments = RouteArguments(
+        x=lowering.buffer(op.x),
+        out=lowering.buffer(op.out),
+        width=lowering.graph.buffers[op.x],
+        experts=op.experts,
+        chosen=op.chosen,
+        normalized=int(op.normalized),
+    )
+    return [Launch(op, lowering.stage, Variant("route"), arguments)]
 
 
 def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
@@ -37,9 +39,8 @@ def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
     which, places = memory("rows", 1), memory("places", 1)
     launches = []
     for e, (projection, down) in enumerate(zip(op.projections, op.downs, strict=True)):
-        select: dict[str, Value] = {
-            "x": lowering.buffer(op.x), "wanted": which, "out": taken, "width": width, "x2": 0, "out2": 0, "width2": 0,
-        }  # fmt: skip
+        rows_of_expert = SelectedArguments(x=lowering.buffer(op.x), out=taken, width=width)
+        select = SelectArguments(wanted=which, first=rows_of_expert, second=NOTHING_SELECTED)
         steps = [Launch(op, lowering.stage, Variant("select"), select)]
         offset = 0
         for layer in projection:
@@ -48,32 +49,26 @@ def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
             source = Input(taken, width, ("taken", op, e))
             steps += layer_launches(lowering, part, layer, source, to, lowering.mode_of(op))
             offset += layer.rows
-        act: dict[str, Value] = {"x": gate_up, "out": inner, "stride": 2 * op.width, "width": op.width}
+        act = ActivateArguments(x=gate_up, out=inner, stride=2 * op.width, width=op.width)
         steps.append(Launch(op, lowering.stage, Variant("activate", ("silu", True)), act))
         part = Linear(op.layer, op.x, down, op.out)
         source = Input(inner, op.width, ("inner", op, e))
         steps += layer_launches(lowering, part, down, source, Output(out, result, False), lowering.mode_of(op))
-        put: dict[str, Value] = {"x": out, "places": places, "out": results, "width": result}
+        put = ScatterArguments(x=out, places=places, out=results, width=result)
         steps.append(Launch(op, lowering.stage, Variant("scatter"), put))
         launches.append(tuple(replace(step, operation=op) for step in steps))
     routing = lowering.buffer(op.routing)
-    combine: dict[str, Value] = {
-        "x": results,
-        "routing": routing,
-        "out": lowering.buffer(op.out),
-        "width": result,
-        "chosen": op.chosen,
-    }
+    combine = GatherAddArguments(x=results, routing=routing, out=lowering.buffer(op.out), width=result, chosen=op.chosen)
     last = Launch(op, lowering.stage, Variant("gather_add"), combine)
     return [Routed(op, routing, which, places, tuple(launches), last, lowering.stage)]
 
 
 def gated_add(lowering: Lowering, op: GatedAdd) -> Sequence[Lowered]:
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x),
-        "gate": lowering.buffer(op.gate),
-        "out": lowering.buffer(op.out),
-        "width": lowering.graph.buffers[op.out],
-        "stride": lowering.graph.buffers[op.gate],
-    }
-    return [Launch(op, lowering.stage, Variant("gated_add"), values)]
+    arguments = GatedAddArguments(
+        x=lowering.buffer(op.x),
+        gate=lowering.buffer(op.gate),
+        out=lowering.buffer(op.out),
+        width=lowering.graph.buffers[op.out],
+        stride=lowering.graph.buffers[op.gate],
+    )
+    return [Launch(op, lowering.stage, Variant("gated_add"), arguments)]

@@ -8,23 +8,19 @@ What no pattern takes stays as it is, and both give the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from edgeq.format.quantization import activation_block
 from edgeq.format.records import ArrayRef, LinearSpec
+from edgeq.targets.cuda.arguments.heads import FusedHeadsArguments, RotaryArguments
+from edgeq.targets.cuda.arguments.products import FusedArguments, FusedBlockArguments, FusedInputArguments, SpreadArguments
+from edgeq.targets.cuda.arguments.weights import LAYER, RMS, LowRankPartArguments, NormArguments
 from edgeq.targets.cuda.device import occupancy
-from edgeq.targets.cuda.lowering.attention import cache_values, rotary_values
-from edgeq.targets.cuda.lowering.context import FACTORS, Launch, Lowered, Lowering, Value
-from edgeq.targets.cuda.lowering.linear import (
-    NO_NORM,
-    Input,
-    input_quantizer,
-    launches_of,
-    low_rank,
-    low_rank_values,
-    prepared,
-    stored,
-)
+from edgeq.targets.cuda.lowering.attention import layer_of_cache, rotary
+from edgeq.targets.cuda.lowering.context import FACTORS, Input, Launch, Lowered, Lowering, Output
+from edgeq.targets.cuda.lowering.linear import NO_NORM, launches_of, low_rank, low_rank_part, prepared, stored
+from edgeq.targets.cuda.lowering.quantize_input import input_quantizer
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import (
     Activate,
@@ -43,7 +39,6 @@ WARPS = 4
 """Warps of a block of threads."""
 ROWS, MAX_HEAD = 16, 256
 """Output channels of a block of the file; dimensions of a head."""
-RULES = {"quantize_input": "group", "quantize_input_token": "token", "quantize_input_static": "static"}
 
 Op = TypeVar("Op", bound=Operation)
 
@@ -103,21 +98,19 @@ def taken(op: Linear) -> bool:
 
 
 def plain(lowering: Lowering, op: Linear) -> list[Launch]:
-    rest: dict[str, Value] = {
-        "y": lowering.buffer(op.out) + 4 * op.offset, "width": lowering.graph.buffers[op.out], "add": int(op.add),
-        **spread(lowering, op.linear, -(-op.linear.rows // ROWS), lowering.tuning.per_block),
-    }  # fmt: skip
-    return launched(lowering, op, "fused_rows", (), rest)
+    out = Output(lowering.buffer(op.out) + 4 * op.offset, lowering.graph.buffers[op.out], op.add)
+    spread = spread_over(lowering, op.linear, -(-op.linear.rows // ROWS), lowering.tuning.per_block)
+    return launched(lowering, op, "fused_rows", (), out=out, spread=spread)
 
 
-def spread(lowering: Lowering, layer: LinearSpec, blocks: int, most: int, factors: int = 1) -> dict[str, Value]:
+def spread_over(lowering: Lowering, layer: LinearSpec, blocks: int, most: int, factors: int = 1) -> SpreadArguments:
     """So many blocks of the file for a block of threads that all of these run at once, if that is not more than `most`.
 
     factors   2: as many blocks again for the gate's other factor
     """
     each = max(1, min(most, -(-blocks // (lowering.storage.device.multiprocessors * lowering.tuning.resident))))
     ctas = -(-blocks // each)
-    return {"ctas": ctas, "each": each, "most": blocks, "ahead": ahead(lowering, layer, ctas, each * factors)}
+    return SpreadArguments(ctas=ctas, each=each, most=blocks, ahead=ahead(lowering, layer, ctas, each * factors))
 
 
 def ahead(lowering: Lowering, layer: LinearSpec, ctas: int, blocks: int) -> int:
@@ -143,12 +136,9 @@ def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
     if lowering.graph.readers(at + 2, op.out):
         return [], 0
     most, factors = lowering.tuning.per_block, 2 if act.gated else 1
-    rest: dict[str, Value] = {
-        "y": lowering.buffer(act.out), "width": act.width, "add": 0,
-        **spread(lowering, op.linear, -(-act.width // ROWS), max(1, most // factors), factors),
-    }  # fmt: skip
-    launches = launched(lowering, op, "fused_activate", (act.function, act.gated), rest)
-    return launches, 2
+    out = Output(lowering.buffer(act.out), act.width, False)
+    spread = spread_over(lowering, op.linear, -(-act.width // ROWS), max(1, most // factors), factors)
+    return launched(lowering, op, "fused_activate", (act.function, act.gated), out=out, spread=spread), 2
 
 
 def heads(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
@@ -187,30 +177,30 @@ def heads(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
     ):
         return [], 0
     floats, kv = lowering.storage.floats, lowering.options.kv
-    common: dict[str, Value] = {
-        **cache_values(lowering, write),
-        "slots": lowering.sent("slots"),
-        "top": (1 << kv.bits) - 1,
-        "add": 0,
-        "each": size // ROWS,
-        "heads": queries,
-        "head_dim": size,
-        "head_normed": len(norms),
-        "head_eps": norms[0].eps if norms else 0.0,
-        "q_gain": floats(norms[0].gain) if norms else 0,
-        "k_gain": floats(norms[1].gain) if norms else 0,
-        "matrix": lowering.storage.array(turns[0].matrix) if turns else 0,
-        "rotation": floats(turns[0].scale) if turns else 0,
-        **(rotary_values(lowering, ropes[0]) if ropes else {"cos": 0, "sin": 0, "pairs": 0}),
-    }
+    common = FusedHeadsArguments(
+        cache=layer_of_cache(lowering, write),
+        slots=lowering.sent("slots"),
+        top=(1 << kv.bits) - 1,
+        first=0,
+        heads=queries,
+        head_dim=size,
+        head_normed=len(norms),
+        head_eps=norms[0].eps if norms else 0.0,
+        q_gain=floats(norms[0].gain) if norms else 0,
+        k_gain=floats(norms[1].gain) if norms else 0,
+        matrix=lowering.storage.array(turns[0].matrix) if turns else 0,
+        rotation=floats(turns[0].scale) if turns else 0,
+        rotary=rotary(lowering, ropes[0]) if ropes else RotaryArguments(),
+    )
     launches = list[Launch]()
     for op in parts:
-        rest = common | {
-            "y": lowering.buffer(op.out) + 4 * op.offset, "width": lowering.graph.buffers[op.out], "first": op.offset // size,
-            "ctas": op.linear.rows // size, "most": op.linear.rows // ROWS,
-            "ahead": ahead(lowering, op.linear, op.linear.rows // size, size // ROWS),
-        }  # fmt: skip
-        launches += launched(lowering, op, "fused_heads", (kv.kind, bool(turns)), rest)
+        out = Output(lowering.buffer(op.out) + 4 * op.offset, lowering.graph.buffers[op.out], False)
+        ctas, each = op.linear.rows // size, size // ROWS
+        spread = SpreadArguments(
+            ctas=ctas, each=each, most=op.linear.rows // ROWS, ahead=ahead(lowering, op.linear, ctas, each)
+        )
+        made = replace(common, first=op.offset // size)
+        launches += launched(lowering, op, "fused_heads", (kv.kind, bool(turns)), out=out, spread=spread, made=made)
     return launches, end + 1 - at
 
 
@@ -223,58 +213,63 @@ def of_kind(operations: Sequence[Operation], at: int, kind: type[Op], most: int)
 
 
 def launched(
-    lowering: Lowering, op: Linear, kernel: str, detail: tuple[str | bool, ...], rest: dict[str, Value]
-) -> list[Launch]:
-    """A product with its input, after what changes that input before; `rest` are the values of what comes after it."""
-    layer, mode, index = op.linear, lowering.mode_of(op), lowering.shared_input(op.linear)
+    lowering: Lowering, op: Linear, kernel: str, detail: tuple[str | bool, ...], *, out: Output, spread: SpreadArguments,
+    made: FusedHeadsArguments | None = None,
+) -> list[Launch]:  # fmt: skip
+    """A product with its input, after what changes that input before; `made`: what is done with the heads of its result."""
+    layer, index = op.linear, lowering.shared_input(op.linear)
     norm = lowering.norms.get(op.x)
     name = norm.x if norm else op.x
     raw = Input(lowering.buffer(name), lowering.graph.buffers[name], (name,))
-    first, moved = list[Launch](), dict[str, ArrayRef | tuple[str, int]]()
-    floats, array = lowering.storage.floats, lowering.storage.array
-    normed = NO_NORM if norm is None else {
-        "norm": 1 if isinstance(norm, RmsNorm) else 2,
-        "eps": norm.eps,
-        "gain": floats(norm.gain),
-        "shift": floats(norm.bias) if isinstance(norm, LayerNorm) else 0,
-    }  # fmt: skip
-    values: dict[str, Value] = {
-        **normed,
-        "ordered": 0, "order": 0, "scaled": 0, "scale": 0, "scales": 0, "modality": 0, "kinds": 0, "symmetric": 0,
-        "bias": floats(layer.bias) if layer.bias else 0,
-        "has_bias": int(layer.bias is not None),
-        "rows": layer.rows, "low_b": 0, "inner": 0, "low_kind": 0, "rank": 0,
-    }  # fmt: skip
+    before, moved = list[Launch](), dict[str, ArrayRef | tuple[str, int]]()
+    normed = norm_arguments(lowering, norm)
+    bias = lowering.storage.floats(layer.bias) if layer.bias else 0
+    part = LowRankPartArguments()
     if layer.low_rank is not None:
-        first.append(low_rank(lowering, op, layer.low_rank, raw, normed))
-        values |= low_rank_values(lowering, layer.low_rank)
+        before.append(low_rank(lowering, op, layer.low_rank, raw, normed))
+        part = low_rank_part(lowering, layer.low_rank)
+    reads = FusedInputArguments()
     if layer.transform is not None:
-        made, raw = prepared(lowering, op, layer, raw, index)
-        first += made
+        changed, raw = prepared(lowering, op, layer, raw, index)
+        before += changed
     else:
-        values |= {
-            "ordered": int(layer.input_order is not None), "order": array(layer.input_order) if layer.input_order else 0,
-            "scaled": int(layer.input_scale is not None or index is not None),
-            "scale": floats(layer.input_scale) if layer.input_scale else 0,
-        }  # fmt: skip
+        reads = FusedInputArguments(
+            ordered=int(layer.input_order is not None),
+            order=lowering.storage.array(layer.input_order) if layer.input_order else 0,
+            scaled=int(layer.input_scale is not None or index is not None),
+            scale=lowering.storage.floats(layer.input_scale) if layer.input_scale else 0,
+        )
         if index is not None:
             moved["scale"] = (FACTORS, index)
-    values |= {"x": raw.address, "width_in": raw.width}
-    codecs = list[int | bool]()
-    rule = ""
-    for place, weight in enumerate(layer.weights):
-        quantize, numbers, integer = input_quantizer(lowering, layer, place, mode)
-        suffix, group, rule = "2" if place else "", activation_block(weight.codec), RULES[quantize.kernel]
-        codecs += [weight.codec.bits, not weight.codec.symmetric, integer, group]
-        numbers = {"limit": numbers.get("levels", 0), **numbers}
-        values |= {name: value for name, value in numbers.items() if name not in ("limit", "levels")}
-        of_block: dict[str, Value] = {
-            **stored(lowering, weight), "limit": numbers["limit"], "columns": weight.columns,
-            "groups": -(-weight.columns // group), "stride": 1 if weight.codec.group_size else 0,
-        }  # fmt: skip
-        values |= {name + suffix: value for name, value in of_block.items()}
+    blocks, codecs = list[FusedBlockArguments](), list[int | bool]()
+    quantizers = [input_quantizer(lowering, layer, place, lowering.mode_of(op)) for place in range(len(layer.weights))]
+    for weight, quantizer, suffix in zip(layer.weights, quantizers, ("", "2"), strict=False):
+        codec, group = weight.codec, quantizer.group
+        codecs += [codec.bits, not codec.symmetric, quantizer.integer, group]
+        blocks.append(FusedBlockArguments(
+            weight=stored(lowering, weight), limit=quantizer.limit, columns=weight.columns,
+            groups=-(-weight.columns // group), stride=1 if codec.group_size else 0,
+        ))  # fmt: skip
         if index is not None:
             names = {"q": "q", "scale": "s", "zero": "z"}
-            moved |= {names[part] + suffix: ref for part, ref in weight.arrays.items()}
-    variant = Variant(kernel, (*detail, rule, *codecs))
-    return [*first, Launch(op, lowering.stage, variant, values | rest, reads_weights=True, moved=moved)]
+            moved |= {names[name] + suffix: ref for name, ref in weight.arrays.items()}
+    rule = quantizers[-1]
+    reads = replace(reads, scales=rule.scales, modality=rule.modality, kinds=rule.kinds, symmetric=int(rule.symmetric))
+    arguments = FusedArguments(
+        x=raw.address, width_in=raw.width, norm=normed, input=reads,
+        block=blocks[0], second=blocks[1] if len(blocks) > 1 else None,
+        rows=layer.rows, bias=bias, has_bias=int(layer.bias is not None), low_rank=part,
+        y=out.address, width=out.width, add=int(out.add), spread=spread, heads=made,
+    )  # fmt: skip
+    variant = Variant(kernel, (*detail, rule.rule, *codecs))
+    return [*before, Launch(op, lowering.stage, variant, arguments, reads_weights=True, moved=moved)]
+
+
+def norm_arguments(lowering: Lowering, norm: RmsNorm | LayerNorm | None) -> NormArguments:
+    """The norm of an input that its readers compute."""
+    if norm is None:
+        return NO_NORM
+    gain = lowering.storage.floats(norm.gain)
+    if isinstance(norm, LayerNorm):
+        return NormArguments(norm=LAYER, eps=norm.eps, gain=gain, shift=lowering.storage.floats(norm.bias))
+    return NormArguments(norm=RMS, eps=norm.eps, gain=gain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgeq.targets.cuda.lowering.context import Value
+from edgeq.targets.cuda.arguments.rows import LargestArguments, LargestResultArguments
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.cuda.supply.pack import Variant
 
@@ -17,13 +17,13 @@ MAX_COUNT = 64
 @dataclass(frozen=True)
 class Chosen:
     """Where the largest numbers of rows are: values f32 [rows][count], ids i32 [rows][count], finite i32 [rows]; and the
-    kernels that bring them there, with their scalars."""
+    kernels that bring them there, with their arguments."""
 
     count: int
     values: int
     ids: int
     finite: int
-    launches: tuple[tuple[Variant, dict[str, Value]], ...]
+    launches: tuple[tuple[Variant, LargestArguments], ...]
 
     def results(self, rows: int) -> list[tuple[int, int]]:
         """Addresses and bytes of values, ids and finite, for so many rows."""
@@ -43,17 +43,19 @@ def largest(storage: Storage, x: int, width: int, rows: int, count: int) -> Chos
         return storage.named(("largest", name), rows * numbers * 4)
 
     widest = parts * most(width)
-    values, ids, finite = memory("values of parts", widest), memory("ids of parts", widest), memory("finite parts", parts)
-    first: dict[str, Value] = {
-        "x": x, "given": ids, "sound": finite, "values": values, "ids": ids, "finite": finite,
-        "width": width, "sounds": 0, "count": count,
-    }  # fmt: skip
-    result = memory("values", most(width)), memory("ids", most(width)), memory("finite", 1)
-    second: dict[str, Value] = {
-        "x": values, "given": ids, "sound": finite, "values": result[0], "ids": result[1], "finite": result[2],
-        "width": parts * count, "sounds": parts, "count": count,
-    }  # fmt: skip
-    if parts == 1:
-        first |= {name: second[name] for name in ("values", "ids", "finite")}
-        return Chosen(count, *result, ((Variant("largest", (True, SLICE)), first),))
-    return Chosen(count, *result, ((Variant("largest", (True, SLICE)), first), (Variant("largest", (False, SLICE)), second)))
+    of_parts = LargestResultArguments(
+        values=memory("values of parts", widest), ids=memory("ids of parts", widest), finite=memory("finite parts", parts)
+    )
+    whole = LargestResultArguments(
+        values=memory("values", most(width)), ids=memory("ids", most(width)), finite=memory("finite", 1)
+    )
+    given, sound = of_parts.ids, of_parts.finite
+    result = whole if parts == 1 else of_parts
+    first = LargestArguments(x=x, given=given, sound=sound, result=result, width=width, sounds=0, count=count)
+    launches = [(Variant("largest", (True, SLICE)), first)]
+    if parts > 1:
+        second = LargestArguments(
+            x=of_parts.values, given=given, sound=sound, result=whole, width=parts * count, sounds=parts, count=count
+        )
+        launches.append((Variant("largest", (False, SLICE)), second))
+    return Chosen(count, whole.values, whole.ids, whole.finite, tuple(launches))

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgeq.format.records import ArrayRef
-from edgeq.targets.cuda.lowering.context import Gather, Launch, Lowered, Lowering, Value, refuse
-from edgeq.targets.cuda.lowering.linear import launches_of, stored
+from edgeq.targets.cuda.arguments.rows import (
+    NOTHING_SELECTED,
+    ActivateArguments,
+    InjectArguments,
+    LayerNormArguments,
+    RmsNormArguments,
+    ScaleArguments,
+    SelectArguments,
+    SelectedArguments,
+)
+from edgeq.targets.cuda.lowering.context import Gather, Launch, Lowered, Lowering, refuse
+from edgeq.targets.cuda.lowering.linear import launches_of
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import (
     Activate,
@@ -27,87 +37,79 @@ def embed(lowering: Lowering, op: Embed) -> Sequence[Lowered]:
     weight = op.table.weights[0]
     if len(op.table.weights) > 1:
         refuse(f"an embedding of two weight blocks ({op.table.name})")
-    values = {
-        **stored(lowering, weight),
-        "which": lowering.sent("tokens"),
-        "out": lowering.buffer(op.out),
-        "columns": weight.columns,
-        "groups": weight.codec.groups(weight.columns),
-        "group": weight.codec.group_size,
-    }
-    return [Launch(op, lowering.stage, launches_of(weight.codec).rows(weight.codec), values)]
+    return [launches_of(weight.codec).rows(lowering, op, weight)]
 
 
 def rms_norm(lowering: Lowering, op: RmsNorm | NormAdd) -> Sequence[Lowered]:
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x),
-        "gain": lowering.storage.floats(op.gain),
-        "out": lowering.buffer(op.out),
-        "width": lowering.graph.buffers[op.x],
-        "add": int(isinstance(op, NormAdd)),
-        "eps": op.eps,
-    }
-    return [Launch(op, lowering.stage, Variant("rms_norm"), values)]
+    arguments = RmsNormArguments(
+        x=lowering.buffer(op.x),
+        gain=lowering.storage.floats(op.gain),
+        out=lowering.buffer(op.out),
+        width=lowering.graph.buffers[op.x],
+        add=int(isinstance(op, NormAdd)),
+        eps=op.eps,
+    )
+    return [Launch(op, lowering.stage, Variant("rms_norm"), arguments)]
 
 
 def layer_norm(lowering: Lowering, op: LayerNorm) -> Sequence[Lowered]:
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x),
-        "gain": lowering.storage.floats(op.gain),
-        "bias": lowering.storage.floats(op.bias),
-        "out": lowering.buffer(op.out),
-        "width": lowering.graph.buffers[op.x],
-        "eps": op.eps,
-    }
-    return [Launch(op, lowering.stage, Variant("layer_norm"), values)]
+    arguments = LayerNormArguments(
+        x=lowering.buffer(op.x),
+        gain=lowering.storage.floats(op.gain),
+        bias=lowering.storage.floats(op.bias),
+        out=lowering.buffer(op.out),
+        width=lowering.graph.buffers[op.x],
+        eps=op.eps,
+    )
+    return [Launch(op, lowering.stage, Variant("layer_norm"), arguments)]
 
 
 def scale(lowering: Lowering, op: Scale) -> Sequence[Lowered]:
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x),
-        "out": lowering.buffer(op.out),
-        "width": lowering.graph.buffers[op.x],
-        "factor": op.factor,
-    }
-    return [Launch(op, lowering.stage, Variant("scale"), values)]
+    arguments = ScaleArguments(
+        x=lowering.buffer(op.x),
+        out=lowering.buffer(op.out),
+        width=lowering.graph.buffers[op.x],
+        factor=op.factor,
+    )
+    return [Launch(op, lowering.stage, Variant("scale"), arguments)]
 
 
 def position_add(lowering: Lowering, op: PositionAdd) -> Sequence[Lowered]:
-    values: dict[str, Value] = {
-        "table": lowering.storage.floats(op.table),
-        "which": lowering.sent("positions"),
-        "out": lowering.buffer(op.x),
-        "width": lowering.graph.buffers[op.x],
-        "stride": op.table.shape[1],
-        "offset": 0,
-        "add": 1,
-    }
-    return [Launch(op, lowering.stage, Variant("inject"), values)]
+    arguments = InjectArguments(
+        table=lowering.storage.floats(op.table),
+        which=lowering.sent("positions"),
+        out=lowering.buffer(op.x),
+        width=lowering.graph.buffers[op.x],
+        stride=op.table.shape[1],
+        offset=0,
+        add=1,
+    )
+    return [Launch(op, lowering.stage, Variant("inject"), arguments)]
 
 
 def inject_vectors(lowering: Lowering, op: InjectVectors) -> Sequence[Lowered]:
     width = lowering.graph.buffers[op.out]
     widest = lowering.vector_width
-    values: dict[str, Value] = {
-        "table": lowering.storage.named("vectors", lowering.rows(0) * widest * 4),
-        "which": lowering.sent("vectors"),
-        "out": lowering.buffer(op.out),
-        "width": width,
-        "stride": widest,
-        "offset": op.offset,
-        "add": int(op.add),
-    }
-    return [Launch(op, lowering.stage, Variant("inject"), values)]
+    arguments = InjectArguments(
+        table=lowering.storage.named("vectors", lowering.rows(0) * widest * 4),
+        which=lowering.sent("vectors"),
+        out=lowering.buffer(op.out),
+        width=width,
+        stride=widest,
+        offset=op.offset,
+        add=int(op.add),
+    )
+    return [Launch(op, lowering.stage, Variant("inject"), arguments)]
 
 
 def activate(lowering: Lowering, op: Activate) -> Sequence[Lowered]:
-    values: dict[str, Value] = {
-        "x": lowering.buffer(op.x),
-        "out": lowering.buffer(op.out),
-        "stride": lowering.graph.buffers[op.x],
-        "width": op.width,
-    }
-    return [Launch(op, lowering.stage, Variant("activate", (op.function, op.gated)), values)]
+    arguments = ActivateArguments(
+        x=lowering.buffer(op.x),
+        out=lowering.buffer(op.out),
+        stride=lowering.graph.buffers[op.x],
+        width=op.width,
+    )
+    return [Launch(op, lowering.stage, Variant("activate", (op.function, op.gated)), arguments)]
 
 
 def select(lowering: Lowering, op: Select) -> Sequence[Lowered]:
@@ -118,11 +120,10 @@ def select(lowering: Lowering, op: Select) -> Sequence[Lowered]:
     wanted = lowering.storage.named("wanted", lowering.rows(1) * op.together * 4)
     launches = []
     for start in range(0, len(buffers), 2):
-        values: dict[str, Value] = {"wanted": wanted, "x2": 0, "out2": 0, "width2": 0}
-        for suffix, (name, out) in zip(("", "2"), buffers[start : start + 2], strict=False):
-            values |= {
-                f"x{suffix}": lowering.buffer(name), f"out{suffix}": lowering.buffer(out, 1),
-                f"width{suffix}": lowering.graph.buffers[name],
-            }  # fmt: skip
-        launches.append(Launch(op, 1, Variant("select"), values, rows_per_token=op.together))
+        first, second = [
+            SelectedArguments(x=lowering.buffer(name), out=lowering.buffer(out, 1), width=lowering.graph.buffers[name])
+            for name, out in buffers[start : start + 2]
+        ] + [NOTHING_SELECTED] * (start + 1 == len(buffers))
+        arguments = SelectArguments(wanted=wanted, first=first, second=second)
+        launches.append(Launch(op, 1, Variant("select"), arguments, rows_per_token=op.together))
     return launches

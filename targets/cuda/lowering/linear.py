@@ -6,16 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edgeq.format.codec import CHUNK, ROWS, Codec, Kind
-from edgeq.format.quantization import activation_block, input_rule
+from edgeq.format.quantization import activation_block
 from edgeq.format.records import ArrayRef, LinearSpec, LowRank, Mode, Transform, Weight
-from edgeq.targets.cuda.lowering.context import FACTORS, Bring, Launch, Lowered, Lowering, Value, refuse
+from edgeq.targets.cuda.arguments.products import (
+    AddSquaresArguments,
+    ArrangeArguments,
+    ButterfliesArguments,
+    FloatProductArguments,
+    LowRankAddArguments,
+    LowRankArguments,
+    ProductArguments,
+    SplitRowArguments,
+)
+from edgeq.targets.cuda.arguments.rows import EmbedArguments, EmbedFloatArguments
+from edgeq.targets.cuda.arguments.weights import LowRankPartArguments, NormArguments, WeightArguments
+from edgeq.targets.cuda.lowering.context import FACTORS, Bring, Input, Launch, Lowered, Lowering, Output, refuse
+from edgeq.targets.cuda.lowering.quantize_input import input_memory, input_quantizer, widest_input
 from edgeq.targets.cuda.supply.pack import Variant
-from edgeq.targets.graph import Linear
+from edgeq.targets.graph import Embed, Linear
 from edgeq.targets.layers import linears
 from edgeq.targets.requantization import master_arrays
 
-FORM_BLOCK = 128
-"""Channels that a warp quantizes at once, and of which a quantized input holds a multiple."""
 MANY_TOKENS = 64
 """Token rows of a tile of `matmul`; the quantized input has a multiple of it."""
 TILE = 4096
@@ -26,25 +37,7 @@ LOW_RANK_TOKENS, LOW_RANK_CHANNELS, LOW_RANK_SHARES, BLOCK_ROWS = 8, 256, 16, 16
 """Token rows and input channels of a round of a block of threads of a low-rank part; how many blocks share all of them at
 most; output channels."""
 FLOAT_KINDS = {"f16": 1, "bf16": 2, "f32": 3}
-NO_NORM: dict[str, Value] = {"norm": 0, "eps": 0.0, "gain": 0, "shift": 0}
-
-
-@dataclass(frozen=True)
-class Input:
-    """Rows f32 at `address`, `width` apart; `made` says of which buffer, and how, they were made."""
-
-    address: int
-    width: int
-    made: tuple[object, ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """Rows f32 at `address`, `width` apart; with `add` a result is added to what is there."""
-
-    address: int
-    width: int
-    add: bool
+NO_NORM = NormArguments()
 
 
 def linear(lowering: Lowering, op: Linear) -> Sequence[Lowered]:
@@ -77,40 +70,41 @@ def layer_launches(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input
         launches += product(lowering, op, layer, place, block, out=to, bias=bias, mode=mode, index=index)
         start += weight.columns
     if layer.split_row is not None:
-        values: dict[str, Value] = {
-            "x": x.address, "weights": lowering.storage.floats(layer.split_row.row), "y": out.address, "rows": layer.rows,
-            "columns": x.width, "width": out.width, "index": layer.split_row.index,
-        }  # fmt: skip
-        launches.append(Launch(op, lowering.stage, Variant("split_row"), values))
+        arguments = SplitRowArguments(
+            x=x.address, weights=lowering.storage.floats(layer.split_row.row), y=out.address, rows=layer.rows,
+            columns=x.width, width=out.width, index=layer.split_row.index,
+        )  # fmt: skip
+        launches.append(Launch(op, lowering.stage, Variant("split_row"), arguments))
     if layer.low_rank is not None:
         launches.append(low_rank(lowering, op, layer.low_rank, raw, NO_NORM))
-        added = {**low_rank_values(lowering, layer.low_rank), "y": out.address, "width": out.width, "rows": layer.rows}
+        part = low_rank_part(lowering, layer.low_rank)
+        added = LowRankAddArguments(part=part, y=out.address, width=out.width, rows=layer.rows)
         launches.append(Launch(op, lowering.stage, Variant("low_rank_add"), added, reads_weights=True))
     return launches
 
 
-def low_rank(lowering: Lowering, op: Linear, part: LowRank, raw: Input, norm: dict[str, Value]) -> Launch:
+def low_rank(lowering: Lowering, op: Linear, part: LowRank, raw: Input, norm: NormArguments) -> Launch:
     """The product with a of the low-rank part of a layer, of rows of `raw` through a norm."""
     tiles, blocks = -(-lowering.most_rows // LOW_RANK_TOKENS), -(-widest_rank(lowering) // BLOCK_ROWS)
     rounds = -(-part.a.columns // LOW_RANK_CHANNELS)
     each = -(-rounds // LOW_RANK_SHARES)
     room = tiles * blocks * LOW_RANK_TOKENS * BLOCK_ROWS * LOW_RANK_SHARES * 4
-    values: dict[str, Value] = {
-        **norm, "x": raw.address, "width_in": raw.width, "columns": part.a.columns, "rank": part.a.rows,
-        "a": lowering.storage.array(part.a.arrays["q"]), "out": low_rank_values(lowering, part)["inner"],
-        "sums": lowering.storage.named("low rank sums", room),
-        "arrived": lowering.storage.named("low rank arrived", tiles * blocks * 4),
-        "shares": -(-rounds // each), "each": each,
-    }  # fmt: skip
-    return Launch(op, lowering.stage, Variant("low_rank", (part.a.codec.kind,)), values, reads_weights=True)
+    arguments = LowRankArguments(
+        norm=norm, x=raw.address, width_in=raw.width, columns=part.a.columns, rank=part.a.rows,
+        a=lowering.storage.array(part.a.arrays["q"]), out=low_rank_part(lowering, part).inner,
+        sums=lowering.storage.named("low rank sums", room),
+        arrived=lowering.storage.named("low rank arrived", tiles * blocks * 4),
+        shares=-(-rounds // each), each=each,
+    )  # fmt: skip
+    return Launch(op, lowering.stage, Variant("low_rank", (part.a.codec.kind,)), arguments, reads_weights=True)
 
 
-def low_rank_values(lowering: Lowering, part: LowRank) -> dict[str, Value]:
+def low_rank_part(lowering: Lowering, part: LowRank) -> LowRankPartArguments:
     """What a kernel has to know to add the low-rank part of a layer."""
-    return {
-        "inner": lowering.storage.named("low rank", lowering.most_rows * widest_rank(lowering) * 4),
-        "low_b": lowering.storage.array(part.b.arrays["q"]), "low_kind": FLOAT_KINDS[part.b.codec.kind], "rank": part.b.columns,
-    }  # fmt: skip
+    return LowRankPartArguments(
+        inner=lowering.storage.named("low rank", lowering.most_rows * widest_rank(lowering) * 4),
+        low_b=lowering.storage.array(part.b.arrays["q"]), low_kind=FLOAT_KINDS[part.b.codec.kind], rank=part.b.columns,
+    )  # fmt: skip
 
 
 def widest_rank(lowering: Lowering) -> int:
@@ -118,20 +112,16 @@ def widest_rank(lowering: Lowering) -> int:
     return max(layer.low_rank.a.rows for layer in layers if layer.low_rank)
 
 
-def widest_input(lowering: Lowering) -> int:
-    return max(layer.columns for op in lowering.graph.operations for layer in linears(op))
-
-
 def add_squares(lowering: Lowering, op: Linear, raw: Input, index: int) -> Launch:
     shared = lowering.inputs[index]
-    values: dict[str, Value] = {
-        "x": raw.address,
-        "counted": lowering.sent("counted"),
-        "sums": lowering.storage.address("sums") + 4 * shared.offset,
-        "columns": shared.columns,
-        "width": raw.width,
-    }
-    return Launch(op, lowering.stage, Variant("add_squares"), values)
+    arguments = AddSquaresArguments(
+        x=raw.address,
+        counted=lowering.sent("counted"),
+        sums=lowering.storage.address("sums") + 4 * shared.offset,
+        columns=shared.columns,
+        width=raw.width,
+    )
+    return Launch(op, lowering.stage, Variant("add_squares"), arguments)
 
 
 def prepared(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input, index: int | None) -> tuple[list[Launch], Input]:
@@ -167,12 +157,12 @@ def prepared(lowering: Lowering, op: Linear, layer: LinearSpec, raw: Input, inde
 
 
 def arrange(lowering: Lowering, op: Linear, source: Input, to: Input, *, order: int, scale: int, index: int | None) -> Launch:
-    values: dict[str, Value] = {
-        "x": source.address, "order": order, "scale": scale, "out": to.address, "columns": to.width, "width": source.width,
-        "ordered": int(order != 0), "scaled": int(scale != 0 or index is not None),
-    }  # fmt: skip
+    arguments = ArrangeArguments(
+        x=source.address, order=order, scale=scale, out=to.address, columns=to.width, width=source.width,
+        ordered=int(order != 0), scaled=int(scale != 0 or index is not None),
+    )  # fmt: skip
     moved: dict[str, ArrayRef | tuple[str, int]] = {} if index is None else {"scale": (FACTORS, index)}
-    return Launch(op, lowering.stage, Variant("arrange"), values, moved=moved)
+    return Launch(op, lowering.stage, Variant("arrange"), arguments, moved=moved)
 
 
 def transform(lowering: Lowering, op: Linear, part: Transform, source: Input, to: Input) -> list[Launch]:
@@ -186,13 +176,13 @@ def transform(lowering: Lowering, op: Linear, part: Transform, source: Input, to
         left //= now
         # Every channel of a base is a sum of many: more blocks of threads share them.
         numbers = max(now, BASE_TILE) if order > 1 else TILE
-        values: dict[str, Value] = {
-            "x": at.address, "base": lowering.storage.floats(part.base) if part.base else 0, "out": to.address,
-            "columns": to.width, "width": at.width, "power": now, "stride": stride, "order": order,
-            "piece": power * part.stride, "vectors": min(numbers // now, to.width // now),
-            "factor": part.size**-0.5 if left == 1 else 1.0,
-        }  # fmt: skip
-        launches.append(Launch(op, lowering.stage, Variant("butterflies"), values))
+        arguments = ButterfliesArguments(
+            x=at.address, base=lowering.storage.floats(part.base) if part.base else 0, out=to.address,
+            columns=to.width, width=at.width, power=now, stride=stride, order=order,
+            piece=power * part.stride, vectors=min(numbers // now, to.width // now),
+            factor=part.size**-0.5 if left == 1 else 1.0,
+        )  # fmt: skip
+        launches.append(Launch(op, lowering.stage, Variant("butterflies"), arguments))
         at, stride, order = to, stride * now, 1
     return launches
 
@@ -213,61 +203,29 @@ def integer_product(
     weight = layer.weights[place]
     codec = weight.codec
     group, padded = activation_block(codec), -(-lowering.most_rows // MANY_TOKENS) * MANY_TOKENS
-    groups = -(-weight.columns // group)
-    quantized: dict[str, Value] = {
-        "x": x.address,
-        **input_memory(lowering, padded),
-        "columns": weight.columns,
-        "width": x.width,
-        "padded": padded,
-        "groups": groups,
-    }
-    quantize, rule, integer = input_quantizer(lowering, layer, place, mode)
-    values: dict[str, Value] = {
-        **stored(lowering, weight),
-        "x": quantized["data"],
-        **{name: quantized[name] for name in ("xs", "xn", "groups", "padded")},
-        "stride": 1 if codec.group_size else 0,
-        "rows": weight.rows,
-        "width": out.width,
-        "y": out.address,
-        "bias": lowering.storage.floats(bias) if bias else 0,
-        "has_bias": int(bias is not None),
-        "add": int(out.add),
-    }
-    literals = (codec.bits, not codec.symmetric, integer, group)
+    data, quantized = input_memory(lowering, padded, -(-weight.columns // group))
+    quantizer = input_quantizer(lowering, layer, place, mode)
+    arguments = ProductArguments(
+        weight=stored(lowering, weight),
+        x=data,
+        quantized=quantized,
+        stride=1 if codec.group_size else 0,
+        rows=weight.rows,
+        width=out.width,
+        y=out.address,
+        bias=lowering.storage.floats(bias) if bias else 0,
+        has_bias=int(bias is not None),
+        add=int(out.add),
+    )
+    literals = (codec.bits, not codec.symmetric, quantizer.integer, group)
     names = {"q": "q", "scale": "s", "zero": "z"}
     moved = {} if index is None else {names[name]: ref for name, ref in weight.arrays.items()}
     matvec, matmul = Variant("matvec", literals), Variant("matmul", literals)
-    launch = Launch(op, lowering.stage, matvec, values, matmul, reads_weights=True, moved=moved)
-    if x.made and lowering.holds("quantize_input", (*x.made, x.address, quantize, *rule.items())):
+    launch = Launch(op, lowering.stage, matvec, arguments, matmul, reads_weights=True, moved=moved)
+    if x.made and lowering.holds("quantize_input", (*x.made, x.address, quantizer)):
         return [launch]
-    return [Launch(op, lowering.stage, quantize, quantized | rule), launch]
-
-
-def input_quantizer(lowering: Lowering, layer: LinearSpec, place: int, mode: Mode) -> tuple[Variant, dict[str, Value], bool]:
-    """The kernel that quantizes the input of weight block `place`, the scalars of its rule, and whether the result is bytes."""
-    group, rule = activation_block(layer.weights[place].codec), input_rule(layer, place, mode)
-    if rule is None:
-        return Variant("quantize_input", (False, group)), {"limit": 0}, False
-    if rule.kind == "block":
-        return Variant("quantize_input", (True, group)), {"limit": rule.limit}, True
-    if rule.scales is not None:
-        return Variant("quantize_input_static", (group,)), {
-            "scales": lowering.storage.floats(rule.scales), "kinds": rule.scales.shape[0],
-            "modality": lowering.sent("modality"), "limit": rule.limit,
-        }, True  # fmt: skip
-    symmetric = rule.kind == "token"
-    integer = symmetric or rule.bits < 8
-    numbers: dict[str, Value] = {"symmetric": int(symmetric), "levels": rule.limit}
-    return Variant("quantize_input_token", (integer, group)), numbers, integer
-
-
-def input_memory(lowering: Lowering, padded: int) -> dict[str, Value]:
-    """Room for the widest quantized input in any kind: f16 is the larger one, and a group has at least 16 channels."""
-    channels = -(-widest_input(lowering) // FORM_BLOCK) * FORM_BLOCK * padded
-    sizes = {"data": channels * 2, "xs": channels // 16 * 4, "xn": channels // 16 * 4}
-    return {name: lowering.storage.named(("quantize_input", name), nbytes) for name, nbytes in sizes.items()}
+    made = quantizer.arguments(x, weight.columns, data, quantized)
+    return [Launch(op, lowering.stage, quantizer.variant, made), launch]
 
 
 def float_product(
@@ -275,21 +233,36 @@ def float_product(
     index: int | None,
 ) -> list[Launch]:  # fmt: skip
     weight = layer.weights[place]
-    values: dict[str, Value] = {
-        "x": x.address, "q": lowering.storage.array(weight.arrays["q"]), "bias": lowering.storage.floats(bias) if bias else 0,
-        "y": out.address, "columns": weight.columns, "stride": x.width, "rows": weight.rows, "width": out.width,
-        "has_bias": int(bias is not None), "add": int(out.add),
-    }  # fmt: skip
-    return [Launch(op, lowering.stage, Variant("float_product", (weight.codec.kind,)), values, reads_weights=True)]
+    arguments = FloatProductArguments(
+        x=x.address, q=lowering.storage.array(weight.arrays["q"]), bias=lowering.storage.floats(bias) if bias else 0,
+        y=out.address, columns=weight.columns, stride=x.width, rows=weight.rows, width=out.width,
+        has_bias=int(bias is not None), add=int(out.add),
+    )  # fmt: skip
+    return [Launch(op, lowering.stage, Variant("float_product", (weight.codec.kind,)), arguments, reads_weights=True)]
 
 
-def stored(lowering: Lowering, weight: Weight) -> dict[str, Value]:
-    return {
-        "q": lowering.storage.array(weight.arrays["q"]),
-        "s": lowering.storage.array(weight.arrays["scale"]) if "scale" in weight.arrays else 0,
-        "z": lowering.storage.array(weight.arrays["zero"]) if "zero" in weight.arrays else 0,
-        "chunks": -(-weight.columns // CHUNK),
-    }
+def stored(lowering: Lowering, weight: Weight) -> WeightArguments:
+    return WeightArguments(
+        q=lowering.storage.array(weight.arrays["q"]),
+        s=lowering.storage.array(weight.arrays["scale"]) if "scale" in weight.arrays else 0,
+        z=lowering.storage.array(weight.arrays["zero"]) if "zero" in weight.arrays else 0,
+        chunks=-(-weight.columns // CHUNK),
+    )
+
+
+def integer_rows(lowering: Lowering, op: Embed, weight: Weight) -> Launch:
+    codec = weight.codec
+    arguments = EmbedArguments(
+        weight=stored(lowering, weight), which=lowering.sent("tokens"), out=lowering.buffer(op.out), columns=weight.columns,
+        groups=codec.groups(weight.columns), group=codec.group_size,
+    )  # fmt: skip
+    return Launch(op, lowering.stage, Variant("embed", (codec.bits, not codec.symmetric)), arguments)
+
+
+def float_rows(lowering: Lowering, op: Embed, weight: Weight) -> Launch:
+    q, which = lowering.storage.array(weight.arrays["q"]), lowering.sent("tokens")
+    arguments = EmbedFloatArguments(q=q, which=which, out=lowering.buffer(op.out), columns=weight.columns)
+    return Launch(op, lowering.stage, Variant("embed_float", (weight.codec.kind,)), arguments)
 
 
 @dataclass(frozen=True)
@@ -298,14 +271,14 @@ class CodecLaunches:
 
     product      the launches of y = W x, as `integer_product` takes them
     arrays       those of a weight that the kernels read
-    rows         the kernel that looks rows up, for an embedding
+    rows         the launch that looks rows up, for an embedding
     fused        whether launches of patterns (fused.py) read such weights
     requantize   the kernel that rounds a master of one codec to another; None: there is none
     """
 
     product: Callable[..., list[Launch]]
     arrays: frozenset[str]
-    rows: Callable[[Codec], Variant]
+    rows: Callable[[Lowering, Embed, Weight], Launch]
     fused: bool = False
     requantize: Callable[[Codec, Codec], Variant] | None = None
 
@@ -314,7 +287,7 @@ def integer_requantize(master: Codec, codec: Codec) -> Variant:
     return Variant("requantize", (master.kind, master.bits, not master.symmetric, codec.bits, not codec.symmetric))
 
 
-FLOATS = CodecLaunches(float_product, frozenset({"q"}), lambda codec: Variant("embed_float", (codec.kind,)))
+FLOATS = CodecLaunches(float_product, frozenset({"q"}), float_rows)
 CODECS: Mapping[Kind, CodecLaunches] = {
     "f32": FLOATS,
     "f16": FLOATS,
@@ -322,7 +295,7 @@ CODECS: Mapping[Kind, CodecLaunches] = {
     "int": CodecLaunches(
         integer_product,
         frozenset({"q", "scale", "zero"}),
-        lambda codec: Variant("embed", (codec.bits, not codec.symmetric)),
+        integer_rows,
         fused=True,
         requantize=integer_requantize,
     ),

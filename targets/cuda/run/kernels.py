@@ -13,9 +13,6 @@ from edgeq.targets.cuda.supply.pack import POINTER, Expression, Generated, Varia
 from edgeq.targets.cuda.supply.supply import KernelSource
 from edgeq.targets.target import OnProgress
 
-OF_A_RUN = frozenset({"tokens", "pool", "numbers", "parts"})
-"""Numbers that a kernel gets of the run, beside those of its launch."""
-
 
 class ProgramKernels:
     """loaded   by variant"""
@@ -35,7 +32,7 @@ class ProgramKernels:
         """ValueError: a launch does not have a number that its kernel asks for, which would be found out when it runs."""
         for launch in _launches(lowered):
             for variant in launch.variants:
-                missing = sorted(asked(self.loaded[variant].generated) - launch.values.keys() - OF_A_RUN)
+                missing = sorted(asked(self.loaded[variant].generated) - launch.arguments.by_name.keys() - launch.arguments.run)
                 if missing:
                     raise ValueError(f"the launch of {variant.symbol} has no {', '.join(missing)}")
 
@@ -48,8 +45,8 @@ class ProgramKernels:
         moved   addresses to be used in place of others
         """
         kernel = self.loaded[launch.matmul if launch.matmul and tokens > launch.few_rows else launch.variant]
-        scalars: dict[str, int | float] = {**launch.values, "tokens": tokens * launch.rows_per_token, "pool": self._pool}
-        scalars["numbers"] = self._pool
+        scalars = {**launch.arguments.by_name, "tokens": tokens * launch.rows_per_token}
+        scalars["pool"] = scalars["numbers"] = self._pool
         scalars["parts"] = parts if tokens * parts <= SIDE_BY_SIDE else 0
         scalars |= {name: weights.address(ref) for name, ref in launch.moved.items()} if weights else {}
         if moved:
@@ -59,8 +56,8 @@ class ProgramKernels:
 
     def choosing(self, chosen: Chosen, rows: int) -> list[Call]:
         """The launches that find the largest numbers of so many rows of the result."""
-        kernels = [(self.loaded[variant], values) for variant, values in chosen.launches]
-        return [Call(kernel, *kernel.generated.bind({**values, "tokens": rows})) for kernel, values in kernels]
+        kernels = [(self.loaded[variant], arguments.by_name) for variant, arguments in chosen.launches]
+        return [Call(kernel, *kernel.generated.bind({**by_name, "tokens": rows})) for kernel, by_name in kernels]
 
 
 def asked(generated: Generated) -> set[str]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgeq.errors import DeviceError
 from edgeq.format.container import ModelFile
 from edgeq.format.records import Mode
+from edgeq.targets.cuda.arguments.products import FusedArguments
 from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
 from edgeq.targets.cuda.run.program import CudaProgram
@@ -141,18 +142,18 @@ def products(graph: Graph, file: ModelFile, options: Options, multiprocessors: i
     program = CudaProgram(NoDevice(multiprocessors=multiprocessors), graph, file, options, kernel_source=names_only)
     found: dict[tuple[object, ...], Product] = {}
     for each in program.launches_of_a_token():
-        if not isinstance(each.operation, Linear) or "ahead" not in each.values:
+        if not isinstance(each.operation, Linear) or not isinstance(each.arguments, FusedArguments):
             continue
-        layer, values = each.operation.linear, {name: int(each.values[name]) for name in ("ctas", "each", "ahead")}
+        layer, spread = each.operation.linear, each.arguments.spread
         factors = 2 if each.variant.kernel == "fused_activate" and each.variant.literals[1] else 1
         made = Product(
             layer.name.rpartition(".")[2],
             each.variant,
             layer.rows,
             layer.weights[0].columns,
-            values["ctas"],
-            values["each"] * factors,
-            values["ahead"],
+            spread.ctas,
+            spread.each * factors,
+            spread.ahead,
         )
         found.setdefault((made.variant, made.rows, made.columns), made)
     return list(found.values())

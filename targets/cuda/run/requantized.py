@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgeq.format.codec import CHUNK
 from edgeq.format.records import ArrayRef, LinearSpec
+from edgeq.targets.cuda.arguments.products import RequantizeArguments
 from edgeq.targets.cuda.device.device import Device, Kernel, Memory
 from edgeq.targets.cuda.lowering.context import refuse
 from edgeq.targets.cuda.lowering.linear import launches_of
@@ -78,24 +79,24 @@ class CudaRequantizer:
                 kernel, master = kernels[variant_of(layer)], master_arrays(layer)
                 if self._storage.streams(master):
                     self._storage.bring(master)
-                self._device.launch(kernel, *kernel.generated.bind(self._values(layer, weights)))
+                self._device.launch(kernel, *kernel.generated.bind(self._arguments(layer, weights).by_name))
         self._device.synchronize()
 
-    def _values(self, layer: LinearSpec, weights: CudaWeights) -> dict[str, int | float]:
+    def _arguments(self, layer: LinearSpec, weights: CudaWeights) -> RequantizeArguments:
         assert layer.master
         master, weight, array = layer.master, layer.weights[0], self._storage.array
         group = weight.codec.group_size or weight.columns
-        return {
-            "master": array(master.arrays["q"]),
-            "scales": array(master.arrays["scale"]) if "scale" in master.arrays else 0,
-            "zeros": array(master.arrays["zero"]) if "zero" in master.arrays else 0,
-            "factors": self._factors,
-            "q": weights.address(weight.arrays["q"]),
-            "qs": weights.address(weight.arrays["scale"]),
-            "qz": weights.address(weight.arrays["zero"]) if "zero" in weight.arrays else 0,
-            "rows": weight.rows,
-            "columns": weight.columns,
-            "master_group": master.codec.group_size or master.columns,
-            "group": group,
-            "span": -(-max(group, CHUNK) // CHUNK) * CHUNK,
-        }
+        return RequantizeArguments(
+            master=array(master.arrays["q"]),
+            scales=array(master.arrays["scale"]) if "scale" in master.arrays else 0,
+            zeros=array(master.arrays["zero"]) if "zero" in master.arrays else 0,
+            factors=self._factors,
+            q=weights.address(weight.arrays["q"]),
+            qs=weights.address(weight.arrays["scale"]),
+            qz=weights.address(weight.arrays["zero"]) if "zero" in weight.arrays else 0,
+            rows=weight.rows,
+            columns=weight.columns,
+            master_group=master.codec.group_size or master.columns,
+            group=group,
+            span=-(-max(group, CHUNK) // CHUNK) * CHUNK,
+        )

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from time import perf_counter
 
 from edgeq.errors import EdgeqError
+from edgeq.targets.cuda.arguments.rows import ReadMemoryArguments
 from edgeq.targets.cuda.device import bandwidth, discover
 from edgeq.targets.cuda.device.device import Call, Copy
 from edgeq.targets.cuda.device.driver import DriverDevice
@@ -55,7 +56,8 @@ def main() -> None:
     write("facts", {"read_bytes_per_s": reads, "copied_bytes_per_s": bandwidth.copied(device.name)})
     block, out = device.allocate(bandwidth.ROUND), device.allocate(128 * 4)
     device.zero(block.address, bandwidth.ROUND)
-    call = Call(kernel, *kernel.generated.bind({"x": block.address, "out": out.address, "ctas": 1, "rounds": 1}))
+    arguments = ReadMemoryArguments(x=block.address, out=out.address, ctas=1, rounds=1)
+    call = Call(kernel, *kernel.generated.bind(arguments.by_name))
     device.launch(*call)
     device.synchronize()
     began = perf_counter()

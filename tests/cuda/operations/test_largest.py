@@ -20,8 +20,8 @@ def found(x: np.ndarray, count: int, order: int = FORWARD) -> tuple[np.ndarray, 
     held, storage = upload(device, x), Storage(device, None)  # type: ignore[arg-type]
     chosen = largest(storage, held.address, width, rows, count)
     kernels = device.load(build.kernels([variant for variant, _ in chosen.launches]))
-    for variant, values in chosen.launches:
-        device.launch(kernels[variant], *kernels[variant].generated.bind({**values, "tokens": rows}))
+    for variant, arguments in chosen.launches:
+        device.launch(kernels[variant], *kernels[variant].generated.bind({**arguments.by_name, "tokens": rows}))
     device.synchronize()
     result = np.empty((rows, count), np.float32), np.empty((rows, count), np.int32), np.empty(rows, np.int32)
     for array, address in zip(result, (chosen.values, chosen.ids, chosen.finite), strict=True):
