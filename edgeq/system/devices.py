@@ -90,7 +90,7 @@ class DeviceSpec:
 
     def longest_context(self, file_bytes: int, position_bytes: int) -> int:
         """Positions of cache that fit in memory beside a file; 0: the file alone does not."""
-        return max(0, self.usable_memory - needed(file_bytes, position_bytes, 0)) // position_bytes
+        return max(0, self.usable_memory - needed(file_bytes, 0)) // position_bytes
 
     def ceiling(self, bytes_per_token: int) -> float:
         """Upper bound of decode in tokens per second, from bandwidth."""
@@ -135,9 +135,9 @@ DEVICES = {
 }
 
 
-def needed(file_bytes: int, position_bytes: int, context: int) -> int:
-    """Bytes of memory that a run of a file takes with a cache of `context` positions."""
-    return file_bytes + context * position_bytes + PROCESS
+def needed(file_bytes: int, cache_bytes: int) -> int:
+    """Bytes of memory that a run of a file takes with a cache of so many bytes."""
+    return file_bytes + cache_bytes + PROCESS
 
 
 def device(name: str) -> DeviceSpec:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from edgeq.errors import InputError, ResourceError
+from edgeq.format.records import KvCodec
 from edgeq.runtime.session.cache import windowed_pages
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import PAGE
@@ -26,12 +27,20 @@ def cache_bytes(graph: Graph, options: Options, positions: int) -> int:
     """
     (full, windowed), pages = graph.part_bytes(options.kv), -(-positions // PAGE)
     held = pages * full + min(pages, windowed_pages(graph.window, options.max_rows or MAX_ROWS)) * windowed
-    return held + states_bytes(graph, options, pages) if graph.states else held
+    return held + states_bytes(graph, options.kv, pages) if graph.states else held
 
 
-def states_bytes(graph: Graph, options: Options, pages: int) -> int:
+def expected_cache_bytes(graph: Graph, kv: KvCodec, positions: int) -> int:
+    """The same with nothing but the codec known, of positions and not of whole pages: where a file is to run elsewhere."""
+    full, windowed = graph.part_bytes(kv)
+    kept = min(positions, PAGE * windowed_pages(graph.window, MAX_ROWS))
+    held = (positions * full + kept * windowed) // PAGE
+    return held + states_bytes(graph, kv, -(-positions // PAGE)) if graph.states else held
+
+
+def states_bytes(graph: Graph, kv: KvCodec, pages: int) -> int:
     """Bytes of the states of a session and of their snapshots: with so many pages, and while a prompt is read."""
-    apart = snapshot_pages(graph.states, graph.page_bytes(options.kv))
+    apart = snapshot_pages(graph.states, graph.page_bytes(kv))
     snapshots = pages // apart + (2 if apart > 1 else 0)
     return 2 * state_bytes(graph.states) + snapshots * snapshot_bytes(graph.states)
 

@@ -19,7 +19,8 @@ from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.output import check_output
 from edgeq.errors import InputError, ResourceError
 from edgeq.format.container import ModelFile
-from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
+from edgeq.runtime.network.decoder import decoder
+from edgeq.runtime.session.context_size import DEFAULT_CONTEXT, expected_cache_bytes
 from edgeq.system.devices import DeviceSpec, device, needed
 from edgeq.tools.cli.terminal import note, progress, write
 from edgeq.tools.commands.budget import decode_here, resolved
@@ -169,7 +170,7 @@ def prospect(plan: ConversionPlan, profile: DeviceSpec | None) -> dict[str, Any]
     metadata = plan.metadata()
     sizes = metadata.bytes_per_token()
     context = min(DEFAULT_CONTEXT, metadata.config.max_position_embeddings)
-    needs = needed(plan.output_bytes, sizes["kv_per_position"], context)
+    needs = needed(plan.output_bytes, expected_cache_bytes(decoder(metadata), metadata.kv, context))
     return {
         "source": plan.checkpoint.name,
         "method": plan.method.name,

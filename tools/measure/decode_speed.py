@@ -29,6 +29,8 @@ from edgeq.format.manifest import Shape
 from edgeq.format.records import Mode
 from edgeq.network.config import ModelConfig
 from edgeq.runtime import Model
+from edgeq.runtime.network.decoder import decoder
+from edgeq.runtime.session.context_size import expected_cache_bytes
 from edgeq.system import machine
 from edgeq.system.devices import DeviceSpec, needed
 from edgeq.system.measurements import ALONE, measured
@@ -95,7 +97,8 @@ def this_machine_with(file: ModelFile) -> DeviceSpec:
 
 def seconds_here(file: ModelFile) -> float | None:
     """The measured time of a token of a file; None: it does not fit in memory, so that the disk would be measured."""
-    if needed(file.size, file.metadata.bytes_per_token()["kv_per_position"], TEXT.count) > machine.available_bytes():
+    cache = expected_cache_bytes(decoder(file.metadata), file.metadata.kv, TEXT.count)
+    if needed(file.size, cache) > machine.available_bytes():
         return None
     with progress() as bar:
         bar(0, 0, "measuring how fast the file is decoded")

@@ -84,6 +84,17 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(edgeq: Run, tiny_ll
     assert again["already_there"] and not made["already_there"] and again["identity"] == made["identity"]
 
 
+def test_layers_with_a_window_take_memory_for_their_window(edgeq: Run, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder, out = checkpoint("mistral", max_position_embeddings=8192), tmp_path / "a.edgeq"
+    planned = json.loads(edgeq("convert", folder, "-o", out, "--dry-run", "--json", "--for", "raspberry-pi-5").stdout)
+    assert edgeq("convert", folder, "-o", out).exit_code == 0
+    fit = json.loads(edgeq("fit", out, "--for", "raspberry-pi-5", "--json").stdout)
+    cache = planned["device"]["needs"] - planned["file_bytes"] - PROCESS
+    assert planned["device"]["context"] == 4096 == fit["context"] and cache == fit["needs"] - out.stat().st_size - PROCESS
+    # Rows of a run, and a few pages before and after them.
+    assert 1024 * fit["position_bytes"] < cache < 1536 * fit["position_bytes"]
+
+
 def test_a_device_without_a_runtime_is_promised_no_speed(edgeq: Run, tiny_llama: Path) -> None:
     for name, device in DEVICES.items():
         found = edgeq("convert", tiny_llama, "--dry-run", "--for", name).stdout

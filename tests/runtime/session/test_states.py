@@ -271,8 +271,8 @@ def test_the_memory_of_states_is_counted(model: Model) -> None:
         state_bytes(states) == len(states) * 4 * (2 * width + 2 * LOG * width)
         and snapshot_bytes(states) == len(states) * 4 * width
     )
-    within = cache_bytes(model.graph, options, 448) - states_bytes(model.graph, options, 7)
-    assert states_bytes(model.graph, options, 7) == 2 * state_bytes(states) + 7 * snapshot_bytes(states)
+    within = cache_bytes(model.graph, options, 448) - states_bytes(model.graph, options.kv, 7)
+    assert states_bytes(model.graph, options.kv, 7) == 2 * state_bytes(states) + 7 * snapshot_bytes(states)
     with Model.load(model.file.path, target=model.target, mode="a16", context=448, threads=1) as without:
         assert within == cache_bytes(without.graph, options, 448)
 

@@ -228,7 +228,7 @@ def test_the_tree_keeps_large_snapshots_where_texts_may_go_on() -> None:
 
 
 def test_the_states_of_texts_are_counted(model: Model) -> None:
-    states = states_bytes(model.graph, model.program.options, 0)
+    states = states_bytes(model.graph, model.program.options.kv, 0)
     page = model.graph.page_bytes(model.program.options.kv)
     scheduler = Scheduler(model, 2, pages=200)
     tickets = [scheduler.submit(job(TOKENS[:10], 5)) for _ in range(2)]

@@ -36,7 +36,7 @@ def file(path: Path) -> ModelFile:
 
 def with_room(file: ModelFile, positions: int, bandwidth: float = 8e6, measured: float = 0.0) -> DeviceSpec:
     """A device with memory for exactly so many positions of cache."""
-    own = needed(file.size, POSITION, positions)
+    own = needed(file.size, POSITION * positions)
     found = DeviceSpec("board", "avx2", 4, GIB // 2 + own, bandwidth, measured)
     assert found.usable_memory == own
     return found

@@ -14,9 +14,9 @@ import click
 from edgeq.errors import InputError
 from edgeq.format.container import ModelFile
 from edgeq.format.records import KvCodec, KvKind
+from edgeq.runtime.network.decoder import decoder
 from edgeq.runtime.network.embedding import check_continues
-from edgeq.runtime.session.cache import windowed_pages
-from edgeq.runtime.session.context_size import DEFAULT_CONTEXT, MAX_ROWS
+from edgeq.runtime.session.context_size import DEFAULT_CONTEXT, expected_cache_bytes
 from edgeq.system.devices import DeviceSpec, device, needed
 from edgeq.targets.rows import PAGE
 from edgeq.tools.measure.decode_speed import this_machine_with
@@ -89,18 +89,13 @@ def fitted(file: ModelFile, target: DeviceSpec, context: int | None, speed: floa
             f"context {context} is out of range; this model takes 1 to {limit} positions: pass --context {limit} or less"
         )
     codec = metadata.kv if kv == "file" else KvCodec(cast(KvKind, kv))
-    position = config.num_hidden_layers * 2 * config.num_key_value_heads * codec.head_bytes(config.head_dim)
+    graph = decoder(metadata)
+    position = graph.page_bytes(codec) // PAGE
     sizes = metadata.bytes_per_token()
     weights = sizes["weights"] + sizes["head"]
-    windowed = sum(
-        2 * config.num_key_value_heads * codec.head_bytes(config.head_dim)
-        for layer in range(config.num_hidden_layers)
-        if config.window(layer)
-    )
-    most = PAGE * windowed_pages(max(map(config.window, range(config.num_hidden_layers))), MAX_ROWS)
 
     def needs_for(positions: int) -> int:
-        return needed(file.size, position - windowed, positions) + min(positions, most) * windowed
+        return needed(file.size, expected_cache_bytes(graph, codec, positions))
 
     fitting = bisect_left(range(1, limit + 1), True, key=lambda positions: needs_for(positions) > target.usable_memory)
     # Less than a page is still a context.
