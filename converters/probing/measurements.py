@@ -63,7 +63,8 @@ class Measurements:
         def attempt(compute: Compute) -> None:
             # One that ran out of memory has kept what it measured.
             plan = replace(self.plan, compute=compute)
-            Probe(plan, missing(), lambda part: codecs[part.name], self.rows, on_progress).run(self.record)
+            for measured in Probe(plan, missing(), lambda part: codecs[part.name], self.rows, on_progress).run():
+                self.record.keep(measured)
 
         if not missing():
             return

@@ -29,7 +29,7 @@ from edgeq.converters.calibration.head import ChangedTable, Rounded, gptq_roundi
 from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.divergence import divergences_through
-from edgeq.converters.probing.record import Record
+from edgeq.converters.probing.record import Divergences
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import LinearItem, Recipe, RoundRows
 from edgeq.converters.rounding.quantizer import quantize, restored
@@ -54,8 +54,8 @@ class Probe:
     on_progress: OnProgress
 
     @torch.no_grad()
-    def run(self, record: Record) -> None:
-        """Add the measurements to `record`, which is kept after every layer.
+    def run(self) -> Iterator[Divergences]:
+        """Measure, and give after every layer, and after the head and the embedding, what was measured of it.
 
         CheckpointError: a divergence is not finite.
         """
@@ -81,16 +81,11 @@ class Probe:
                 ends.append(outputs)
             short.advance(layer, module)
             forward.unload(module)
-            for (name, codec_name), value in zip(
-                names, self._measured(exact, self._through(short, layer + 1, ends)), strict=True
-            ):
-                self._add(record, name, codec_name, value)
-            record.keep()
+            yield self._measured(names, exact, self._through(short, layer + 1, ends))
         for part in missing:
             if part.layer is None:
                 progress.table(part)
-                self._table(part, exact, self._head_rounding(forward.states) if part.name == HEAD else quantize, record)
-                record.keep()
+                yield self._table(part, exact, self._head_rounding(forward.states) if part.name == HEAD else quantize)
         self.on_progress(1, 1, "probe")
 
     def _forward(self, rows: Tensor) -> BlockForward:
@@ -158,8 +153,9 @@ class Probe:
             return quantize
         return gptq_rounding(states, last_norm(self.plan.method.stored_config, self.plan.checkpoint), self.plan.compute)
 
-    def _table(self, part: AllocationPart, exact: Tensor, round_rows: RoundRows, record: Record) -> None:
+    def _table(self, part: AllocationPart, exact: Tensor, round_rows: RoundRows) -> Divergences:
         """Measure the head or the embedding, or what is both; an embedding changes what enters the first layer."""
+        measured = dict[str, float]()
         for codec in self.grid(part):
             rounded = partial(_rounded, codec=codec, round_rows=round_rows)
             end = exact
@@ -173,19 +169,24 @@ class Probe:
                     self.plan.compute,
                 )
                 end = self._through(changed, 0, [changed.hidden])[0]
-            (value,) = self._measured(exact, [end], rounded if part.name == HEAD else unchanged)
-            self._add(record, part.name, codec.name, value)
+            head = rounded if part.name == HEAD else unchanged
+            measured |= self._measured([(part.name, codec.name)], exact, [end], head)[part.name]
+        return {part.name: measured}
 
-    def _add(self, record: Record, part: str, codec: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise CheckpointError(
-                f"{self.plan.checkpoint.name}: with {part} in {codec} the KL divergence on the calibration text is {value}; "
-                "bits cannot be chosen by such numbers: give the allocation with --plan, or leave out the budget"
-            )
-        record.add(part, codec, value)
-
-    def _measured(self, exact: Tensor, ends: list[Tensor], head: Rounded = unchanged) -> list[float]:
-        return divergences_through(self.plan, exact, [(end, head) for end in ends]) if ends else []
+    def _measured(
+        self, names: Sequence[tuple[str, str]], exact: Tensor, ends: Sequence[Tensor], head: Rounded = unchanged
+    ) -> Divergences:
+        """The divergences of `ends`, outputs of the last layer with the part and in the codec of `names`."""
+        values = divergences_through(self.plan, exact, [(end, head) for end in ends]) if ends else []
+        measured: Divergences = {}
+        for (part, codec), value in zip(names, values, strict=True):
+            if not math.isfinite(value):
+                raise CheckpointError(
+                    f"{self.plan.checkpoint.name}: with {part} in {codec} the KL divergence on the calibration text is "
+                    f"{value}; bits cannot be chosen by such numbers: give the allocation with --plan, or leave out the budget"
+                )
+            measured.setdefault(part, {})[codec] = value
+        return measured
 
 
 @dataclass(frozen=True)

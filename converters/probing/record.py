@@ -59,15 +59,15 @@ class Record:
         record.found, record.choices = _read(record.path, json.loads(json.dumps(settings)))
         return record
 
-    def add(self, part: str, codec: str, divergence: float) -> None:
-        """In so many digits as are kept, so that a resumed run goes on with the same numbers."""
-        self.found.setdefault(part, {})[codec] = float(f"{divergence:.{DIGITS}g}")
-
-    def keep(self) -> bool:
-        """Write what was added, and forget what was not used for longest.
+    def keep(self, measured: Divergences | None = None) -> bool:
+        """Add what was measured, in so many digits as are kept: a resumed run goes on with the same numbers.  Write everything,
+        and forget what was not used for longest.
 
         False: the folder cannot be written, and nothing is kept.
         """
+        for part, by_codec in (measured or {}).items():
+            rounded = {codec: float(f"{value:.{DIGITS}g}") for codec, value in by_codec.items()}
+            self.found.setdefault(part, {}).update(rounded)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             choices = {key: asdict(choice) for key, choice in [*self.choices.items()][-MAX_CHOICES:]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from edgeq.converters.probing.estimate import estimated, grid
 from edgeq.converters.probing.frontier import Frontier
 from edgeq.converters.probing.measurements import probe_rows
 from edgeq.converters.probing.probe import Probe
-from edgeq.converters.probing.record import Record
+from edgeq.converters.probing.record import Divergences, Record
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe
 from edgeq.converters.rounding.presets import MIN_MAX_ZERO_WEIGHED, Preset
@@ -83,7 +83,8 @@ def test_a_part_alone_is_measured_as_a_file_with_only_that_part_quantized(folder
     rows, codec = probe_rows(plan), Codec("int", 3, 32, symmetric=False)
     assert rows.numel() == 1024 and not record.found
     wanted = [part for part in plan.parts() if part.name in ("layers.0.down", "layers.1.qkv", "head")]
-    Probe(plan, wanted, lambda part: (codec,), rows, silent).run(record)
+    for measured in Probe(plan, wanted, lambda part: (codec,), rows, silent).run():
+        record.keep(measured)
     assert {part: [*found] for part, found in record.found.items()} == {part.name: [codec.name] for part in wanted}
     assert all(found[codec.name] > 1e-5 for found in record.found.values())
     # The whole model by itself: transformers' forward with the table as the file would have it, embedding and head here.
@@ -129,11 +130,10 @@ def test_a_second_budget_measures_nothing_and_other_text_does(
 ) -> None:
     runs: list[int] = []
 
-    def run(self: Probe, record: Record) -> None:
+    def run(self: Probe) -> Iterator[Divergences]:
         runs.append(len(self.missing))
         for part in self.missing:
-            for codec in self.grid(part):
-                record.add(part.name, codec.name, 0.01 / (2**codec.bits - 1) ** 2)
+            yield {part.name: {codec.name: 0.01 / (2**codec.bits - 1) ** 2 for codec in self.grid(part)}}
 
     monkeypatch.setattr(Probe, "run", run)
     first = measured_frontier(plan_of(folder), silent, pytest.fail)
@@ -153,7 +153,7 @@ def test_a_second_budget_measures_nothing_and_other_text_does(
 def test_without_a_cache_folder_the_user_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(Probe, "run", lambda self, record: record.found.update(invented(self.plan).measured))
+    monkeypatch.setattr(Probe, "run", lambda self: iter([invented(self.plan).measured]))
     warned: list[str] = []
     measured_frontier(plan_of(folder), silent, warned.append)
     assert warned and "not kept" in warned[0]
@@ -162,8 +162,8 @@ def test_without_a_cache_folder_the_user_is_told(folder: Path, tmp_path: Path, m
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"settings": {}, "divergences": {"head": 3}}', '{"settings": 1}'])
 def test_a_damaged_record_counts_as_none(tmp_path: Path, damage: str) -> None:
     record = Record.of({"a": 1})
-    record.add("head", "i4 g64 zero", 0.123456789)
-    assert record.keep() and Record.of({"a": 1}).found == {"head": {"i4 g64 zero": 0.123457}} and not Record.of({"a": 2}).found
+    assert record.keep({"head": {"i4 g64 zero": 0.123456789}}) and not Record.of({"a": 2}).found
+    assert record.found == Record.of({"a": 1}).found == {"head": {"i4 g64 zero": 0.123457}}
     record.path.write_text(damage)
     assert not Record.of({"a": 1}).found
 
@@ -474,11 +474,11 @@ def test_every_part_has_candidates_that_divide_its_columns(checkpoint: Callable[
     assert {codec.group_size for codec in parts["layers.0.down"].candidates()} == {16}
 
 
-def measured_by_bits(self: Probe, record: Record) -> None:
+def measured_by_bits(self: Probe) -> Iterator[Divergences]:
     """In place of a probe: half grids lose a little less than zero points."""
     for part in self.missing:
-        for codec in self.grid(part):
-            record.add(part.name, codec.name, (0.009 if codec.kind == "half" else 0.01) / (2**codec.bits - 1) ** 2)
+        lost = {codec.name: (0.009 if codec.kind == "half" else 0.01) / (2**codec.bits - 1) ** 2 for codec in self.grid(part)}
+        yield {part.name: lost}
 
 
 def test_a_budget_near_two_bits_takes_half_grids(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from edgeq.converters.probing import record as records
 from edgeq.converters.probing.allocate import allocate
 from edgeq.converters.probing.measurements import probe_rows
 from edgeq.converters.probing.probe import Probe
-from edgeq.converters.probing.record import Record
+from edgeq.converters.probing.record import Divergences, Record
 from edgeq.errors import CheckpointError, InputError
 from edgeq.tools.measure.report import bits_per_weight, in_tower, overall_bits
 
@@ -57,15 +57,13 @@ def test_one_pass_of_the_text_serves_all_parts_of_a_layer(folder: Path, monkeypa
             whole(self, *args, **named)
 
         monkeypatch.setattr(BlockForward, name, counted)
-    found = Record.of({})
     layer = [part for part in plan.parts() if part.layer == 0]
-    Probe(plan, layer, lambda part: part.candidates()[:1], rows[:2], silent).run(found)
-    assert sorted(tokens) == [256, 1024] and len(found.found) == len(layer) == 4
+    (found,) = Probe(plan, layer, lambda part: part.candidates()[:1], rows[:2], silent).run()
+    assert sorted(tokens) == [256, 1024] and len(found) == len(layer) == 4
     # In as many passes as the memory for moments asks for, the same is measured.
     monkeypatch.setattr("edgeq.converters.probing.probe.MOMENT_BYTES", 1)
-    again = Record.of({})
-    Probe(plan, layer, lambda part: part.candidates()[:1], rows[:2], silent).run(again)
-    assert sorted(tokens[2:]) == [256, 1024, 1024, 1024, 1024] and again.found == found.found
+    (again,) = Probe(plan, layer, lambda part: part.candidates()[:1], rows[:2], silent).run()
+    assert sorted(tokens[2:]) == [256, 1024, 1024, 1024, 1024] and again == found
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -77,10 +75,9 @@ def test_a_divergence_that_is_no_number_is_refused_by_part_and_codec(
         "edgeq.converters.probing.probe.divergences_through",
         lambda plan, exact, ends: [0.1, value] + [0.1] * (len(ends) - 2),
     )
-    found = Record.of({})
+    layers = Probe(plan, plan.parts(), lambda part: part.candidates()[:2], probe_rows(plan), silent).run()
     with pytest.raises(CheckpointError, match=r"layers.0.qkv in i2 g32 zero the KL divergence .* --plan"):
-        Probe(plan, plan.parts(), lambda part: part.candidates()[:2], probe_rows(plan), silent).run(found)
-    assert found.found == {"layers.0.qkv": {"i2 g16 zero": 0.1}}
+        next(layers)
 
 
 def test_a_model_whose_outputs_are_not_finite_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +85,7 @@ def test_a_model_whose_outputs_are_not_finite_is_refused(folder: Path, monkeypat
     run = BlockForward.run
     monkeypatch.setattr(BlockForward, "run", lambda *args: run(*args).mul(float("inf")))
     with pytest.raises(CheckpointError, match="outputs of its last layer.*not finite"):
-        Probe(plan, plan.parts(), lambda part: part.candidates()[:1], probe_rows(plan), silent).run(Record.of({}))
+        next(Probe(plan, plan.parts(), lambda part: part.candidates()[:1], probe_rows(plan), silent).run())
 
 
 def test_a_plan_by_hand_takes_any_text(folder: Path, tmp_path: Path) -> None:
@@ -102,10 +99,8 @@ def test_a_plan_by_hand_takes_any_text(folder: Path, tmp_path: Path) -> None:
 def test_bits_of_a_budget_are_those_of_the_summary_without_the_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = build(tmp_path / "sees", "padded")
 
-    def run(self: Probe, record: Record) -> None:
-        for part in self.missing:
-            for codec in self.grid(part):
-                record.add(part.name, codec.name, 0.01 / (2**codec.bits - 1) ** 2)
+    def run(self: Probe) -> Iterator[Divergences]:
+        yield {part.name: {codec.name: 0.01 / (2**codec.bits - 1) ** 2 for codec in self.grid(part)} for part in self.missing}
 
     monkeypatch.setattr(Probe, "run", run)
     plan = preflight(str(source), replace(SMALL, budget=Budget("bits", 3.4)))
@@ -118,8 +113,7 @@ def test_bits_of_a_budget_are_those_of_the_summary_without_the_tower(tmp_path: P
 def test_records_that_were_not_used_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(name: int) -> Record:
         record = Record.of({"name": name})
-        record.add("head", "i4 g64 zero", 0.5)
-        assert record.keep()
+        assert record.keep({"head": {"i4 g64 zero": 0.5}})
         return record
 
     kept = [keep(name) for name in range(4)]

@@ -107,7 +107,8 @@ def test_it_is_measured_as_a_file_with_only_it_quantized(folder: Path) -> None:
     plan, record = preflight(str(folder), replace(SMALL, budget=Budget("size", 1e9))), Record.of({})
     rows = probe_rows(plan)
     wanted = [part for part in plan.parts() if part.name == "embedding"]
-    Probe(plan, wanted, lambda part: (CODEC,), rows, silent).run(record)
+    for measured in Probe(plan, wanted, lambda part: (CODEC,), rows, silent).run():
+        record.keep(measured)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
