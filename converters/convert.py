@@ -43,10 +43,10 @@ def convert(
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """The verified file; `found`: it was there already, nothing was converted."""
+    """The verified file; `already_there`: it was there already, nothing was converted."""
 
     file: ModelFile
-    found: bool
+    already_there: bool
 
 
 def carry_out(

@@ -93,10 +93,10 @@ def _wider(name: str) -> HeldAs:
     return HeldAs(NUMBERS[name], BLOCK_TYPES[NUMBERS[name]].codec)
 
 
-def blocks_of(codec: Codec, held: HeldAs, arrays: Arrays) -> ArrayU8:
+def blocks_of(codec: Codec, target: HeldAs, arrays: Arrays) -> ArrayU8:
     """Rows as the file has them, uint8 [rows, bytes]; `arrays` of `codec`, q uint8 [rows, columns], others [rows, groups]."""
-    assert held.codec is not None
-    return PACKERS[held.type](arrays if codec == held.codec else _widened(codec, held.codec, arrays))
+    assert target.codec is not None
+    return PACKERS[target.type](arrays if codec == target.codec else _widened(codec, target.codec, arrays))
 
 
 def _widened(codec: Codec, wider: Codec, arrays: Arrays) -> Arrays:

@@ -45,7 +45,7 @@ class GgufMatrix:
 
     name: str
     parts: tuple[ExportedWeight, ...]
-    held: HeldAs
+    stored_as: HeldAs
     head_size: int = 0
 
     @property
@@ -54,7 +54,7 @@ class GgufMatrix:
 
     @property
     def row_bytes(self) -> int:
-        found = stored_bytes(self.held.type, 1, self.shape[1])
+        found = stored_bytes(self.stored_as.type, 1, self.shape[1])
         assert found is not None
         return found
 
@@ -69,14 +69,14 @@ class GgufMatrix:
 
     def _rows(self, slab: ExportedWeight) -> AnyArray:
         order = interleaved(slab.rows, self.head_size)
-        if self.held.codec is None:
+        if self.stored_as.codec is None:
             values = slab.values()[order]
             kind = slab.codec.kind
             stored = to_bf16(values) if kind == "bf16" else values.astype(np.float16 if kind == "f16" else np.float32)
             return np.ascontiguousarray(stored).view(np.uint8)
         arrays = {name: array[order] for name, array in slab.integers().items()}
         try:
-            return blocks_of(slab.codec, self.held, arrays)
+            return blocks_of(slab.codec, self.stored_as, arrays)
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.name}: {error}") from None
 
@@ -89,7 +89,7 @@ class GgufTable:
     array: ExportedArray
 
     @property
-    def held(self) -> HeldAs:
+    def stored_as(self) -> HeldAs:
         return HeldAs(FLOAT_NUMBERS[self.array.ref.dtype], None)
 
     @property
@@ -135,7 +135,7 @@ def write_gguf(file: ModelFile, path: Path, on_progress: Progress) -> list[str]:
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
         for matrix in matrices:
             shape = matrix.shape[0], matrix.row_bytes
-            kind = GGMLQuantizationType(matrix.held.type)
+            kind = GGMLQuantizationType(matrix.stored_as.type)
             writer.add_tensor_info(matrix.name, shape, np.dtype(np.uint8), shape[0] * shape[1], kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -210,10 +210,10 @@ def _notes(matrices: Iterable[GgufMatrix | GgufTable]) -> list[str]:
         if not isinstance(matrix, GgufMatrix):
             continue
         codec = matrix.parts[0].codec
-        if matrix.held.codec not in (None, codec):
+        if matrix.stored_as.codec not in (None, codec):
             rows, columns = matrix.shape
             bits = 8 * codec.nbytes(rows, columns) / (rows * columns)
             wider[
-                f"{codec.name} as {matrix.held.name}, {8 * matrix.row_bytes / columns:.2f} bits per weight for {bits:.2f}"
+                f"{codec.name} as {matrix.stored_as.name}, {8 * matrix.row_bytes / columns:.2f} bits per weight for {bits:.2f}"
             ] += 1
     return [f"{count} matrices of {how}: the same numbers" for how, count in wider.items()]

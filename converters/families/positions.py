@@ -48,14 +48,14 @@ def qwen_windows(values: Values, layers: int) -> tuple[int, ...]:
     return typed_windows(found, types, layers)
 
 
-def typed_windows(found: int, types: Any, layers: int) -> tuple[int, ...]:
-    """The window `found` in the layers whose type is sliding_attention."""
+def typed_windows(window: int, types: Any, layers: int) -> tuple[int, ...]:
+    """`window` in the layers whose type is sliding_attention, 0 in others."""
     if not isinstance(types, list) or len(types) != layers:
         raise FormatError(f"layer_types is not a list of {layers} entries, one per layer")
     unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedError(f"layer_types {unknown[0]!r} is not supported; supported: full_attention, sliding_attention")
-    windows = tuple(found if t == "sliding_attention" else 0 for t in types)
+    windows = tuple(window if t == "sliding_attention" else 0 for t in types)
     return windows if any(windows) else ()
 
 

@@ -201,9 +201,9 @@ class _Header:
         self._at += count
         return found
 
-    def _limit(self, what: str, count: int, most: int, each: int) -> None:
-        """CheckpointError: more than `most`, or than fit in what is left where each takes at least `each` bytes."""
-        fitting = min(most, (self._size - self._at) // each)
+    def _limit(self, what: str, count: int, most: int, item_bytes: int) -> None:
+        """CheckpointError: more than `most`, or than fit in what is left where each takes at least `item_bytes`."""
+        fitting = min(most, (self._size - self._at) // item_bytes)
         if count > fitting:
             raise self._damaged(f"{count} {what}; at most {fitting} are possible")
 

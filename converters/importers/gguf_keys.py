@@ -73,8 +73,8 @@ class GgufKeys:
         """Whether the layers have a tensor of this name."""
         return f"blk.0.{tensor}" in self.tensors
 
-    def wrong(self, key: str, found: Any, expected: str) -> CheckpointError:
-        shown = "missing" if found is None else f"{found!r:.60}"
+    def wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
+        shown = "missing" if value is None else f"{value!r:.60}"
         return CheckpointError(f"{self.place}: {self.architecture}.{key} is {shown}; expected {expected}")
 
     def check_all_read(self) -> None:
@@ -85,11 +85,11 @@ class GgufKeys:
             if key.startswith(start) and name not in self.read and not _among(found, NEUTRAL.get(name, ())):
                 raise self._refused(name, found, NEUTRAL.get(name, ()))
 
-    def _refused(self, key: str, found: Any, supported: tuple[Any, ...]) -> UnsupportedError:
+    def _refused(self, key: str, value: Any, supported: tuple[Any, ...]) -> UnsupportedError:
         instead = " or ".join(map(repr, supported)) or "files without it"
-        return UnsupportedError(f"{self.place}: {self.architecture}.{key} is {found!r:.60}; supported: {instead}")
+        return UnsupportedError(f"{self.place}: {self.architecture}.{key} is {value!r:.60}; supported: {instead}")
 
 
-def _among(found: Any, values: tuple[Any, ...]) -> bool:
+def _among(value: Any, values: tuple[Any, ...]) -> bool:
     # An array has no truth of its own.
-    return type(found) in (bool, int, float, str) and found in values
+    return type(value) in (bool, int, float, str) and value in values

@@ -44,7 +44,7 @@ class GgufSource:
     config: Mapping[str, Any]
     texts: Path
     parts: tuple[Path, ...]
-    found: Mapping[str, GgufTensor]
+    stored_tensors: Mapping[str, GgufTensor]
     types: Mapping[str, int]
     notes: ClassVar[tuple[str, ...]] = ()
 
@@ -78,14 +78,14 @@ class GgufSource:
 
     @property
     def quantized(self) -> bool:
-        return any(tensor.block for tensor in self.found.values())
+        return any(tensor.block for tensor in self.stored_tensors.values())
 
     @property
     def origin(self) -> dict[str, object]:
         return {"format": "gguf", "types": dict(self.types)}
 
     def tensors(self) -> Mapping[str, GgufTensor]:
-        return self.found
+        return self.stored_tensors
 
     def files(self) -> list[Path]:
         return [*self.parts]

@@ -216,7 +216,7 @@ def prepared(method: Method, block: Block) -> dict[str, Delivery]:
         item.name: equation_9(block.modules(item)[0].weight.data, item.recipe) for item in block.linears if item.recipe.split
     }
     deliveries = gptq_layer(block, bool(method.options.act_order))
-    return {name: replace(delivery, found=found.get(name)) for name, delivery in deliveries.items()}
+    return {name: replace(delivery, provenance=found.get(name)) for name, delivery in deliveries.items()}
 
 
 def equation_9(weight: Tensor, recipe: Recipe) -> dict[str, object]:

@@ -197,10 +197,10 @@ class ConversionPlan:
         kept = widest + len(c.tap_layers) * c.hidden_size
         return 4 * sum(patches) * kept + 2 * layer + batch + self.tower.memory_bytes(sum(patches))
 
-    def metadata(self, found: Mapping[str, object] | None = None) -> Metadata:
+    def metadata(self, split_rows: Mapping[str, object] | None = None) -> Metadata:
         """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made.
 
-        found   what linear layers say of the columns that are kept apart, by name
+        split_rows   what linear layers say of the columns that are kept apart, by name
         """
         provenance: dict[str, object] = {
             "source": self.checkpoint.name,
@@ -218,7 +218,7 @@ class ConversionPlan:
             if self.method.options.bits is None
             else self.method.preset.title(self.method.codec(self.method.config.hidden_size)),
             **({"details": self.method.details} if self.method.details else {}),
-            **({"split_rows": dict(found)} if found else {}),
+            **({"split_rows": dict(split_rows)} if split_rows else {}),
             **({"vision": {"method": self.tower.name, **self.tower.options.recorded()}} if self.tower else {}),
         }
         contents = self.contents

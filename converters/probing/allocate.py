@@ -97,7 +97,7 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
     """The parts with their measured divergences, from the cache or from a probe now.  Errors: as `Measurements.of` and
     `Measurements.measure`."""
     measurements = Measurements.of(plan)
-    parts, found = measurements.parts, measurements.found
+    parts, found = measurements.parts, measurements.divergences
     costs, codecs = fixed_costs(plan, parts), {part.name: grid(part) for part in parts}
     measurements.measure(codecs, on_progress, warn)
     second = Frontier(parts, found, costs).second_look()

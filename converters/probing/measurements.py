@@ -47,8 +47,8 @@ class Measurements:
         return cls(plan, plan.parts(), probe_rows(plan), record_of(plan))
 
     @property
-    def found(self) -> Divergences:
-        return self.record.found
+    def divergences(self) -> Divergences:
+        return self.record.divergences
 
     def measure(self, codecs: Mapping[str, tuple[Codec, ...]], on_progress: OnProgress, warn: Callable[[str], None]) -> None:
         """Add those of parts in codecs, by part, that are not there yet.
@@ -58,7 +58,7 @@ class Measurements:
 
         def missing() -> list[AllocationPart]:
             wanted = {part.name: {codec.name for codec in codecs.get(part.name, ())} for part in self.parts}
-            return [part for part in self.parts if not wanted[part.name] <= set(self.found.get(part.name, {}))]
+            return [part for part in self.parts if not wanted[part.name] <= set(self.divergences.get(part.name, {}))]
 
         def attempt(compute: Compute) -> None:
             # One that ran out of memory has kept what it measured.

@@ -48,7 +48,7 @@ class Record:
 
     settings: Mapping[str, object]
     path: Path
-    found: Divergences = field(default_factory=dict)
+    divergences: Divergences = field(default_factory=dict)
     choices: dict[str, ChosenAllocation] = field(default_factory=dict)
 
     @classmethod
@@ -56,7 +56,7 @@ class Record:
         """What is kept for these settings."""
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         record = cls(settings, cache_folder() / "probes" / f"{digest[:32]}.json")
-        record.found, record.choices = _read(record.path, json.loads(json.dumps(settings)))
+        record.divergences, record.choices = _read(record.path, json.loads(json.dumps(settings)))
         return record
 
     def keep(self, measured: Divergences | None = None) -> bool:
@@ -67,11 +67,11 @@ class Record:
         """
         for part, by_codec in (measured or {}).items():
             rounded = {codec: float(f"{value:.{DIGITS}g}") for codec, value in by_codec.items()}
-            self.found.setdefault(part, {}).update(rounded)
+            self.divergences.setdefault(part, {}).update(rounded)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             choices = {key: asdict(choice) for key, choice in [*self.choices.items()][-MAX_CHOICES:]}
-            kept = {"settings": self.settings, "divergences": self.found, "choices": choices}
+            kept = {"settings": self.settings, "divergences": self.divergences, "choices": choices}
             write_whole(self.path, json.dumps(kept, indent=1))
             remove_least_recently_used(self.path.parent.glob("*.json*"), MAX_KEPT_BYTES)
         except OSError:

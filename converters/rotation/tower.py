@@ -139,13 +139,13 @@ class RotatedTower(Changed):
             found = (found.unflatten(1, (-1, len(gain))) * gain).flatten(1)
         return rotate(found.unflatten(1, (-1, self._config.hidden_size))).flatten(1)
 
-    def _of_layer(self, name: str, found: Tensor) -> Tensor:
+    def _of_layer(self, name: str, tensor: Tensor) -> Tensor:
         layer, part = self._places[name]
         if part.endswith("_bias"):
-            return found
+            return tensor
         norm = READERS.get(part)
         gain = self.read(self._names[layer][norm]) if norm else None
-        return rotate_part(part, found, gain, self._rotation, self._config.num_attention_heads)
+        return rotate_part(part, tensor, gain, self._rotation, self._config.num_attention_heads)
 
 
 def _norms_read(family: Family, config: VisionConfig) -> Iterator[tuple[str, str]]:

@@ -92,7 +92,7 @@ class Delivery:
     low_rank      b float32 [rows, rank] and a float32 [rank, columns]; `read` gives the weight less b a
     round_rows    how rows are rounded instead of by the recipe's preset
     scales        constant scales of the input, float32 [scales of the recipe]
-    found         what is said of the layer in the provenance, as JSON
+    provenance    what is said of the layer in the provenance, as JSON
     """
 
     read: RowReader
@@ -101,7 +101,7 @@ class Delivery:
     low_rank: tuple[Tensor, Tensor] | None = None
     round_rows: RoundRows | None = None
     scales: NDArray[np.float32] | None = None
-    found: object = None
+    provenance: object = None
 
 
 @dataclass(frozen=True)

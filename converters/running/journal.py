@@ -28,21 +28,21 @@ Fingerprint = dict[str, object]
 class Journal:
     """The journal of the file `partial`, which this process holds locked.
 
-    found   what the finished layers say in the provenance, as JSON by name
+    provenance   what the finished layers say in the provenance, as JSON by name
     """
 
     def __init__(self, partial: Partial, fingerprint: Fingerprint) -> None:
-        self._held, self.partial = partial, partial.path
+        self._locked, self.partial = partial, partial.path
         self.path = self.partial.with_name(self.partial.name.removesuffix(".partial") + JOURNAL)
         self.fingerprint = fingerprint
-        self.found: dict[str, object] = {}
+        self.provenance: dict[str, object] = {}
 
     def resume(self, restart: bool) -> list[Segment]:
         """The segments that the next run may rely on; empty to start over.
 
         InputError: the journal is of another source, other options or another version; the message names what differs.
         """
-        if restart or self._held.empty:
+        if restart or self._locked.empty:
             self.remove()
         if not self.path.exists():
             return []
@@ -50,7 +50,7 @@ class Journal:
             state = json.loads(self.path.read_text())
             before: Fingerprint = state["fingerprint"]
             segments = [Segment(offset, length, bytes.fromhex(digest)) for offset, length, digest in state["segments"]]
-            found = dict(state.get("found", {}))
+            provenance = dict(state.get("provenance", {}))
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise InputError(f"{self.path}: not a journal of a conversion ({error}); run again with --restart") from None
         changed = [key for key in sorted({*before, *self.fingerprint}) if before.get(key) != self.fingerprint.get(key)]
@@ -72,7 +72,7 @@ class Journal:
         if self.partial.stat().st_size < end:
             self.remove()
             return []
-        self.found = found
+        self.provenance = provenance
         return segments
 
     def study(self) -> dict[str, NDArray[Any]] | None:
@@ -105,7 +105,7 @@ class Journal:
     def record(self, segments: list[Segment]) -> None:
         """Replace the journal; the segments are synced already."""
         state = {"fingerprint": self.fingerprint, "segments": [[s.offset, s.length, s.digest.hex()] for s in segments]}
-        state |= {"found": self.found} if self.found else {}
+        state |= {"provenance": self.provenance} if self.provenance else {}
         try:
             write_whole(self.path, json.dumps(state), durable=True, through=self._unfinished)
         except OSError as error:

@@ -61,7 +61,7 @@ class ConversionRun:
             deliver = self.deliver(step, tensors.rows, {}) if self.method.keeps_integers else lambda item: rounded
             self.write(last, step, tensors.rows, deliver)
         self.measure_file()
-        file = self.writer.finish(self.plan.metadata(self.journal.found))
+        file = self.writer.finish(self.plan.metadata(self.journal.provenance))
         for done, size in file.verify():
             self.stages.at(VERIFY, done / size)
         self.journal.remove()
@@ -101,8 +101,8 @@ class ConversionRun:
 
         def delivered(item: LinearItem) -> Delivery:
             found = deliver(item)
-            if found.found is not None:
-                self.journal.found[item.name] = found.found
+            if found.provenance is not None:
+                self.journal.provenance[item.name] = found.provenance
             return found
 
         for item in step.items:

@@ -21,7 +21,7 @@ class StateRow(NamedTuple):
     """A row of a run as a state takes it.
 
     row       its index in the run;  slot: in its session
-    held      "sum": S before an even and before an odd log, [2, *shape]; "tail": inputs [rows + LOG, channels], that of slot s
+    state     "sum": S before an even and before an odd log, [2, *shape]; "tail": inputs [rows + LOG, channels], that of slot s
               at s modulo their number
     log       [2 LOG, log], the row of slot s at s modulo 2 LOG
     snapshot  [*shape], which this row fills; None: no snapshot is taken after it
@@ -29,7 +29,7 @@ class StateRow(NamedTuple):
 
     row: int
     slot: int
-    held: ArrayF32
+    state: ArrayF32
     log: ArrayF32
     snapshot: ArrayF32 | None
 
@@ -59,12 +59,12 @@ def short_conv(context: RunContext, op: ShortConv, rows: Rows, buffers: State) -
     inputs, weight, out = b * u, context.array(op.weight), context.out(buffers, op.out, len(rows))
     taps = weight.shape[1]
     for row in rows_of_state(context, op.state, rows):
-        ring = len(row.held)
-        row.held[row.slot % ring] = inputs[row.row]
+        ring = len(row.state)
+        row.state[row.slot % ring] = inputs[row.row]
         # From the oldest on; before slot 0 a state holds zeros.
         total = np.zeros(op.width, np.float32)
         for j in range(taps):
-            total += weight[:, j] * row.held[(row.slot - taps + 1 + j) % ring]
+            total += weight[:, j] * row.state[(row.slot - taps + 1 + j) % ring]
         out[row.row] = c[row.row] * total
         if row.snapshot is not None:
-            row.snapshot[:] = row.held[np.arange(row.slot - taps + 2, row.slot + 1) % ring]
+            row.snapshot[:] = row.state[np.arange(row.slot - taps + 2, row.slot + 1) % ring]

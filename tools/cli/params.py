@@ -192,11 +192,11 @@ class Several(click.ParamType):  # type: ignore[type-arg]
 
     name = "list"
 
-    def __init__(self, each: click.ParamType) -> None:  # type: ignore[type-arg]
-        self.each = each
+    def __init__(self, item: click.ParamType) -> None:  # type: ignore[type-arg]
+        self.item = item
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        return tuple(dict.fromkeys(self.each.convert(part, param, ctx) for part in str(value).split(",")))
+        return tuple(dict.fromkeys(self.item.convert(part, param, ctx) for part in str(value).split(",")))
 
 
 class EdgeqFile(click.Path):

@@ -219,7 +219,7 @@ def with_bandwidth(made: MeasuredTest, model: Model, bandwidth: float | None) ->
 
 
 def _ms_per_token(r: MeasuredTest, p: int) -> str:
-    each = r.each if r.kind == "tg" else [seconds / r.tokens for seconds in r.samples_s]
+    each = r.seconds if r.kind == "tg" else [seconds / r.tokens for seconds in r.samples_s]
     return f"{1000 * percentile(each, p):.2f}"
 
 

@@ -89,13 +89,13 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     except KeyboardInterrupt:
         note("interrupted; run the same command again to continue")
         raise
-    note(f"{output}: {'already there, ' * found.found}{summary(found.file)}")
+    note(f"{output}: {'already there, ' * found.already_there}{summary(found.file)}")
     for line in outcome(found.file):
         note(line)
     if here is not None:
         facts |= {"speed": {"asked": here, "decoded": decoded(found.file, here)}}
     if as_json:
-        made = {"output": str(output), "already_there": found.found, "identity": found.file.identity}
+        made = {"output": str(output), "already_there": found.already_there, "identity": found.file.identity}
         write(json.dumps(facts | made | {"file_bytes": found.file.size}, indent=1) + "\n")
 
 

@@ -57,15 +57,15 @@ def checkpoint_source(text: str, access: HubAccess) -> str:
     return str(fetched(name, model, found, access)[0])
 
 
-def has_safetensors(found: Listing) -> bool:
+def has_safetensors(contents: Listing) -> bool:
     """Whether weights in safetensors are at the top of a repository."""
-    return any(file.path.endswith(".safetensors") and "/" not in file.path for file in found.files)
+    return any(file.path.endswith(".safetensors") and "/" not in file.path for file in contents.files)
 
 
-def without_models(name: HubName, found: Listing) -> CheckpointError:
+def without_models(name: HubName, contents: Listing) -> CheckpointError:
     """The error for a repository without a file that can run."""
     problem = "no model that edgeq reads: neither .edgeq, GGUF nor safetensors files"
-    if has_safetensors(found):
+    if has_safetensors(contents):
         problem = f"a checkpoint, with neither .edgeq nor GGUF files; convert it first: {conversion(name.repository)}"
     return CheckpointError(f"{name}: {problem}")
 
@@ -75,13 +75,13 @@ def conversion(repository: str) -> str:
     return f"edgeq convert {repository} -o {repository.rpartition('/')[2]}.edgeq"
 
 
-def fetched(name: HubName, model: HubModel, found: Listing, access: HubAccess) -> list[Path]:
+def fetched(name: HubName, model: HubModel, contents: Listing, access: HubAccess) -> list[Path]:
     """The paths of all files of a model in the cache, the first part first; what is missing is fetched, its digest checked.
 
     CheckpointError: a digest is not the one that the hub says; it cannot be had.  ResourceError: the disk has no room.
     """
-    if found.folder is not None:
-        return [found.folder / file.path for file in model.files]
+    if contents.folder is not None:
+        return [contents.folder / file.path for file in model.files]
     if unknown := [file.path for file in model.files if not file.digest]:
         raise CheckpointError(f"{name}: the hub says no digest of {unknown[0]}; download it by other means and give its path")
     missing = [file for file in model.files if not _blob(name, file).exists()]
@@ -96,11 +96,11 @@ def fetched(name: HubName, model: HubModel, found: Listing, access: HubAccess) -
     return [_linked(name, file, access) for file in model.files]
 
 
-def pulled_checkpoint(name: HubName, found: Listing, access: HubAccess) -> Path:
+def pulled_checkpoint(name: HubName, contents: Listing, access: HubAccess) -> Path:
     """The folder in the cache with all that `edgeq convert` reads of a repository; errors as `hub_errors`."""
     patterns = (*TEXT_FILES, *WEIGHT_FILES)
     with progress() as bar:
-        expected = sum(file.size for file in found.files if file.path.endswith(".safetensors"))
+        expected = sum(file.size for file in contents.files if file.path.endswith(".safetensors"))
         return download(name.repository, replace(access, on_download=bar.in_bytes), patterns, expected)
 
 

@@ -156,12 +156,12 @@ def _count(lines: list[str]) -> Counter[str]:
     return found
 
 
-def cycles(core: Core, found: Counter[str]) -> float:
+def cycles(core: Core, instructions: Counter[str]) -> float:
     """Cycles of these instructions on one core; see `Core`."""
-    vector = sum(count for name, count in found.items() if name.startswith("v."))
-    loads = sum(count * (2 if name == "ldp" else 1) for name, count in found.items() if name.startswith("ld"))
-    single = [sum(found[f"v.{name}"] for name in names) for names in core.single.values()]
-    return max(sum(found.values()) / core.width, vector / 2, loads / core.loads, *map(float, single))
+    vector = sum(count for name, count in instructions.items() if name.startswith("v."))
+    loads = sum(count * (2 if name == "ldp" else 1) for name, count in instructions.items() if name.startswith("ld"))
+    single = [sum(instructions[f"v.{name}"] for name in names) for names in core.single.values()]
+    return max(sum(instructions.values()) / core.width, vector / 2, loads / core.loads, *map(float, single))
 
 
 @cache

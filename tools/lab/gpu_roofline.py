@@ -105,13 +105,13 @@ def launches(config: ModelConfig, made: Sequence[ModelFile]) -> int:
 class InFlight:
     """What a product of a decoded token has asked of the memory of a device; bytes are those of a multiprocessor.
 
-    held    blocks of threads that a multiprocessor has room for
+    resident   blocks of threads that a multiprocessor has room for
     asked   None: all of the product is asked for at once
     """
 
     device: DeviceSpec
     product: Product
-    held: int
+    resident: int
     asked: int | None
     needed: int
 
@@ -166,7 +166,7 @@ def line(model: str, row: InFlight) -> str:
     each, device = row.product, row.device
     asked, share = ("all", "all") if row.asked is None else (f"{row.asked / 1e3:.1f}", f"{row.share:.1f}")
     return (
-        f"| {device.name} | {model} | {each.name} | {each.ctas} | {row.held * device.multiprocessors} | {16 * each.blocks} "
+        f"| {device.name} | {model} | {each.name} | {each.ctas} | {row.resident * device.multiprocessors} | {16 * each.blocks} "
         f"| {16 * each.ahead} | {asked} | {row.needed / 1e3:.1f} | {share} |"
     )
 

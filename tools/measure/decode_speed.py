@@ -161,7 +161,7 @@ class AllocationsHere:
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="edgeq-")))
         self._first: Model | None = None
         self._of_first = list[float]()
-        self._found: dict[tuple[Codec, ...], float] = {}
+        self._ratios: dict[tuple[Codec, ...], float] = {}
 
     def __enter__(self) -> AllocationsHere:
         return self
@@ -171,17 +171,17 @@ class AllocationsHere:
 
     def ratio(self, codecs: Mapping[str, Codec]) -> float:
         key = (*codecs.values(),)
-        if key not in self._found:
+        if key not in self._ratios:
             predicted = sum(
                 self.times.seconds(codec, partial(_bytes_read, shape, share))
                 for shape, codec, share in linears_read(self._config, WIDTHS[-1], codecs)
                 if share and codec.integer
             )
-            self._found[key] = self._seconds(codecs) / predicted
-        return self._found[key]
+            self._ratios[key] = self._seconds(codecs) / predicted
+        return self._ratios[key]
 
     def _seconds(self, codecs: Mapping[str, Codec]) -> float:
-        path = self._folder / f"{len(self._found)}.edgeq"
+        path = self._folder / f"{len(self._ratios)}.edgeq"
         write_random(path, self._config, WIDTHS[-1], codecs)
         if self._first is None:
             self._first = self._stack.enter_context(_loaded(path, self._mode))

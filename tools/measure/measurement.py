@@ -63,18 +63,18 @@ class MeasuredTest:
     tokens_per_run: float | None = None
 
     @property
-    def each(self) -> list[float]:
+    def seconds(self) -> list[float]:
         """What the percentiles are of: seconds of every token of a tg, of every repetition of anything else."""
         return self.step_s or self.samples_s
 
     def percentile(self, p: int) -> float | None:
         """Seconds; None: there are too few values for it."""
-        return percentile(self.each, p) if len(self.each) >= MIN_SAMPLES[p] else None
+        return percentile(self.seconds, p) if len(self.seconds) >= MIN_SAMPLES[p] else None
 
     @property
     def median(self) -> float:
         """Seconds."""
-        return percentile(self.each, 50)
+        return percentile(self.seconds, 50)
 
     @property
     def rates(self) -> list[float]:
@@ -106,7 +106,7 @@ class MeasuredTest:
         own = {name: value for name, value in asdict(self).items() if name != "facts"}
         derived = {
             "unit": "s",
-            "values": len(self.each),
+            "values": len(self.seconds),
             **{f"p{p}": self.percentile(p) for p in MIN_SAMPLES},
             "tokens_per_s": self.tokens_per_s,
             "overhead": self.overhead,

@@ -65,7 +65,7 @@ class ComparisonLine:
 
 def blocks(record: MeasuredTest) -> list[float]:
     """Seconds of each repetition, of a tg the median token: the tokens of one repetition are not independent of each other."""
-    return medians(record.each, len(record.each) // len(record.samples_s))
+    return medians(record.seconds, len(record.seconds) // len(record.samples_s))
 
 
 def medians(values: Sequence[float], length: int) -> list[float]:
@@ -133,7 +133,7 @@ def _value(record: MeasuredTest, name: str) -> Any:
 def _line(a: MeasuredTest, b: MeasuredTest) -> ComparisonLine:
     one, two = blocks(a), blocks(b)
     middle, low, high = ratio(one, two)
-    best, verdict, busy = min(b.each) / min(a.each), "not separable", _busy(a) or _busy(b)
+    best, verdict, busy = min(b.seconds) / min(a.seconds), "not separable", _busy(a) or _busy(b)
     if (
         not busy
         and low is not None

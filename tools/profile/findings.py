@@ -206,7 +206,7 @@ def _least_overhead(record: dict[str, Any]) -> float | None:
     if not instrumented:
         return None
     plain = measurement(record)
-    least = ratio(blocks(plain), medians(instrumented, len(plain.each) // len(plain.samples_s)))[1]
+    least = ratio(blocks(plain), medians(instrumented, len(plain.seconds) // len(plain.samples_s)))[1]
     return None if least is None else least - 1
 
 

@@ -277,19 +277,19 @@ def _weight(
     )
 
 
-def _groups(module: str, found: tuple[int, ...], shape: tuple[int, int], schemes: list[WeightScheme]) -> tuple[int, int]:
+def _groups(module: str, scale_shape: tuple[int, ...], shape: tuple[int, int], schemes: list[WeightScheme]) -> tuple[int, int]:
     """Rows and columns that share a scale: rows 0 where all of them do.  CheckpointError: the scales have another shape."""
     rows, columns = shape
-    if found in ((), (1,)) or (found == (1, 1) and rows > 1):
+    if scale_shape in ((), (1,)) or (scale_shape == (1, 1) and rows > 1):
         return 0, columns
-    if found == (rows,):
-        found = (rows, 1)
-    if len(found) == 2 and found[0] == rows and found[1]:
-        groups = found[1]
+    if scale_shape == (rows,):
+        scale_shape = (rows, 1)
+    if len(scale_shape) == 2 and scale_shape[0] == rows and scale_shape[1]:
+        groups = scale_shape[1]
         sizes = {scheme.group_size for scheme in schemes if scheme.group_size and -(-columns // scheme.group_size) == groups}
         if groups == 1 or len(sizes) == 1 or columns % groups == 0:
             return 1, columns if groups == 1 else sizes.pop() if len(sizes) == 1 else columns // groups
     for scheme in schemes:
-        if scheme.block and found == (-(-rows // scheme.block[0]), -(-columns // scheme.block[1])):
+        if scheme.block and scale_shape == (-(-rows // scheme.block[0]), -(-columns // scheme.block[1])):
             return min(scheme.block[0], rows), min(scheme.block[1], columns)
-    raise CheckpointError(f"tensor {module}.weight_scale has the shape {found}, which fits no group of config.json")
+    raise CheckpointError(f"tensor {module}.weight_scale has the shape {scale_shape}, which fits no group of config.json")

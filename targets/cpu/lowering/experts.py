@@ -116,7 +116,7 @@ def experts(context: Context, o: op.Experts, lower: Callable[[Context], None]) -
     context.emit(kernel(elementwise.select), copied)
     for stage, parts in zip(lowered.stages, lowered.parts, strict=True):
         args = kernels.StageArgs(records=int(stage.table.ctypes.data), experts=count, record_bytes=RECORD_BYTES)
-        context.emit(kernel(kernels.each), args, parts=parts)
+        context.emit(kernel(kernels.every_expert), args, parts=parts)
     added = kernels.GatherAddArgs(
         x=buffers.shared(("buffer", *Buffer(Y)), places * out_stride), x_stride=out_stride, width=context.width(o.out),
         out=out, out_stride=out_stride, routing=routing, routing_stride=routing_stride,

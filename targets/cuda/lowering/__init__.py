@@ -63,7 +63,7 @@ def lower(
         at = 0
         while at < len(graph.operations):
             at += _lower_next(patterns, at, patterns=True)
-        lowering.fused = patterns.found
+        lowering.fused = patterns.by_operation
     return lowering
 
 
@@ -76,7 +76,7 @@ def _lower_next(lowering: Lowering, at: int, patterns: bool = False) -> int:
         if type(operation) not in _LOWER:
             refuse(f"the operation {type(operation).__name__}")
         launches, count = _LOWER[type(operation)](lowering, operation), 1
-    lowering.found += launches
+    lowering.by_operation += launches
     for operation in operations[at : at + count]:
         lowering.changed(operation.writes())
         if isinstance(operation, Select):

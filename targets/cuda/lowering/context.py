@@ -165,11 +165,11 @@ Lowered = Launch | Gather | Bring | Routed
 class Lowering:
     """The state while a graph is lowered.
 
-    found     the launches so far, operation by operation
+    by_operation   the launches so far, operation by operation
     fused     those of runs of few rows (fused.py); empty: the same
     norms     by the buffer of its result, a norm that those who read it compute
     angles    tables that runs have to send
-    held      what memory of a use holds, by use: buffer, and how it was made of it
+    contents  what memory of a use holds, by use: buffer, and how it was made of it
     """
 
     graph: Graph
@@ -179,16 +179,16 @@ class Lowering:
     inputs: tuple[SharedInput, ...]
     tuning: Tuning = Tuning()
     stage: int = 0
-    found: list[Lowered] = field(default_factory=list)
+    by_operation: list[Lowered] = field(default_factory=list)
     fused: list[Lowered] = field(default_factory=list)
     norms: dict[str, RmsNorm | LayerNorm] = field(default_factory=dict)
     angles: set[Angles] = field(default_factory=set)
-    held: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    contents: dict[str, tuple[object, ...]] = field(default_factory=dict)
 
     def launches(self, rows: Sequence[int], fused: bool = True) -> Iterator[Lowered]:
         """The launches of a run of so many rows in each stage, without a stage that has none."""
         for stage, count in enumerate(rows):
-            for each in self.fused if fused and self.fused and count <= FEW_ROWS else self.found:
+            for each in self.fused if fused and self.fused and count <= FEW_ROWS else self.by_operation:
                 if count and each.stage == stage:
                     yield each
 
@@ -222,14 +222,14 @@ class Lowering:
 
     def holds(self, use: str, what: tuple[object, ...]) -> bool:
         """Whether memory of `use` already holds `what`, whose first entry is a buffer; from now on it does."""
-        found = self.held.get(use) == what
-        self.held[use] = what
+        found = self.contents.get(use) == what
+        self.contents[use] = what
         return found
 
     def changed(self, buffers: Iterable[str]) -> None:
         """These buffers have other contents now."""
         names = set(buffers)
-        self.held = {use: what for use, what in self.held.items() if what[0] not in names}
+        self.contents = {use: what for use, what in self.contents.items() if what[0] not in names}
 
     def shared_input(self, layer: LinearSpec) -> int | None:
         """The index of the shared input of a layer that runs with its master or with requantized weights."""

@@ -52,7 +52,7 @@ class Feed:
                 sent |= self._of_stage(here, stage, tables[here.sessions], brought, lowering)
         if self._storage.has("wanted"):
             sent["wanted"] = np.asarray(rows.wanted, np.int32)
-        for each in lowering.found:
+        for each in lowering.by_operation:
             if isinstance(each, Gather):
                 table = self._file.array(each.table)[rows.tokens.astype(np.int64)]
                 sent[each] = np.ascontiguousarray(as_float32(table, each.table.dtype))

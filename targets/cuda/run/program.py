@@ -103,7 +103,7 @@ class CudaProgram(RecordsRuns):
 
     def _new_recordings(self) -> Recordings:
         """For runs in which the host has nothing to read before the end."""
-        found = self._made(self.options.mode, self._own).found
+        found = self._made(self.options.mode, self._own).by_operation
         whole = self.options.graphs and self._graph.together == 1 and not any(isinstance(each, Routed) for each in found)
         most = min(self.options.max_rows, self.options.max_logits)
         steps = max(len(found), self.kernels_per_token) if whole else 0
@@ -162,7 +162,7 @@ class CudaProgram(RecordsRuns):
                 self._storage.named("sums", max(4, InputSums(inputs).values.nbytes))
             options = replace(self.options, mode=mode)
             lowering = lower(self._graph, self._storage, options, source, inputs, tuning=self._tuning)
-            launches = (*lowering.found, *lowering.fused)
+            launches = (*lowering.by_operation, *lowering.fused)
             self._kernels.load((variant for each in launches for variant in each.variants), on_progress)
             self._kernels.check(launches)
             self._lowered[mode, source] = lowering

@@ -65,7 +65,7 @@ def test_the_same_conversion_finds_its_file_again(source: Path, tmp_path: Path, 
     before = made.path.stat()
     labels: set[Any] = set()
     again = carry_out(preflight(str(source), options), made.path, lambda *call: labels.add(call[2]))
-    assert again.found and again.file.identity == made.identity and labels == {"verify"}
+    assert again.already_there and again.file.identity == made.identity and labels == {"verify"}
     assert os.path.samestat(before, made.path.stat()) and not list(tmp_path.glob("*partial*"))
 
 

@@ -81,12 +81,12 @@ def invented(plan: ConversionPlan) -> Frontier:
 def test_a_part_alone_is_measured_as_a_file_with_only_that_part_quantized(folder: Path) -> None:
     plan, record = plan_of(folder), Record.of({})
     rows, codec = probe_rows(plan), Codec("int", 3, 32, symmetric=False)
-    assert rows.numel() == 1024 and not record.found
+    assert rows.numel() == 1024 and not record.divergences
     wanted = [part for part in plan.parts() if part.name in ("layers.0.down", "layers.1.qkv", "head")]
     for measured in Probe(plan, wanted, lambda part: (codec,), rows, silent).run():
         record.keep(measured)
-    assert {part: [*found] for part, found in record.found.items()} == {part.name: [codec.name] for part in wanted}
-    assert all(found[codec.name] > 1e-5 for found in record.found.values())
+    assert {part: [*found] for part, found in record.divergences.items()} == {part.name: [codec.name] for part in wanted}
+    assert all(found[codec.name] > 1e-5 for found in record.divergences.values())
     # The whole model by itself: transformers' forward with the table as the file would have it, embedding and head here.
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +101,7 @@ def test_a_part_alone_is_measured_as_a_file_with_only_that_part_quantized(folder
         table.data = quantize_matrix(table.data, factor, recipe, "head")[1]
         changed = model(rows).logits.double().log_softmax(-1)
     kl = float((exact.exp() * (exact - changed)).sum(-1).mean())
-    assert record.found["head"][codec.name] == pytest.approx(kl, rel=0.02)
+    assert record.divergences["head"][codec.name] == pytest.approx(kl, rel=0.02)
 
 
 def test_a_probe_that_was_killed_goes_on_and_the_file_has_the_same_bytes(folder: Path, tmp_path: Path) -> None:
@@ -162,10 +162,10 @@ def test_without_a_cache_folder_the_user_is_told(folder: Path, tmp_path: Path, m
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"settings": {}, "divergences": {"head": 3}}', '{"settings": 1}'])
 def test_a_damaged_record_counts_as_none(tmp_path: Path, damage: str) -> None:
     record = Record.of({"a": 1})
-    assert record.keep({"head": {"i4 g64 zero": 0.123456789}}) and not Record.of({"a": 2}).found
-    assert record.found == Record.of({"a": 1}).found == {"head": {"i4 g64 zero": 0.123457}}
+    assert record.keep({"head": {"i4 g64 zero": 0.123456789}}) and not Record.of({"a": 2}).divergences
+    assert record.divergences == Record.of({"a": 1}).divergences == {"head": {"i4 g64 zero": 0.123457}}
     record.path.write_text(damage)
-    assert not Record.of({"a": 1}).found
+    assert not Record.of({"a": 1}).divergences
 
 
 @pytest.mark.parametrize("unit, amount", [("bits", 3.3), ("size", 0.5e6), ("read", 0.25e6)])

@@ -124,7 +124,7 @@ def test_records_that_were_not_used_for_longest_are_forgotten(monkeypatch: pytes
     begun.write_text("x")
     os.utime(begun, ns=(0, 0))
     # Reading is using.
-    assert Record.of({"name": 0}).found
+    assert Record.of({"name": 0}).divergences
     monkeypatch.setattr(records, "MAX_KEPT_BYTES", 3 * kept[0].path.stat().st_size)
     last = keep(4)
     assert [record.path.exists() for record in (*kept, last)] == [True, False, False, True, True] and not begun.exists()
@@ -190,7 +190,7 @@ def test_a_file_of_other_code_is_not_taken_for_the_present_one(
 ) -> None:
     output = tmp_path / "o.edgeq"
     first = convert(str(folder), output, ConvertOptions(), silent)
-    assert carry_out(preflight(str(folder), ConvertOptions()), output, silent).found
+    assert carry_out(preflight(str(folder), ConvertOptions()), output, silent).already_there
     monkeypatch.setattr("edgeq.converters.planning.plan.quantizing_code", lambda: "other")
     with pytest.raises(InputError, match=r"made by other code of edgeq .*, whose files may differ; pass --force"):
         convert(str(folder), output, ConvertOptions(), silent)

@@ -118,7 +118,7 @@ def test_it_is_measured_as_a_file_with_only_it_quantized(folder: Path) -> None:
         table.data = fake(table.data, CODEC)
         changed = model(rows).logits.double().log_softmax(-1)
     kl = float((exact.exp() * (exact - changed)).sum(-1).mean())
-    assert record.found["embedding"][CODEC.name] == pytest.approx(kl, rel=0.02)
+    assert record.divergences["embedding"][CODEC.name] == pytest.approx(kl, rel=0.02)
 
 
 def test_a_plan_that_leaves_it_out_is_refused(folder: Path, checkpoint: Callable[..., Path]) -> None:

@@ -58,7 +58,7 @@ def test_every_product_asks_for_half_as_much_again_as_a_device_needs_or_for_all_
     assert {each.name for each in GPUS} == {name for name, each in DEVICES.items() if each.isa in machine_code}
     for row in rows:
         assert row.share >= MARGIN, (row.device.name, row.product)
-        each, started = row.product, row.held * row.device.multiprocessors
+        each, started = row.product, row.resident * row.device.multiprocessors
         if row.asked is None:
             assert each.ctas <= started and each.ahead >= each.blocks
         else:

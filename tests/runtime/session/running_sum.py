@@ -48,12 +48,12 @@ class RunningSum(Operation):
 def running_sum(context: RunContext, op: RunningSum, rows: Rows, buffers: State) -> None:
     for row in rows_of_state(context, op.state, rows):
         row.log[row.slot % (2 * LOG)] = buffers[op.x][row.row]
-        total = row.held[row.slot // LOG % 2].copy()
+        total = row.state[row.slot // LOG % 2].copy()
         for slot in range(row.slot // LOG * LOG, row.slot + 1):
             total += row.log[slot % (2 * LOG)]
         buffers[op.out][row.row] += np.float32(op.factor) * total
         if row.slot % LOG == LOG - 1:
-            row.held[(row.slot // LOG + 1) % 2] = total
+            row.state[(row.slot // LOG + 1) % 2] = total
         if row.snapshot is not None:
             row.snapshot[:] = total
 

@@ -114,10 +114,10 @@ def header(model: str, prompt: int, steps: int, repetitions: int, where: Surroun
     )
 
 
-def text(head: str, found: list[Row], left_out: dict[str, str]) -> str:
+def text(head: str, rows: list[Row], left_out: dict[str, str]) -> str:
     """Everything that is printed."""
-    settings = {row.name: row.settings for row in found if row.settings}
-    parts = [head, markdown(found, MAIN), "At each one's own bytes per token:", markdown(found, BY_BYTES)]
+    settings = {row.name: row.settings for row in rows if row.settings}
+    parts = [head, markdown(rows, MAIN), "At each one's own bytes per token:", markdown(rows, BY_BYTES)]
     return "\n\n".join([*parts, *listed("Settings", settings), *listed("Left out", left_out)])
 
 

@@ -181,11 +181,11 @@ class Contest:
                 self.left_out[peer] = str(error)
         return [variant for variant in chosen if variant.peer in self.versions]
 
-    def build(self, found: Sequence[Variant]) -> dict[str, Stored]:
+    def build(self, variants: Sequence[Variant]) -> dict[str, Stored]:
         """Build the models that are not there yet; sizes by variant."""
         sizes: dict[str, Stored] = {}
-        for i, variant in enumerate(found):
-            self.report(i, len(found), f"build {variant.file}")
+        for i, variant in enumerate(variants):
+            self.report(i, len(variants), f"build {variant.file}")
             folder = self.folder(variant)
             try:
                 sizes[variant.name] = self._built(variant, folder)

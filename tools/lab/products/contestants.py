@@ -119,8 +119,8 @@ class Int4:
             scales = torch.randn(columns // GROUP, rows, 2, dtype=torch.bfloat16, device=DEVICE)
             made.append((aten._convert_weight_to_int4pack(pairs, self.INNER_TILES), scales))
 
-        def product(each: tuple[Any, Any]) -> Callable[[Any], Any]:
-            return lambda x: aten._weight_int4pack_mm(x, each[0], GROUP, each[1])
+        def product(packed: tuple[Any, Any]) -> Callable[[Any], Any]:
+            return lambda x: aten._weight_int4pack_mm(x, packed[0], GROUP, packed[1])
 
         return _Torch([product(each) for each in made], columns, made[0][0].nbytes + made[0][1].nbytes)
 

@@ -190,7 +190,7 @@ def scaled_rows(bits: int, stores_result: bool) -> Any:
                 place = b.add(ProductArgs.scales.load(b, record), b.mul(block, ProductArgs.scales_block.load(b, record)))
                 scales.append(b.fpext(load(b, place, ir.VectorType(F16, ROWS), 2), VF32))
 
-            def each(put: Callable[[Any, int, Any, Any], None]) -> None:
+            def for_each_block(put: Callable[[Any, int, Any, Any], None]) -> None:
                 with cgutils.for_range(b, rows) as loop:
                     number = at(b, numbers, loop.index, NUMBERS_BYTES)
                     factor = splat(b, load(b, number, F32, 4), VF32)
@@ -201,9 +201,9 @@ def scaled_rows(bits: int, stores_result: bool) -> Any:
                         put(loop.index, i, place, _fma(b, value, b.fmul(scale, factor), constant(VF32, 0.0)))
 
             if stores_result:
-                _to_y(b, record, first, places, each)
+                _to_y(b, record, first, places, for_each_block)
             else:
-                each(lambda t, i, place, result: store(b, result, plus(b, place, INTEGERS_BYTES), 4))
+                for_each_block(lambda t, i, place, result: store(b, result, plus(b, place, INTEGERS_BYTES), 4))
             return context.get_dummy_value()
 
         pair = types.UniTuple(types.intp, 2)
@@ -212,7 +212,7 @@ def scaled_rows(bits: int, stores_result: bool) -> Any:
     return scaled
 
 
-def _to_y(b: Any, record: Any, first: Any, places: list[Any], each: Callable[[Callable[..., None]], None]) -> None:
+def _to_y(b: Any, record: Any, first: Any, places: list[Any], for_each_block: Callable[[Callable[..., None]], None]) -> None:
     """Bias and residual, as `finish` adds them, from row `first` of y on; `places`: bytes from a row to its blocks."""
     bias, step, none = ProductArgs.bias.load(b, record), ProductArgs.y_stride.load(b, record), ir.Constant(I64, 0)
     y, biases = b.add(ProductArgs.y.load(b, record), b.mul(first, step)), []
@@ -231,7 +231,7 @@ def _to_y(b: Any, record: Any, first: Any, places: list[Any], each: Callable[[Ca
     with b.if_else(b.icmp_unsigned("!=", ProductArgs.add.load(b, record), none)) as (residual, alone):
         for branch, adds in ((residual, True), (alone, False)):
             with branch:
-                each(lambda t, i, place, result, adds=adds: put(adds, t, i, result))
+                for_each_block(lambda t, i, place, result, adds=adds: put(adds, t, i, result))
 
 
 def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:

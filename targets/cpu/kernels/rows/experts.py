@@ -139,7 +139,7 @@ class StageArgs(Args):
     record_bytes = nbytes()
 
 
-def each() -> Kernel:
+def every_expert() -> Kernel:
     """Runs one stage of all experts that have rows."""
 
     def kernel(record, part, parts, thread):
