@@ -160,23 +160,35 @@ def case(*values: object, common: bool, id: str):
     return pytest.param(*values, marks=() if common else pytest.mark.exhaustive, id=id)
 
 
-def product_case(isa: str, codec: Codec):
+MODES = ("a8", "a16")
+
+
+def in_turn(bits: int, mode: str) -> bool:
+    """Whether it is the turn of this mode, where every width is to be tried in one of the two."""
+    return MODES[bits % 2] == mode
+
+
+def product_case(isa: str, codec: Codec, mode: str):
     """Parameters of a test of integer products; those whose kernels few other tests need are left to the exhaustive run.
 
     A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
     kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Four bits are tried on every
-    instruction set, every width on the best one; half grids, which are for few, at two bits too.  Of tables every width on the
-    best one with wide entries, the others with four bits.
+    instruction set in both modes, on the best one with all that groups may have; there every width in one mode, and half
+    grids, which are for few, at two bits too.  Of tables every width on the best one with wide entries, in one mode, the others
+    with four bits.
     """
-    best, small = isa == HERE[0], codec.group_size == 16
+    best, small, whole = isa == HERE[0], codec.group_size == 16, codec.kind == "int"
     if codec.kind == "table":
         common = codec.group_size == 32 and (codec.bits == 4 or (best and codec.wide)) or (best and codec.bits == 4 and small)
-        return case(isa, codec, common=common, id=f"{codec.name}-{isa}".replace(" ", "-"))
-    common = codec.kind in ("half", "s4") and codec.bits == 2 and codec.group_size in (16, 32)
-    common = (
-        common or codec.bits == 4 and (best or not small or not codec.symmetric) or best and not codec.symmetric and not small
-    )
-    return case(isa, codec, common=common, id=f"{codec.name}-{isa}".replace(" ", "-"))
+        common = common and (in_turn(codec.bits, mode) or best and codec.bits == 4)
+    elif codec.bits == 4:
+        common = best or whole and not small
+    elif whole:
+        common = best and not codec.symmetric and not small and in_turn(codec.bits, mode)
+    else:
+        few = codec.kind in ("half", "s4") and codec.group_size in (16, 32)
+        common = best and few and codec.bits == 2 and in_turn(codec.bits, mode)
+    return case(isa, codec, mode, common=common, id=f"{codec.name}-{mode}-{isa}".replace(" ", "-"))
 
 
 FLOAT_CODECS = [Codec("f32"), Codec("f16"), Codec("bf16")]

@@ -49,19 +49,20 @@ def of_part(part):  # type: ignore[no-untyped-def]
     return part.kind * part.limit
 
 
-@cfunc(types.float64(types.intp))  # type: ignore[misc]
 def read(record):  # type: ignore[no-untyped-def]
     args = Whole(record)
     return args.x + args.factor + args.step + of_part(args.part) + of_part(args.later)
 
 
 def test_a_kernel_reads_by_name_what_the_lowering_has_written_by_name() -> None:
+    # Compiled here: every worker imports this file.
+    kernel = cfunc(types.float64(types.intp))(read)
     first = Whole(x=1000, part=Part(limit=0.25))
     records = np.array([first.record(77, parts=5), [0] * RECORD_SLOTS], np.int64)
     assert records[0, 0] == 77 and records[0, PARTS] == 5
     # The first slot of the record after it is that of a function.
     records[1, :2] = Part(kind=2, limit=100).words()
-    assert read.ctypes(records.ctypes.data) == 1000 + 0.5 + 8 + 3 * 0.25 + 2 * 100
+    assert kernel.ctypes(records.ctypes.data) == 1000 + 0.5 + 8 + 3 * 0.25 + 2 * 100
     assert first.replaced(rows=9).words()[0] == 9 and first.words()[0] == 0
 
 

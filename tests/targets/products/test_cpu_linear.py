@@ -104,7 +104,7 @@ PARTS = {
 @pytest.mark.parametrize(
     ("parts", "isa"),
     [
-        case(parts, isa, common=isa == HERE[0] or name in ("token", "transform and all"), id=f"{name}-{isa}")
+        case(parts, isa, common=isa == HERE[0] or name == "transform and all", id=f"{name}-{isa}")
         for name, parts in PARTS.items()
         for isa in HERE
     ],

@@ -11,8 +11,10 @@ from tests.targets.cases import (
     FLOAT_CODECS,
     HERE,
     INTEGER_CODECS,
+    MODES,
     Arrays,
     case,
+    in_turn,
     integers,
     matrix,
     product,
@@ -40,29 +42,39 @@ def shapes(codec):
     return [(33, 3 * group), (16, group if group >= 32 else 80)]
 
 
-@pytest.mark.parametrize(("isa", "codec"), [product_case(isa, codec) for codec in INTEGER_CODECS for isa in HERE])
-def test_integer_product_equals_the_reference(isa, codec):
+@pytest.mark.parametrize(
+    ("isa", "codec", "mode"),
+    [product_case(isa, codec, mode) for codec in INTEGER_CODECS for mode in MODES for isa in HERE],
+)
+def test_integer_product_equals_the_reference(isa, codec, mode):
     rng = np.random.default_rng(codec.bits * 1000 + codec.group_size)
+    limit = 127 if mode == "a16" else activation_limit(codec, "a8")
     for rows, columns in shapes(codec):
         arrays = Arrays()
         w = weight(arrays, rng, codec, rows, columns)
         bias = rng.standard_normal(rows).astype(np.float32)
-        for mode, limit in (("a16", 127), ("a8", activation_limit(codec, "a8"))):
-            x = exact_input(rng, 18, columns, min(codec.group_size or 128, 128), limit)
-            graph = product(arrays, x, w, bias)
-            expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64) + bias
-            size = np.abs(x) @ np.abs(matrix(arrays, w)).T + 1
-            # 18 rows: tiles of 12 and 4 and 1 (or 4 and 1); 1 row: the matrix-vector kernel
-            many = run("cpu", graph, arrays, 18, Options(mode, 2, isa))
-            assert np.max(np.abs(many - expected) / size) < (2e-5 if mode == "a16" else 1e-6), (mode, rows, columns)
-            one = run("cpu", graph, arrays, 1, Options(mode, 1, isa))
-            assert np.array_equal(one[0], many[0]), "a row alone must give the same bits as among others"
+        x = exact_input(rng, 18, columns, min(codec.group_size or 128, 128), limit)
+        graph = product(arrays, x, w, bias)
+        expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64) + bias
+        size = np.abs(x) @ np.abs(matrix(arrays, w)).T + 1
+        # 18 rows: tiles of 12 and 4 and 1 (or 4 and 1); 1 row: the matrix-vector kernel
+        many = run("cpu", graph, arrays, 18, Options(mode, 2, isa))
+        assert np.max(np.abs(many - expected) / size) < (2e-5 if mode == "a16" else 1e-6), (rows, columns)
+        one = run("cpu", graph, arrays, 1, Options(mode, 1, isa))
+        assert np.array_equal(one[0], many[0]), "a row alone must give the same bits as among others"
 
 
 @pytest.mark.parametrize(
-    ("isa", "codec"), [product_case(isa, codec) for codec in INTEGER_CODECS for isa in HERE if codec.group_size in (0, 16, 128)]
+    ("isa", "codec", "mode"),
+    [
+        product_case(isa, codec, mode)
+        for codec in INTEGER_CODECS
+        for mode in MODES
+        for isa in HERE
+        if codec.group_size in (0, 16, 128)
+    ],
 )
-def test_extreme_values_do_not_overflow(isa, codec):
+def test_extreme_values_do_not_overflow(isa, codec, mode):
     """All weights and activations at their limits with equal signs: sums in 16 and 32 bits are as large as they can be."""
     rng = np.random.default_rng(codec.bits)
     cases = {128: [(256, 1, "most")], 0: [(1024, -1, "most"), (1024, 1, "least")], 16: [(48, -1, "least")]}
@@ -73,9 +85,8 @@ def test_extreme_values_do_not_overflow(isa, codec):
         x[1] *= np.where(np.arange(columns) % 2, 1, -1)
         expected = x.astype(np.float64) @ matrix(arrays, w).T.astype(np.float64)
         size = np.abs(x) @ np.abs(matrix(arrays, w)).T + np.abs(x).sum(1, keepdims=True) * (1 << codec.bits)
-        for mode in ("a16", "a8"):
-            y = run("cpu", product(arrays, x, w), arrays, 13, Options(mode, 1, isa))
-            assert np.max(np.abs(y - expected) / size) < 1e-6, mode
+        y = run("cpu", product(arrays, x, w), arrays, 13, Options(mode, 1, isa))
+        assert np.max(np.abs(y - expected) / size) < 1e-6
 
 
 @pytest.mark.parametrize("isa", HERE)
@@ -93,7 +104,11 @@ def test_a16_is_as_exact_as_its_rounding_allows(isa):
 
 @pytest.mark.parametrize(
     ("isa", "bits"),
-    [case(isa, bits, common=isa == HERE[0] or bits in (3, 4), id=f"{isa}-{bits}") for isa in HERE for bits in range(2, 9)],
+    [
+        case(isa, bits, common=in_turn(bits, "a16") if isa == HERE[0] else bits == 4, id=f"{isa}-{bits}")
+        for isa in HERE
+        for bits in range(2, 9)
+    ],
 )
 def test_sums_of_a16_are_those_of_its_integers(isa, bits):
     """Scales are powers of two, so results are the integer sums to the bit, in tiles of every size."""
@@ -153,12 +168,19 @@ def test_result_does_not_depend_on_the_number_of_threads(threads):
     assert np.array_equal(y, alone)
 
 
-def test_tied_embedding_of_every_codec_equals_its_dequantized_rows():
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        pytest.param([c for c in INTEGER_CODECS if c.group_size in (0, 32)] + FLOAT_CODECS, id="of 32 and of rows"),
+        case([c for c in INTEGER_CODECS if c.group_size not in (0, 32)], common=False, id="of other sizes"),
+    ],
+)
+def test_tied_embedding_of_every_codec_equals_its_dequantized_rows(codecs):
     from edgeq.format.records import LinearSpec
     from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Select
 
     rng = np.random.default_rng(7)
-    for codec in (*INTEGER_CODECS, *FLOAT_CODECS):
+    for codec in codecs:
         columns, arrays = max(codec.group_size, 16) * 3, Arrays()
         table = weight(arrays, rng, codec, 19, columns)
         # An identity matrix behind the embedding shows it unchanged.

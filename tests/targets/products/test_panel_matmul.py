@@ -9,7 +9,7 @@ from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.kernels.products.panel_matmul import GROUP_BLOCKS, PANEL, STEP_CHUNKS
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, case, matrix, product, run, weight
+from tests.targets.cases import HERE, MODES, Arrays, case, in_turn, matrix, product, run, weight
 from tests.targets.products.test_swiglu_matmul import I3, I4, I8, mlp
 
 PANELS = [isa.name for isa in all_isas() if isa.panels and isa.name in HERE]
@@ -27,10 +27,14 @@ def same(graph: Graph, arrays: Arrays, count: int, mode: str) -> np.ndarray:
     return tiles
 
 
+def few(bits: int, mode: str) -> bool:
+    return bits == 4 or bits == 8 and mode == "a8"
+
+
 @pytest.mark.parametrize(
     ("bits", "mode", "group", "symmetric"),
     [
-        case(bits, mode, group, symmetric, common=bits in (4, 8) and group != 32, id=f"{bits}-{mode}-{group}-{symmetric}")
+        case(bits, mode, group, symmetric, common=group != 32 and few(bits, mode), id=f"{bits}-{mode}-{group}-{symmetric}")
         for bits in range(2, 9)
         for mode in ("a8", "a16")
         for group, symmetric in ((128, True), (32, False), (16, True), (0, False))
@@ -56,20 +60,22 @@ def test_they_give_the_bits_of_tiles(bits: int, mode: str, group: int, symmetric
     assert np.all(np.abs(whole - bias - expected) <= step * np.abs(matrix(arrays, w)).sum(1) + 1e-3)
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize(
+    ("bits", "mode"),
+    [case(bits, mode, common=bits == 4 or in_turn(bits, mode), id=f"{bits}-{mode}") for bits in range(2, 9) for mode in MODES],
+)
 @pytest.mark.parametrize("value", ["least", "most"])
-def test_sums_of_integers_at_their_limits(bits: int, value: str) -> None:
+def test_sums_of_integers_at_their_limits(bits: int, mode: str, value: str) -> None:
     """Sums in 16 bits as large as they can be: in all quads, with either sign and with both."""
     rng, arrays, codec = np.random.default_rng(bits), Arrays(), Codec("int", bits, 128, False)
     w = weight(arrays, rng, codec, 32, STEP + 128, value)
     signs = np.ones((9, w.columns))
     signs[1:3], signs[3, ::2], signs[4, 1::2], signs[5, ::4], signs[6, : w.columns // 2] = -1, -1, -1, -1, -1
     signs[7] = rng.choice([-1, 1], w.columns)
-    for mode in ("a8", "a16"):
-        y = same(product(arrays, signs.astype(np.float32), w), arrays, 9, mode)
-        expected = signs @ matrix(arrays, w).T.astype(np.float64)
-        size = np.abs(matrix(arrays, w)).sum(1) + (1 << bits) * w.columns
-        assert np.max(np.abs(y - expected) / size) < 1e-6, mode
+    y = same(product(arrays, signs.astype(np.float32), w), arrays, 9, mode)
+    expected = signs @ matrix(arrays, w).T.astype(np.float64)
+    size = np.abs(matrix(arrays, w)).sum(1) + (1 << bits) * w.columns
+    assert np.max(np.abs(y - expected) / size) < 1e-6
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, "token"), (8, "token"), (8, "token_zero")])
@@ -87,8 +93,14 @@ def test_rows_with_one_scale(bits: int, kind: str) -> None:
     assert np.max(np.abs(y - expected)) < 0.02 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("mode", ["a8", "a16"])
-@pytest.mark.parametrize("codecs", [(I4, I8), (I3, I4), (I8, I4)], ids=["4-8", "3-4", "8-4"])
+@pytest.mark.parametrize(
+    ("codecs", "mode"),
+    [
+        case(codecs, mode, common=in_turn(codecs[0].bits, mode), id=f"{codecs[0].bits}-{codecs[1].bits}-{mode}")
+        for codecs in ((I4, I8), (I3, I4), (I8, I4))
+        for mode in MODES
+    ],
+)
 def test_swiglu_of_more_than_a_panel(codecs: tuple[Codec, Codec], mode: str) -> None:
     for count in (PANEL + 5, PANEL + 7):
         arrays = Arrays()
