@@ -79,6 +79,9 @@ $(SMOLLM2): | $(BIN)/python
 # Files are dealt out whole, so that tests of a file share what they convert and compile.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# Workers, and the commands that tests start, load what one of them has compiled, even where the shell says to write no bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive and not real"
 

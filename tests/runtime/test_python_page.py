@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 pytest.importorskip("prometheus_client")
 
@@ -34,6 +33,7 @@ def folder(model_path: Callable[..., Path], checkpoint: Callable[..., Path], tmp
 
 
 def test_the_examples_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai")
     monkeypatch.chdir(folder)
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):

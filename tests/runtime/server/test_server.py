@@ -20,8 +20,6 @@ from edgeq.runtime import Model, Sampling
 from edgeq.runtime.batching.job import Busy, Job, Ticket, Update
 from edgeq.runtime.request import Request
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("prometheus_client")
 
 from edgeq.runtime.server.serve import bound  # noqa: E402
@@ -46,6 +44,7 @@ def served(model: Model) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Any:
+    openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
@@ -126,6 +125,7 @@ def test_what_was_read_before_is_not_read_again(served: Served, client: Any) -> 
 
 
 def test_messages_of_anthropic(served: Served, model: Model) -> None:
+    anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
     given: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "system": "Be brief.", "extra_body": {"temperature": 0}}
     given["messages"] = [{"role": "user", "content": [{"type": "text", "text": ASKED[1]["content"]}]}]
@@ -195,6 +195,7 @@ def test_a_response_that_cannot_be_had_is_refused_by_name(
 def test_models_health_and_metrics(served: Served, client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "other"]
     assert client.models.retrieve("tiny").context_length == 512
+    openai = pytest.importorskip("openai")
     with pytest.raises(openai.NotFoundError, match="there is tiny, other"):
         client.chat.completions.create(model="/etc/passwd", messages=ASKED)
     assert served.ask("/health")[::2] == (200, {"status": "ok"})

@@ -23,8 +23,6 @@ from edgeq.runtime.server.interfaces.messages_answer import MessagesAnswer
 from edgeq.runtime.server.interfaces.responses import Responses
 from edgeq.runtime.server.interfaces.responses_answer import ResponsesAnswer
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("llguidance")
 
@@ -52,11 +50,13 @@ def served(model_path: Callable[..., Path]) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Any:
+    openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
 def claude(served: Served) -> Any:
+    anthropic = pytest.importorskip("anthropic")
     return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
 
 

@@ -15,8 +15,6 @@ import pytest
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.answers.tools import tools_of
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("llguidance")
 
@@ -49,11 +47,13 @@ def served(model: Model) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Any:
+    openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
 def claude(served: Served) -> Any:
+    anthropic = pytest.importorskip("anthropic")
     return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
 
 
