@@ -25,7 +25,10 @@ COUNTS |= {"cache": 500, "packed": 2000}
 COUNTS |= {"mutant": 2, "sound": 1}
 
 
-@pytest.mark.parametrize("kind", COUNTS)
+# What compiles kernels takes longer than all others together, and `more_of_what_takes_long` has more of it.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ("mutant", "sound") else kind for kind in COUNTS]
+)
 def test_nothing_but_a_result_or_one_clear_error(kind: str) -> None:
     """At most 5 seconds of each kind, always of the same trials."""
     command = [sys.executable, str(HERE / "run.py"), kind, "--seed", "1", "--seconds", "5"]

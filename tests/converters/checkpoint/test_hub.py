@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import edgeq
 from tests.converters.checkpoint.hub import Hub, served
 
 COMMAND = [sys.executable, "-c", "from edgeq.tools.cli.main import main; main()", "convert", "owner/model"]
@@ -42,6 +43,11 @@ def test_without_a_terminal_a_download_has_a_few_lines_and_nothing_of_tqdm(hub: 
     # Again: everything is in the cache, and the file is there.
     again = convert(hub, tmp_path)
     assert again.returncode == 0 and "already there" in again.stderr and again.stderr.count("\n") == 1
+
+
+@pytest.mark.exhaustive
+def test_what_was_downloaded_once_is_converted_without_a_network(hub: Hub, tmp_path: Path) -> None:
+    assert convert(hub, tmp_path).returncode == 0
     offline = convert(hub, tmp_path, "--offline", "--force")
     assert offline.returncode == 0 and "downloading" not in offline.stderr, offline.stderr
 
@@ -54,8 +60,7 @@ def test_a_connection_that_is_cut_is_continued(hub: Hub, tmp_path: Path) -> None
     size = (hub.folder / "model.safetensors").stat().st_size
     assert len(ranges) == 2 and size // 3 < ranges[0] < ranges[1] < size
     local = tmp_path / "local.edgeq"
-    options = [str(hub.folder), "-o", str(local), *OPTIONS]
-    subprocess.run([*COMMAND[:-1], *options], check=True, capture_output=True)
+    edgeq.convert(hub.folder, local, group_size=32)
     # Only the name of the source differs.
     assert local.read_bytes()[16384:1_000_000] == (tmp_path / "o.edgeq").read_bytes()[16384:1_000_000]
 

@@ -310,9 +310,9 @@ class Crash(Exception):
     "options",
     [
         {"method": "gptq", "group_size": 32, "act_order": True},
-        {"method": "gptq", "group_size": 64},
+        pytest.param({"method": "gptq", "group_size": 64}, marks=pytest.mark.exhaustive),
         {"method": "awq+gptq", "bits": 3, "group_size": 32},
-        {"method": "smoothquant", "bits": 4},
+        pytest.param({"method": "smoothquant", "bits": 4}, marks=pytest.mark.exhaustive),
         {"method": "smoothquant+gptq", "bits": 4},
         {"method": "ttq", "rank": 4},
     ],

@@ -99,7 +99,8 @@ def reference(graph: Graph, file: ModelFile, tokens: np.ndarray) -> dict[Mode, n
     return {mode: Reader(program).read(tokens, mode) for mode in modes}
 
 
-@pytest.mark.parametrize("mode", ["a16", "a8"])
+# `make test` has the one in a16, with every kernel that a model needs; `make test-cuda` the others.
+@pytest.mark.parametrize("mode", ["a16", pytest.param("a8", marks=pytest.mark.exhaustive)])
 def test_the_logits_are_those_of_the_reference(
     mode: Mode, device: EmulatedDevice, graph: Graph, file: ModelFile, tokens: np.ndarray, reference: dict[Mode, np.ndarray]
 ) -> None:
@@ -112,7 +113,8 @@ def test_the_logits_are_those_of_the_reference(
         assert error <= MAX_ERROR
 
 
-@pytest.mark.parametrize("mode", ["a16", pytest.param("a8", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["a16", "a8"])
 def test_any_chunking_gives_the_same_bits(
     mode: Mode, device: EmulatedDevice, graph: Graph, file: ModelFile, tokens: np.ndarray
 ) -> None:
@@ -128,6 +130,7 @@ def test_any_chunking_gives_the_same_bits(
     assert {name.partition("_")[0] for name in device.launches} >= {"fused", "matmul"}
 
 
+@pytest.mark.exhaustive
 def test_a_batch_gives_the_bits_of_each_session_alone(
     device: EmulatedDevice, graph: Graph, file: ModelFile, tokens: np.ndarray
 ) -> None:
@@ -286,6 +289,7 @@ def test_weights_in_a_codec_without_kernels_are_refused_by_its_name(
     refused(device, graph, arrays, match="weights in the codec i4 g32 yet; run with --target cpu")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [64, 200])
 def test_a_table_in_the_file_and_a_bias(device: EmulatedDevice, columns: int) -> None:
     """An untied embedding is gathered by the host; the layer has a bias and an output at an offset."""

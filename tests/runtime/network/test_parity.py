@@ -7,7 +7,8 @@ tolerance; with larger weights, which show every mistake, transformers' cache is
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,20 @@ TOLERANCE = 1e-3
 LENGTH = 150  # more than two pages, more than twice the smallest context that rope and window were set for
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(2, 2048, LENGTH)]
 PLAIN, ROUNDED = {"initializer_range": 0.02}, {"initializer_range": 0.05}
-# A cache rounded otherwise can send a token to another expert where two are close: experts only with caches rounded alike.
-CASES = [
-    pytest.param(family, weights, id=f"{family}-{name}")
-    for name, weights, families in (("plain", PLAIN, FAMILIES), ("rounded", ROUNDED, FAMILIES + EXPERTS))
-    for family in families
-]
+WAYS = {"at_once": 256, "chunked": 37, "token_by_token": 1}
+
+
+def ways(target: str, *marks: pytest.MarkDecorator) -> Iterator[Any]:
+    """Every family in every way of cutting the prompt; `make test` leaves it whole but for the larger weights on the cpu."""
+    # A cache rounded otherwise can send a token to another expert where two are close: experts only with caches rounded alike.
+    for name, weights, families in (("plain", PLAIN, FAMILIES), ("rounded", ROUNDED, FAMILIES + EXPERTS)):
+        for family, (way, rows) in itertools.product(families, WAYS.items()):
+            common = way == "at_once" or (target, name) == ("cpu", "rounded")
+            more = () if common else (pytest.mark.exhaustive,)
+            yield pytest.param(family, weights, target, rows, marks=(*marks, *more), id=f"{way}-{target}-{family}-{name}")
+
+
+CASES = [*ways("reference"), *ways("cpu", pytest.mark.skipif(not HAVE_CPU, reason="no edgeq.targets.cpu"))]
 
 Logits = NDArray[np.float32]
 Expected = Callable[[str, dict[str, Any]], Logits]
@@ -70,11 +79,9 @@ def load(path: Path, target: str, max_rows: int = 256, mode: Any = "a16") -> Mod
     return Model.load(path, target=target, mode=mode, max_rows=max_rows, max_logits=max_rows, context=192)
 
 
-@pytest.mark.parametrize(("family", "weights"), CASES)
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("rows", (256, 37, 1), ids=("at_once", "chunked", "token_by_token"))
+@pytest.mark.parametrize(("family", "weights", "target", "rows"), CASES)
 def test_logits_equal_transformers(
-    family: str, target: str, weights: dict[str, Any], rows: int, model_path: Callable[..., Path], expected: Expected
+    family: str, weights: dict[str, Any], target: str, rows: int, model_path: Callable[..., Path], expected: Expected
 ) -> None:
     model = load(model_path(family, weights, method="none", dtype="f32"), target, rows)
     logits = np.concatenate(list(model.session().all_logits(TOKENS)))

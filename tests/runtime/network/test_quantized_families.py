@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.runtime.network.test_parity import HAVE_CPU, ROUNDED, TOKENS, load
 FAMILIES = ("olmo2", "exaone4", "granite", "glm4", "ernie4_5", "cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel")
 FAMILIES += ("starcoder2", "gpt2", "bigcode", "bigcode_mha", "neox", "falcon_40b")
 METHODS = ("rtn", "awq", "gptq")
+MODES = ("a16", "a8")
 LENGTH = 80
 MAX_ERROR = 1e-3
 """Largest error of the cpu target as a share of the largest logit of the reference: a cache of f16 makes steps of last bits."""
@@ -33,8 +35,17 @@ def divergence(exact: NDArray[np.float32], found: NDArray[np.float32]) -> float:
     return float((np.exp(p) * (p - q)).sum(axis=1).mean())
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+def in_turn(choices: tuple[str, ...]) -> list[Any]:
+    """Every family with every choice; in `make test` one each, by turns."""
+    found = []
+    for i, family in enumerate(FAMILIES):
+        for each in choices:
+            marks = () if each == choices[i % len(choices)] else pytest.mark.exhaustive
+            found.append(pytest.param(family, each, marks=marks, id=f"{family}-{each}"))
+    return found
+
+
+@pytest.mark.parametrize(("family", "method"), in_turn(METHODS))
 def test_four_bits_lose_little_and_targets_agree(family: str, method: str, model_path: Callable[..., Path]) -> None:
     exact = logits_of(load(model_path(family, ROUNDED, method="none", dtype="f32"), "reference"))
     calibrated = {} if method == "rtn" else {"calibration_rows": 4, "calibration_length": 128}
@@ -48,8 +59,7 @@ def test_four_bits_lose_little_and_targets_agree(family: str, method: str, model
 
 
 @pytest.mark.skipif(not HAVE_CPU, reason="no edgeq.targets.cpu")
-@pytest.mark.parametrize("mode", ("a16", "a8"))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), in_turn(MODES))
 def test_a_session_cut_in_chunks_gives_the_same_bits(family: str, mode: str, model_path: Callable[..., Path]) -> None:
     path = model_path(family, ROUNDED, method="rtn", bits=4, group_size=32)
     whole, *cut = [logits_of(load(path, "cpu", rows, mode)) for rows in (256, 37, 1)]

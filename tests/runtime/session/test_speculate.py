@@ -171,7 +171,12 @@ def test_all_drafts_rejected_give_the_token_without_drafts() -> None:
     assert accept(stream, draft, logits) == [5]
 
 
-def test_drawn_tokens_have_the_law_of_the_exact_logits() -> None:
+# With a quarter of the cycles a law must be further from the right one to be seen.
+CYCLES = pytest.mark.parametrize("cycles", [15_000, pytest.param(60_000, marks=pytest.mark.exhaustive)])
+
+
+@CYCLES
+def test_drawn_tokens_have_the_law_of_the_exact_logits(cycles: int) -> None:
     """100,000 tokens of 60,000 cycles: the first follows p, and the second p given the first, whatever q was."""
     random = np.random.default_rng(3)
     exact = random.normal(0, 1.5, (3, 6)).astype(np.float32)
@@ -179,7 +184,7 @@ def test_drawn_tokens_have_the_law_of_the_exact_logits() -> None:
     sampling = Sampling(temperature=0.9, top_k=5, seed=11)
     first, second = np.zeros(6), np.zeros(6)
     stream = stream_with([], sampling)
-    for _ in range(60_000):
+    for _ in range(cycles):
         stream.tokens.clear()
         q = [stream.sampler.candidates(row, []) for row in cheap]
         draft = Draft([stream.sampler.pick(row) for row in q], q)
@@ -187,7 +192,7 @@ def test_drawn_tokens_have_the_law_of_the_exact_logits() -> None:
         first[tokens[0]] += 1
         if len(tokens) > 1:
             second[tokens[1]] += 1
-    assert first.sum() + second.sum() > 100_000
+    assert first.sum() + second.sum() > cycles * 5 / 3
     for seen, row in ((first, exact[0]), (second, exact[1])):
         p = distribution(row, sampling)
         assert seen[p == 0].sum() == 0
@@ -196,7 +201,8 @@ def test_drawn_tokens_have_the_law_of_the_exact_logits() -> None:
         assert chi < 18.5  # the 99.9 % point of chi-square with 4 degrees of freedom
 
 
-def test_drawn_tokens_have_the_law_that_penalties_bias_and_processors_make() -> None:
+@CYCLES
+def test_drawn_tokens_have_the_law_that_penalties_bias_and_processors_make(cycles: int) -> None:
     """As above, where p itself depends on the tokens before: the second token follows p given the first."""
     random = np.random.default_rng(5)
     exact = random.normal(0, 1.0, (3, 5)).astype(np.float32)
@@ -210,7 +216,7 @@ def test_drawn_tokens_have_the_law_that_penalties_bias_and_processors_make() -> 
     rules = Rules(start=1, min_tokens=2, ends=frozenset([3]), processors=(odd_after_even,))
     stream = Stream(FixedLogits(), Sampler(sampling, rules), [0])  # type: ignore[arg-type]
     seen = np.zeros((5, 5))
-    for _ in range(60_000):
+    for _ in range(cycles):
         stream.tokens[:] = [0]
         draft = Draft()
         for row in cheap:
@@ -223,7 +229,7 @@ def test_drawn_tokens_have_the_law_that_penalties_bias_and_processors_make() -> 
             tokens = stream.tokens[1:]
         seen[tokens[0], tokens[1]] += 1
     first = distribution(exact[0], sampling, [0], rules)
-    expected = 60_000 * np.array([first[t] * distribution(exact[1], sampling, [0, t], rules) for t in range(5)])
+    expected = cycles * np.array([first[t] * distribution(exact[1], sampling, [0, t], rules) for t in range(5)])
     assert seen[expected == 0].sum() == 0 and first[0] == first[3] == 0
     keep = expected > 0
     chi, freedom = ((seen[keep] - expected[keep]) ** 2 / expected[keep]).sum(), keep.sum() - 1
