@@ -29,7 +29,7 @@ def hub(checkpoint: Callable[..., Path]) -> Iterator[Hub]:
 def convert(hub: Hub, folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **hub.environment(folder / "home"), **variables}
     command = [*COMMAND, "-o", str(folder / "o.edgeq"), *OPTIONS, *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600)
 
 
 def test_without_a_terminal_a_download_has_a_few_lines_and_nothing_of_tqdm(hub: Hub, tmp_path: Path) -> None:
