@@ -28,7 +28,13 @@ def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tin
     assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {"i3 g32"}
 
 
-@pytest.mark.parametrize(("scales", "codec"), [((), "i4 g32 half"), (("--scale-bits", 4), "i4 g32 half s4")], ids=["f16", "s4"])
+@pytest.mark.parametrize(
+    ("scales", "codec"),
+    [
+        pytest.param((), "i4 g32 half", id="f16"),
+        pytest.param(("--scale-bits", 4), "i4 g32 half s4", id="s4", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_half_grid_is_converted_inspected_and_run(
     edgeq: Run, tiny_llama: Path, tmp_path: Path, scales: tuple[object, ...], codec: str
 ) -> None:

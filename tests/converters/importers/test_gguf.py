@@ -179,7 +179,7 @@ def under_our_names(name: str, values: np.ndarray[Any, Any]) -> list[tuple[str, 
     return [(f"model.layers.{layer}.mlp.experts.{i}.{last}.weight", each) for i, each in enumerate(values)]
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Type.Q4_K, pytest.param(Type.Q6_K, marks=pytest.mark.exhaustive)], ids=lambda kind: kind.name)
 def test_k_quants_run_with_their_embedding(checkpoint: Callable[..., Path], tmp_path: Path, kind: Type) -> None:
     """The embedding is looked up in the codec of the head, which it is."""
     write_gguf(checkpoint("llama_gqa", **WIDE), tmp_path / "m.gguf", in_type(kind))

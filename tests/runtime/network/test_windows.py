@@ -149,7 +149,7 @@ def alone(model: Model, each: Job) -> list[int]:
     return text.tokens
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("shares", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_texts_in_little_memory_are_what_they_are_alone(model: Model, shares: bool) -> None:
     """Beginnings that are shared, answers that go on, texts that make room for others."""
     jobs = [job(model, [*TOKENS[: 130 * (1 + i % 3)], i], 40 + 20 * i, i) for i in range(6)]
