@@ -126,9 +126,10 @@ class KVCache:
         for index in taken:
             if self.pages[index].snapshot is None:
                 self.pages[index] = self.pages[index].with_snapshot(program.new_snapshot())
-        marked = self._mark // PAGE
+        # A state that is not there yet begins with the one before the run.
+        kept_for = self._mark // PAGE, start // PAGE if self.state is None else 0
         for index in range(end // PAGE):
-            kept = (index + 1) % self._snapshot_pages == 0 or index + 1 == marked or index in taken
+            kept = (index + 1) % self._snapshot_pages == 0 or index + 1 in kept_for or index in taken
             if not kept and self.pages[index].snapshot is not None:
                 self.pages[index] = self.pages[index].with_snapshot(None)
 

@@ -201,6 +201,16 @@ def test_snapshots_are_kept_where_texts_go_on(model: Model, monkeypatch: pytest.
     assert np.array_equal(session.prefill(TOKENS[128:150]), plain(model, TOKENS[:150]))
 
 
+def test_a_state_begins_with_a_snapshot_that_need_not_be_kept_after_that(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.program, "snapshot_pages", 4)
+    session = model.session()
+    list(session.all_logits(TOKENS[:100]))
+    assert session.rewind(64) == 64
+    list(session.all_logits(TOKENS[64:140]))
+    assert kept(session) == [False, True, False]
+    assert np.array_equal(session.decode(TOKENS[140]), plain(model, TOKENS[:141]))
+
+
 def test_a_generation_is_the_same_with_drafts_and_when_it_is_asked_again(model: Model) -> None:
     prompt = (TOKENS[:20] * 5)[:90]
     texts = [
