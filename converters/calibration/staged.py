@@ -165,5 +165,7 @@ def sites(layer: nn.Module) -> list[tuple[str, ...]]:
     """The modules of linear layers that are rounded, in execution order, those with the same inputs together."""
     found: dict[str, list[str]] = {}
     for path in quantized_linears(layer):
-        found.setdefault(path if path.endswith(("o_proj", "down_proj")) else path.rpartition(".")[0], []).append(path)
+        found.setdefault(path if path.endswith(("o_proj", "out_proj", "down_proj")) else path.rpartition(".")[0], []).append(
+            path
+        )
     return [tuple(paths) for paths in found.values()]
