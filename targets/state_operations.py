@@ -1,4 +1,5 @@
-"""Operations of layers with a state (states.py): a row depends on the rows of its session before it."""
+"""Operations of layers with a state (states.py), in which a row depends on the rows of its session before it, and of the gates
+that came with them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ from dataclasses import dataclass
 
 from edgeq.format.records import ArrayRef
 from edgeq.targets.graph import Operation
+from edgeq.targets.states import StateSpec
+
+HEAD_LANES = 16
+"""Numbers that a head in the log of a delta rule is padded to."""
 
 
 @dataclass(frozen=True)
@@ -23,3 +28,104 @@ class ShortConv(Operation):
     weight: ArrayRef
     out: str
     state: int
+
+
+@dataclass(frozen=True)
+class SiluConv(Operation):
+    """A convolution over the last rows of a session, channel by channel, and an activation (Qwen3-Next).
+
+    out = silu(sum over j < k of weight[:, j] * (x[:, :width] of slot t - k + 1 + j)), with k taps, of a row at slot t; what is
+    before slot 0 counts as 0.
+
+    weight   array [width, k];  state: a "tail" of the last k - 1 inputs, by its index in `Graph.states`
+    """
+
+    x: str
+    width: int
+    weight: ArrayRef
+    out: str
+    state: int
+
+
+@dataclass(frozen=True)
+class DeltaRule(Operation):
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464): each value head has a state S [key_dim, value_dim], first 0.
+
+    x holds queries and keys [key_heads, key_dim] and values [value_heads, value_dim] side by side, rates b and a [value_heads]
+    side by side.  For a row and value head h, with the query and the key of head h // (value_heads / key_heads), both divided
+    by sqrt(sum of squares + UNIT_EPS), the query by sqrt(key_dim) too, beta = sigmoid(b) and
+    g = -exp(decay_log) softplus(a + dt_bias):
+
+        S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  out = S^T q
+
+    A row computes that from S as it was before its log and from k, d and g of the rows of the log up to it, j < t (log form):
+
+        w_j = exp(g of rows j + 1 ... t), e = exp(g of rows up to t), both summed from the newest row back
+        d_t = beta (v - e S^T k_t - sum over j < t of w_j (k_j . k_t) d_j)
+        out = e S^T q_t + sum over j <= t of w_j (k_j . q_t) d_j
+
+    The last row of a log makes e S + sum over j of w_j k_j d_j^T the S of the next.
+
+    decay_log, dt_bias   arrays [value_heads];  state: `delta_state` of its sizes, by its index in `Graph.states`
+    """
+
+    x: str
+    rates: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    decay_log: ArrayRef
+    dt_bias: ArrayRef
+    out: str
+    state: int
+
+    READS = ("x", "rates")
+
+    @property
+    def log_places(self) -> tuple[int, int]:
+        """Where d and g begin in a row of the log, after k."""
+        d = self.key_heads * padded_head(self.key_dim)
+        return d, d + self.value_heads * padded_head(self.value_dim)
+
+
+def padded_head(dim: int) -> int:
+    return -(-dim // HEAD_LANES) * HEAD_LANES
+
+
+def delta_state(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> StateSpec:
+    """The state of a delta rule of these sizes: S of each value head, and a log of keys, d, both padded by heads, and g."""
+    log = key_heads * padded_head(key_dim) + value_heads * padded_head(value_dim) + value_heads
+    return StateSpec("sum", (value_heads, key_dim, value_dim), log)
+
+
+@dataclass(frozen=True)
+class GatedNorm(Operation):
+    """RmsNorm over each head of x, the same gain for all, then times silu(gate) (Qwen3-Next).
+
+    gate   a buffer, whose columns from `offset` on are as wide as x;  gain [head_dim]
+    """
+
+    x: str
+    gate: str
+    offset: int
+    heads: int
+    head_dim: int
+    gain: ArrayRef
+    eps: float
+    out: str
+
+    READS = ("x", "gate")
+
+
+@dataclass(frozen=True)
+class Gate(Operation):
+    """x[:, :width] *= sigmoid(gate[:, offset : offset + width]), in place (Qwen3-Next)."""
+
+    x: str
+    gate: str
+    offset: int
+    width: int
+
+    READS = ("x", "gate")
+    WRITES = ("x",)

@@ -105,6 +105,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 4, "norm_eps": 3e-5}
         | {"intermediate_size": 300, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.1, "rope_theta": 50000.0},
     ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2]}
+        | {"head_dim": 64, "rms_norm_eps": 3e-5, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+        | {"linear_key_head_dim": 24, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}
+            | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 64}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+        | {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+    ),
     "olmo2": ("Olmo2", {"num_hidden_layers": 3, "rms_norm_eps": 3e-5, "rope_theta": 50000.0, "tie_word_embeddings": False}),
     "olmo3": (
         "Olmo3",
@@ -191,9 +208,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 MODELS = {"GPT2": "GPT2LMHeadModel"}
 NORM_NAMES = ("norm", "ln_")
+ABOVE_ONE = ("Gemma3", "Qwen3_5", "Qwen3Next")
 
 Checkpoint = Callable[..., Path]
 
@@ -217,8 +235,14 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
             if parameter_name.endswith("bias"):
                 parameter.data = 0.3 * torch.randn_like(parameter)
             elif any(each in parameter_name for each in NORM_NAMES):
-                # Gemma's weights are what its gains have above 1.
-                parameter.data = float(name != "Gemma3") + 0.3 * torch.randn_like(parameter)
+                # Weights of these families are what gains have above 1, but for the norm of a delta net.
+                above = name in ABOVE_ONE and not parameter_name.endswith("linear_attn.norm.weight")
+                parameter.data = float(not above) + 0.3 * torch.randn_like(parameter)
+            elif parameter_name.endswith("A_log"):
+                # Memories of one token to hundreds.
+                parameter.data = torch.linspace(-6, 1, len(parameter))
+            elif "conv1d" in parameter_name:
+                parameter.data = 0.6 * torch.randn_like(parameter)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / file, folder / file)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from edgeq.converters.calibration.torch_states import TorchDeltaNet, TorchShortConv
 from edgeq.network.rope import Rope, frequencies, rotation
 from edgeq.network.stack import Stack
 
@@ -41,6 +42,7 @@ class TorchAttention(nn.Module):
         self.q_proj = nn.Linear(hidden, q, bias="q" in biases)
         self.k_proj = nn.Linear(hidden, kv, bias="k" in biases)
         self.v_proj = nn.Linear(hidden, kv, bias="v" in biases)
+        self.gate_proj = nn.Linear(hidden, q, bias=False) if config.attention_gate else None
         self.o_proj = nn.Linear(q, hidden, bias="o" in biases)
         of_queries, of_keys = config.qk_norm_sizes
         self.q_norm = Norm(config, of_queries) if config.qk_norm else None
@@ -65,41 +67,16 @@ class TorchAttention(nn.Module):
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attention_mask, scale=self.scale, enable_gqa=True
         )
-        result: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        attended = attended.transpose(1, 2).flatten(2)
+        if self.gate_proj is not None:
+            attended = attended * self.gate_proj(hidden_states).sigmoid()
+        result: Tensor = self.o_proj(attended)
         return result
 
     def _normed(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return queries, keys
         return self.q_norm(queries), self.k_norm(keys)
-
-
-class Taps(nn.Module):
-    """The weights of a convolution over tokens, [channels, taps]."""
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps))
-
-
-class TorchShortConv(nn.Module):
-    """out_proj(c * conv(b * u)), with b, c, u = in_proj(x), in the place of attention."""
-
-    def __init__(self, config: Stack) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.in_proj = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.conv = Taps(hidden, config.conv_taps)
-        self.out_proj = nn.Linear(hidden, hidden, bias=False)
-
-    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
-        """hidden_states [rows, tokens, hidden]; the others are not used."""
-        b, c, u = self.in_proj(hidden_states).chunk(3, dim=-1)
-        weight = self.conv.weight
-        before = functional.pad((b * u).transpose(1, 2), (weight.shape[1] - 1, 0))
-        convolved = functional.conv1d(before, weight[:, None], groups=len(weight)).transpose(1, 2)
-        result: Tensor = self.out_proj(c * convolved)
-        return result
 
 
 class Mlp(nn.Module):
@@ -167,7 +144,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, layer_norm, self.parallel = config.hidden_size, config.layer_norm, config.parallel_blocks
         self.input_layernorm = Norm(config, size, layer_norm) if config.pre_norms else nn.Identity()
-        self.self_attn = TorchShortConv(config) if index in config.conv_layers else TorchAttention(config, biases)
+        if index in config.conv_layers:
+            self.self_attn: nn.Module = TorchShortConv(config)
+        elif index in config.delta_layers:
+            self.self_attn = TorchDeltaNet(config)
+        else:
+            self.self_attn = TorchAttention(config, biases)
         self.attention_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
         own_norm = config.pre_norms and self.parallel != "one_norm"
         self.post_attention_layernorm = Norm(config, size, layer_norm) if own_norm else nn.Identity()

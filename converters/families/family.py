@@ -27,8 +27,12 @@ LINEARS = {
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
     "o": "self_attn.o_proj",
+    "attention_gate": "self_attn.gate_proj",
     "conv_in": "self_attn.in_proj",
     "conv_out": "self_attn.out_proj",
+    "delta_qkv": "self_attn.qkv_proj",
+    "delta_gate": "self_attn.gate_proj",
+    "delta_out": "self_attn.o_proj",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -41,15 +45,25 @@ NORMS = {
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
     "conv": "self_attn.conv",
+    "delta_conv": "self_attn.conv",
+    "decay_log": "self_attn.decay",
+    "dt": "self_attn.dt",
+    "delta_norm": "self_attn.norm",
 }
-ROUTING = {"router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"}
+IN_FLOATS = {
+    "router": "mlp.gate",
+    "shared_gate": "mlp.shared_expert_gate",
+    "delta_b": "self_attn.b",
+    "delta_a": "self_attn.a",
+}
+"""Those that are never rounded."""
 TAP = re.compile(r"^taps\.\d+\.")
 
 
 def linear_module(part: str) -> str:
     """The module of a linear part of a decoder layer: q ... down, router, shared_gate, experts.7.gate, shared.gate ..."""
-    if part in LINEARS or part in ROUTING:
-        return {**LINEARS, **ROUTING}[part]
+    if part in LINEARS or part in IN_FLOATS:
+        return {**LINEARS, **IN_FLOATS}[part]
     owner, _, name = part.rpartition(".")
     return f"mlp.{'shared_expert' if owner == 'shared' else owner}.{name}_proj"
 
@@ -124,6 +138,7 @@ class FamilyDescription:
     renamed    beginnings of names of tensors in some checkpoints -> those that `sources` and the decoder's names have; of
                several that fit the first is taken
     unused     whether a tensor that is left over is one that the network does not read
+    text_alone a model that sees, whose decoder alone is converted: keys of that are in `text_config`, and the tower is `unused`
     variants   the same architecture around another decoder: its description by the configuration
     """
 
@@ -141,6 +156,7 @@ class FamilyDescription:
     outside: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     unused: Callable[[Any, str], bool] = nothing_unused
+    text_alone: bool = False
     variants: Callable[[Values], FamilyDescription] | None = None
 
 

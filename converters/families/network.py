@@ -57,6 +57,7 @@ def _preprocessor(texts: Path) -> dict[str, Any] | None:
 def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
     """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
     expected = family.tensor_shapes() | (family.tower.tensor_shapes() if family.tower else {})
+    families = [each for each in (family, family.tower) if each]
     for name, shape in expected.items():
         checkpoint.tensor(name, shape)
         checkpoint.dtype(name)
@@ -65,7 +66,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
         name
         for name in checkpoint.tensors
         if name not in expected and name != HEAD and not name.endswith(family.description.derived)
-        if not (family.tower and family.tower.description.unused(family.tower.config, name))
+        if not any(each.description.unused(each.config, name) for each in families)
     ]
     if unknown:
         raise UnsupportedError(

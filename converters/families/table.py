@@ -18,6 +18,7 @@ from edgeq.converters.families.decoders.lfm import LFM2
 from edgeq.converters.families.decoders.llama import LLAMA_FAMILIES
 from edgeq.converters.families.decoders.olmo import OLMO_FAMILIES
 from edgeq.converters.families.decoders.opt import OPT_FAMILIES
+from edgeq.converters.families.decoders.qwen_next import QWEN_NEXT_FAMILIES
 from edgeq.converters.families.decoders.smollm import SMOLLM_FAMILIES
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
@@ -31,7 +32,7 @@ from edgeq.network.stack import MAX_SIZES
 
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
-    GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON,
+    GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, *QWEN_NEXT_FAMILIES,
 )  # fmt: skip
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
@@ -123,7 +124,7 @@ def _named(file: str) -> Iterator[None]:
 
 def _decoder_values(description: FamilyDescription, hf: Values) -> Values:
     """The keys of the decoder, completed by their defaults: some checkpoints with a tower nest them."""
-    if description.tower is None or "text_config" not in hf:
+    if (description.tower is None and not description.text_alone) or "text_config" not in hf:
         return {**description.defaults, **hf}
     with _named("config.json"):
         nested = _object(hf, "text_config")

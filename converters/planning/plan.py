@@ -281,11 +281,13 @@ class ConversionPlan:
         return found | {f"option {key}": value for key, value in options.items()}
 
     def notes(self) -> list[str]:
-        """Lines for the user: why a GPU is not used; that weights are rounded twice; the layers whose columns the group size
-        does not divide, and what their groups are instead.
+        """Lines for the user: why a GPU is not used; what of the model is left out; that weights are rounded twice; the layers
+        whose columns the group size does not divide, and what their groups are instead.
         """
         device = [self.compute.note] if self.compute.note else []
         again = [*self.checkpoint.source.notes]
+        if self.method.family.description.text_alone:
+            again.append(f"{self.checkpoint.name}: the text model alone is converted; its vision tower is left out")
         if self.checkpoint.source.quantized and self.method.options.bits is not None:
             again.append(
                 f"{self.checkpoint.name} is quantized already: --method {self.method.name} rounds it a second time, and loses "

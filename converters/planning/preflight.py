@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from edgeq.converters.calibration.dataset import Calibration
     from edgeq.converters.calibration.samples import PictureSamples
 
-TAKES_CONVOLUTIONS = ("none", "rtn", "awq", "gptq")
-"""Methods that convert layers of a convolution."""
+TAKES_STATES = ("none", "rtn", "awq", "gptq")
+"""Methods that convert layers with a state in place of attention."""
 VISION_BITS = 8
 """Bits of weights and activations of a vision tower where no option says otherwise."""
 
@@ -75,7 +75,7 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     method = chosen(options)(options, family, config)
     _check_pooling(method)
-    _check_convolutions(method)
+    _check_states(method)
     tower = _tower(options, family)
     _check_pictures(method, tower)
     rows = _calibration(method, text)
@@ -86,12 +86,13 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     return replace(plan, compute=_compute(plan))
 
 
-def _check_convolutions(method: Method) -> None:
-    """UnsupportedError: the method takes every layer to have attention, and some have a convolution instead."""
-    if method.config.conv_layers and method.name not in TAKES_CONVOLUTIONS:
+def _check_states(method: Method) -> None:
+    """UnsupportedError: the method takes every layer to have attention, and some have a state instead."""
+    if method.config.state_layers and method.name not in TAKES_STATES:
+        kind = "convolutions" if method.config.conv_layers else "a gated delta net"
         raise UnsupportedError(
-            f"--method {method.name}: this model ({method.config.model_type}) has layers of convolutions; "
-            f"supported: {', '.join(TAKES_CONVOLUTIONS)}"
+            f"--method {method.name}: this model ({method.config.model_type}) has layers of {kind}; "
+            f"supported: {', '.join(TAKES_STATES)}"
         )
 
 

@@ -18,8 +18,9 @@ MODALITIES = 2
 """Text and vision: kinds of rows that can have activation scales of their own."""
 MAX_BASE = 4096
 """The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
-FLOAT_PARTS = ("router", "shared_gate")
-"""Linear layers that converters keep in floats: a rounding error in them sends a token to another expert."""
+FLOAT_PARTS = ("router", "shared_gate", "delta_rates")
+"""Linear layers that converters keep in floats: a rounding error in them sends a token to another expert, or adds up in a state
+from token to token."""
 
 
 StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
@@ -34,8 +35,11 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
         contents[f"{p}conv_in"] = {f"{p}conv_in": (3 * hidden, hidden)}
         contents[f"{p}conv"] = (hidden, config.conv_taps)
         contents[f"{p}conv_out"] = {f"{p}conv_out": (hidden, hidden)}
+    elif layer in config.delta_layers:
+        contents |= _delta_net(config, p)
     else:
-        contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)}
+        gate: dict[str, Shape] = {f"{p}attention_gate": (q, hidden)} if config.attention_gate else {}
+        contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)} | gate
         of_queries, of_keys = config.qk_norm_sizes
         contents |= {f"{p}q_norm": (of_queries,), f"{p}k_norm": (of_keys,)} if config.qk_norm else {}
         contents[f"{p}o"] = {f"{p}o": (hidden, q)}
@@ -87,6 +91,20 @@ def projectors(config: VisionConfig) -> Iterator[tuple[str, str]]:
 def _norm(config: Stack, name: str, width: int = 0) -> dict[str, tuple[int, ...]]:
     names = (name, f"{name}_bias") if config.layer_norm else (name,)
     return {each: (width or config.hidden_size,) for each in names}
+
+
+def _delta_net(config: Stack, p: str) -> StackContents:
+    net, hidden = config.delta_net, config.hidden_size
+    assert net is not None
+    return {
+        f"{p}delta_in": {f"{p}delta_qkv": (net.channels, hidden), f"{p}delta_gate": (net.value_size, hidden)},
+        f"{p}delta_rates": {f"{p}delta_b": (net.value_heads, hidden), f"{p}delta_a": (net.value_heads, hidden)},
+        f"{p}delta_conv": (net.channels, net.taps),
+        f"{p}decay_log": (net.value_heads,),
+        f"{p}dt_bias": (net.value_heads,),
+        f"{p}delta_norm": (net.value_dim,),
+        f"{p}delta_out": {f"{p}delta_out": (hidden, net.value_size)},
+    }
 
 
 def _mlp(config: Stack, p: str, inner: int) -> dict[str, dict[str, Shape]]:

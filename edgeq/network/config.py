@@ -104,10 +104,10 @@ class VisionConfig(Stack):
         self._check_positions()
         ropes = self.local_rope or self.layers_without_rope
         norms = self.post_norms or self.parallel or self.qk_norm_kind != "heads"
-        if any(self.sliding_windows) or ropes or self.num_experts or norms or self.conv_layers:
+        if any(self.sliding_windows) or ropes or self.num_experts or norms or self.state_layers or self.attention_gate:
             raise UnsupportedError(
-                "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind or "
-                "conv_layers is not supported"
+                "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind, conv_layers, "
+                "delta_net or attention_gate is not supported"
             )
 
     def _check_positions(self) -> None:
@@ -231,6 +231,8 @@ class ModelConfig(Stack):
             raise FormatError("config has pooling and tie_word_embeddings; what embeds has no head to tie")
         if self.conv_layers and (self.pooling or self.vision or self.num_experts):
             raise UnsupportedError("conv_layers beside pooling, a vision tower or experts are not supported")
+        if self.delta_net and (self.pooling or self.vision):
+            raise UnsupportedError("delta_net beside pooling or a vision tower is not supported")
         if self.pooling is not None and self.vision is not None:
             raise UnsupportedError("pooling beside a vision tower is not supported")
 

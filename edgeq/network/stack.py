@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from edgeq.errors import FormatError, UnsupportedError
+from edgeq.network.delta_net import MAX_TAPS, DeltaNet
 from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
 from edgeq.network.rope import Rope
 
@@ -20,8 +21,6 @@ MAX_SIZES = {
     "head_dim": 1_024,
     "max_position_embeddings": 16_777_216,
 }
-MAX_TAPS = 64
-"""The longest short convolution."""
 MAX_EXPERTS = 32_768
 """The most experts of all layers together."""
 GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
@@ -29,7 +28,7 @@ GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
 ACTIVATIONS = (*GATED, *PLAIN)
 NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
                 "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
-                "qk_norm_kind")  # fmt: skip
+                "qk_norm_kind", "delta_net", "attention_gate")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
 PARALLEL = ("none", "one_norm", "two_norms")
@@ -62,6 +61,8 @@ class Stack:
     layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
     conv_layers             indices of layers with a gated convolution over the last conv_taps tokens in place of attention,
                             ascending, not all of them (LFM2)
+    delta_net               layers of a gated delta net in place of attention; None: there are none (Qwen3.5)
+    attention_gate          what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
     num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
                             highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
@@ -98,6 +99,8 @@ class Stack:
     qk_norm_kind: str = "heads"
     conv_layers: tuple[int, ...] = ()
     conv_taps: int = 0
+    delta_net: DeltaNet | None = None
+    attention_gate: bool = False
 
     prefix: ClassVar[str] = ""
 
@@ -105,7 +108,7 @@ class Stack:
         for name, limit in MAX_SIZES.items():
             if name in {f.name for f in fields(self)}:
                 check_integer(name, getattr(self, name), 1, limit)
-        for name in ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob"):
+        for name in ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate"):
             check_flag(name, getattr(self, name))
         if self.gated_mlp is not None:
             check_flag("gated_mlp", self.gated_mlp)
@@ -134,8 +137,14 @@ class Stack:
         check_layers("layers_without_rope", self.layers_without_rope, self.num_hidden_layers)
         check_layers("conv_layers", self.conv_layers, self.num_hidden_layers)
         check_integer("conv_taps", self.conv_taps, 2 if self.conv_layers else 0, MAX_TAPS if self.conv_layers else 0)
-        if len(self.conv_layers) == self.num_hidden_layers:
-            raise UnsupportedError("conv_layers are all layers; supported: convolutions beside layers of attention")
+        check_layers("delta_net.layers", self.delta_layers, self.num_hidden_layers)
+        for name, layers in (("conv_layers", self.conv_layers), ("delta_net.layers", self.delta_layers)):
+            if len(layers) == self.num_hidden_layers:
+                raise UnsupportedError(f"{name} are all layers; supported: beside layers of attention")
+        if self.delta_net and (self.conv_layers or not self.pre_norms or self.post_norms or self.parallel or self.layer_norm):
+            raise UnsupportedError(
+                "delta_net beside conv_layers, post_norms, parallel_blocks or layer_norm, or without pre_norms is not supported"
+            )
 
     def _check_norms(self) -> None:
         """UnsupportedError: norms, or an order of blocks, that layers of this kind do not have."""
@@ -180,6 +189,16 @@ class Stack:
     def qk_norm_sizes(self) -> tuple[int, int]:
         """Channels of the norms of queries and of keys."""
         return (self.query_size, self.kv_size) if self.qk_norm_kind == "whole" else (self.head_dim, self.head_dim)
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Indices of layers of a gated delta net."""
+        return self.delta_net.layers if self.delta_net else ()
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Indices of layers that have a state in place of keys and values, ascending."""
+        return self.conv_layers or self.delta_layers
 
     @property
     def attention_scale(self) -> float:
@@ -232,5 +251,7 @@ def read_stack(cls: type[Config], data: dict[str, Any], where: str, **made: Any)
     most = MAX_SIZES["num_hidden_layers"]
     keys = [f.name for f in fields(cls) if f.name in LISTS]
     lists: dict[str, Any] = {key: list_of(data, key, most, where) for key in keys}
-    apart = frozenset({"rope", "local_rope", *lists, *made})
+    if (delta_net := data.pop("delta_net", None)) is not None:
+        made["delta_net"] = DeltaNet.read(delta_net, f"{where} delta_net", most)
+    apart = frozenset({"rope", "local_rope", "delta_net", *lists, *made})
     return cls(**ropes, **lists, **made, **known(cls, data, where, apart))

@@ -10,6 +10,7 @@ from typing import cast
 
 from edgeq.format.manifest import fused_shapes, layer_prefix
 from edgeq.format.metadata import Metadata
+from edgeq.network.delta_net import DeltaNet
 from edgeq.network.rope import rotation
 from edgeq.network.stack import Stack
 from edgeq.targets.graph import (
@@ -36,7 +37,7 @@ from edgeq.targets.graph import (
     Scale,
     Select,
 )
-from edgeq.targets.state_operations import ShortConv
+from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, delta_state
 from edgeq.targets.states import StateSpec
 
 
@@ -49,11 +50,13 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     operations: list[Operation] = [*embedding(metadata)]
     # The inputs of masters are summed over all rows.
     early = not any(linear.master for linear in linears.values())
-    attends = [layer for layer in range(config.num_hidden_layers) if layer not in config.conv_layers]
+    attends = [layer for layer in range(config.num_hidden_layers) if layer not in config.state_layers]
     for layer in range(config.num_hidden_layers):
         last = early and layer + 1 == config.num_hidden_layers
         if layer in config.conv_layers:
             operations += conv_block(metadata, config, layer, config.conv_layers.index(layer), select=last)
+        elif layer in config.delta_layers:
+            operations += delta_block(metadata, config, layer, 2 * config.delta_layers.index(layer), select=last)
         else:
             operations += attention_block(metadata, config, layer, context, cache=attends.index(layer), select=last)
         operations += mlp_block(metadata, config, layer)
@@ -73,8 +76,18 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
         operations=tuple(operations),
         result=result,
         cache=tuple(cache_of(config, window) for window in windows),
-        states=(StateSpec("tail", (config.conv_taps - 1, config.hidden_size)),) * len(config.conv_layers),
+        states=layer_states(config) * len(config.state_layers),
     )
+
+
+def layer_states(config: Stack) -> tuple[StateSpec, ...]:
+    """The states of each layer that has some."""
+    if net := config.delta_net:
+        return (
+            StateSpec("tail", (net.taps - 1, net.channels)),
+            delta_state(net.key_heads, net.value_heads, net.key_dim, net.value_dim),
+        )
+    return (StateSpec("tail", (config.conv_taps - 1, config.hidden_size)),) if config.conv_layers else ()
 
 
 def cache_of(config: Stack, window: int | None = None) -> CacheSpec:
@@ -87,11 +100,22 @@ def buffer_widths(config: Stack) -> dict[str, int]:
     return {
         "x": config.hidden_size,  # the residual stream
         "normed": config.hidden_size,
-        "qkv": config.query_size + 2 * config.kv_size,
+        "qkv": config.query_size * (2 if config.attention_gate else 1) + 2 * config.kv_size,
         "attended": config.query_size,
         **({"conv_in": 3 * config.hidden_size, "convolved": config.hidden_size} if config.conv_layers else {}),
+        **(delta_widths(config.delta_net) if config.delta_net else {}),
         **({"mlp_normed": config.hidden_size} if config.parallel_blocks == "two_norms" else {}),
         **(expert_widths(config) if config.num_experts else mlp_widths(config)),
+    }
+
+
+def delta_widths(net: DeltaNet) -> dict[str, int]:
+    return {
+        "delta_in": net.channels + net.value_size,
+        "delta_rates": 2 * net.value_heads,
+        "convolved": net.channels,
+        "recalled": net.value_size,
+        "delta_normed": net.value_size,
     }
 
 
@@ -137,7 +161,7 @@ def norm(metadata: Metadata, config: Stack, layer: int, x: str, name: str, out: 
 def attention_block(
     metadata: Metadata, config: Stack, layer: int, context: int = 0, *, cache: int, span: int = -1, select: bool = False
 ) -> Iterator[Operation]:
-    """x += o(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v = qkv(norm(x)).
+    """x += o(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v = qkv(norm(x)); before o perhaps times sigmoid(gate).
 
     cache, span   as of Attention
     select        once keys and values are in the cache, no later layer asks for the other rows
@@ -170,6 +194,8 @@ def attention_block(
         yield Select(layer, ("x", "qkv", *((mlp_input(config),) if config.parallel else ())))
     scale, window = config.attention_scale, config.window(layer)
     yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, scale, window, cache, span)
+    if config.attention_gate:
+        yield Gate(layer, "attended", "qkv", v + config.kv_size, config.query_size)
     yield from residual(metadata, config, layer, "attended", f"{p}o", f"{p}post_attention_norm")
 
 
@@ -195,6 +221,29 @@ def conv_block(metadata: Metadata, config: Stack, layer: int, state: int, *, sel
     if select:
         yield Select(layer, ("x", "convolved"))
     yield from residual(metadata, config, layer, "convolved", f"{p}conv_out", f"{p}post_attention_norm")
+
+
+def delta_block(metadata: Metadata, config: Stack, layer: int, state: int, *, select: bool = False) -> Iterator[Operation]:
+    """x += delta_out(norm(delta(silu(conv(qkv)), rates)) * silu(gate)), with qkv, gate = delta_in(norm(x)) and the rates of
+    norm(x).
+
+    state    index in `Graph.states` of the convolution's, before that of the delta rule;  select: as of `attention_block`
+    """
+    net, arrays, p = config.delta_net, metadata.arrays, layer_prefix(config, layer)
+    assert net is not None
+    yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
+    yield from projection(metadata, config, layer, "normed", f"{p}delta_in", "delta_in")
+    yield from projection(metadata, config, layer, "normed", f"{p}delta_rates", "delta_rates")
+    yield SiluConv(layer, "delta_in", net.channels, arrays[f"{p}delta_conv"], "convolved", state)
+    yield DeltaRule(
+        layer, "convolved", "delta_rates", net.key_heads, net.value_heads, net.key_dim, net.value_dim,
+        arrays[f"{p}decay_log"], arrays[f"{p}dt_bias"], "recalled", state + 1,
+    )  # fmt: skip
+    if select:
+        yield Select(layer, ("x", "recalled", "delta_in"))
+    heads, gain, eps = net.value_heads, arrays[f"{p}delta_norm"], config.rms_norm_eps
+    yield GatedNorm(layer, "recalled", "delta_in", net.channels, heads, net.value_dim, gain, eps, "delta_normed")
+    yield from residual(metadata, config, layer, "delta_normed", f"{p}delta_out", f"{p}post_attention_norm")
 
 
 def mlp_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:

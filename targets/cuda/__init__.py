@@ -49,7 +49,7 @@ class CudaTarget:
             return gpus.refused
         if file is None:
             return None
-        if file.metadata.config.conv_layers:
+        if file.metadata.config.state_layers:
             return f"{gpus.first.name}: it does not have layers with a state yet"
         from edgeq.targets.cuda.supply.supply import Supply
 

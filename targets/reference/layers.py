@@ -27,6 +27,7 @@ from edgeq.targets.graph import (
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.linear import linear
 from edgeq.targets.rows import Rows
+from edgeq.targets.state_operations import Gate, GatedNorm
 
 ArrayF32 = NDArray[np.float32]
 
@@ -73,7 +74,7 @@ def _sigmoid(x: ArrayF32) -> ArrayF32:
         return np.asarray(1 / (1 + np.exp(-x)), np.float32)
 
 
-def _silu(x: ArrayF32) -> ArrayF32:
+def silu(x: ArrayF32) -> ArrayF32:
     with np.errstate(over="ignore"):
         return np.asarray(x / (1 + np.exp(-x)), np.float32)
 
@@ -90,7 +91,7 @@ def _gelu_tanh(x: ArrayF32) -> ArrayF32:
 
 
 FUNCTIONS: dict[Function, Callable[[ArrayF32], ArrayF32]] = {
-    "silu": _silu,
+    "silu": silu,
     "gelu": _gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
     "quick_gelu": lambda x: x * _sigmoid(np.float32(1.702) * x),
@@ -134,6 +135,17 @@ def experts(context: RunContext, op: Experts, rows: Rows, state: State) -> None:
 
 def gated_add(context: RunContext, op: GatedAdd, rows: Rows, state: State) -> None:
     state[op.out] += state[op.x] / (1 + np.exp(-state[op.gate][:, :1]))
+
+
+def gate(context: RunContext, op: Gate, rows: Rows, state: State) -> None:
+    state[op.x][:, : op.width] *= _sigmoid(state[op.gate][:, op.offset : op.offset + op.width])
+
+
+def gated_norm(context: RunContext, op: GatedNorm, rows: Rows, state: State) -> None:
+    width = op.heads * op.head_dim
+    heads = state[op.x][:, :width].reshape(len(rows), op.heads, op.head_dim)
+    normed = normalized(heads, context.array(op.gain), op.eps).reshape(len(rows), width)
+    context.out(state, op.out, len(rows))[:, :width] = normed * silu(state[op.gate][:, op.offset : op.offset + width])
 
 
 def embed(context: RunContext, op: Embed, rows: Rows, state: State) -> None:

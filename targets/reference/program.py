@@ -46,7 +46,7 @@ from edgeq.targets.reference.linear import linear
 from edgeq.targets.reference.requantize import ReferenceWeights
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows, StateRows, parts_of
-from edgeq.targets.state_operations import ShortConv
+from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv
 from edgeq.targets.states import snapshot_pages
 from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
 from edgeq.targets.times import RecordsRuns, Step, in_turn
@@ -181,5 +181,9 @@ OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]
     Experts: layers.experts,
     GatedAdd: layers.gated_add,
     Select: layers.select,
+    Gate: layers.gate,
+    GatedNorm: layers.gated_norm,
     ShortConv: states.short_conv,
+    SiluConv: states.silu_conv,
+    DeltaRule: states.delta_rule,
 }

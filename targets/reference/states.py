@@ -8,10 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.network.delta_net import UNIT_EPS
 from edgeq.targets.host_states import HostSnapshot, HostState, padded_rows, padded_width
 from edgeq.targets.reference.context import RunContext, State
+from edgeq.targets.reference.layers import silu
 from edgeq.targets.rows import PAGE, Rows
-from edgeq.targets.state_operations import ShortConv
+from edgeq.targets.state_operations import DeltaRule, ShortConv, SiluConv, padded_head
 from edgeq.targets.states import LOG
 
 ArrayF32 = NDArray[np.float32]
@@ -56,15 +58,73 @@ def rows_of_state(context: RunContext, index: int, rows: Rows) -> Iterator[State
 
 def short_conv(context: RunContext, op: ShortConv, rows: Rows, buffers: State) -> None:
     b, c, u = np.split(buffers[op.x][:, : 3 * op.width], 3, axis=1)
-    inputs, weight, out = b * u, context.array(op.weight), context.out(buffers, op.out, len(rows))
+    context.out(buffers, op.out, len(rows))[:] = c * _convolved(context, op, rows, b * u)
+
+
+def silu_conv(context: RunContext, op: SiluConv, rows: Rows, buffers: State) -> None:
+    context.out(buffers, op.out, len(rows))[:] = silu(_convolved(context, op, rows, buffers[op.x][:, : op.width]))
+
+
+def _convolved(context: RunContext, op: ShortConv | SiluConv, rows: Rows, inputs: ArrayF32) -> ArrayF32:
+    """sum over j of weight[:, j] * (the inputs of slot t - taps + 1 + j), of every row."""
+    weight, out = context.array(op.weight), np.zeros((len(rows), op.width), np.float32)
     taps = weight.shape[1]
     for row in rows_of_state(context, op.state, rows):
         ring = len(row.state)
         row.state[row.slot % ring] = inputs[row.row]
         # From the oldest on; before slot 0 a state holds zeros.
-        total = np.zeros(op.width, np.float32)
         for j in range(taps):
-            total += weight[:, j] * row.state[(row.slot - taps + 1 + j) % ring]
-        out[row.row] = c[row.row] * total
+            out[row.row] += weight[:, j] * row.state[(row.slot - taps + 1 + j) % ring]
         if row.snapshot is not None:
             row.snapshot[:] = row.state[np.arange(row.slot - taps + 2, row.slot + 1) % ring]
+    return out
+
+
+def delta_rule(context: RunContext, op: DeltaRule, rows: Rows, buffers: State) -> None:
+    keys, shared = op.key_heads * op.key_dim, op.value_heads // op.key_heads
+    q, k, v, _ = np.split(buffers[op.x], [keys, 2 * keys, 2 * keys + op.value_heads * op.value_dim], axis=1)
+    q, k = (_units(each.reshape(len(rows), op.key_heads, op.key_dim)) for each in (q, k))
+    q, v = q * np.float32(op.key_dim**-0.5), v.reshape(len(rows), op.value_heads, op.value_dim)
+    b, a = buffers[op.rates][:, : op.value_heads], buffers[op.rates][:, op.value_heads : 2 * op.value_heads]
+    decay, bias = context.array(op.decay_log), context.array(op.dt_bias)
+    with np.errstate(over="ignore", invalid="ignore"):
+        beta = 1 / (1 + np.exp(-b))
+        g = -np.exp(decay) * np.logaddexp(np.float32(0), a + bias)
+    out = context.out(buffers, op.out, len(rows))
+    of_d, of_g = op.log_places
+    for row in rows_of_state(context, op.state, rows):
+        r, first = row.row, row.slot // LOG * LOG
+        log = row.log[np.arange(first, row.slot + 1) % (2 * LOG)]
+        state, after = row.state[row.slot // LOG % 2], row.state[(row.slot // LOG + 1) % 2]
+        here = row.log[row.slot % (2 * LOG)]
+        here[:of_d].reshape(op.key_heads, -1)[:, : op.key_dim] = k[r]
+        here[of_g:] = g[r]
+        log[-1] = here
+        log_k = log[:, :of_d].reshape(len(log), op.key_heads, padded_head(op.key_dim))[:, :, : op.key_dim]
+        log_d = log[:, of_d:of_g].reshape(len(log), op.value_heads, padded_head(op.value_dim))[:, :, : op.value_dim]
+        # From the newest row back, one exponential each: a sum that is taken apart again would lose digits.
+        back = np.cumsum(log[::-1, of_g:], axis=0, dtype=np.float32)[::-1]
+        weights, whole = np.exp(np.concatenate([back[1:], np.zeros_like(back[:1])])), np.exp(back[0])
+        key, query = (np.repeat(each[r], shared, axis=0) for each in (k, q))
+        past, asked = (weights * np.repeat((log_k * each[r]).sum(axis=2), shared, axis=1) for each in (k, q))
+        d = v[r] - whole[:, None] * np.matmul(key[:, None], state)[:, 0]
+        result = whole[:, None] * np.matmul(query[:, None], state)[:, 0]
+        for j in range(len(log) - 1):
+            d = d - past[j, :, None] * log_d[j]
+            result = result + asked[j, :, None] * log_d[j]
+        log_d[-1] = beta[r][:, None] * d
+        out[r] = (result + asked[-1][:, None] * log_d[-1]).ravel()
+        if row.slot % LOG == LOG - 1:
+            total = whole[:, None, None] * state
+            for j in range(len(log)):
+                decayed = weights[j][:, None] * np.repeat(log_k[j], shared, axis=0)
+                total = total + decayed[:, :, None] * log_d[j][:, None]
+            after[:] = total
+        here[of_d:of_g] = log[-1, of_d:of_g]
+        if row.snapshot is not None:
+            row.snapshot[:] = after
+
+
+def _units(x: ArrayF32) -> ArrayF32:
+    """x [rows, heads, channels] with heads of length 1."""
+    return np.asarray(x / np.sqrt(np.square(x).sum(axis=2, keepdims=True) + np.float32(UNIT_EPS)), np.float32)

@@ -11,6 +11,7 @@ import pytest
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.format.manifest import array_shapes, fused_shapes, layer_contents
 from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.delta_net import DeltaNet
 from edgeq.network.image_config import ImageConfig
 from edgeq.network.pooling import Pooling
 from edgeq.network.rope import Rope, frequencies, picture_positions, rotation
@@ -74,6 +75,8 @@ SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OLMO = replace(PLAIN, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="whole")
 COHERE = replace(PLAIN, layer_norm=True, parallel_blocks="one_norm")
 LFM = replace(PLAIN, conv_layers=(0,), conv_taps=3)
+DELTA_NET = DeltaNet(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_dim=16, taps=4)
+DELTA = replace(PLAIN, delta_net=DELTA_NET, attention_gate=True)
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
@@ -84,6 +87,7 @@ WRITTEN = [
     GEMMA,
     SMOLLM,
     LFM,
+    DELTA,
     OLMO,
     COHERE,
     OPT,
@@ -142,6 +146,9 @@ def test_a_key_for_few_files_is_not_in_the_others() -> None:
     assert json.loads(SMOLLM.to_json())["layers_without_rope"] == [1]
     assert not {"conv_layers", "conv_taps"} & set(json.loads(PLAIN.to_json()))
     assert json.loads(LFM.to_json())["conv_layers"] == [0] and json.loads(LFM.to_json())["conv_taps"] == 3
+    assert not {"delta_net", "attention_gate"} & set(json.loads(PLAIN.to_json()))
+    assert NET == {"layers": [0], "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16, "taps": 4}
+    assert json.loads(DELTA.to_json())["attention_gate"] is True
     assert not {"pre_norms", "parallel_blocks", "qk_norm_kind"} & set(json.loads(PLAIN.to_json()))
     assert json.loads(OLMO.to_json())["pre_norms"] is False and json.loads(OLMO.to_json())["qk_norm_kind"] == "whole"
     assert json.loads(COHERE.to_json())["parallel_blocks"] == "one_norm"
@@ -154,6 +161,7 @@ def test_layers_rotate_by_kind_and_by_list() -> None:
     assert OPT.layer_rope(0) is None and GEMMA.layer_rope(0) == GEMMA.local_rope and GEMMA.layer_rope(1) == GEMMA.rope
 
 
+NET = json.loads(DELTA.to_json())["delta_net"]
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pooling and a tied head": ({"pooling": {"kind": "last", "normalize": True}}, FormatError, "no head to tie"),
     "pooling as text": ({"pooling": "last"}, FormatError, "config pooling is not a JSON object"),
@@ -209,6 +217,28 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         "conv_layers beside pooling",
     ),
+    "a delta net of no layer": ({"delta_net": NET | {"layers": []}}, FormatError, "delta_net has no layers"),
+    "a delta net after the last layer": ({"delta_net": NET | {"layers": [2]}}, FormatError, "layers must be .* from 0 to 1"),
+    "nothing but a delta net": ({"delta_net": NET | {"layers": [0, 1]}}, UnsupportedError, "beside layers of attention"),
+    "layers that are no list": ({"delta_net": NET | {"layers": 0}}, FormatError, "layers is not a list"),
+    "a delta net that is a list": ({"delta_net": []}, FormatError, "config delta_net is not a JSON object"),
+    "a delta net without heads": ({"delta_net": NET | {"key_heads": 0}}, FormatError, "delta_net.key_heads is 0"),
+    "heads that share no key": ({"delta_net": NET | {"key_heads": 3}}, FormatError, "4 value heads and 3 key heads"),
+    "a head that is too wide": ({"delta_net": NET | {"key_dim": 1025}}, FormatError, "delta_net.key_dim is 1025"),
+    "a delta net that is too wide": (
+        {"delta_net": NET | {"value_heads": 2048, "value_dim": 1024}},
+        FormatError,
+        "2097184 channels; expected at most 1048576",
+    ),
+    "a delta net without taps": ({"delta_net": NET | {"taps": 1}}, FormatError, "delta_net.taps is 1"),
+    "half a delta net": ({"delta_net": {"layers": [0]}}, FormatError, "delta_net lacks key_dim, key_heads"),
+    "a newer delta net": ({"delta_net": NET | {"channels": 1}}, UnsupportedError, "delta_net has unknown keys channels"),
+    "a delta net beside convolutions": (
+        {"delta_net": NET, "conv_layers": [1], "conv_taps": 3},
+        UnsupportedError,
+        "delta_net beside conv_layers",
+    ),
+    "a gate that is no switch": ({"attention_gate": 1}, FormatError, "attention_gate is 1; expected true or false"),
     "more experts than a file can hold": ({"num_experts": 20_000, "num_experts_per_tok": 1}, FormatError, "from 0 to 16384"),
     "experts as text": ({"num_experts": "3"}, FormatError, "num_experts is '3'"),
     "none of them used": ({"num_experts": 3}, FormatError, "uses none"),

@@ -18,6 +18,7 @@ from edgeq.format.metadata import Metadata
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.format.writer import Writer
 from edgeq.network.config import ModelConfig
+from edgeq.network.delta_net import DeltaNet
 
 NOISE = 1 << 22
 """Random bytes that a file repeats."""
@@ -39,8 +40,14 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
         sliding_windows=config.sliding_windows[:count],
         layers_without_rope=tuple(layer for layer in config.layers_without_rope if layer < count),
         conv_layers=tuple(layer for layer in config.conv_layers if layer < count),
+        delta_net=_with_layers(config.delta_net, count),
         vision=None,
     )
+
+
+def _with_layers(net: DeltaNet | None, count: int) -> DeltaNet | None:
+    layers = tuple(layer for layer in net.layers if layer < count) if net else ()
+    return replace(net, layers=layers) if net and layers else None
 
 
 def file_bytes(config: ModelConfig, codec: Codec) -> int:

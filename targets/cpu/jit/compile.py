@@ -23,9 +23,10 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from edgeq.format import codec, quantization
+from edgeq.network import delta_net
 from edgeq.system import machine
 from edgeq.system.whole_file import write_whole
-from edgeq.targets import rows
+from edgeq.targets import rows, states
 from edgeq.targets.cpu.jit import processor
 from edgeq.targets.cpu.jit.deferred import SYMBOL, ObjectFile
 
@@ -43,7 +44,7 @@ REMAINS_SECONDS = 3600
 def source_digest() -> str:
     """What decides about machine code beside the processor: this package's sources, the versions of Numba and LLVM."""
     # The modules outside of this package whose numbers become constants of the machine code.
-    outside = [Path(str(module.__file__)) for module in (codec, quantization, rows)]
+    outside = [Path(str(module.__file__)) for module in (codec, delta_net, quantization, rows, states)]
     sources = [*sorted(Path(__file__).parents[1].rglob("*.py")), *outside]
     seen = hashlib.blake2b(digest_size=8)
     versions = (metadata.version("numba").encode(), llvmlite.__version__.encode())

@@ -17,7 +17,7 @@ from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion, fuse
 from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, Tables, Variant
 from edgeq.targets.cpu.threads.threadpool import entries
-from edgeq.targets.state_operations import ShortConv
+from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv
 from edgeq.targets.target import OnProgress
 from edgeq.targets.times import Step
 
@@ -100,4 +100,8 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     op.InjectVectors: layers.inject_vectors,
     op.Select: layers.select,
     ShortConv: states.short_conv,
+    SiluConv: states.short_conv,
+    DeltaRule: states.delta_rule,
+    GatedNorm: states.gated_norm,
+    Gate: states.gate,
 }

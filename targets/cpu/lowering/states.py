@@ -1,18 +1,23 @@
-"""Operations of layers with a state as op records."""
+"""Operations of layers with a state, and their gates, as op records."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from edgeq.format.codec import as_float32
+from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.buffers import padded
+from edgeq.targets.cpu.jit.simd import LANES
+from edgeq.targets.cpu.kernels.rows import delta_rule as rule
+from edgeq.targets.cpu.kernels.rows import norms
 from edgeq.targets.cpu.kernels.rows import short_conv as kernels
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
-from edgeq.targets.state_operations import ShortConv
+from edgeq.targets.host_states import padded_width
+from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, padded_head
 
 
-def short_conv(context: Context, o: ShortConv) -> None:
+def short_conv(context: Context, o: ShortConv | SiluConv) -> None:
     (x, x_stride), (out, out_stride) = context.place(o.x), context.place(o.out)
     weight = as_float32(context.file.array(o.weight), o.weight.dtype)
     by_taps = np.zeros((weight.shape[1], padded(o.width)), np.float32)
@@ -21,5 +26,46 @@ def short_conv(context: Context, o: ShortConv) -> None:
         **context.state_args(o.state), x=x, x_stride=x_stride, out=out, out_stride=out_stride,
         width=o.width, row_bytes=4 * padded(o.width), weights=context.memory.copied(by_taps),
     )  # fmt: skip
-    context.emit(kernel(kernels.short_conv, weight.shape[1]), args, parts=channel_parts(o.width))
+    gated = int(isinstance(o, ShortConv))
+    context.emit(kernel(kernels.short_conv, weight.shape[1], gated), args, parts=channel_parts(o.width))
     context.invalidate(o.out)
+
+
+def delta_rule(context: Context, o: DeltaRule) -> None:
+    (x, x_stride), (rates, rates_stride), (out, out_stride) = map(context.place, (o.x, o.rates, o.out))
+    scratch = rule.scratch_bytes(padded_head(o.key_dim), padded_head(o.value_dim))
+    with np.errstate(over="ignore"):
+        decay = -np.exp(as_float32(context.file.array(o.decay_log), o.decay_log.dtype))
+    of_d, of_g = o.log_places
+    args = rule.DeltaRuleArgs(
+        **context.state_args(o.state), x=x, x_stride=x_stride, rates=rates, rates_stride=rates_stride,
+        out=out, out_stride=out_stride, key_heads=o.key_heads, value_heads=o.value_heads,
+        key_dim=o.key_dim, value_dim=o.value_dim, log=4 * context.state_places[o.state].log,
+        log_bytes=4 * padded_width(context.graph.states[o.state].log), log_d=4 * of_d, log_g=4 * of_g,
+        decay=context.memory.copied(decay), dt_bias=context.memory.floats(o.dt_bias),
+        scratch=context.memory.shared("delta rule", context.threads * scratch), scratch_bytes=scratch,
+    )  # fmt: skip
+    context.emit(kernel(rule.delta_rule, int(is_wide(context.isa))), args, parts=o.key_heads)
+    context.invalidate(o.out)
+
+
+def is_wide(isa: Isa) -> bool:
+    """Whether a vector of sixteen floats is one register."""
+    return isa.lanes == LANES
+
+
+def gated_norm(context: Context, o: GatedNorm) -> None:
+    (x, x_stride), (gate, gate_stride), (out, out_stride) = map(context.place, (o.x, o.gate, o.out))
+    args = norms.GatedNormArgs(
+        x=x, x_stride=x_stride, gate=gate + 4 * o.offset, gate_stride=gate_stride, heads=o.heads, head_dim=o.head_dim,
+        gain=context.memory.floats(o.gain), epsilon=o.eps, out=out, out_stride=out_stride,
+    )  # fmt: skip
+    context.emit(kernel(norms.gated_norm), args, parts=channel_parts(o.heads * o.head_dim))
+    context.invalidate(o.out)
+
+
+def gate(context: Context, o: Gate) -> None:
+    (x, x_stride), (gates, gate_stride) = context.place(o.x), context.place(o.gate)
+    args = norms.GateArgs(x=x, x_stride=x_stride, gate=gates + 4 * o.offset, gate_stride=gate_stride, width=o.width)
+    context.emit(kernel(norms.gate), args)
+    context.invalidate(o.x)

@@ -32,12 +32,13 @@ from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.format.codec import Codec, from_bf16
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
+from edgeq.network.delta_net import DeltaNet
 
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
 FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
 FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
-FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential")
+FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -126,11 +127,81 @@ def test_what_lfm2_does_not_have_is_refused_by_key(keys: dict[str, Any], error: 
 
 
 @pytest.mark.parametrize("method", ["quarot", "resq", "mquant", "ttq", "smoothquant"])
-def test_methods_that_take_every_layer_to_attend_refuse_convolutions(checkpoint: Callable[..., Path], method: str) -> None:
-    with pytest.raises(
-        UnsupportedError, match=f"--method {method}: this model .lfm2. has layers of convolutions; supported: none"
-    ):
-        preflight(str(checkpoint("lfm2")), ConvertOptions(method=method))
+@pytest.mark.parametrize(("family", "kind"), [("lfm2", "convolutions"), ("qwen3_5", "a gated delta net")])
+def test_methods_that_take_every_layer_to_attend_refuse_states(
+    checkpoint: Callable[..., Path], method: str, family: str, kind: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"--method {method}: this model .*has layers of {kind}; supported: none"):
+        preflight(str(checkpoint(family)), ConvertOptions(method=method))
+
+
+def test_qwen3_5_reads_which_layers_have_a_state() -> None:
+    plain = config_of("Qwen3_5ForCausalLM")
+    assert plain.delta_layers == (0, 1, 2, 4, 5, 6) and plain.attention_gate and plain.qk_norm and plain.head_dim == 256
+    assert plain.delta_net == DeltaNet(plain.delta_layers, 16, 32, 128, 128, 4) and plain.rope.rotary_size(256) == 64
+    assert config_of("Qwen3_5ForCausalLM", full_attention_interval=2).delta_layers == (0, 2, 4, 6)
+    sections = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, **sections}
+    typed = config_of("Qwen3_5ForCausalLM", layer_types=["linear_attention", "full_attention"] * 4, rope_parameters=rope)
+    assert typed.delta_layers == (0, 2, 4, 6)
+    assert (typed.rope.theta, typed.rope.rotary_size(256), typed.rope.sections) == (1e7, 128, ())
+    experts = config_of("Qwen3NextForCausalLM", moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2)
+    assert (experts.intermediate_size, experts.num_experts, experts.shared_expert_intermediate_size) == (24, 6, 512)
+    assert experts.norm_topk_prob and ModelConfig.from_json(experts.to_json()) == experts
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "why"),
+    [
+        ({"layer_types": ["linear_attention", "conv"] * 4}, UnsupportedError, "'conv' is not supported; supported: linear"),
+        ({"layer_types": ["linear_attention"] * 7}, CheckpointError, "not a list of 8 entries"),
+        ({"layer_types": ["linear_attention"] * 8}, UnsupportedError, "beside layers of attention"),
+        ({"layer_types": ["full_attention"] * 8}, CheckpointError, "delta_net has no layers"),
+        ({"full_attention_interval": 0}, CheckpointError, "full_attention_interval is 0"),
+        ({"linear_num_value_heads": 24}, CheckpointError, "24 value heads and 16 key heads"),
+        ({"linear_key_head_dim": "128"}, CheckpointError, "delta_net.key_dim is '128'"),
+        ({"attn_output_gate": False}, UnsupportedError, "attn_output_gate is False"),
+        ({"rope_parameters": [1]}, CheckpointError, "rope_parameters is"),
+    ],
+)
+def test_what_qwen3_5_does_not_have_is_refused_by_key(keys: dict[str, Any], error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        config_of("Qwen3_5ForCausalLM", **keys)
+
+
+def test_qwen3_nexts_rows_lie_key_head_by_key_head() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 2, "linear_value_head_dim": 3}
+    sources = recognise({"architectures": ["Qwen3NextForCausalLM"], **SIZES, **sizes})[0].sources()
+    orders = {part: sources[f"model.layers.0.self_attn.{part}.weight"].order for part in ("qkv_proj", "gate_proj", "b", "a")}
+    # Of a head 2 rows of q, 2 of k, 6 of v, 6 of z.
+    assert orders["qkv_proj"] == (0, 1, 16, 17, 2, 3, 18, 19, *range(4, 10), *range(20, 26))
+    assert orders["gate_proj"] == (*range(10, 16), *range(26, 32))
+    assert orders["b"] == (0, 1, 4, 5) and orders["a"] == (2, 3, 6, 7)
+
+
+def test_of_a_qwen3_5_that_sees_the_text_model_is_converted(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder, seeing = checkpoint("qwen3_5"), tmp_path / "seeing"
+    shutil.copytree(folder, seeing)
+    tensors = load_file(folder / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.patch_embed.proj.weight": torch.ones(4, 4), "mtp.fc.weight": torch.ones(2, 2)}
+    save_file(nested | others, seeing / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 1}}
+    # The tokenizer is not Qwen3.5's, which transformers would make of that model_type.
+    outer |= {"model_type": config["model_type"]}
+    (seeing / "config.json").write_text(json.dumps(outer | {"text_config": config, "tie_word_embeddings": True}))
+    notes = preflight(str(seeing), ConvertOptions(method="rtn", group_size=32)).notes()
+    assert any("the text model alone is converted; its vision tower is left out" in note for note in notes)
+    files = [
+        convert(str(each), tmp_path / f"{each.name}.edgeq", ConvertOptions(method="rtn", group_size=32), lambda *_: None)
+        for each in (folder, seeing)
+    ]
+    first, second = (file.metadata for file in files)
+    assert first.config == second.config
+    for name, linear in first.linears.items():
+        arrays = [(x.weights[0].arrays["q"]) for x in (linear, second.linears[name])]
+        assert np.array_equal(files[0].array(arrays[0]), files[1].array(arrays[1])), name
 
 
 def test_yarn_reads_its_options_and_computes_what_is_absent() -> None:

@@ -116,7 +116,9 @@ def test_channels_with_large_activations_get_a_larger_scale(checkpoint: Callable
     assert scale.argmax() == 5 and scale[5] > 1
 
 
-@pytest.mark.parametrize("family", ["llama_mha", "qwen2", "smollm3", "opt", "lfm2", "olmo2", "glm4", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama_mha", "qwen2", "smollm3", "opt", "lfm2", "qwen3_5", "olmo2", "glm4", "mixtral", "qwen2_moe"]
+)
 def test_a_layer_in_stages_has_the_inputs_and_outputs_of_a_whole_forward(checkpoint: Callable[..., Path], family: str) -> None:
     source, described, config = opened(checkpoint(family))
     blocks = BlockForward(source, described, config, tokens(5))

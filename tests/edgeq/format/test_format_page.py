@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_config import CLIP_TOWER, EXPERTS, GEMMA, OPT, PLAIN, TAPPED_TOWER, TOWER
+from test_config import CLIP_TOWER, DELTA, EXPERTS, GEMMA, OPT, PLAIN, TAPPED_TOWER, TOWER
 
 from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization
 from edgeq.format.container import ModelFile
 from edgeq.format.records import MODES, LinearSpec
-from edgeq.network import config, pooling, rope, stack
+from edgeq.network import config, delta_net, pooling, rope, stack
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -95,6 +95,7 @@ def test_what_is_reserved_is_refused_by_the_reader() -> None:
         (config.ModelConfig, "key", None),
         (rope.Rope, "key of a rope", None),
         (pooling.Pooling, "key of `pooling`", None),
+        (delta_net.DeltaNet, "key of `delta_net`", None),
         (config.VisionConfig, "key of a tower", stack.Stack),
     ],
 )
@@ -122,7 +123,7 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     found: set[str] = set()
     convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
     untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
-    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions):
+    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions, DELTA, replace(PLAIN, attention_gate=True)):
         names = {"head", *manifest.array_shapes(each), *manifest.rotation_shapes(each, 0)}
         for fused, parts in manifest.fused_shapes(each, 0):
             names |= {fused, *parts}

@@ -23,8 +23,8 @@ FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite",
 FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
 FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
 FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential")
-FAMILIES += ("phi3", "phi3_longrope", "phi3_shortrope", "phi4_mini", "smollm3", "gemma3", "opt", "lfm2")
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES += ("phi3", "phi3_longrope", "phi3_shortrope", "phi4_mini", "smollm3", "gemma3", "opt", "lfm2", "qwen3_5")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next")
 HAVE_CPU = importlib.util.find_spec("edgeq.targets.cpu.program") is not None
 TARGETS = ("reference", pytest.param("cpu", marks=pytest.mark.skipif(not HAVE_CPU, reason="no edgeq.targets.cpu")))
 TOLERANCE = 1e-3

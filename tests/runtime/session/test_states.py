@@ -84,10 +84,11 @@ def test_a_random_walk_gives_the_bits_of_a_plain_run(
 
 
 @pytest.mark.parametrize(("target", "mode"), [("reference", "a16"), ("cpu", "a16"), ("cpu", "a8")])
-def test_a_random_walk_of_a_model_with_convolutions(
-    model_path: Callable[..., Path], tmp_path: Path, target: str, mode: Any
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_a_random_walk_of_a_model_with_states(
+    model_path: Callable[..., Path], tmp_path: Path, family: str, target: str, mode: Any
 ) -> None:
-    path = model_path("lfm2", bits=4, group_size=32)
+    path = model_path(family, bits=4, group_size=32)
     with Model.load(path, target=target, mode=mode, context=448, max_rows=100, threads=2 if target == "cpu" else 0) as loaded:
         walk(loaded, tmp_path, random.Random(7))
 

@@ -20,8 +20,10 @@ from edgeq.targets.cpu.jit.simd import (
     vsum,
 )
 from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
+from edgeq.targets.cpu.kernels.rows.activate import SILU, active, sigmoid_of_minus
 from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, get_float, inverse_rms, inverse_root, normalize
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, write_quantized
+from edgeq.targets.cpu.kernels.rows.states import put_first
 
 
 class LayerNormArgs(Args):
@@ -96,6 +98,77 @@ def head_norm() -> Kernel:
         for r in range(part, get_i64(args.rows), parts):
             for head in range(args.heads):
                 normalize(args.x + r * args.x_stride + 4 * args.head_dim * head, args.head_dim, args.gain, args.epsilon)
+
+    return kernel
+
+
+class GatedNormArgs(Args):
+    """gate   of the first channel of x;  gain f32 [head_dim]"""
+
+    x = pointer()
+    x_stride = nbytes()
+    gate = pointer()
+    gate_stride = nbytes()
+    heads = number()
+    head_dim = number()
+    gain = pointer()
+    epsilon = float32()
+    out = pointer()
+    out_stride = nbytes()
+
+
+def gated_norm() -> Kernel:
+    """RMSNorm over each head of a row, times silu(gate)."""
+
+    def kernel(record, part, parts, thread):
+        args = GatedNormArgs(record)
+        dim = args.head_dim
+        whole = dim // 16 * 16
+        for item in range(part, get_i64(args.rows) * args.heads, parts):
+            r, begin = item // args.heads, 4 * dim * (item % args.heads)
+            x, gate, out = (
+                args.x + r * args.x_stride + begin,
+                args.gate + r * args.gate_stride + begin,
+                args.out + r * args.out_stride + begin,
+            )
+            total = vsplat(0.0)
+            for c in range(0, dim, 16):
+                part_of_head = vfirst(vload(x + 4 * c), dim - c)
+                total = vfma(part_of_head, part_of_head, total)
+            factor = vsplat(inverse_root(vsum(total) / dim, args.epsilon))
+            for c in range(0, whole, 16):
+                normed = vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c))
+                vstore(out + 4 * c, vmul(normed, active(SILU, vload(gate + 4 * c))))
+            if whole < dim:
+                normed = vmul(vmul(vload(x + 4 * whole), factor), vload(args.gain + 4 * whole))
+                put_first(out + 4 * whole, vmul(normed, active(SILU, vload(gate + 4 * whole))), dim - whole)
+
+    return kernel
+
+
+class GateArgs(Args):
+    """gate   of the first channel of x"""
+
+    x = pointer()
+    x_stride = nbytes()
+    gate = pointer()
+    gate_stride = nbytes()
+    width = number()
+
+
+def gate() -> Kernel:
+    """x *= sigmoid(gate), in place."""
+
+    def kernel(record, part, parts, thread):
+        args = GateArgs(record)
+        for r in range(part, get_i64(args.rows), parts):
+            x, gate = args.x + r * args.x_stride, args.gate + r * args.gate_stride
+            for c in range(0, args.width, 16):
+                gated = vmul(vload(x + 4 * c), sigmoid_of_minus(vsub(vsplat(0.0), vload(gate + 4 * c))))
+                if c + 16 <= args.width:
+                    vstore(x + 4 * c, gated)
+                else:
+                    put_first(x + 4 * c, gated, args.width - c)
 
     return kernel
 

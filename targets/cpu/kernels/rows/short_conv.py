@@ -1,4 +1,4 @@
-"""The gated convolution over the last rows of a session (targets/state_operations.py, ShortConv)."""
+"""Convolutions over the last rows of a session (targets/state_operations.py, ShortConv and SiluConv)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from edgeq.targets.cpu.jit.args import nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.simd import get_i32, get_i64, vfirst, vfma, vload, vmul, vsplat, vstore
 from edgeq.targets.cpu.kernels.args import StateArgs
+from edgeq.targets.cpu.kernels.rows.activate import SILU, active
 from edgeq.targets.cpu.kernels.rows.states import snapshot_after
 from edgeq.targets.states import LOG
 
 
 class ShortConvArgs(StateArgs):
-    """x, out    rows: b, c and u of `width` channels each side by side; the result
+    """x, out    rows: `width` channels; of a gated one b, c and u of as many each side by side; the result
     row_bytes    of a row of weights, of the state and of a snapshot, padded to 16 channels
     weights      f32 [taps][padded width]
     """
@@ -25,8 +26,11 @@ class ShortConvArgs(StateArgs):
     weights = pointer()
 
 
-def short_conv(taps: int) -> Kernel:
-    """A work item is 16 channels of a session: its rows follow one another, those of a state's ring are read back."""
+def short_conv(taps: int, gated: int) -> Kernel:
+    """A work item is 16 channels of a session: its rows follow one another, those of a state's ring are read back.
+
+    gated   c * the convolution of b * u; else silu of that of x
+    """
 
     def kernel(record, part, parts, thread):
         args = ShortConvArgs(record)
@@ -41,14 +45,16 @@ def short_conv(taps: int) -> Kernel:
                 slot = get_i32(args.slots + 4 * r)
                 x = args.x + r * args.x_stride + c
                 # What is beside the last channel is of another part of the row.
-                product = vfirst(vmul(vload(x), vload(x + 8 * width)), width - channel)
-                vstore(held + row_bytes * (slot % ring), product)
+                product = vload(x)
+                if gated:
+                    product = vmul(product, vload(x + 8 * width))
+                vstore(held + row_bytes * (slot % ring), vfirst(product, width - channel))
                 total = vsplat(0.0)
                 for j in range(taps):
                     at = (slot + ring - taps + 1 + j) % ring
                     total = vfma(vload(args.weights + row_bytes * j + c), vload(held + row_bytes * at), total)
-                result = vfirst(vmul(vload(x + 4 * width), total), width - channel)
-                vstore(args.out + r * args.out_stride + c, result)
+                result = vmul(vload(x + 4 * width), total) if gated else active(SILU, total)
+                vstore(args.out + r * args.out_stride + c, vfirst(result, width - channel))
                 snapshot = snapshot_after(args, session, slot)
                 if snapshot != 0:
                     for j in range(taps - 1):
