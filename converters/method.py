@@ -153,6 +153,8 @@ class Method:
     def codec(self, columns: int) -> Codec:
         """The codec of a weight of a decoder layer, or of its block of `columns`."""
         assert self.options.bits is not None
+        if self.options.table:
+            return Codec("table", self.options.bits, self.group_size(columns))
         if self.options.half:
             return Codec("s4" if self.options.scale_bits == 4 else "half", self.options.bits, self.group_size(columns))
         return Codec("int", self.options.bits, self.group_size(columns), bool(self.options.symmetric))

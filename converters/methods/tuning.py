@@ -49,9 +49,13 @@ class Tuned:
         return replace(self.quantized, scale=(self.quantized.scale.float() * self.factors.detach().cpu()).half())
 
     def centered(self) -> list[Tensor]:
-        """Integers less zero points, float32 [rows, groups, group size], of each span of groups of one size."""
+        """Integers less zero points, or entries of a table: float32 [rows, groups, group size] of each span of groups of one
+        size."""
         q, device = self.quantized, self.factors.device
         zero = torch.full_like(self.factors, self.codec.constant_zero) if q.zero is None else q.zero.float().to(device)
+        if q.table is not None:
+            entries = q.table.gather(1, q.q.long())
+            return split_groups(entries.to(device).float(), self.codec)
         parts, at = split_groups(q.q.to(device).float(), self.codec), 0
         for part in parts:
             part.sub_(zero[:, at : at + part.shape[1], None])

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgeq.converters.planning.options import ONE_CODEC, ConvertOptions, spelled
 from edgeq.errors import InputError
-from edgeq.format.codec import BITS
+from edgeq.format.codec import BITS, TABLE_BITS
 
 _ROUNDED: dict[str, Any] = {
     "bits": 4,
@@ -23,7 +23,7 @@ _ROUNDED: dict[str, Any] = {
     "vision_activation_bits": None,
     "calibration": None,
 }
-_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None, "scale_bits": None}
+_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None, "table": None, "scale_bits": None}
 _ALLOCATED: dict[str, Any] = {"budget": None, "allocation": None}
 _SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
 _ROTATED: dict[str, Any] = {
@@ -62,7 +62,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
 
 Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured, `calibration` none or the built-in text,
-`kv_bits` 16, no `budget`, no `allocation`, no `half`; `scale_bits` 16.
+`kv_bits` 16, no `budget`, no `allocation`, no `half`, no `table`; `scale_bits` 16.
 """
 WIDTHS = {"ttq": range(2, 6)}
 """Bits of weights that a method can store, where it is not all of them."""
@@ -89,6 +89,10 @@ def check_method_options(options: ConvertOptions) -> None:
             )
     if options.half and options.symmetric is not None:
         raise InputError("--half has neither zero points nor an integer for zero: give it or --sym/--asym")
+    if options.table and (options.symmetric is not None or options.half):
+        raise InputError("--table has entries that say where zero is: give it, --half or --sym/--asym")
+    if options.table and options.bits is not None and options.bits not in TABLE_BITS:
+        raise InputError(f"--table has at most 16 entries: {options.bits} bits are not supported; choose 2, 3 or 4")
     planned = [name for name in (options.allocation or {}).values() if name.endswith(" s4")]
     if planned and options.tune:
         raise InputError(f"--tune learns scales of 16 bits; the plan has {planned[0]}: leave --tune out")

@@ -12,11 +12,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from edgeq.format.codec import SCALE_CODES, ZeroKind
+from edgeq.converters.rounding.tables import GAUSSIAN_SCALES
+from edgeq.format.codec import SCALE_CODES, Codec, ZeroKind
 from edgeq.format.quantization import MIN_RANGE
 
-ASYMMETRIC, SYMMETRIC, HALF = range(3)
-"""Where the zero of a grid lies: at an integer that is searched, at 2^(bits - 1), or half a step below that."""
+ASYMMETRIC, SYMMETRIC, HALF, TABLE = range(4)
+"""Where the zero of a grid lies: at an integer that is searched, at 2^(bits - 1), half a step below that, or where a table says
+it does."""
 FORMS: dict[ZeroKind, int] = {"integer": ASYMMETRIC, "symmetric": SYMMETRIC, "half": HALF}
 SHARES = 20
 """Shares of a group's range that are tried, from the whole one down; the smallest is MIN_SHARE."""
@@ -31,6 +33,11 @@ GAUSSIAN_STEPS = np.array([0, 0, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 
 1960)."""
 
 
+def form_of(codec: Codec) -> int:
+    """The form of the grids of a codec."""
+    return TABLE if "table" in codec.parts(1, 1) else FORMS[codec.zero_kind]
+
+
 @njit(nogil=True, cache=True)
 def _to_f16(x: Any) -> Any:
     """A positive float32 rounded to f16, halves to even; infinity where f16 ends."""
@@ -43,15 +50,31 @@ def _to_f16(x: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _code(w: Any, scale: Any, zero: Any, top: Any) -> Any:
+def _code(w: Any, scale: Any, zero: Any, top: Any, levels: Any) -> Any:
+    if len(levels) > 0:
+        x, first, last = w / scale, 0, len(levels) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if x > (levels[middle] + levels[middle + 1]) / _F32(2):
+                first = middle + 1
+            else:
+                last = middle
+        return _F32(first)
     # `zero` may lie half way between two integers; what is rounded is the distance from the one after it.
     after = _F32(math.ceil(zero))
     return min(max(_F32(np.rint(w / scale - (after - zero))) + after, _F32(0)), top)
 
 
 @njit(nogil=True, cache=True)
-def _least_share(group: Any, costs: Any, top: Any, largest: Any) -> Any:
-    """The smallest share of a half grid's range: few bits clip most of a range that single weights of many decide."""
+def _level(code: Any, zero: Any, levels: Any) -> Any:
+    """What the scale multiplies."""
+    return levels[int(code)] if len(levels) > 0 else code - zero
+
+
+@njit(nogil=True, cache=True)
+def _least_share(group: Any, costs: Any, top: Any, largest: Any, levels: Any) -> Any:
+    """The smallest share of the range of a half grid or a table: few bits clip most of a range that single weights of many
+    decide."""
     square, cost = _F32(0), _F32(0)
     for i in range(len(group)):
         square += costs[i] * group[i] * group[i]
@@ -59,30 +82,38 @@ def _least_share(group: Any, costs: Any, top: Any, largest: Any) -> Any:
     if not (cost > 0 and largest > 0):
         return _F32(MIN_SHARE)
     bits = int(round(math.log2(top + _F32(1))))
-    step = _F32(math.sqrt(square / cost)) * GAUSSIAN_STEPS[bits] * _F32(MIN_STEP)
-    return min(step * top / (_F32(2) * largest), _F32(MIN_SHARE))
+    steps = GAUSSIAN_SCALES[bits] if len(levels) > 0 else GAUSSIAN_STEPS[bits]
+    step = _F32(math.sqrt(square / cost)) * steps * _F32(MIN_STEP)
+    return min(step * _reach(top, levels) / largest, _F32(MIN_SHARE))
 
 
 @njit(nogil=True, cache=True)
-def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any, row: Any) -> Any:
+def _reach(top: Any, levels: Any) -> Any:
+    """The largest level of a half grid or a table."""
+    return levels[len(levels) - 1] if len(levels) > 0 else top / _F32(2)
+
+
+@njit(nogil=True, cache=True)
+def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any, row: Any, levels: Any) -> Any:
     """(scale, zero) of the share of the group's range with the least sum of costs * error^2.
 
-    row   what scales of four bits are shares of: all that they can be are tried; else 0
+    row     what scales of four bits are shares of: all that they can be are tried; else 0
+    levels  of a table its entries, the least first; else none
     """
     low, high = _F32(0), _F32(0)
     for w in group:
         low, high = min(low, w), max(high, w)
     least = _F32(MIN_SHARE)
-    if form == HALF:
-        least = _least_share(group, costs, top, max(-low, high))
+    if form in (HALF, TABLE):
+        least = _least_share(group, costs, top, max(-low, high), levels)
     best, best_scale, best_zero = _F32(np.inf), _F32(np.nan), _F32(0)
     for step in range(len(SCALE_CODES) if row > 0 else shares):
         share = _F32(1) - _F32(step) * _STEP
         if row > 0:
             scale, zero = row * SCALE_CODES[step], top / _F32(2)
-        elif form == HALF:
+        elif form in (HALF, TABLE):
             share = _F32(least ** (_F32(step) / _F32(shares - 1)))
-            scale = _to_f16(max(max(-low, high) * share, _RANGE) / (top / _F32(2)))
+            scale = _to_f16(max(max(-low, high) * share, _RANGE) / _reach(top, levels))
             zero = top / _F32(2)
         elif form == SYMMETRIC:
             scale = _to_f16(max(max(-low, high) * share, _RANGE) / (top / _F32(2)))
@@ -92,7 +123,7 @@ def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any, row: Any) 
             zero = min(max(-_F32(np.rint(low * share / scale)), _F32(0)), top)
         error = _F32(0)
         for i in range(len(group)):
-            lost = (_code(group[i], scale, zero, top) - zero) * scale - group[i]
+            lost = _level(_code(group[i], scale, zero, top, levels), zero, levels) * scale - group[i]
             error += costs[i] * lost * lost
         if step == 0 or error < best:
             best, best_scale, best_zero = error, scale, zero
@@ -109,11 +140,12 @@ def search_grids(
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
     of_row: NDArray[np.float32],
+    levels: NDArray[np.float32],
 ) -> None:
     """Fill scale and zero [rows] with the grid of each row of weight [rows, columns], one group each; costs [columns];
-    form: of FORMS; of_row [rows]: what scales of four bits are shares of, else 0."""
+    form: of `form_of`; of_row [rows]: what scales of four bits are shares of, else 0; levels: of a table, else none."""
     for row in range(len(weight)):
-        scale[row], zero[row] = _search(weight[row], costs, top, form, shares, of_row[row])
+        scale[row], zero[row] = _search(weight[row], costs, top, form, shares, of_row[row], levels)
 
 
 @njit(nogil=True, cache=True)
@@ -137,6 +169,7 @@ def round_block(
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
     of_row: NDArray[np.float32],
+    levels: NDArray[np.float32],
     top: np.float32,
     form: int,
     shares: int,
@@ -150,6 +183,7 @@ def round_block(
     begins    [columns]: of how many columns the group has whose grid is to be found there; 0: it is known, or begun
     group_of  [columns]: the column of `scale` and `zero` [rows, groups]
     of_row    [rows]: what scales of four bits are shares of; else 0
+    levels    of a table its entries, the least first; else none
     """
     for row in range(len(weight)):
         w = weight[row]
@@ -157,9 +191,9 @@ def round_block(
             g = group_of[i]
             if begins[i] > 0:
                 ends = i + begins[i]
-                scale[row, g], zero[row, g] = _search(w[i:ends], costs[i:ends], top, form, shares, of_row[row])
-            code = _code(w[i], scale[row, g], zero[row, g], top)
-            back = (code - zero[row, g]) * scale[row, g]
+                scale[row, g], zero[row, g] = _search(w[i:ends], costs[i:ends], top, form, shares, of_row[row], levels)
+            code = _code(w[i], scale[row, g], zero[row, g], top, levels)
+            back = _level(code, zero[row, g], levels) * scale[row, g]
             error = (w[i] - back) / u[i, i]
             after = u[i]
             for j in range(i + 1, len(w)):
@@ -172,8 +206,8 @@ def round_block(
 def _refit(steps: Any, first: Any, scale: Any, row: Any, slope: Any, moments: Any, product: Any) -> Any:
     """The scale of a group after its step to the least error; `slope` [columns] follows.
 
-    With the integers less the zero point as T, 0 outside of the group, its weights are scale T, and the error D M D^T grows by
-    d^2 A + 2 d b where the scale grows by d: A = T M T^T, b = D M T^T, and `slope` is D M.
+    With the integers less the zero point, or the entries of a table, as T, 0 outside of the group, its weights are scale T, and
+    the error D M D^T grows by d^2 A + 2 d b where the scale grows by d: A = T M T^T, b = D M T^T, and `slope` is D M.
 
     steps    [columns of the group]: T
     first    the group's first column in the block
@@ -214,6 +248,7 @@ def improve_block(
     scale: NDArray[np.float32],
     zero: NDArray[np.float32],
     of_row: NDArray[np.float32],
+    levels: NDArray[np.float32],
     top: np.float32,
     integers: NDArray[np.uint8],
 ) -> None:
@@ -226,6 +261,7 @@ def improve_block(
     fixed     [columns]: stay as they are
     begins    [columns]: of how many columns the group has whose scale is refitted there; 0: none
     of_row    [rows]: what scales of four bits are shares of; else 0
+    levels    of a table its entries, the least first; else none
     """
     columns = rounded.shape[1]
     steps, product = np.empty(columns, np.float32), np.empty(columns, np.float32)
@@ -236,14 +272,14 @@ def improve_block(
             if begins[i] > 0:
                 size = begins[i]
                 for k in range(size):
-                    steps[k] = _F32(integers[row, i + k]) - zero[row, g]
+                    steps[k] = _level(_F32(integers[row, i + k]), zero[row, g], levels)
                 scale[row, g] = _refit(steps[:size], i, scale[row, g], of_row[row], slope, moments, product)
                 for k in range(size):
                     w[i + k] = steps[k] * scale[row, g]
             if fixed[i]:
                 continue
-            code = _code(w[i] - slope[i] / moments[i, i], scale[row, g], zero[row, g], top)
-            back = (code - zero[row, g]) * scale[row, g]
+            code = _code(w[i] - slope[i] / moments[i, i], scale[row, g], zero[row, g], top, levels)
+            back = _level(code, zero[row, g], levels) * scale[row, g]
             change = back - w[i]
             if change != 0:
                 w[i] = back

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from edgeq.converters.rounding import column_kernel as kernel
 from edgeq.converters.rounding.linears import Recipe
-from edgeq.converters.rounding.quantizer import Grid, Quantized, grid, overflow, quantize, restored
+from edgeq.converters.rounding.quantizer import Grid, Quantized, grid, levels_of, overflow, quantize, restored
 from edgeq.format.codec import Codec
 
 BLOCK = 128
@@ -208,11 +208,12 @@ class _Slab:
         columns, fixed = self._taken[span], self._factor.dead[span].cpu().numpy()
         moments = self._factor.moments[columns][:, columns].cpu().numpy()
         begins, top, group_of = np.zeros(w.shape[1], np.int64), self._top(span), self._group_of[span]
+        levels = self._levels(self._groups[group_of[0]].codec)
         for group in self._begun(span):
             begins[group.start - span.start] = group.stop - group.start
 
         def share(rows: slice) -> None:
-            grids = self._scale[rows], self._zero[rows], self._of_row[rows]
+            grids = self._scale[rows], self._zero[rows], self._of_row[rows], levels
             kernel.improve_block(w[rows], gradient[rows], moments, fixed, begins, group_of, *grids, top, integers[rows])
 
         _in_threads(share, len(w))
@@ -253,11 +254,12 @@ class _Slab:
                 begins[at.start] = at.stop - at.start
             else:
                 self._set_grid(group, torch.from_numpy(w[:, at]), None)
-        form = kernel.FORMS[self._groups[self._group_of[span.start]].codec.zero_kind]
+        codec = self._groups[self._group_of[span.start]].codec
+        form, levels = kernel.form_of(codec), self._levels(codec)
         top, costs, group_of = self._top(span), self._costs[span], self._group_of[span]
 
         def share(rows: slice) -> None:
-            grids = self._scale[rows], self._zero[rows], self._of_row[rows]
+            grids = self._scale[rows], self._zero[rows], self._of_row[rows], levels
             kernel.round_block(w[rows], u, costs, begins, group_of, *grids, top, form, kernel.SHARES, integers[rows])
 
         _in_threads(share, len(w))
@@ -266,11 +268,12 @@ class _Slab:
         """The grid of a group from its weights [rows, columns of the group]; `costs`: of its columns."""
         if self._preset.weighed and costs is not None:
             w, top = np.ascontiguousarray(weight.cpu().numpy()), np.float32((1 << group.codec.bits) - 1)
-            form = kernel.FORMS[group.codec.zero_kind]
+            form, levels = kernel.form_of(group.codec), self._levels(group.codec)
             scale, zero = self._scale[:, group.index], self._zero[:, group.index]
 
             def share(rows: slice) -> None:
-                kernel.search_grids(w[rows], costs, top, form, kernel.SHARES, scale[rows], zero[rows], self._of_row[rows])
+                grids = scale[rows], zero[rows], self._of_row[rows], levels
+                kernel.search_grids(w[rows], costs, top, form, kernel.SHARES, *grids)
 
             _in_threads(share, len(w))
             return
@@ -281,7 +284,12 @@ class _Slab:
         groups = [group.index for group in self._groups if block.start <= group.start < block.stop]
         scale, zero = (torch.from_numpy(np.ascontiguousarray(a[:, groups])) for a in (self._scale, self._zero))
         row = torch.from_numpy(self._of_row)[:, None] if self._coded else None
-        return Grid(scale, zero, codec.bits, row).stored(integers, codec)
+        return Grid(scale, zero, codec.bits, row, levels_of(codec)).stored(integers, codec)
+
+    def _levels(self, codec: Codec) -> NDArray[np.float32]:
+        """Entries of the table that weights are rounded to; none: to integers."""
+        levels = levels_of(codec)
+        return np.empty(0, np.float32) if levels is None else levels.numpy()
 
 
 def _in_threads(share: Callable[[slice], None], rows: int) -> None:

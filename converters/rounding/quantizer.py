@@ -14,8 +14,9 @@ the method was):
     absmax-search   (quarot)   as absmax, over the range, of 1.00 ... 0.21 of the largest weight, with the least
                     sum |error|^2.4 (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
     half            scale 2 max|w| / (2^b - 1), of a grid whose zero lies half way between two integers
+    table           scale max|w| / the largest entry of a table, that of a Gaussian (tables.py); the nearest entry is taken
     ...-weighed     over the part of that range with the least sum of cost * error^2, where columns have costs (columns.py); of
-                    half down to what suits the weights' mean square
+                    half and of table down to what suits the weights' mean square
 
 The last group of a row is shorter where the group size does not divide the columns.
 
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.converters.rounding.presets import MIN_MAX, Preset
+from edgeq.converters.rounding.tables import gaussian_levels
 from edgeq.errors import CheckpointError
 from edgeq.format.codec import SCALE_CODES, Codec
 from edgeq.format.quantization import MIN_RANGE
@@ -51,12 +53,13 @@ SEARCH_ELEMENTS = 1 << 22
 class Quantized:
     """q uint8 [rows, columns]; scale f16 and zero u8 (asymmetric only) [rows, groups]: what edgeq.format.codec packs.
 
-    Scales of four bits: their codes, u8, and super_scale f16 [rows, 1]."""
+    Scales of four bits: their codes, u8, and super_scale f16 [rows, 1].  Of a table its entries, int8 [rows, 2**bits]."""
 
     q: Tensor
     scale: Tensor
     zero: Tensor | None = None
     super_scale: Tensor | None = None
+    table: Tensor | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Quantized]) -> Quantized:
@@ -89,13 +92,15 @@ class Quantized:
 class Grid:
     """Scale (already rounded) and zero point of every group, float32 [rows, groups]; integers are 0 ... 2^bits - 1.
 
-    row   float32 [rows, 1]: of scales of four bits what they are a share of
+    row     float32 [rows, 1]: of scales of four bits what they are a share of
+    levels  float32 [2^bits]: of a table its entries, the least first, whose indices the integers are
     """
 
     scale: Tensor
     zero: Tensor
     bits: int
     row: Tensor | None = None
+    levels: Tensor | None = None
 
     @classmethod
     def joined(cls, grids: Sequence[Grid], dimension: int) -> Grid:
@@ -103,10 +108,13 @@ class Grid:
         if len(grids) == 1:
             return grids[0]
         scale, zero = torch.cat([g.scale for g in grids], dimension), torch.cat([g.zero for g in grids], dimension)
-        return cls(scale, zero, grids[0].bits, grids[0].row)
+        return cls(scale, zero, grids[0].bits, grids[0].row, grids[0].levels)
 
     def integers(self, groups: Tensor) -> Tensor:
         """Weights [rows, groups, any] -> stored integers as float32."""
+        if self.levels is not None:
+            between = (self.levels[:-1] + self.levels[1:]) / 2
+            return torch.bucketize(groups / self.scale[..., None], between).to(groups.dtype)
         # A zero half way between two integers: what is rounded is the distance from the one after it.
         zero = self.zero.ceil()[..., None]
         return (
@@ -119,6 +127,8 @@ class Grid:
 
     def weights(self, integers: Tensor) -> Tensor:
         """The inverse: what is read back, [rows, groups, any]."""
+        if self.levels is not None:
+            return self.levels[integers.long()] * self.scale[..., None]
         return (integers - self.zero[..., None]) * self.scale[..., None]
 
     def stored(self, integers: Tensor, codec: Codec) -> Quantized:
@@ -126,6 +136,8 @@ class Grid:
         q = integers.to(torch.uint8)
         if self.row is not None:
             return Quantized(q, scale_codes(self.scale, self.row), super_scale=self.row.half())
+        if self.levels is not None:
+            return Quantized(q, self.scale.half(), table=self.levels.to(torch.int8).repeat(len(q), 1))
         return Quantized(q, self.scale.half(), self.zero.to(torch.uint8) if codec.zero_kind == "integer" else None)
 
 
@@ -153,8 +165,14 @@ def restored(quantized: Quantized, codec: Codec) -> Tensor:
     zero = torch.full_like(scale, codec.constant_zero) if quantized.zero is None else quantized.zero.float()
     parts = split_groups(quantized.q.float(), codec)
     ends = [0, *accumulate(part.shape[1] for part in parts)]
-    grids = [Grid(scale[:, a:b], zero[:, a:b], codec.bits) for a, b in pairwise(ends)]
+    levels = None if quantized.table is None else quantized.table[0].float()
+    grids = [Grid(scale[:, a:b], zero[:, a:b], codec.bits, levels=levels) for a, b in pairwise(ends)]
     return _joined([found.weights(part) for found, part in zip(grids, parts, strict=True)])
+
+
+def levels_of(codec: Codec) -> Tensor | None:
+    """Entries of the table to which weights are rounded, float32 [2**bits]; None: to integers."""
+    return torch.from_numpy(gaussian_levels(codec.bits)) if "table" in codec.parts(1, 1) else None
 
 
 def scale_levels(beside: Tensor) -> Tensor:
@@ -222,6 +240,10 @@ def _grid(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
 
 def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid:
     """The grids over `share` of each group's range."""
+    if (levels := levels_of(codec)) is not None:
+        span = groups.abs().amax(-1).mul(share).clamp(min=MIN_RANGE)
+        scale = (span / levels[-1]).half().float()
+        return Grid(scale, torch.zeros_like(scale), codec.bits, levels=levels.to(groups.device))
     if codec.symmetric:
         span = groups.abs().amax(-1).mul(share).clamp(min=MIN_RANGE)
         steps = ((1 << codec.bits) - 1) / 2 if preset.full_range or codec.zero_kind == "half" else (1 << (codec.bits - 1)) - 1
@@ -244,5 +266,6 @@ def _searched(groups: Tensor, codec: Codec, preset: Preset) -> Grid:
         error = found.weights(found.integers(groups)).sub_(groups).abs_().pow_(SEARCH_POWER).sum(-1)
         better = error < least
         least = torch.where(better, error, least)
-        best = Grid(torch.where(better, found.scale, best.scale), torch.where(better, found.zero, best.zero), codec.bits)
+        scale, zero = torch.where(better, found.scale, best.scale), torch.where(better, found.zero, best.zero)
+        best = replace(best, scale=scale, zero=zero)
     return best

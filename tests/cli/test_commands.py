@@ -29,25 +29,27 @@ def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tin
 
 
 @pytest.mark.parametrize(
-    ("scales", "codec"),
+    ("grid", "codec"),
     [
-        pytest.param((), "i4 g32 half", id="f16"),
-        pytest.param(("--scale-bits", 4), "i4 g32 half s4", id="s4", marks=pytest.mark.exhaustive),
+        pytest.param(("--half",), "i4 g32 half", id="half"),
+        pytest.param(("--half", "--scale-bits", 4), "i4 g32 half s4", id="s4", marks=pytest.mark.exhaustive),
+        pytest.param(("--table",), "n4 g32", id="table"),
     ],
 )
-def test_a_half_grid_is_converted_inspected_and_run(
-    edgeq: Run, tiny_llama: Path, tmp_path: Path, scales: tuple[object, ...], codec: str
+def test_grids_without_zero_points_are_converted_inspected_and_run(
+    edgeq: Run, tiny_llama: Path, tmp_path: Path, grid: tuple[str, ...], codec: str
 ) -> None:
     out = tmp_path / "a.edgeq"
-    assert edgeq("convert", tiny_llama, "-o", out, "--bits", 4, "--group-size", 32, "--half", *scales).exit_code == 0
+    assert edgeq("convert", tiny_llama, "-o", out, "--bits", 4, "--group-size", 32, *grid).exit_code == 0
     facts = objects(edgeq("inspect", out, "--json"))
     assert {g["codec"] for g in facts["layers"] if g["part"] != "head"} == {codec}
-    assert facts["provenance"]["quantizer"] == "half" and facts["provenance"]["options"]["half"] is True
+    name = grid[0].strip("-")
+    assert facts["provenance"]["quantizer"] == name and facts["provenance"]["options"][name] is True
     assert "symmetric" not in facts["provenance"]["options"]
     texts = [edgeq("run", out, "-p", "def ", "-n", 8, "--target", target) for target in ("cpu", "reference")]
     assert texts[0].exit_code == texts[1].exit_code == 0 and texts[0].stdout == texts[1].stdout
-    both = edgeq("convert", tiny_llama, "-o", tmp_path / "b.edgeq", "--half", "--sym")
-    assert both.exit_code == 1 and "give it or --sym/--asym" in both.stderr
+    both = edgeq("convert", tiny_llama, "-o", tmp_path / "b.edgeq", grid[0], "--sym")
+    assert both.exit_code == 1 and "--sym/--asym" in both.stderr
 
 
 def test_convert_takes_a_group_per_row_and_a_head(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:

@@ -94,6 +94,13 @@ CONVERT_OPTIONS = decorated(
         "lose less than with zero points at 2 bits in groups of 32 or more, else more.  Not on GPUs.",
     ),
     quantization(
+        "--table",
+        is_flag=True,
+        default=None,
+        help="rtn, gptq, awq, awq+gptq, 2 to 4 bits: levels closer together near zero, as weights are, in about the bytes "
+        "of --half.  Not on GPUs.",
+    ),
+    quantization(
         "--scale-bits",
         type=int,
         metavar="N",

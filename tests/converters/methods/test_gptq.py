@@ -121,6 +121,21 @@ def test_scales_of_four_bits_are_settled_before_the_integers(
     assert loss < output_error(x, weight, gptq(weight, x, Recipe(codec, MIN_MAX_ZERO_WEIGHED), act_order)[1])
 
 
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (3, 0)])
+def test_a_table_loses_less_than_a_half_grid_in_its_bytes(
+    x: torch.Tensor, weight: torch.Tensor, bits: int, group_size: int, act_order: bool
+) -> None:
+    """Weights are those of a Gaussian; what is returned is what the file will hold."""
+    table, half = Codec("table", bits, group_size), Codec("half", bits, group_size)
+    gaussian = torch.randn(weight.shape, generator=generator(9))
+    (q,), rounded = gptq(gaussian, x, Recipe(table, MIN_MAX_ZERO_WEIGHED), act_order)
+    assert torch.equal(restored(q, table), rounded)
+    loss = output_error(x, gaussian, rounded)
+    assert loss < 0.97 * output_error(x, gaussian, gptq(gaussian, x, Recipe(half, MIN_MAX_ZERO_WEIGHED), act_order)[1])
+    assert loss < 0.5 * output_error(x, gaussian, fake(gaussian, table, MIN_MAX_ZERO_WEIGHED))
+
+
 @pytest.mark.parametrize("group_size", [64, 0])
 def test_at_two_bits_a_half_grid_beats_zero_points_in_fewer_bytes(
     x: torch.Tensor, weight: torch.Tensor, group_size: int
@@ -180,13 +195,13 @@ def test_a_refitted_scale_is_the_best_in_f16_for_its_integers(
     group_of = np.arange(COLUMNS) // group_size
     begins = np.zeros(COLUMNS, np.int64)
     begins[::group_size] = np.bincount(group_of)
-    top, no_rows = np.float32(2**bits - 1), np.zeros(ROWS, np.float32)
+    top, no_rows, no_table = np.float32(2**bits - 1), np.zeros(ROWS, np.float32), np.empty(0, np.float32)
     form = column_kernel.SYMMETRIC if symmetric else column_kernel.ASYMMETRIC
     scale, zero = np.empty((2, ROWS, len(np.unique(group_of))), np.float32)
     for group in range(scale.shape[1]):
         part = np.ascontiguousarray(wanted[:, group_of == group])
         costs = np.ones(part.shape[1], np.float32)
-        grids = scale[:, group], zero[:, group], no_rows
+        grids = scale[:, group], zero[:, group], no_rows, no_table
         column_kernel.search_grids(part, costs, top, form, column_kernel.SHARES, *grids)
     before = scale.copy()
     steps = np.clip(np.rint(wanted / scale[:, group_of]) + zero[:, group_of], 0, top) - zero[:, group_of]
@@ -195,7 +210,8 @@ def test_a_refitted_scale_is_the_best_in_f16_for_its_integers(
     gradient = ((rounded - wanted).astype(np.float64) @ moments).astype(np.float32)
     every = np.ones(COLUMNS, np.bool_)
     moments32 = moments.astype(np.float32)
-    column_kernel.improve_block(rounded, gradient, moments32, every, begins, group_of, scale, zero, no_rows, top, integers)
+    grids = scale, zero, no_rows, no_table
+    column_kernel.improve_block(rounded, gradient, moments32, every, begins, group_of, *grids, top, integers)
 
     assert np.array_equal(integers, kept) and np.array_equal(rounded, (steps * scale[:, group_of]).astype(np.float32))
     assert np.array_equal(scale, scale.astype(np.float16)) and np.isfinite(scale).all()

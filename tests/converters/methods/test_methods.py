@@ -229,6 +229,11 @@ def test_the_searched_range_never_loses_more_than_the_whole_one(codec: Codec) ->
         ({"half": True, "symmetric": True}, r"--half has neither zero points nor an integer for zero"),
         ({"half": True, "symmetric": False}, r"give it or --sym/--asym"),
         ({"scale_bits": 4}, r"--scale-bits 4 needs --half"),
+        ({"table": True, "half": True}, r"--table has entries that say where zero is"),
+        ({"table": True, "symmetric": True}, r"give it, --half or --sym/--asym"),
+        ({"table": True, "bits": 5}, r"at most 16 entries: 5 bits are not supported; choose 2, 3 or 4"),
+        ({"table": True, "scale_bits": 4}, r"--scale-bits 4 needs --half"),
+        ({"method": "ttq", "table": True}, r"--table goes with --method rtn, awq, gptq, awq\+gptq; --method ttq"),
         ({"half": True, "scale_bits": 4, "group_size": 0}, r"--scale-bits 4 needs groups"),
         ({"method": "gptq", "half": True, "scale_bits": 4, "tune": True}, r"--scale-bits 4 needs no --tune"),
         (

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 
 from edgeq.converters.rounding.linears import Delivery, LinearItem, Recipe, write_linear
 from edgeq.converters.rounding.quantizer import fake, quantize
+from edgeq.converters.rounding.tables import GAUSSIAN_SCALES, GAUSSIAN_TABLES
 from edgeq.errors import CheckpointError
-from edgeq.format.codec import BITS, Codec, dequantize, pack_beside, pack_integers
+from edgeq.format.codec import BITS, TABLE_BITS, Codec, dequantize, pack_beside, pack_integers
 
 CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, 16, 64) for symmetric in (True, False)]
 HALVES = [Codec("half", bits, group) for bits in BITS for group in (0, 16, 64)]
+TABLES = [Codec("table", bits, group) for bits in TABLE_BITS for group in (0, 16, 64)]
 FOUR_BITS = [Codec("s4", bits, group) for bits in BITS for group in (16, 64, 128)]
 
 
-@pytest.mark.parametrize("codec", [*CODECS, *HALVES, *FOUR_BITS], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [*CODECS, *HALVES, *FOUR_BITS, *TABLES], ids=lambda c: c.name)
 def test_fake_quantization_is_bit_for_bit_what_the_packed_arrays_dequantize_to(codec: Codec) -> None:
     generator = torch.Generator().manual_seed(codec.bits)
     weight = torch.randn(37, 192, generator=generator) * torch.logspace(-6, 3, 37)[:, None]
@@ -76,6 +78,37 @@ def test_a_half_grid_takes_the_nearest_of_its_levels(codec: Codec) -> None:
     assert (found <= nearest + 1e-6 * scale).all()
     largest = weight.unflatten(1, (-1, size)).abs().amax(-1)
     assert torch.allclose(stored.scale.float() * ((1 << codec.bits) - 1) / 2, largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize("codec", TABLES, ids=lambda c: c.name)
+def test_a_table_gives_the_nearest_of_its_entries(codec: Codec) -> None:
+    """Against all entries, in float64; the outermost is at the largest weight."""
+    weight = torch.randn(5, 128, generator=torch.Generator().manual_seed(codec.bits))
+    stored, size = quantize(weight, codec, "w"), codec.group_size or 128
+    assert stored.zero is None and stored.table is not None and stored.table.shape == (5, 1 << codec.bits)
+    scale = stored.scale.double().repeat_interleave(size, 1)
+    nearest = (weight.double()[..., None] - scale[..., None] * stored.table[0].double()).abs().amin(-1)
+    assert ((weight.double() - fake(weight, codec).double()).abs() <= nearest + 1e-6 * scale).all()
+    largest = weight.unflatten(1, (-1, size)).abs().amax(-1)
+    assert torch.allclose(stored.scale.float() * stored.table[0, -1], largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bits", TABLE_BITS)
+def test_a_gaussian_table_loses_on_a_gaussian_what_its_page_says(bits: int) -> None:
+    """And less than equally spaced levels from 2 bits on; the best scale of both is tried."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(bits)).double()
+    table = torch.tensor(GAUSSIAN_TABLES[bits]).double()
+    even = torch.arange(1 << bits).double() - ((1 << bits) - 1) / 2
+
+    def loss(levels: torch.Tensor) -> float:
+        between = (levels[:-1] + levels[1:]) / 2
+        return float((levels[torch.bucketize(x, between)] - x).square().mean())
+
+    found = loss(table * float(GAUSSIAN_SCALES[bits]))
+    assert found == pytest.approx({1: 0.3634, 2: 0.1175, 3: 0.0346, 4: 0.00967}[bits], rel=0.02)
+    assert all(found < 1.002 * loss(table * float(GAUSSIAN_SCALES[bits]) * share) for share in (0.9, 0.97, 1.03, 1.1))
+    if bits > 1:
+        assert found < min(loss(even * step) for step in np.linspace(0.25, 1.1, 200))
 
 
 @pytest.mark.parametrize("codec", FOUR_BITS, ids=lambda c: c.name)

@@ -33,6 +33,7 @@ METHODS = (
     ("llama_gqa", {"method": "awq+gptq", "bits": 3, "group_size": 32}),
     ("qwen2_moe", {"method": "awq", "bits": 3, "group_size": 32}),
     ("llama_gqa", {"method": "awq", "bits": 2, "group_size": 32, "half": True, "scale_bits": 4}),
+    ("llama_gqa", {"method": "awq+gptq", "bits": 3, "group_size": 32, "table": True, "tune": True}),
     ("opt", {"method": "smoothquant+gptq"}),
     ("llama_mha", {"method": "quarot", "gptq": True}),
     ("llama_gqa", {"method": "resq", "gptq": True, "calibration": "built-in"}),
