@@ -162,9 +162,10 @@ def test_parts_of_experts_add_up_to_a_token_with_its_routers(tmp_path: Path, mon
         assert sum(seconds(codec, *part) for part in parts) == pytest.approx(codec.bits, rel=1e-4)
 
 
+@pytest.mark.parametrize("other", [Codec("int", 3, 32, symmetric=False), Codec("table", 4, 32)], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "experts"])
-def test_parts_of_a_random_file_have_codecs_of_their_own(tmp_path: Path, config: ModelConfig) -> None:
-    path, other = tmp_path / "random.edgeq", Codec("int", 3, 32, symmetric=False)
+def test_parts_of_a_random_file_have_codecs_of_their_own(tmp_path: Path, config: ModelConfig, other: Codec) -> None:
+    path = tmp_path / "random.edgeq"
     part = "layers.1.experts.down" if config.num_experts else "layers.1.down"
     write_random(path, config, CODEC, {part: other, "head": Codec("int", 8, 64, symmetric=False), "embedding": other})
     stored = {name: linear.weights[0].codec for name, linear in ModelFile.open(path).metadata.linears.items()}
