@@ -37,7 +37,7 @@ parts     of the longest context, which are taken side by side; 0: one after the
 """
 
 
-def suffixed(suffix: str, **default: None) -> Any:
+def suffixed(suffix: str, **default: Any) -> Any:
     """A field that is a record whose names get `suffix`; with `default=None` it may be left out."""
     return field(metadata={"suffix": suffix}, **default)
 
@@ -65,7 +65,7 @@ class Arguments:
 
 
 @cache
-def parameters(record: type[Arguments]) -> Mapping[str, str]:
+def parameters(record: type[Any]) -> Mapping[str, str]:
     """Names and types of the parameters that a kernel of this record may have.  TypeError: a name occurs twice."""
     names = [*_declared(record), *((name, OF_A_RUN[name]) for name in record.run)]
     if len(dict(names)) < len(names):

@@ -93,7 +93,7 @@ def scratch_bytes(key_dim: int, value_dim: int) -> int:
 class HeadRows(NamedTuple):
     """A key head and some rows: addresses in the scratch of the thread, of the first row of the log, and padded bytes.
 
-    first    rows of the log before them;  index: of the first of them in `order`
+    first    rows of the log before them;  begin: of the first of them in `order`
     """
 
     scratch: int
@@ -104,7 +104,7 @@ class HeadRows(NamedTuple):
     key_bytes: int
     value_bytes: int
     first: int
-    index: int
+    begin: np.int64
 
 
 def state_products(count: int, vectors: int) -> Any:
@@ -214,7 +214,7 @@ def place_keys(args, places, key_head, count):
     """Keys of `count` rows into the log, keys and queries into scratch, and their dots with the keys of the log up to them."""
     dim = args.key_dim
     for t in range(count):
-        x = args.x + get_i32(args.order + 4 * (places.index + t)) * args.x_stride + 4 * dim * key_head
+        x = args.x + get_i32(args.order + 4 * (places.begin + t)) * args.x_stride + 4 * dim * key_head
         row = places.rows + (places.first + t) * args.log_bytes + places.key_bytes * key_head
         key, query = places.units + 2 * t * places.key_bytes, places.units + (2 * t + 1) * places.key_bytes
         unit_head(x, query, dim, 1.0 / math.sqrt(dim))
@@ -230,7 +230,7 @@ def place_keys(args, places, key_head, count):
 @inline
 def decays(args, places, head, t):
     """g of row t into the log; the decay since each row of the log, and that times the dots of row t; the decay since S."""
-    r, first = get_i32(args.order + 4 * (places.index + t)), places.first + t
+    r, first = get_i32(args.order + 4 * (places.begin + t)), places.first + t
     rates, scratch = args.rates + r * args.rates_stride + 4 * args.value_heads, places.scratch
     of_g = places.rows + args.log_g + 4 * head
     step = vsplat(get_f32(rates + 4 * head) + get_f32(args.dt_bias + 4 * head))
@@ -251,7 +251,7 @@ def decays(args, places, head, t):
 @inline
 def change_and_result(args, places, head, t):
     """d of row t into the log, and its result."""
-    r, first, dim = get_i32(args.order + 4 * (places.index + t)), places.first + t, args.value_dim
+    r, first, dim = get_i32(args.order + 4 * (places.begin + t)), places.first + t, args.value_dim
     values = args.x + r * args.x_stride + 8 * args.key_heads * args.key_dim + 4 * head * dim
     out, scratch = args.out + r * args.out_stride + 4 * head * dim, places.scratch
     whole = vload(scratch + WHOLE)
