@@ -229,7 +229,7 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
 ]
 
 
-SHARE = "matvec: products are added before all are there", "attend: weights of other warps are read too early"
+SHARE = ("matvec: products are added before all are there",)
 CASES = [pytest.param(*rest, id=name, marks=() if name in SHARE else pytest.mark.exhaustive) for name, *rest in MUTATIONS]
 
 

@@ -28,7 +28,8 @@ from tests.cuda.comparing import kl
 from tests.cuda.emulated import BACKWARD, SHUFFLED, EmulatedDevice
 from tests.targets.cases import Arrays, product, recording, weight
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
+# `make test` has the products that a model needs, `make test-cuda` whole models too: their kernels take a minute to compile.
+pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
 CONTEXT, TOKENS = 1024, 256
 MAX_ERROR = 1e-2
@@ -99,8 +100,7 @@ def reference(graph: Graph, file: ModelFile, tokens: np.ndarray) -> dict[Mode, n
     return {mode: Reader(program).read(tokens, mode) for mode in modes}
 
 
-# `make test` has the one in a16, with every kernel that a model needs; `make test-cuda` the others.
-@pytest.mark.parametrize("mode", ["a16", pytest.param("a8", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mode", ["a16", "a8"])
 def test_the_logits_are_those_of_the_reference(
     mode: Mode, device: EmulatedDevice, graph: Graph, file: ModelFile, tokens: np.ndarray, reference: dict[Mode, np.ndarray]
 ) -> None:
@@ -113,7 +113,6 @@ def test_the_logits_are_those_of_the_reference(
         assert error <= MAX_ERROR
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["a16", "a8"])
 def test_any_chunking_gives_the_same_bits(
     mode: Mode, device: EmulatedDevice, graph: Graph, file: ModelFile, tokens: np.ndarray
@@ -130,7 +129,6 @@ def test_any_chunking_gives_the_same_bits(
     assert {name.partition("_")[0] for name in device.launches} >= {"fused", "matmul"}
 
 
-@pytest.mark.exhaustive
 def test_a_batch_gives_the_bits_of_each_session_alone(
     device: EmulatedDevice, graph: Graph, file: ModelFile, tokens: np.ndarray
 ) -> None:
@@ -179,7 +177,6 @@ def test_greedy_tokens_are_those_of_the_reference_but_for_ties(
             assert abs(logits[found[differs]] - logits[wanted[differs]]) < TIE
 
 
-@pytest.mark.exhaustive
 def test_pages_are_copied_saved_and_taken_again(
     device: EmulatedDevice, graph: Graph, file: ModelFile, tokens: np.ndarray
 ) -> None:
@@ -289,7 +286,6 @@ def test_weights_in_a_codec_without_kernels_are_refused_by_its_name(
     refused(device, graph, arrays, match="weights in the codec i4 g32 yet; run with --target cpu")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [64, 200])
 def test_a_table_in_the_file_and_a_bias(device: EmulatedDevice, columns: int) -> None:
     """An untied embedding is gathered by the host; the layer has a bias and an output at an offset."""
