@@ -5,6 +5,7 @@ torch and transformers are imported when a checkpoint is first asked for, so tha
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 from collections.abc import Callable
@@ -17,6 +18,13 @@ import edgeq.converters  # noqa: F401  (before torch: it says how torch's thread
 
 # A shell starts what it runs in the background with interrupts ignored; what a test starts and interrupts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Take what stays until the end, thousands of tests and torch, out of what the garbage collector looks through."""
+    gc.collect()
+    gc.freeze()
+
 
 TINY_LLAMA = Path(__file__).parent.parent / "models" / "tiny-llama"
 
