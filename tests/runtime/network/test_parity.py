@@ -35,7 +35,7 @@ WAYS = {"at_once": 256, "chunked": 37, "token_by_token": 1}
 
 
 def ways(target: str, *marks: pytest.MarkDecorator) -> Iterator[Any]:
-    """Every family in every way of cutting the prompt; `make test` leaves it whole but for the larger weights on the cpu."""
+    """Every family in every way of cutting the prompt, which `make test` cuts with the larger weights and on the cpu alone."""
     # A cache rounded otherwise can send a token to another expert where two are close: experts only with caches rounded alike.
     for name, weights, families in (("plain", PLAIN, FAMILIES), ("rounded", ROUNDED, FAMILIES + EXPERTS)):
         for family, (way, rows) in itertools.product(families, WAYS.items()):
