@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 from edgeq.targets.cuda.supply.pack import POINTER
@@ -64,8 +64,7 @@ class Arguments:
         return values
 
 
-@cache
-def parameters(record: type[Any]) -> Mapping[str, str]:
+def parameters(record: type[Arguments]) -> Mapping[str, str]:
     """Names and types of the parameters that a kernel of this record may have.  TypeError: a name occurs twice."""
     names = [*_declared(record), *((name, OF_A_RUN[name]) for name in record.run)]
     if len(dict(names)) < len(names):
