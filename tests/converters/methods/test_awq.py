@@ -145,6 +145,12 @@ def test_a_layer_in_stages_has_the_inputs_and_outputs_of_a_whole_forward(checkpo
     assert torch.equal(blocks.hidden, expected)
 
 
+def test_the_output_of_a_convolution_has_inputs_of_its_own(checkpoint: Callable[..., Path]) -> None:
+    _, _, layer, _ = first_layer(checkpoint("lfm2"))
+    mlp = ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
+    assert sites(layer) == [("self_attn.in_proj",), ("self_attn.out_proj",), *mlp]
+
+
 def assert_moments(found: torch.Tensor, x: torch.Tensor) -> None:
     """Both factors of a product may have been rounded to bf16, by up to 2^-8 of each; they are added up in float32."""
     bound = (2.0**-7 + 2.0**-16) * (x.abs().T @ x.abs()) if has_bf16() else 0
