@@ -11,7 +11,9 @@ with:
     up       output channels of the up projection, and columns of the down projection
     values   output channels of the value projection, and columns of the output projection of all query heads that read them
     keys     pairs of channels that RoPE rotates together, in the key and, inversely, in its query heads
-    visual   channels between up and down projection, those that rows of pictures reach most (visual_outliers.py); alone
+    visual   channels between up and down projection, those that rows of pictures reach the most times as far as
+             those of text; alone.  A scale for all rows is then too coarse for text, as in large models that read pictures
+             (MQuant, arXiv 2502.00425, figure 2)
     basis    the residual stream rotated into the basis of its principal components, where variance gathers in few channels
 
 The whole checkpoint is held in memory in float32.
@@ -23,6 +25,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,7 +33,7 @@ import click
 from edgeq.errors import InputError
 from edgeq.tools.cli.entry import Command
 from edgeq.tools.cli.terminal import note, progress
-from edgeq.tools.lab.visual_outliers import visual_channels
+from edgeq.tools.lab import signs
 from edgeq.tools.quality import corpus
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 WINDOW, WINDOWS = 256, 32
 """Tokens of a window, and windows, of the text whose principal components become the basis."""
+SIGNS = 64
+"""Pictures whose channels are compared with those of text."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,47 @@ def plant_visual(source: Path, out: Path, kinds: Kinds) -> None:
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "config.json"))
     (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2), encoding="utf-8")
     save_file({name: t.contiguous() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+
+
+def visual_channels(source: Path, channels: int) -> list[Tensor]:
+    """For each decoder layer, i64 [channels]: the inputs of its down projection that pictures reach most, by the ratio to text.
+
+    Measured on signs that neither training nor evaluation has.  InputError: the model reads text alone.
+    """
+    import torch
+
+    from edgeq.converters.calibration.sample_forward import SampleForward
+    from edgeq.converters.calibration.samples import read_samples
+    from edgeq.converters.calibration.staged import staged
+    from edgeq.converters.checkpoint.download import HubAccess
+    from edgeq.converters.checkpoint.tokenizer import read_text
+    from edgeq.converters.families.network import described, open_tensors
+    from edgeq.converters.importers import open_source
+    from edgeq.converters.method import features_of
+    from edgeq.converters.methods.none import Unquantized
+    from edgeq.converters.planning.options import ConvertOptions
+
+    opened = open_source(str(source), HubAccess())
+    family, config = described(opened)
+    if family.tower is None:
+        raise InputError(f"{source}: it reads text alone; --visual is for models that read pictures")
+    checkpoint = open_tensors(opened, family)
+    with TemporaryDirectory() as folder:
+        signs.write(Path(folder), "calibration", SIGNS)
+        samples = read_samples(Path(folder), config, read_text(opened, config.vocab_size)).samples
+        tower = Unquantized(ConvertOptions(method="none"), family.tower, family.tower.config)
+        pictures = [picture for sample in samples for picture in sample.pictures]
+        forward = SampleForward(family, config, samples, features_of(tower, pictures, checkpoint, None), checkpoint)
+    found = []
+    for index in range(config.num_hidden_layers):
+        layer = forward.load(index)
+        run = staged(forward, index, layer)
+        run.moments("mlp.down_proj")
+        text, vision = run.largest["mlp.down_proj"]
+        run.finish()
+        forward.unload(layer)
+        found.append(torch.argsort(vision / text, descending=True)[:channels])
+    return found
 
 
 def read_config(source: Path) -> dict[str, Any]:

@@ -31,8 +31,9 @@ def test_all_commands_are_found() -> None:
     expected = {
         "arm_roofline",
         "assembly",
-        "llama_cpp_types",
+        "dither",
         "gpu_roofline",
+        "llama_cpp_types",
         "load",
         "make_checkpoint",
         "peers",
