@@ -232,7 +232,8 @@ class CalibratedRun(ConversionRun):
 
 
 def _flat(states: Sequence[Tensor]) -> Tensor:
-    return torch.cat([state.flatten() for state in states])
+    """[tokens, hidden]"""
+    return torch.cat([state.flatten(0, -2) for state in states])
 
 
 def _block_reader(prefix: str, block: nn.Module, others: RowReader) -> RowReader:

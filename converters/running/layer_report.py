@@ -26,8 +26,9 @@ class LayerReport:
     """A decoder layer as stored.
 
     bits     per weight of its linear layers, everything counted that is stored for them
-    output   relative error of its output over some calibration text, |y' - y| / |y - x|: x are its inputs, y and y' the outputs
-             of the layer as it was and as it is stored, so y - x is what it adds to the residual stream
+    output   relative error of its output over some calibration text, |y' - y| / |y - x|, the median over tokens: x are its
+             inputs, y and y' the outputs of the layer as it was and as it is stored, so y - x is what it adds to the residual
+             stream.  Summed over tokens it would be the error of the few with massive activations, where there are such
     weights  without calibration: relative error of its weights, |w' - w| / |w|, over one output channel of 16; of a method with
              a low-rank part, of what that leaves.  None: nothing was rounded
     """
@@ -64,9 +65,10 @@ class WeightError:
 
 
 def output_error(inputs: Tensor, before: Tensor, after: Tensor) -> float:
-    """|after - before| / |before - inputs|; 0 where the layer adds nothing."""
-    added = float((before - inputs).norm())
-    return float((after - before).norm()) / added if added else 0.0
+    """The median over tokens of |after - before| / |before - inputs|, all [tokens, hidden]; 0 where the layer adds nothing."""
+    added = (before - inputs).norm(dim=1)
+    changed = (after - before).norm(dim=1)[added > 0] / added[added > 0]
+    return float(changed.median()) if len(changed) else 0.0
 
 
 def bits_per_weight(items: Sequence[Item]) -> float:

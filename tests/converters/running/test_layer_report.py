@@ -64,6 +64,12 @@ def test_with_text_it_is_the_error_of_the_output(checkpoint: Callable[..., Path]
 
 
 def test_the_error_is_relative_to_what_a_layer_adds() -> None:
-    x = torch.full((2, 3, 4), 100.0)
+    x = torch.full((6, 4), 100.0)
     assert output_error(x, x + 2, x + 2.5) == pytest.approx(0.25)
     assert output_error(x, x, x + 1) == 0.0
+
+
+def test_the_error_is_not_that_of_a_token_with_massive_activations() -> None:
+    x, added = torch.full((6, 4), 100.0), torch.full((6, 4), 2.0)
+    added[0] = 20000
+    assert output_error(x, x + added, x + added + 0.5) == pytest.approx(0.25)
