@@ -25,8 +25,8 @@ COMPUTERS = ("auto", "cpu", "cuda", "mps")
 MAX_RANK = 256
 BEST = "awq+gptq"
 """The method with the lowest KL divergence at its bytes (docs/quality.md)."""
-ALLOCATED = "gptq"
-"""The method of budgets and plans."""
+NEXT_BEST = "gptq"
+"""What takes its place for a model that it does not convert."""
 
 # Option -> (how it is called on the command line, the values it may have).
 CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -65,9 +65,9 @@ UNITS |= {"group_size": "group size {}", "head": "a head of {} bits", "vision_bi
 class ConvertOptions:
     """How to convert.  None: not given; the method then takes its own default (`completed`).
 
-    method            not given: gptq with a budget or an allocation, which awq+gptq takes too; else with a calibration text the
-                      one that loses least at its bytes (BEST), without one rounding to nearest
-    open_method       neither a method nor an option of one is given: weights that are quantized already then stay as they are
+    method            not given: with a calibration text, a budget or an allocation the one that loses least at its bytes
+                      (BEST), else rounding to nearest
+    open_method       the method was not given: another one may take its place where the model asks for it
     bits              of weights, 2 to 8
     activation_bits   4, 6, 8 or 16: the default mode; None: measured where there is calibration text, else 16
     kv_bits           3 (stored in 4), 4, 8 or 16: the cache that the file is made for
@@ -149,8 +149,8 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         if not self.method:
             chosen = self.budget is not None or self.allocation is not None
-            object.__setattr__(self, "open_method", not self.of_method())
-            object.__setattr__(self, "method", ALLOCATED if chosen else BEST if self.calibration else "rtn")
+            object.__setattr__(self, "open_method", True)
+            object.__setattr__(self, "method", BEST if chosen or self.calibration else "rtn")
         for name, value in asdict(self).items():
             if value is not None:
                 _check(name, value)

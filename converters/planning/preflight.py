@@ -23,7 +23,7 @@ from edgeq.converters.importers import open_source
 from edgeq.converters.method import Method
 from edgeq.converters.methods import METHODS, TOWERS, chosen
 from edgeq.converters.methods.as_stored import AsStored
-from edgeq.converters.planning.options import ConvertOptions, spelled
+from edgeq.converters.planning.options import BEST, NEXT_BEST, ConvertOptions, spelled
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.network.rope import Rope, frequencies
@@ -69,8 +69,10 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
         # Refuses what could not be run.
         frequencies(cast(Rope, rope), config.head_dim)
     text = read_text(source, config.vocab_size, embeds.prompts if embeds else None)
-    if source.quantized and options.open_method:
+    if options.open_method and source.quantized and not options.of_method():
         options = replace(options, method=AsStored.name)
+    if options.open_method and config.conv_layers and options.method == BEST:
+        options = replace(options, method=NEXT_BEST)
     # Checked against the parts of the model when they are known.
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     method = chosen(options)(options, family, config)

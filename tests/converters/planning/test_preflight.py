@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from edgeq.converters.budget.budget import Budget
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import recognise
 from edgeq.converters.methods import chosen
@@ -369,3 +370,11 @@ def test_a_hub_id_is_checked_before_its_weights_are_fetched(llama: Path, monkeyp
     with pytest.raises(UnsupportedError, match="hidden_act"):
         preflight("owner/model", options)
     assert len(fetched) == 3
+
+
+def test_a_budget_takes_the_best_method_that_the_model_has(checkpoint: Callable[..., Path]) -> None:
+    few = {"budget": Budget("bits", 4.0), "calibration_rows": 2, "calibration_length": 64}
+    assert preflight(str(checkpoint("llama_gqa")), ConvertOptions(**few)).method.name == "awq+gptq"
+    assert preflight(str(checkpoint("lfm2")), ConvertOptions(**few)).method.name == "gptq"
+    with pytest.raises(UnsupportedError, match="has layers of convolutions"):
+        preflight(str(checkpoint("lfm2")), ConvertOptions(method="awq+gptq", **few))
