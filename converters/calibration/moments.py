@@ -27,10 +27,12 @@ class Moments:
         self._magnitude = torch.zeros(columns, device=device)
         self._mirrored = True
 
-    def add(self, x: Tensor) -> None:
-        """Inputs [tokens, columns]."""
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Inputs [tokens, columns], and what each token counts in M, [tokens]; None: 1."""
         self.tokens += len(x)
         self._magnitude += x.abs().sum(0)
+        if weights is not None:
+            x = x * weights.sqrt()[:, None]
         with fast_products(x.device):
             for left in range(0, x.shape[1], TILE):
                 self._sums[left : left + TILE, left:].addmm_(x[:, left : left + TILE].T, x[:, left:])

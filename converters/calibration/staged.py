@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from edgeq.converters.calibration.forward import CalibrationBatch, Forward
 from edgeq.converters.calibration.moments import Moments
-from edgeq.converters.calibration.torch_decoder import DecoderLayer, TorchExperts, quantized_linears
+from edgeq.converters.calibration.torch_decoder import DecoderLayer, TorchAttention, TorchExperts, quantized_linears
 from edgeq.format.manifest import MODALITIES
+
+ATTENDED = ("q_proj", "k_proj", "v_proj")
 
 
 class _Reached(Exception):
@@ -34,8 +36,9 @@ class Staged:
               modules whose moments were asked for
     """
 
-    def __init__(self, forward: Forward, index: int, block: nn.Module) -> None:
-        self._block, self._forward, self._index = block, forward, index
+    def __init__(self, forward: Forward, index: int, block: nn.Module, weighed: bool = False) -> None:
+        """`weighed`: tokens count in moments as `weights` says."""
+        self._block, self._forward, self._index, self._weighed = block, forward, index, weighed
         self._kept: tuple[str, Moments] | None = None
         self.largest: dict[str, Tensor] = {}
 
@@ -70,6 +73,10 @@ class Staged:
     def _run_to(self, path: str, batch: CalibrationBatch) -> None:
         self._block(batch.x, **batch.arguments)
 
+    def weights(self, path: str) -> list[Tensor] | None:
+        """What each token of the inputs of module `path` counts, [tokens] of each batch; None: all the same."""
+        return None
+
     @torch.no_grad()
     def moments(self, path: str) -> Moments:
         """The moments of the inputs of module `path`; of the module asked for last they are kept until `changed`."""
@@ -78,8 +85,9 @@ class Staged:
             module, device = self._block.get_submodule(path), self._forward.compute.device
             assert isinstance(module, nn.Linear)
             found, largest = Moments(module.in_features, device), torch.zeros(MODALITIES, module.in_features, device=device)
-            for x, visual in self.inputs(path):
-                found.add(x)
+            weights = self.weights(path) if self._weighed else None
+            for number, (x, visual) in enumerate(self.inputs(path)):
+                found.add(x, weights[number] if weights else None)
                 add_largest(largest, x, visual)
             self._kept, self.largest[path] = (path, found), largest
         return self._kept[1]
@@ -103,8 +111,8 @@ class Staged:
 class StagedLayer(Staged):
     """A layer: its attention is passed, with its weights as they then are, when inputs within the MLP are first asked for."""
 
-    def __init__(self, forward: Forward, index: int, layer: nn.Module) -> None:
-        super().__init__(forward, index, layer)
+    def __init__(self, forward: Forward, index: int, layer: nn.Module, weighed: bool = False) -> None:
+        super().__init__(forward, index, layer, weighed)
         assert isinstance(layer, DecoderLayer)
         self._layer, self._passed = layer, False
 
@@ -112,6 +120,16 @@ class StagedLayer(Staged):
         if path.startswith("mlp"):
             self._pass_attention()
         return super().inputs(path)
+
+    def weights(self, path: str) -> list[Tensor] | None:
+        """For queries, keys and values 1 and what attention takes of the token: an error in the value of one that all others
+        look at, often the first, is in all their outputs, and the same in each."""
+        attention = self._layer.self_attn
+        if not isinstance(attention, TorchAttention) or path.rpartition(".")[2] not in ATTENDED:
+            return None
+        norm, put = self._layer.input_layernorm, self._forward.compute.put
+        batches = self._forward.batches(self._index)
+        return [1 + attention.received(norm(put(batch.x)), **batch.arguments).flatten() for batch in batches]
 
     def _run_to(self, path: str, batch: CalibrationBatch) -> None:
         layer = self._layer
@@ -147,10 +165,10 @@ class StagedLayer(Staged):
         self._forward.passed(self._index)
 
 
-def staged(forward: Forward, index: int, block: nn.Module) -> Staged:
-    """The stages of a layer whose MLP comes after its attention, or another block as a whole."""
+def staged(forward: Forward, index: int, block: nn.Module, weighed: bool = False) -> Staged:
+    """The stages of a layer whose MLP comes after its attention, or another block as a whole; `weighed`: as in Staged."""
     in_stages = isinstance(block, DecoderLayer) and block.parallel == "none"
-    return (StagedLayer if in_stages else Staged)(forward, index, block)
+    return (StagedLayer if in_stages else Staged)(forward, index, block, weighed)
 
 
 def add_largest(largest: Tensor, x: Tensor, visual: Tensor | None) -> None:

@@ -16,6 +16,8 @@ from edgeq.network.stack import Stack
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines [positions, pairs]."""
+SCORES = 1 << 22
+"""Scores of attention that are in memory at a time where they are looked at."""
 
 
 class Norm(nn.Module):
@@ -51,19 +53,7 @@ class TorchAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
         """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: a visible key, None: all."""
-        queries, keys, values = (linear(hidden_states) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        if self.norm_kind == "whole":
-            queries, keys = self._normed(queries, keys)
-        queries, keys, values = (
-            x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [rows, heads, tokens, head_dim]
-            for x in (queries, keys, values)
-        )
-        if self.norm_kind == "heads":
-            queries, keys = self._normed(queries, keys)
-        if position_embeddings is not None:
-            queries, keys = rotated(queries, *position_embeddings), rotated(keys, *position_embeddings)
-        if self.norm_kind == "rotated":
-            queries, keys = self._normed(queries, keys)
+        queries, keys, values = self._heads(hidden_states, position_embeddings)
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attention_mask, scale=self.scale, enable_gqa=True
         )
@@ -72,6 +62,39 @@ class TorchAttention(nn.Module):
             attended = attended * self.gate_proj(hidden_states).sigmoid()
         result: Tensor = self.o_proj(attended)
         return result
+
+    def received(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
+        """How much of what is attended to is each token, [rows, tokens]: the squares of the shares that all queries have of it,
+        summed over the queries, the mean over the heads.
+
+        So many times a change of its value counts at the outputs of attention.
+        """
+        queries, keys, _ = self._heads(hidden_states, position_embeddings)
+        rows, heads, tokens, _ = queries.shape
+        at_once, found = max(1, SCORES // (heads * tokens)), torch.zeros(rows, tokens, device=queries.device)
+        for total, q, k in zip(found, queries, keys, strict=True):
+            for span in torch.arange(tokens).split(at_once):
+                some = slice(int(span[0]), int(span[-1]) + 1)
+                # [kv_heads, heads of one, some of the queries, tokens]
+                scores = q[:, some].unflatten(0, (len(k), -1)) @ k[:, None].mT * self.scale
+                if attention_mask is not None:
+                    scores.masked_fill_(~attention_mask[0, :, some], -torch.inf)
+                total += scores.softmax(-1).square_().sum((0, 1, 2)) / heads
+        return found
+
+    def _heads(self, hidden_states: Tensor, position_embeddings: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [rows, heads, tokens, head_dim]."""
+        queries, keys, values = (linear(hidden_states) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        if self.norm_kind == "whole":
+            queries, keys = self._normed(queries, keys)
+        queries, keys, values = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (queries, keys, values))
+        if self.norm_kind == "heads":
+            queries, keys = self._normed(queries, keys)
+        if position_embeddings is not None:
+            queries, keys = rotated(queries, *position_embeddings), rotated(keys, *position_embeddings)
+        if self.norm_kind == "rotated":
+            queries, keys = self._normed(queries, keys)
+        return queries, keys, values
 
     def _normed(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:

@@ -97,7 +97,7 @@ def gptq_layer(block: Block, act_order: bool, before: BeforeLinear = lambda run,
     warning.
     """
     deliveries: dict[str, Delivery] = {}
-    run = staged(block.forward, block.index, block.module)
+    run = staged(block.forward, block.index, block.module, weighed=True)
     names = {module: name for name, module in block.module.named_modules()}
     for done, item in enumerate(block.linears):
         block.on_part(done, len(block.linears))

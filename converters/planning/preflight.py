@@ -71,7 +71,7 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     text = read_text(source, config.vocab_size, embeds.prompts if embeds else None)
     if options.open_method and source.quantized and not options.of_method():
         options = replace(options, method=AsStored.name)
-    if options.open_method and config.conv_layers and options.method == BEST:
+    if options.open_method and config.state_layers and options.method == BEST:
         options = replace(options, method=NEXT_BEST)
     # Checked against the parts of the model when they are known.
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})

@@ -27,6 +27,7 @@ from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import ChangedTable, Rounded, gptq_rounding, last_norm, unchanged
 from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
+from edgeq.converters.calibration.staged import staged
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.divergence import divergences_through
 from edgeq.converters.probing.record import Divergences
@@ -214,24 +215,28 @@ class Matrix:
 
 
 def moments_over(forward: BlockForward, layer: int, module: nn.Module, matrices: Sequence[Matrix]) -> Iterator[Moments]:
-    """The moments of the inputs of every matrix over the calibration text, which the last pass advances.
+    """The moments of the inputs of every matrix over the calibration text, tokens weighed as GPTQ weighs them; the last pass
+    advances the text.
 
     One pass serves as many matrices as MOMENT_BYTES allow.  The module has to be as it was whenever moments are asked for.
     """
-    left = list(matrices)
+    left, run = list(matrices), staged(forward, layer, module)
     while left:
         sizes = accumulate(4 * matrix.item.columns**2 for matrix in left)
         count = max(1, sum(size <= MOMENT_BYTES for size in sizes))
         batch, left = left[:count], left[count:]
         found = [Moments(matrix.item.columns, forward.compute.device) for matrix in batch]
-        observers = {matrix.path: partial(_add, moments) for matrix, moments in zip(batch, found, strict=True)}
+        observers = {
+            matrix.path: partial(_add, moments, iter(run.weights(matrix.path) or ()))
+            for matrix, moments in zip(batch, found, strict=True)
+        }
         forward.watch(layer, module, observers, advance=not left)
         while found:
             yield found.pop(0)
 
 
-def _add(moments: Moments, x: Tensor) -> None:
-    moments.add(x.reshape(-1, x.shape[-1]))
+def _add(moments: Moments, weights: Iterator[Tensor], x: Tensor) -> None:
+    moments.add(x.reshape(-1, x.shape[-1]), next(weights, None))
 
 
 def _rounded(rows: Tensor, first: int, codec: Codec, round_rows: RoundRows) -> Tensor:
