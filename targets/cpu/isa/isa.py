@@ -76,5 +76,5 @@ class Isa(Protocol):
         raise AssertionError(f"{self.name} adds products in 32 bits")
 
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
-        """accumulator + two products per lane: `pairs` holds two unsigned bytes in 16 bits each, `token` two int16 channels."""
+        """accumulator + two products per lane: `pairs` and `token` hold two int16 each, not all of them -2^15."""
         raise AssertionError(f"{self.name} takes the bytes of 16-bit activations")

@@ -74,6 +74,11 @@ class IntegerWeights:
     group_kind: int
     extent: int
 
+    @property
+    def words(self) -> bool:
+        """Whether weights are multiplied in 16 bits."""
+        return bool(self.mode16) and all_isas()[self.isa].takes_pairs(multiplied_bits(self.bits, self.group_kind))
+
 
 class IntegerTile:
     """Emits the product of one or more neighbouring blocks with T tokens; see `Tile`."""
@@ -88,7 +93,7 @@ class IntegerTile:
         self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes
         self.ints, self.floats = ir.VectorType(I32, isa.lanes), ir.VectorType(F32, isa.lanes)
-        self.pairs = bool(mode16) and isa.takes_pairs(bits)
+        self.pairs = weights.words
         # Bytes of an activation that are multiplied apart, low ones first, and those of each pass over an activation block.
         self.bytes = 2 if mode16 and not self.pairs else 1
         self.passes = (tuple(range(self.bytes)),) if tokens == 1 else tuple((byte,) for byte in reversed(range(self.bytes)))

@@ -51,8 +51,9 @@ def chunks_of(b: Any, index: Any, chunks: Any, per_block: Any) -> tuple[Any, Any
     return first, b.select(b.icmp_unsigned("<", left, per_block), left, per_block)
 
 
-def opaque(b: Any, value: Any) -> Any:
+def opaque(b: Any, value: Any, in_order: bool = False) -> Any:
     """`value`, of which the compiler sees no origin: a chain of additions stays one, where it would make a tree of them that
-    needs more registers than there are."""
+    needs more registers than there are.  `in_order`: it is computed after all such values before it."""
     register = "x" if b.module.triple.startswith(("x86", "i386")) else "w"
-    return b.asm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", [value], False)
+    register = register if isinstance(value.type, ir.VectorType) else "r"
+    return b.asm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", [value], in_order)
