@@ -7,9 +7,11 @@ test_real.py holds that every name is one of a test and that no kind of kernel i
 
 from __future__ import annotations
 
+from edgeq.format.codec import Codec
+
 I4, I8, ROW4 = (
-    f"Codec(kind='int', bits={bits}, group_size={group}, symmetric={symmetric})-{columns}"
-    for bits, group, symmetric, columns in ((4, 32, True, 192), (8, 16, False, 64), (4, 0, True, 320))
+    f"{codec}-{columns}"
+    for codec, columns in ((Codec("int", 4, 32), 192), (Codec("int", 8, 16, False), 64), (Codec("int", 4), 320))
 )
 PRODUCT = "test_products.py::test_a_product_is_that_of_numpy_for_few_and_for_many"
 PART = "test_linear.py::test_every_part_equals_the_reference"
