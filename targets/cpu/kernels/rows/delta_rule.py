@@ -47,7 +47,7 @@ from edgeq.targets.cpu.jit.simd import (
 )
 from edgeq.targets.cpu.kernels.args import StateArgs
 from edgeq.targets.cpu.kernels.rows.activate import sigmoid_of_minus
-from edgeq.targets.cpu.kernels.rows.states import put_first, snapshot_after
+from edgeq.targets.cpu.kernels.rows.states import put_up_to, snapshot_after
 from edgeq.targets.states import LOG
 
 MAX_TOGETHER = 4
@@ -269,10 +269,7 @@ def change_and_result(args, places, head, t):
         d = vmul(beta, d)
         vstore(log + first * args.log_bytes, d)
         result = vfma(vsplat(get_f32(scratch + ASKED + 4 * first)), d, result)
-        if c + 16 <= dim:
-            vstore(out + 4 * c, result)
-        else:
-            put_first(out + 4 * c, result, dim - c)
+        put_up_to(out + 4 * c, result, dim - c)
 
 
 @inline

@@ -23,7 +23,7 @@ from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
 from edgeq.targets.cpu.kernels.rows.activate import SILU, active, sigmoid_of_minus
 from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, get_float, inverse_rms, inverse_root, normalize
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, write_quantized
-from edgeq.targets.cpu.kernels.rows.states import put_first
+from edgeq.targets.cpu.kernels.rows.states import put_up_to
 
 
 class LayerNormArgs(Args):
@@ -123,7 +123,6 @@ def gated_norm() -> Kernel:
     def kernel(record, part, parts, thread):
         args = GatedNormArgs(record)
         dim = args.head_dim
-        whole = dim // 16 * 16
         for item in range(part, get_i64(args.rows) * args.heads, parts):
             r, begin = item // args.heads, 4 * dim * (item % args.heads)
             x, gate, out = (
@@ -136,12 +135,9 @@ def gated_norm() -> Kernel:
                 part_of_head = vfirst(vload(x + 4 * c), dim - c)
                 total = vfma(part_of_head, part_of_head, total)
             factor = vsplat(inverse_root(vsum(total) / dim, args.epsilon))
-            for c in range(0, whole, 16):
+            for c in range(0, dim, 16):
                 normed = vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c))
-                vstore(out + 4 * c, vmul(normed, active(SILU, vload(gate + 4 * c))))
-            if whole < dim:
-                normed = vmul(vmul(vload(x + 4 * whole), factor), vload(args.gain + 4 * whole))
-                put_first(out + 4 * whole, vmul(normed, active(SILU, vload(gate + 4 * whole))), dim - whole)
+                put_up_to(out + 4 * c, vmul(normed, active(SILU, vload(gate + 4 * c))), dim - c)
 
     return kernel
 
@@ -165,10 +161,7 @@ def gate() -> Kernel:
             x, gate = args.x + r * args.x_stride, args.gate + r * args.gate_stride
             for c in range(0, args.width, 16):
                 gated = vmul(vload(x + 4 * c), sigmoid_of_minus(vsub(vsplat(0.0), vload(gate + 4 * c))))
-                if c + 16 <= args.width:
-                    vstore(x + 4 * c, gated)
-                else:
-                    put_first(x + 4 * c, gated, args.width - c)
+                put_up_to(x + 4 * c, gated, args.width - c)
 
     return kernel
 

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 
 from edgeq.targets.cpu.jit.deferred import inline, types
-from edgeq.targets.cpu.jit.simd import ADDRESS, I32, I64, LANES, VF32, VOID, call, f32x16, get_i64, primitive, splat
+from edgeq.targets.cpu.jit.simd import ADDRESS, I32, I64, LANES, VF32, VOID, call, f32x16, get_i64, primitive, splat, vstore
 from edgeq.targets.rows import PAGE
 
 POSITIONS = PAGE
@@ -20,6 +20,15 @@ def snapshot_after(args, session, slot):
         return 0
     snapshot = get_i64(get_i64(args.snapshots + 8 * session) + 8 * (slot // POSITIONS))
     return snapshot + args.snapshot_offset if snapshot != 0 else 0
+
+
+@inline
+def put_up_to(address, x, left):
+    """Store x, or its first `left` lanes where a row or a head ends in it."""
+    if left >= LANES:
+        vstore(address, x)
+    else:
+        put_first(address, x, left)
 
 
 @primitive(VOID, ADDRESS, f32x16, types.int64)
