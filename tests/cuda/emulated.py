@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
@@ -109,11 +110,12 @@ def compiled(code: str, name: str, *flags: str) -> Path:
     library = BUILD / f"{name}-{digest}.so"
     if not library.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        source = library.with_suffix(".cpp")
-        source.write_text(code)
-        made = library.with_suffix(".part")
-        subprocess.run(["g++", *FLAGS, *flags, f"-I{HERE}", "-o", str(made), str(source)], check=True)
-        made.rename(library)
+        # Workers that run tests side by side may compile the same text: each in a folder of its own, and the last one stays.
+        with TemporaryDirectory(dir=BUILD) as folder:
+            source, made = Path(folder, library.stem + ".cpp"), Path(folder, library.name)
+            source.write_text(code)
+            subprocess.run(["g++", *FLAGS, *flags, f"-I{HERE}", "-o", str(made), str(source)], check=True)
+            made.replace(library)
     return library
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from edgeq.targets.cuda.device import discover
@@ -44,9 +45,8 @@ def library() -> Path:
     made = emulated.compiled(text, "libcuda", "-O1", "-Wl,-soname,libcuda.so.1")
     folder = made.with_suffix("")
     folder.mkdir(exist_ok=True)
-    link = folder / "libcuda.so.1"
-    if not link.is_symlink():
-        link.symlink_to(made)
+    with suppress(FileExistsError):  # another worker may make it at the same moment
+        (folder / "libcuda.so.1").symlink_to(made)
     return folder
 
 
