@@ -286,6 +286,7 @@ def test_the_wheel_holds_every_module_but_the_laboratory_and_nothing_outside_edg
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     """With -S no editable install is seen: edgeq can only come from the unpacked wheel, what it needs from site-packages."""
     installed = tmp_path / "installed"

@@ -29,6 +29,7 @@ def test_ruff_finds_nothing(command: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.exhaustive
 def test_mypy_strict_finds_nothing() -> None:
     """mypy does not see the four folders inside edgeq; a throw-away tree of links shows them to it as installed."""
     tree = ROOT / "build" / "typed"

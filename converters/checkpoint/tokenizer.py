@@ -55,7 +55,9 @@ def read_text(source: CheckpointSource, vocab_size: int, prompts: dict[str, obje
     if source.texts_complete:
         special, add_bos, end = {name: settings.get(name) for name in SPECIAL}, False, None
     else:
-        theirs, add_bos, end = _compare(folder, own, kind, prompts is not None)
+        theirs, add_bos, end = _compare(
+            folder, own, kind, prompts is not None, source.config if "tokenizer_class" in settings else None
+        )
         special = {name: getattr(theirs, name, None) for name in SPECIAL}
     defaults = _optional_json(folder / "generation_config.json")
     generation: dict[str, object] = {
@@ -93,13 +95,23 @@ def _load(folder: Path, kind: str) -> tuple[SafeTokenizer, bytes]:
         raise UnsupportedError(f"{path}: the tokenizers library cannot load it (tokenizer class {kind}): {error}") from None
 
 
-def _compare(folder: Path, own: SafeTokenizer, kind: str, embeds: bool) -> tuple[Any, bool, int | None]:
+def _compare(
+    folder: Path, own: SafeTokenizer, kind: str, embeds: bool, names: dict[str, Any] | None
+) -> tuple[Any, bool, int | None]:
     """transformers' tokenizer of the folder, and what it adds that tokenizer.json does not: whether a beginning-of-sequence
-    token, and, where a text is embedded and not continued, which token at its end."""
-    from transformers import AutoTokenizer
+    token, and, where a text is embedded and not continued, which token at its end.
 
+    names     config.json, where its names are enough to find the tokenizer's class
+    """
+    from transformers import AutoTokenizer, PreTrainedConfig
+
+    # Where tokenizer_config.json names a class, of config.json no more than names are asked for; the configuration's own class
+    # would import what a whole model needs (torch._dynamo, sympy): a third of the processor time of a conversion that rounds.
+    settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if names is not None:
+            settings["config"] = PreTrainedConfig.from_dict({**names, "_name_or_path": str(folder)})
+        theirs = AutoTokenizer.from_pretrained(folder, **settings)
         wanted = list(theirs(SAMPLE)["input_ids"])
     # Whatever a foreign tokenizer class raises, the answer is the same.
     except Exception as error:

@@ -48,6 +48,7 @@ def test_chunks_of_any_size_give_the_same_logits(tiny_path: Path, monkeypatch: p
     assert np.array_equal(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
 
 
+@pytest.mark.exhaustive
 def test_8_bit_activations_change_the_perplexity_by_less_than_0_3_percent(tiny_path: Path) -> None:
     tokens = Model.load(tiny_path).text.encode("\n".join(evaluation_code()))[: 64 * 256]
     nll = {}

@@ -75,6 +75,7 @@ def test_a_model_runs_without_what_macos_lacks(target: str, tiny_path: Path) -> 
     assert result.stdout.startswith("cpu, portable" if target == "cpu" else "reference"), "features come from /proc/cpuinfo"
 
 
+@pytest.mark.exhaustive
 def test_a_conversion_is_planned_without_what_macos_lacks(tmp_path: Path) -> None:
     # torch looks for libraries by names of its system.
     result = run(LOADED + MACOS + CONVERTS, ROOT / "models" / "tiny-llama", tmp_path / "x.edgeq")

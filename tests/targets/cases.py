@@ -172,17 +172,17 @@ def product_case(isa: str, codec: Codec, mode: str):
     """Parameters of a test of integer products; those whose kernels few other tests need are left to the exhaustive run.
 
     A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
-    kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Four bits are tried on every
-    instruction set in both modes, on the best one with all that groups may have; there every width in one mode, and half
-    grids, which are for few, at two bits too.  Of tables every width on the best one with wide entries, in one mode, the others
-    with four bits.
+    kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Integers of four bits are tried
+    on every instruction set in both modes; on the best one every width in one mode, and with four bits all that groups may
+    have, by turns in one of the two; half grids, which are for few, at two bits too.  Of tables every width with wide entries.
     """
     best, small, whole = isa == HERE[0], codec.group_size == 16, codec.kind == "int"
     if codec.kind == "table":
-        common = codec.group_size == 32 and (codec.bits == 4 or (best and codec.wide)) or (best and codec.bits == 4 and small)
-        common = common and (in_turn(codec.bits, mode) or best and codec.bits == 4)
+        turn = in_turn(codec.bits + codec.wide + small, mode)
+        common = best and turn and (codec.group_size == 32 and (codec.bits == 4 or codec.wide) or codec.bits == 4 and small)
     elif codec.bits == 4:
-        common = best or whole and not small
+        turn = in_turn(codec.group_size // 32 + codec.symmetric, mode)
+        common = not small if whole and not best else best and (whole or turn)
     elif whole:
         common = best and not codec.symmetric and not small and in_turn(codec.bits, mode)
     else:

@@ -35,7 +35,7 @@ from edgeq.targets.graph import (
 )
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, product, run, weight
+from tests.targets.cases import FLOAT_CODECS, HERE, Arrays, case, product, run, weight
 from tests.targets.products.test_experts import graph_of, inputs
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
@@ -81,12 +81,14 @@ OFFSET, TWO_LEVELS = Codec("offset", 4, 32), Codec("two-level", 4, 32, False)
 HALF, FOUR_BITS, TABLE = Codec("half", 2, 32), Codec("s4", 2, 32), Codec("table", 4, 32)
 
 
-@pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("mode", ["a16", "a8", "a4"])
 @pytest.mark.parametrize(
-    "codec",
-    [GROUP, ROW, GROUP16, HALF, FOUR_BITS, TABLE, OFFSET, TWO_LEVELS, Codec("f32"), Codec("f16"), Codec("bf16")],
-    ids=lambda c: c.name,
+    ("codec", "isa"),
+    [
+        case(codec, isa, common=isa == HERE[0] or codec.kind == "int" or codec in FLOAT_CODECS, id=f"{codec.name}-{isa}")
+        for codec in (*(GROUP, ROW, GROUP16, HALF, FOUR_BITS, TABLE, OFFSET, TWO_LEVELS), *FLOAT_CODECS)
+        for isa in HERE
+    ],
 )
 def test_products(codec: Codec, mode: str, isa: str) -> None:
     rng, arrays = np.random.default_rng(1), Arrays()

@@ -193,6 +193,7 @@ def test_a_full_disk_leaves_nothing_under_the_name_and_the_next_run_goes_on(
     assert out.read_bytes() == demo.read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_conversion_with_other_options_is_not_mixed_up(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.edgeq"
     command = [sys.executable, "-c", FULL_DISK, "convert", str(tiny_llama), "-o", str(out)]

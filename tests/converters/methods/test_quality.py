@@ -34,7 +34,8 @@ def nll(path: Path, tokens: list[int], mode: Mode | None = "a16") -> float:
     return total / count
 
 
-@pytest.mark.parametrize("half", [None, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("half", [None, True])
 def test_awq_at_2_bits_loses_less_than_rounding(tmp_path: Path, half: bool | None) -> None:
     text = tmp_path / "calibration.py"
     text.write_text(Path(textwrap.__file__).read_text()[:9000])

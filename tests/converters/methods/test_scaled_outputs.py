@@ -19,6 +19,7 @@ from edgeq.tools.lab.plant_outliers import Kinds, plant
 OPTIONS = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 
 
+@pytest.mark.exhaustive
 def test_bits_by_measured_divergences_lose_less_than_uniform_ones(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_every_layer_has_one_scale_that_fills_its_integers(checkpoint: Callable[
     assert len(set(found.values())) == len(found) == 8
 
 
+@pytest.mark.exhaustive
 def test_a_run_by_constant_scales_is_near_the_source(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = checkpoint("llama_gqa", dtype="float32")
     # Of the calibration text: a random model's inputs are larger for random tokens, and would be limited.

@@ -104,6 +104,7 @@ def test_a_part_alone_is_measured_as_a_file_with_only_that_part_quantized(folder
     assert record.divergences["head"][codec.name] == pytest.approx(kl, rel=0.02)
 
 
+@pytest.mark.exhaustive
 def test_a_probe_that_was_killed_goes_on_and_the_file_has_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     straight = convert(str(folder), tmp_path / "a.edgeq", replace(SMALL, budget=BUDGET), silent)
     (kept,) = (tmp_path / "cache" / "edgeq" / "probes").iterdir()

@@ -111,6 +111,7 @@ def test_kernels_are_carried_small_and_checked(tmp_path: Path, monkeypatch: pyte
         carried.read(path)
 
 
+@pytest.mark.exhaustive
 def test_the_archive_is_a_folder_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """edgeq is imported from it, with what was carried beside it, and nothing is installed."""
     monkeypatch.setattr(bundle, "CARRIED", tuple(name for name in bundle.CARRIED if not name.startswith("models/")))

@@ -74,6 +74,7 @@ def until(holds: Callable[[], bool]) -> None:
         pause.wait(0.005)
 
 
+@pytest.mark.exhaustive
 def test_a_plain_request_does_not_wait_for_64_schemas(model: Model, gate: Gate) -> None:
     """Each of them used to be refused after 3 s, one after another, on the threads that read all requests."""
     with serving(model, queue=64) as served, ThreadPoolExecutor(64) as clients:

@@ -201,6 +201,7 @@ def test_drawn_tokens_have_the_law_of_the_exact_logits(cycles: int) -> None:
         assert chi < 18.5  # the 99.9 % point of chi-square with 4 degrees of freedom
 
 
+@pytest.mark.exhaustive
 @CYCLES
 def test_drawn_tokens_have_the_law_that_penalties_bias_and_processors_make(cycles: int) -> None:
     """As above, where p itself depends on the tokens before: the second token follows p given the first."""

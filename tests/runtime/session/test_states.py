@@ -83,8 +83,22 @@ def test_a_random_walk_gives_the_bits_of_a_plain_run(
     walk(model, tmp_path, random.Random(apart))
 
 
-@pytest.mark.parametrize(("target", "mode"), [("reference", "a16"), ("cpu", "a16"), ("cpu", "a8")])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("family", "target", "mode"),
+    [
+        ("lfm2", "reference", "a16"),
+        ("qwen3_5", "cpu", "a8"),
+        *(
+            pytest.param(family, *on, marks=pytest.mark.exhaustive)
+            for family, *on in (
+                ("lfm2", "cpu", "a16"),
+                ("lfm2", "cpu", "a8"),
+                ("qwen3_5", "reference", "a16"),
+                ("qwen3_5", "cpu", "a16"),
+            )
+        ),
+    ],
+)
 def test_a_random_walk_of_a_model_with_states(
     model_path: Callable[..., Path], tmp_path: Path, family: str, target: str, mode: Any
 ) -> None:

@@ -73,7 +73,14 @@ def finished(scheduler: Scheduler, tickets: list[Ticket], found: dict[Ticket, li
 
 @pytest.mark.parametrize(
     ("shares", "room", "draft"),
-    [(False, None, "off"), (False, 10, "off"), (True, 10, "off"), (True, None, "lookup"), (False, 10, "lookup")],
+    [
+        (False, 10, "off"),
+        (True, None, "lookup"),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in ((False, None, "off"), (True, 10, "off"), (False, 10, "lookup"))
+        ),
+    ],
 )
 def test_a_text_is_what_it_is_alone(
     model: Model, expected: list[list[int]], shares: bool, room: int | None, draft: Any

@@ -171,7 +171,10 @@ def test_result_does_not_depend_on_the_number_of_threads(threads):
 @pytest.mark.parametrize(
     "codecs",
     [
-        pytest.param([c for c in INTEGER_CODECS if c.group_size in (0, 32)] + FLOAT_CODECS, id="of 32 and of rows"),
+        pytest.param(
+            [c for c in INTEGER_CODECS if (c.bits, c.group_size) in ((4, 32), (8, 0))] + FLOAT_CODECS, id="of four bits"
+        ),
+        case([c for c in INTEGER_CODECS if c.group_size in (0, 32)], common=False, id="of 32 and of rows"),
         case([c for c in INTEGER_CODECS if c.group_size not in (0, 32)], common=False, id="of other sizes"),
     ],
 )
