@@ -14,7 +14,10 @@ PAGES = (
     "README.md",
     "SECURITY.md",
     *(f"docs/{name}.md" for name in ("arm", "index", "peers", "profile", "qspec", "quality")),
-    *(f"docs/{name}.md" for name in ("adapters", "python", "reproduce", "security", "machines", "serving", "vision")),
+    *(
+        f"docs/{name}.md"
+        for name in ("adapters", "families", "python", "reproduce", "security", "machines", "serving", "vision")
+    ),
 )
 READMES = tuple(
     path.relative_to(ROOT).as_posix()

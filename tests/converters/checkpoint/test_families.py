@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,9 @@ from edgeq.converters.checkpoint import slabs
 from edgeq.converters.checkpoint.checkpoint import Checkpoint, TensorSource
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import convert
-from edgeq.converters.families import Family, linear_module, recognise
+from edgeq.converters.families import Family, linear_module, recognise, table
 from edgeq.converters.families.rearranged import pairs_apart
-from edgeq.converters.importers import open_source
+from edgeq.converters.importers import gguf_architectures, open_source
 from edgeq.converters.method import Block
 from edgeq.converters.methods.awq import Awq, apply_scale
 from edgeq.converters.planning.options import ConvertOptions
@@ -34,6 +35,7 @@ from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.network.delta_net import DeltaNet
 
+ROOT = Path(__file__).parents[3]
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
 FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
@@ -50,6 +52,13 @@ SIZES: dict[str, Any] = {
 LONG = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 TOKENS = torch.randint(0, 2048, (3, 40), generator=torch.Generator().manual_seed(5))
+
+
+def test_the_page_lists_every_architecture() -> None:
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\b\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", page)) == set(table.FAMILIES)
+    columns = [line.split("|")[3] for line in page.splitlines() if line.count("|") == 6]
+    assert set(re.findall(r"`([\w.-]+)`", "".join(columns))) == set(gguf_architectures.ARCHITECTURES)
 
 
 def config_of(architecture: str, **keys: Any) -> ModelConfig:
