@@ -23,6 +23,8 @@ from edgeq.text.foreign_tokenizer import MAX_TOKENIZER, SAMPLE, SafeTokenizer
 from edgeq.text.template_tags import TAGS
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+NAMES = ("model_type", "model_name", "tokenizer_class")
+"""Keys of config.json by which transformers finds a tokenizer's class."""
 MAX_TEMPLATE = 1 << 20
 
 
@@ -110,7 +112,7 @@ def _compare(
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         if names is not None:
-            settings["config"] = PreTrainedConfig.from_dict({**names, "_name_or_path": str(folder)})
+            settings["config"] = PreTrainedConfig(**{key: names[key] for key in NAMES if key in names}, name_or_path=str(folder))
         theirs = AutoTokenizer.from_pretrained(folder, **settings)
         wanted = list(theirs(SAMPLE)["input_ids"])
     # Whatever a foreign tokenizer class raises, the answer is the same.
