@@ -129,7 +129,8 @@ def test_a_byte_written_beside_an_array_is_found(fuzzers: ModuleType) -> None:
                 fence.check()
 
 
-@pytest.mark.parametrize(("mode", "error"), [pytest.param("a16", 2e-3, marks=pytest.mark.exhaustive), ("a8", 2e-4)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mode", "error"), [("a16", 2e-3), ("a8", 2e-4)])
 def test_a_small_error_of_a_kernel_is_found(
     mode: Any, error: float, fuzzers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

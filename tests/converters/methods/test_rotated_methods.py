@@ -230,6 +230,7 @@ def test_bits_of_activations_and_cache_are_as_asked(
     assert bool(method.extras(0)) is (kv.kind == "int4")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", METHODS)
 def test_an_interrupted_conversion_ends_in_the_same_bytes(checkpoint: Folders, tmp_path: Path, text: Path, name: str) -> None:
     folder = str(checkpoint("llama_gqa"))

@@ -482,6 +482,7 @@ def measured_by_bits(self: Probe) -> Iterator[Divergences]:
         yield {part.name: lost}
 
 
+@pytest.mark.exhaustive
 def test_a_budget_near_two_bits_takes_half_grids(folder: Path, tmp_path: Path) -> None:
     """Measured like all else: of every part, in groups of 64, and in others where they are chosen most."""
     found = allocate(plan_of(folder, Budget("bits", 2.4)), silent, pytest.fail)

@@ -102,6 +102,7 @@ def test_a_budget_is_measured_on_a_gpu(
     assert 0 < gpu.peak <= plan.device_bytes(BATCH_ROWS) + probe_bytes(plan)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_one_arithmetic")
 def test_out_of_memory_halves_the_rows_and_then_goes_on_on_the_cpu(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     plan, said = planned(checkpoint("llama_gqa"), method="gptq", bits=3, group_size=32), list[str]()

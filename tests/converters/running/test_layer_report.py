@@ -49,7 +49,9 @@ def test_without_text_it_is_the_error_of_the_weights(checkpoint: Callable[..., P
     assert reports(folder, tmp_path / "none.edgeq", method="none")[0].weights is None
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
+@pytest.mark.parametrize(
+    "method", ["gptq", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("awq", "smoothquant"))]
+)
 def test_with_text_it_is_the_error_of_the_output(checkpoint: Callable[..., Path], tmp_path: Path, method: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 400)

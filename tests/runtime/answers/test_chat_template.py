@@ -255,7 +255,14 @@ BOMBS = {
 }
 
 
-LONG = ("a list in itself", "a list in itself as JSON", "macros", "lorem ipsum")
+LONG = (
+    "a list in itself",
+    "a list in itself as JSON",
+    "macros",
+    "lorem ipsum",
+    "a regular expression",
+    "constants folded while it is compiled",
+)
 """Those that take seconds, of kinds of which others are left."""
 
 
