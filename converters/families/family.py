@@ -84,28 +84,33 @@ class ScaleMapping:
     followers: tuple[str, ...] = ()
 
 
-ATTENTION_MAPPINGS = (
-    ScaleMapping("attention_norm", ("q", "k", "v"), "self_attn"),
-    ScaleMapping("v", ("o",), "self_attn.o_proj", multi_head_only=True),
-)
+AFTER_VALUES = ScaleMapping("v", ("o",), "self_attn.o_proj", multi_head_only=True)
+ATTENTION_MAPPINGS = (ScaleMapping("attention_norm", ("q", "k", "v"), "self_attn"), AFTER_VALUES)
 MLP_MAPPINGS = (
     ScaleMapping("mlp_norm", ("gate", "up"), "mlp"),
     ScaleMapping("up", ("down",), "mlp.down_proj"),
 )
 
 
+def mixer_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+    """Those of attention, and of what layers with a state have in its place."""
+    gate = ("attention_gate",) if config.attention_gate else ()
+    return (
+        ScaleMapping("attention_norm", ("q", "k", "v", *gate), "self_attn"),
+        ScaleMapping("attention_norm", ("conv_in",), "self_attn"),
+        ScaleMapping("attention_norm", ("delta_qkv", "delta_gate"), "self_attn", followers=("delta_b", "delta_a")),
+        AFTER_VALUES,
+    )
+
+
 def network_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     """Those that the order of norms and linear layers allows: a gate lets a factor pass, an activation without one does not."""
     readers = ("gate", "up") if config.gated else ("up",)
-    after_norm, after_values = ATTENTION_MAPPINGS
-    mlp = (ScaleMapping("mlp_norm", readers, "mlp" if config.gated else "mlp.up_proj"),)
-    if not config.pre_norms:
-        after_norms: tuple[ScaleMapping, ...] = ()
-    elif config.parallel_blocks == "one_norm":
-        after_norms = (replace(after_norm, consumers=(*after_norm.consumers, *readers)),)
-    else:
-        after_norms = (after_norm, *mlp)
-    return (*after_norms, after_values, *(MLP_MAPPINGS[1:] if config.gated else ()))
+    mixer, down = mixer_mappings(config), MLP_MAPPINGS[1:] if config.gated else ()
+    if config.parallel_blocks == "one_norm":
+        attention, *others = mixer
+        return (replace(attention, consumers=(*attention.consumers, *readers)), *others, *down)
+    return (*mixer, ScaleMapping("mlp_norm", readers, "mlp" if config.gated else "mlp.up_proj"), *down)
 
 
 def no_windows(values: Values, layers: int) -> tuple[int, ...]:
@@ -244,7 +249,15 @@ class Family:
             shapes.update(layer)
         return shapes
 
-    def awq_mappings(self, config: ModelConfig) -> list[ScaleMapping]:
-        """The scales that this model can absorb: v -> o only where v has as many outputs as o has inputs (no GQA)."""
+    @property
+    def mappings(self) -> list[ScaleMapping]:
+        """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA)."""
+        config = self.config
+        assert isinstance(config, ModelConfig)
         multi_head = config.kv_size == config.query_size
         return [m for m in self.description.mappings(config) if multi_head or not m.multi_head_only]
+
+    def awq_mappings(self, layer: int) -> list[ScaleMapping]:
+        """Those whose parts this layer has."""
+        parts = self.layer_parts(layer).keys()
+        return [mapping for mapping in self.mappings if parts >= {mapping.absorber, *mapping.consumers}]

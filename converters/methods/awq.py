@@ -43,7 +43,7 @@ class ScaledChannels(Method):
 
     def dtype(self, part: str, stored: str) -> str:
         """Gains, biases and floats that a scale may have changed are stored exactly."""
-        scaled = {name for each in self.family.awq_mappings(self.config) for name in (each.absorber, *each.followers)}
+        scaled = {name for each in self.family.mappings for name in (each.absorber, *each.followers)}
         return "f32" if part.removesuffix("_bias") in scaled or part.endswith(".bias") else stored
 
 
@@ -59,7 +59,7 @@ class Awq(ScaledChannels):
         return 4 * self.widest * (self.widest + 8 * SEARCH_ROWS)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
-        mappings = self.family.awq_mappings(self.config)
+        mappings = self.family.awq_mappings(block.index)
         run = staged(block.forward, block.index, block.module)
         unused = awq(run, block.module, mappings, self.codec, block.on_part)
         if unused:

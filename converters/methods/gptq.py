@@ -64,7 +64,7 @@ class AwqGptq(ScaledChannels, Gptq):
     passes = 6
 
     def rounded(self, block: Block) -> dict[str, Delivery]:
-        left = dict.fromkeys(self.family.awq_mappings(self.config))
+        left = dict.fromkeys(self.family.awq_mappings(block.index))
         names = {module: name for name, module in block.module.named_modules()}
         codecs = {names[module]: item.recipe.codec for item in block.linears for module in block.modules(item)}
 

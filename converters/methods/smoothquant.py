@@ -43,7 +43,7 @@ class SmoothQuant(ScaledChannels):
         # Of the layer as it was: a resumed run has no other, and its sums have to be the same to the last bit.
         block.forward.advance(block.index, block.module)
         block.forward.swap(kept)
-        smooth(block, self.family.awq_mappings(self.config), self.options.alpha or 0.0)
+        smooth(block, self.family.awq_mappings(block.index), self.options.alpha or 0.0)
         deliveries = {}
         if self.scales:
             with rounded(block):
@@ -68,7 +68,7 @@ class SmoothQuantGptq(ScaledChannels, Gptq):
         return Recipe(self.codec(columns), self.preset, activation=per_token(self.options.activation_bits))
 
     def scale(self, block: Block) -> None:
-        smooth(block, self.family.awq_mappings(self.config), self.options.alpha or 0.0)
+        smooth(block, self.family.awq_mappings(block.index), self.options.alpha or 0.0)
 
 
 def per_token(bits: int | None) -> Activation | None:

@@ -25,8 +25,6 @@ COMPUTERS = ("auto", "cpu", "cuda", "mps")
 MAX_RANK = 256
 BEST = "awq+gptq"
 """The method with the lowest KL divergence at its bytes (docs/quality.md)."""
-NEXT_BEST = "gptq"
-"""What takes its place for a model that it does not convert."""
 
 # Option -> (how it is called on the command line, the values it may have).
 CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {

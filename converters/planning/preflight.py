@@ -23,7 +23,7 @@ from edgeq.converters.importers import open_source
 from edgeq.converters.method import Method
 from edgeq.converters.methods import METHODS, TOWERS, chosen
 from edgeq.converters.methods.as_stored import AsStored
-from edgeq.converters.planning.options import BEST, NEXT_BEST, ConvertOptions, spelled
+from edgeq.converters.planning.options import ConvertOptions, spelled
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.network.rope import Rope, frequencies
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from edgeq.converters.calibration.dataset import Calibration
     from edgeq.converters.calibration.samples import PictureSamples
 
-TAKES_STATES = ("none", "rtn", "awq", "gptq")
+TAKES_STATES = ("none", "rtn", "awq", "gptq", "awq+gptq")
 """Methods that convert layers with a state in place of attention."""
 VISION_BITS = 8
 """Bits of weights and activations of a vision tower where no option says otherwise."""
@@ -71,8 +71,6 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     text = read_text(source, config.vocab_size, embeds.prompts if embeds else None)
     if options.open_method and source.quantized and not options.of_method():
         options = replace(options, method=AsStored.name)
-    if options.open_method and config.state_layers and options.method == BEST:
-        options = replace(options, method=NEXT_BEST)
     # Checked against the parts of the model when they are known.
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     method = chosen(options)(options, family, config)

@@ -6,7 +6,7 @@ from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, QKV, llama_settings, qwen3_settings
-from edgeq.converters.families.family import ATTENTION_MAPPINGS, FamilyDescription, ScaleMapping, Values, linear_module
+from edgeq.converters.families.family import FamilyDescription, ScaleMapping, Values, linear_module, mixer_mappings
 from edgeq.converters.families.positions import one_window
 from edgeq.errors import UnsupportedError
 from edgeq.network.config import ModelConfig
@@ -79,7 +79,7 @@ def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     consumers = tuple(f"{owner}{part}" for owner in owners for part in ("gate", "up"))
     downs = [f"{owner}down" for owner in owners]
     return (
-        *ATTENTION_MAPPINGS,
+        *mixer_mappings(config),
         ScaleMapping("mlp_norm", consumers, "mlp", followers=tuple(followers)),
         *(ScaleMapping(f"{o}up", (d,), linear_module(d)) for o, d in zip(owners, downs, strict=True)),
     )

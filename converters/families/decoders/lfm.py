@@ -6,7 +6,7 @@ from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, llama_settings
-from edgeq.converters.families.family import MLP_MAPPINGS, NORM, FamilyDescription, ScaleMapping, Values
+from edgeq.converters.families.family import NORM, FamilyDescription, Values
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.stack import MAX_SIZES
@@ -95,11 +95,6 @@ def lfm2_sources(config: ModelConfig) -> dict[str, TensorSource]:
     return sources
 
 
-def lfm2_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
-    """Those that all layers have."""
-    return MLP_MAPPINGS
-
-
 LFM2 = FamilyDescription(
     "Lfm2ForCausalLM",
     DEFAULTS
@@ -121,5 +116,4 @@ LFM2 = FamilyDescription(
     NEUTRAL | {"conv_bias": (None, False), "tie_embedding": (None, True)},
     lfm2_settings,
     sources=lfm2_sources,
-    mappings=lfm2_mappings,
 )

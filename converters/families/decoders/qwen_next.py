@@ -8,7 +8,7 @@ from typing import Any
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.decoders.experts import expert_mappings, qwen_experts
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, NO_EXPERTS, head_settings
-from edgeq.converters.families.family import ATTENTION_MAPPINGS, MLP_MAPPINGS, NORM, FamilyDescription, ScaleMapping, Values
+from edgeq.converters.families.family import NORM, FamilyDescription, Values
 from edgeq.converters.families.positions import partial_rope
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
@@ -130,11 +130,6 @@ def unread(config: object, tensor: str) -> bool:
     return tensor.startswith(("mtp.", "model.visual."))
 
 
-def qwen_next_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
-    """Those that all layers have: of the MLP, or of experts."""
-    return expert_mappings(config)[len(ATTENTION_MAPPINGS) :] if config.num_experts else MLP_MAPPINGS
-
-
 def qwen3_next_settings(values: Values) -> dict[str, Any]:
     shared = {"shared_expert_intermediate_size": values["shared_expert_intermediate_size"]}
     return qwen_next_settings(values) | qwen_experts(values) | shared
@@ -161,7 +156,6 @@ QWEN_3_5 = FamilyDescription(
     ALIKE,
     qwen_next_settings,
     sources=qwen_next_sources,
-    mappings=qwen_next_mappings,
     unused=unread,
 )
 QWEN_NEXT_FAMILIES = (
@@ -188,7 +182,7 @@ QWEN_NEXT_FAMILIES = (
         qwen3_next_settings,
         keys={"intermediate_size": "moe_intermediate_size"},
         sources=fused_sources,
-        mappings=qwen_next_mappings,
+        mappings=expert_mappings,
         unused=unread,
     ),
 )

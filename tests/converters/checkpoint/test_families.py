@@ -178,6 +178,25 @@ def test_what_qwen3_5_does_not_have_is_refused_by_key(keys: dict[str, Any], erro
         config_of("Qwen3_5ForCausalLM", **keys)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "keys", "readers"),
+    [
+        ("Lfm2ForCausalLM", {"full_attn_idxs": [1]}, [{"conv_in"}, {"q", "k", "v"}]),
+        (
+            "Qwen3_5ForCausalLM",
+            {"full_attention_interval": 2},
+            [{"delta_qkv", "delta_gate"}, {"q", "k", "v", "attention_gate"}],
+        ),
+    ],
+)
+def test_a_scale_is_folded_into_what_a_layer_has(architecture: str, keys: dict[str, Any], readers: list[set[str]]) -> None:
+    family, _ = recognise({"architectures": [architecture], **SIZES, **keys})
+    for layer, expected in enumerate(readers):
+        found = {mapping.absorber: mapping for mapping in family.awq_mappings(layer)}
+        assert set(found["attention_norm"].consumers) == expected and "mlp_norm" in found
+        assert set(found["attention_norm"].followers) == ({"delta_b", "delta_a"} if "delta_qkv" in expected else set())
+
+
 def test_qwen3_nexts_rows_lie_key_head_by_key_head() -> None:
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 2, "linear_value_head_dim": 3}
     sources = recognise({"architectures": ["Qwen3NextForCausalLM"], **SIZES, **sizes})[0].sources()
@@ -506,7 +525,7 @@ def hidden_after(source: Checkpoint, family: Family, config: ModelConfig, scaled
     generator = torch.Generator().manual_seed(scaled or 0)
     for index in range(config.num_hidden_layers):
         layer = blocks.load(index)
-        for mapping in family.awq_mappings(config) if scaled is not None else ():
+        for mapping in family.awq_mappings(index) if scaled is not None else ():
             columns = layer.get_parameter(f"{linear_module(mapping.consumers[0])}.weight").shape[1]
             apply_scale(layer, mapping, torch.rand(columns, generator=generator) * 3 + 0.2)
         blocks.advance(index, layer)
@@ -542,13 +561,13 @@ def test_folding_scales_without_rounding_changes_nothing(checkpoint: Callable[..
     source, family, config = opened(checkpoint(name, dtype="float32", initializer_range=0.05))
     with torch.no_grad():
         before, after = hidden_after(source, family, config), hidden_after(source, family, config, scaled=3)
-    assert family.awq_mappings(config)
+    assert family.awq_mappings(0)
     assert (after - before).abs().max() < 1e-3 * before.abs().max()
 
 
 def test_gemma3_keeps_the_scale_out_of_its_queries() -> None:
     family, config = recognise({"architectures": ["Gemma3ForCausalLM"], **SIZES})
-    assert {m.absorber for m in family.awq_mappings(config)} == {"v", "mlp_norm", "up"}
+    assert {m.absorber for m in family.awq_mappings(0)} == {"v", "mlp_norm", "up"}
 
 
 def test_gains_above_one_are_folded_exactly(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_folding_scales_without_rounding_leaves_the_logits_unchanged(
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         before = model(tokens()).logits
-        for layer in model.model.layers:
-            for mapping in described.awq_mappings(config):
+        for index, layer in enumerate(model.model.layers):
+            for mapping in described.awq_mappings(index):
                 columns = layer.get_submodule(LINEARS[mapping.consumers[0]]).weight.shape[1]
                 apply_scale(layer, mapping, torch.rand(columns, generator=generator) * 3 + 0.2)
         after = model(tokens()).logits
@@ -82,14 +82,14 @@ def test_folding_scales_without_rounding_leaves_the_logits_unchanged(
 def test_value_to_output_is_folded_only_without_grouped_query_attention(checkpoint: Callable[..., Path]) -> None:
     for family, folds in (("llama_mha", True), ("llama_gqa", False), ("mistral", False), ("qwen3", False)):
         _, described, config = opened(checkpoint(family))
-        assert ("v" in {m.absorber for m in described.awq_mappings(config)}) is folds, family
+        assert ("v" in {m.absorber for m in described.awq_mappings(0)}) is folds, family
 
 
 @pytest.mark.parametrize("family", ["llama_mha", "qwen2"])
 def test_the_searched_scale_never_loses_more_than_plain_rounding(checkpoint: Callable[..., Path], family: str) -> None:
     """Measured at the outputs of the consumers, over inputs observed in a forward of the whole layer."""
     described, config, layer, run = first_layer(checkpoint(family))
-    for mapping in described.awq_mappings(config):
+    for mapping in described.awq_mappings(0):
         linears = [layer.get_submodule(LINEARS[part]) for part in mapping.consumers]
         original = [linear.weight.data.clone() for linear in linears]
         scale = search_scale(run, layer, mapping, lambda path: CODEC)
@@ -104,7 +104,7 @@ def test_the_searched_scale_never_loses_more_than_plain_rounding(checkpoint: Cal
 
 def test_no_scale_is_searched_for_what_stays_in_floats(checkpoint: Callable[..., Path]) -> None:
     described, config, layer, run = first_layer(checkpoint("llama_gqa"))
-    for mapping in described.awq_mappings(config):
+    for mapping in described.awq_mappings(0):
         found = search_scale(run, layer, mapping, lambda path: Codec("bf16"))
         assert found.shape == (layer.get_submodule(LINEARS[mapping.consumers[0]]).in_features,) and (found == 1).all()
 
@@ -112,7 +112,7 @@ def test_no_scale_is_searched_for_what_stays_in_floats(checkpoint: Callable[...,
 def test_channels_with_large_activations_get_a_larger_scale(checkpoint: Callable[..., Path]) -> None:
     described, config, layer, run = first_layer(checkpoint("llama_gqa"))
     layer.input_layernorm.weight.data[5] *= 100
-    scale = search_scale(run, layer, described.awq_mappings(config)[0], lambda path: Codec("int", 2, 128, symmetric=False))
+    scale = search_scale(run, layer, described.awq_mappings(0)[0], lambda path: Codec("int", 2, 128, symmetric=False))
     assert scale.argmax() == 5 and scale[5] > 1
 
 
@@ -197,8 +197,8 @@ def test_queries_and_keys_are_scaled_but_never_clipped(checkpoint: Callable[...,
     original = {
         part: layer.get_submodule(path).weight.data.clone() for part, path in LINEARS.items() if part in ("q", "k", "v")
     }
-    scale = search_scale(run, layer, described.awq_mappings(config)[0], lambda path: CODEC)
-    awq(run, layer, described.awq_mappings(config), lambda columns: CODEC)
+    scale = search_scale(run, layer, described.awq_mappings(0)[0], lambda path: CODEC)
+    awq(run, layer, described.awq_mappings(0), lambda columns: CODEC)
     assert torch.equal(layer.self_attn.q_proj.weight, original["q"] * scale)
     assert torch.equal(layer.self_attn.k_proj.weight, original["k"] * scale)
     assert not torch.equal(layer.self_attn.v_proj.weight, original["v"] * scale)
@@ -217,7 +217,7 @@ def test_a_layer_prepared_by_awq_loses_less_of_its_output_than_plain_rounding(
         run = StagedLayer(blocks, 0, layer)
         with torch.no_grad():
             if prepare:
-                awq(run, layer, described.awq_mappings(config), lambda columns, codec=codec: codec)
+                awq(run, layer, described.awq_mappings(0), lambda columns, codec=codec: codec)
             else:
                 run.finish()
             for part in ("q", "k", "v", "o", "gate", "up", "down"):

@@ -372,9 +372,7 @@ def test_a_hub_id_is_checked_before_its_weights_are_fetched(llama: Path, monkeyp
     assert len(fetched) == 3
 
 
-def test_a_budget_takes_the_best_method_that_the_model_has(checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("family", ["llama_gqa", "lfm2", "qwen3_5"])
+def test_a_budget_takes_the_best_method(checkpoint: Callable[..., Path], family: str) -> None:
     few = {"budget": Budget("bits", 4.0), "calibration_rows": 2, "calibration_length": 64}
-    assert preflight(str(checkpoint("llama_gqa")), ConvertOptions(**few)).method.name == "awq+gptq"
-    assert preflight(str(checkpoint("lfm2")), ConvertOptions(**few)).method.name == "gptq"
-    with pytest.raises(UnsupportedError, match="has layers of convolutions"):
-        preflight(str(checkpoint("lfm2")), ConvertOptions(method="awq+gptq", **few))
+    assert preflight(str(checkpoint(family)), ConvertOptions(**few)).method.name == "awq+gptq"
