@@ -53,8 +53,8 @@ class DeltaRule(Operation):
 
     x holds queries and keys [key_heads, key_dim] and values [value_heads, value_dim] side by side, rates b and a [value_heads]
     side by side.  For a row and value head h, with the query and the key of head h // (value_heads / key_heads), both divided
-    by sqrt(sum of squares + UNIT_EPS), the query by sqrt(key_dim) too, beta = sigmoid(b) and
-    g = -exp(decay_log) softplus(a + dt_bias):
+    by sqrt(sum of squares + UNIT_EPS), the query by sqrt(key_dim) too, beta = beta_scale sigmoid(b)
+    and g = -exp(decay_log) softplus(a + dt_bias):
 
         S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  out = S^T q
 
@@ -77,6 +77,7 @@ class DeltaRule(Operation):
     value_dim: int
     decay_log: ArrayRef
     dt_bias: ArrayRef
+    beta_scale: float
     out: str
     state: int
 

@@ -130,6 +130,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
         | {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 64}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 20, "linear_value_head_dim": 24}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+        | {"rms_norm_eps": 3e-5, "linear_conv_kernel_dim": 3}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 20}
+        | {"linear_conv_kernel_dim": 3, "rms_norm_eps": 3e-3, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+    ),
+    "olmo_hybrid_still": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+        | {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "num_key_value_heads": 4}
+        | {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
     "olmo2": ("Olmo2", {"num_hidden_layers": 3, "rms_norm_eps": 3e-5, "rope_theta": 50000.0, "tie_word_embeddings": False}),
     "olmo3": (
         "Olmo3",
@@ -216,10 +237,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 MODELS = {"GPT2": "GPT2LMHeadModel"}
+TOKENIZERS = {"Qwen2": "Qwen2Tokenizer", "Qwen3_5Moe": "Qwen3_5Tokenizer"}
 NORM_NAMES = ("norm", "ln_")
-ABOVE_ONE = ("Gemma3", "Qwen3_5", "Qwen3Next")
+ABOVE_ONE = ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
 
 Checkpoint = Callable[..., Path]
 
@@ -254,9 +276,10 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / file, folder / file)
-    if name == "Qwen2":
-        # transformers puts its own pre-tokenizer into this family's tokenizer, as tokenizer.json of the real ones has it.
-        transformers.Qwen2Tokenizer.from_pretrained(folder, pad_token="<|end|>", unk_token=None).save_pretrained(folder)
+    if name in TOKENIZERS:
+        # transformers puts its own pre-tokenizer into these families' tokenizers, as tokenizer.json of the real ones has it.
+        kind = getattr(transformers, TOKENIZERS[name])
+        kind.from_pretrained(folder, pad_token="<|end|>", unk_token=None).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

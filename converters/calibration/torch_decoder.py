@@ -166,18 +166,19 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: Stack, biases: tuple[str, ...], index: int = 0) -> None:
         super().__init__()
         size, layer_norm, self.parallel = config.hidden_size, config.layer_norm, config.parallel_blocks
-        self.input_layernorm = Norm(config, size, layer_norm) if config.pre_norms else nn.Identity()
+        self.input_layernorm = Norm(config, size, layer_norm) if config.norms_before(index) else nn.Identity()
         if index in config.conv_layers:
             self.self_attn: nn.Module = TorchShortConv(config)
         elif index in config.delta_layers:
             self.self_attn = TorchDeltaNet(config)
         else:
             self.self_attn = TorchAttention(config, biases)
-        self.attention_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
-        own_norm = config.pre_norms and self.parallel != "one_norm"
+        norms_after = config.norms_after(index)
+        self.attention_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
+        own_norm = config.norms_before(index) and self.parallel != "one_norm"
         self.post_attention_layernorm = Norm(config, size, layer_norm) if own_norm else nn.Identity()
         self.mlp = TorchExperts(config) if config.num_experts else Mlp(config, config.intermediate_size, biases)
-        self.mlp_output_norm = Norm(config, size, layer_norm) if config.post_norms else nn.Identity()
+        self.mlp_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
 
     def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
         normed = self.input_layernorm(hidden_states)

@@ -64,7 +64,7 @@ class TorchDeltaNet(nn.Module):
         super().__init__()
         net, hidden = config.delta_net, config.hidden_size
         assert net is not None
-        self.net, self.eps = net, config.rms_norm_eps
+        self.net, self.eps = net, net.norm_eps or config.rms_norm_eps
         self.qkv_proj = nn.Linear(hidden, net.channels, bias=False)
         self.gate_proj = nn.Linear(hidden, net.value_size, bias=False)
         self.b = nn.Linear(hidden, net.value_heads, bias=False)
@@ -82,7 +82,7 @@ class TorchDeltaNet(nn.Module):
         q, k, v = functional.silu(self.conv(self.qkv_proj(hidden_states))).split(sizes, dim=-1)
         shared = net.value_heads // net.key_heads
         q, k = (_units(x.unflatten(-1, (net.key_heads, -1))).repeat_interleave(shared, 2) for x in (q, k))
-        beta = self.b(hidden_states).sigmoid()
+        beta = net.beta_scale * self.b(hidden_states).sigmoid()
         g = -self.decay.weight.exp() * functional.softplus(self.a(hidden_states) + self.dt.bias)
         recalled = gated_delta(q * net.key_dim**-0.5, k, v.unflatten(-1, (net.value_heads, -1)), g, beta)
         normed = recalled * torch.rsqrt(recalled.square().mean(-1, keepdim=True) + self.eps) * self.norm.weight

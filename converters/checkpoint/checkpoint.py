@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -32,6 +32,7 @@ class NamedTensor:
     first   a tensor that is added to the first row
     merged  factors of an adapter whose product is added, and which of its rows is the first here
     factor, order, transposed   as of TensorSource
+    parts   of several tensors, whose rows follow one another; `stored` is that of the first
     """
 
     stored: StoredTensor
@@ -44,6 +45,7 @@ class NamedTensor:
     factor: float = 1.0
     order: tuple[int, ...] = ()
     transposed: bool = False
+    parts: tuple[NamedTensor, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -51,8 +53,8 @@ class NamedTensor:
 
     @property
     def rearranged(self) -> bool:
-        """Whether its rows are others than the stored ones: scaled, in another order, or columns."""
-        return self.factor != 1 or bool(self.order) or self.transposed
+        """Whether its rows are others than those of one stored tensor: scaled, in another order, or columns."""
+        return self.factor != 1 or bool(self.order) or self.transposed or bool(self.parts)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class TensorSource:
     factor  every stored value is multiplied by it
     order   which rows of the stored tensor are those meant, where they do not follow one another; empty: they do
     transposed   the stored matrix has the rows meant as columns, from column `row` on
+    parts   sources of tensors whose rows follow one another, in place of one of these
+    otherwise   where to find it in checkpoints without the stored tensor, or with another of its name
     """
 
     name: str
@@ -89,6 +93,13 @@ class TensorSource:
     factor: float = 1.0
     order: tuple[int, ...] = ()
     transposed: bool = False
+    parts: tuple[TensorSource, ...] = ()
+    otherwise: TensorSource | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of all tensors that are read for it."""
+        return tuple(name for each in self.parts for name in each.names) or (self.name, self.first)
 
 
 class Checkpoint:
@@ -155,47 +166,52 @@ class Checkpoint:
 
         CheckpointError: a source is missing or has another shape.
         """
-        arranged: dict[str, NamedTensor] = {}
-        for name, source in sources.items():
-            if not source.name:
-                arranged[name] = NamedTensor(Zeros(source.shape), source.shape)
-                continue
-            tensor = self.tensor(source.name, source.stored)
-            if tensor.merged and source.transposed:
-                raise CheckpointError(f"adapter: {source.name} is stored with rows and columns swapped; supported: others")
-            skipped = tensor.skipped + source.row * (1 if source.transposed else math.prod(source.shape[1:]))
-            first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
-            merged = (tensor.merged[0], source.row) if tensor.merged else None
-            arranged[name] = NamedTensor(
-                tensor.stored, source.shape, skipped, source.added, source.name, first, merged,
-                source.factor, source.order, source.transposed,
-            )  # fmt: skip
-        used = {name for source in sources.values() for name in (source.name, source.first)}
+        there = {name: self._there(source) for name, source in sources.items()}
+        arranged = {name: self._meant(source) for name, source in there.items()}
+        used = {name for source in there.values() for name in source.names}
         rest = {name: tensor for name, tensor in self.tensors.items() if name not in used}
         twice = sorted(set(rest) & set(arranged))
         if twice:
             raise CheckpointError(
-                f"{self.source.place}: has both {twice[0]} and {sources[twice[0]].name}; one of them is too many"
+                f"{self.source.place}: has both {twice[0]} and {there[twice[0]].names[0]}; one of them is too many"
             )
         self.tensors = rest | arranged
+
+    def _there(self, source: TensorSource) -> TensorSource:
+        while source.otherwise:
+            parts = source.parts or (source,)
+            if all(each.name in self.tensors and self.tensors[each.name].shape == each.stored for each in parts):
+                break
+            source = source.otherwise
+        return source
+
+    def _meant(self, source: TensorSource) -> NamedTensor:
+        """The tensor that `source` describes.  CheckpointError: as `arrange`."""
+        if source.parts:
+            parts = tuple(self._meant(each) for each in source.parts)
+            return NamedTensor(parts[0].stored, source.shape, name=parts[0].name, parts=parts)
+        if not source.name:
+            return NamedTensor(Zeros(source.shape), source.shape)
+        tensor = self.tensor(source.name, source.stored)
+        if tensor.merged and source.transposed:
+            raise CheckpointError(f"adapter: {source.name} is stored with rows and columns swapped; supported: others")
+        skipped = tensor.skipped + source.row * (1 if source.transposed else math.prod(source.shape[1:]))
+        first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
+        merged = (tensor.merged[0], source.row) if tensor.merged else None
+        return NamedTensor(
+            tensor.stored, source.shape, skipped, source.added, source.name, first, merged,
+            source.factor, source.order, source.transposed,
+        )  # fmt: skip
 
     def dtype(self, name: str) -> str:
         """How a weight is to be kept: as it is stored, "f32", "f16" or "bf16"; f32 where something is added to it, or where a
         factor is no power of two.
         """
-        tensor = self.tensors[name]
-        if tensor.dtype not in FLOATS:
-            raise CheckpointError(f"{tensor.name or name} is stored as {tensor.dtype}; supported: {', '.join(FLOATS)}")
-        if tensor.first is not None and tensor.first.dtype not in FLOATS:
-            raise CheckpointError(f"{tensor.first.name} is stored as {tensor.first.dtype}; supported: {', '.join(FLOATS)}")
-        exact = abs(math.frexp(tensor.factor)[0]) == 0.5
-        return "f32" if tensor.added or tensor.first or not exact else FLOATS[tensor.dtype]
+        return _dtype(self.tensors[name], name)
 
     def codec(self, name: str) -> Codec:
         """How the checkpoint holds a weight: in integers, or in the floats of `dtype`."""
-        tensor = self.tensors[name]
-        changed = tensor.added or tensor.first or tensor.merged or tensor.factor != 1 or tensor.transposed
-        return (None if changed else tensor.stored.codec) or Codec(cast(Kind, self.dtype(name)))
+        return _integers(self.tensors[name]) or Codec(cast(Kind, self.dtype(name)))
 
     def order(self, name: str) -> NDArray[np.int32] | None:
         """The order in which the integers of a weight have its columns, as in `QuantizedTensor`; None: their own."""
@@ -207,7 +223,12 @@ class Checkpoint:
         CheckpointError: NaN or infinity in them, or they are no longer there.
         """
         self.dtype(name)
-        tensor = self.tensors[name]
+        return self._rows(self.tensors[name], name, start, stop)
+
+    def _rows(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        if tensor.parts:
+            spans = _spans(tensor.parts, start, stop)
+            return np.concatenate([self._rows(part, part.name, begin, end) for part, begin, end in spans])
         values = self._read(tensor, tensor.name or name, start, stop)
         if tensor.first is not None and start == 0 < stop:
             values[0] += self._read(tensor.first, tensor.first.name, 0, len(values[0]))
@@ -220,7 +241,13 @@ class Checkpoint:
 
     def quantized(self, name: str, start: int, stop: int) -> StoredArrays:
         """The integers of rows start...stop of a matrix whose `codec` has some."""
-        tensor = self.tensors[name]
+        return self._quantized(self.tensors[name], name, start, stop)
+
+    def _quantized(self, tensor: NamedTensor, name: str, start: int, stop: int) -> StoredArrays:
+        if tensor.parts:
+            spans = _spans(tensor.parts, start, stop)
+            found = [self._quantized(part, part.name, begin, end) for part, begin, end in spans]
+            return {array: np.concatenate([each[array] for each in found]) for array in found[0]}
         skipped, stored = tensor.skipped // tensor.shape[-1], cast(QuantizedTensor, tensor.stored)
         if not tensor.order:
             return stored.quantized(skipped + start, stop - start, tensor.name or name)
@@ -276,6 +303,45 @@ class Checkpoint:
         headers = sorted((name, t.dtype, t.shape) for name, t in self.tensors.items())
         described = [self.config, headers, *([self.adapter.digest] if self.adapter else [])]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _dtype(tensor: NamedTensor, name: str) -> str:
+    """As `Checkpoint.dtype`; of parts of several types f32."""
+    if tensor.parts:
+        kinds = {_dtype(part, part.name) for part in tensor.parts}
+        return kinds.pop() if len(kinds) == 1 else "f32"
+    if tensor.dtype not in FLOATS:
+        raise CheckpointError(f"{tensor.name or name} is stored as {tensor.dtype}; supported: {', '.join(FLOATS)}")
+    if tensor.first is not None and tensor.first.dtype not in FLOATS:
+        raise CheckpointError(f"{tensor.first.name} is stored as {tensor.first.dtype}; supported: {', '.join(FLOATS)}")
+    exact = abs(math.frexp(tensor.factor)[0]) == 0.5
+    return "f32" if tensor.added or tensor.first or not exact else FLOATS[tensor.dtype]
+
+
+def _integers(tensor: NamedTensor) -> Codec | None:
+    """The codec of the integers that can be taken as they are; of parts one that all have, with the columns in one order."""
+    if tensor.parts:
+        codecs = {_integers(part) for part in tensor.parts}
+        codec = codecs.pop()
+        if codecs or codec is None:
+            return None
+        orders = [cast(QuantizedTensor, part.stored).order for part in tensor.parts]
+        same = all(np.array_equal(order, orders[0]) if order is not None else orders[0] is None for order in orders)
+        return codec if same else None
+    changed = tensor.added or tensor.first or tensor.merged or tensor.factor != 1 or tensor.transposed
+    return None if changed else tensor.stored.codec
+
+
+def _spans(parts: tuple[NamedTensor, ...], start: int, stop: int) -> Iterator[tuple[NamedTensor, int, int]]:
+    """The parts that rows start...stop lie in, and which of their rows those are; of no rows the first part."""
+    top = 0
+    for part in parts:
+        begin, end = max(start - top, 0), min(stop - top, part.shape[0])
+        if begin < end:
+            yield part, begin, end
+        elif start == stop and not top:
+            yield part, 0, 0
+        top += part.shape[0]
 
 
 def _places(rows: tuple[int, ...]) -> tuple[int, int, NDArray[np.int64]]:

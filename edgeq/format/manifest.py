@@ -30,7 +30,7 @@ StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
 def layer_contents(config: Stack, layer: int) -> StackContents:
     """The contents of a layer of a decoder or of a tower, in execution order."""
     hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, layer_prefix(config, layer)
-    contents: StackContents = dict(_norm(config, f"{p}attention_norm")) if config.pre_norms else {}
+    contents: StackContents = dict(_norm(config, f"{p}attention_norm")) if config.norms_before(layer) else {}
     if layer in config.conv_layers:
         contents[f"{p}conv_in"] = {f"{p}conv_in": (3 * hidden, hidden)}
         contents[f"{p}conv"] = (hidden, config.conv_taps)
@@ -43,8 +43,9 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
         of_queries, of_keys = config.qk_norm_sizes
         contents |= {f"{p}q_norm": (of_queries,), f"{p}k_norm": (of_keys,)} if config.qk_norm else {}
         contents[f"{p}o"] = {f"{p}o": (hidden, q)}
-    contents |= _norm(config, f"{p}post_attention_norm") if config.post_norms else {}
-    contents |= _norm(config, f"{p}mlp_norm") if config.pre_norms and config.parallel_blocks != "one_norm" else {}
+    contents |= _norm(config, f"{p}post_attention_norm") if config.norms_after(layer) else {}
+    own_norm = config.norms_before(layer) and config.parallel_blocks != "one_norm"
+    contents |= _norm(config, f"{p}mlp_norm") if own_norm else {}
     if config.num_experts:
         contents[f"{p}router"] = {f"{p}router": (config.num_experts, hidden)}
         for expert in range(config.num_experts):
@@ -54,7 +55,7 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
             contents |= _mlp(config, f"{p}shared.", config.shared_expert_intermediate_size)
     else:
         contents |= _mlp(config, p, config.intermediate_size)
-    return contents | (_norm(config, f"{p}post_mlp_norm") if config.post_norms else {})
+    return contents | (_norm(config, f"{p}post_mlp_norm") if config.norms_after(layer) else {})
 
 
 def layer_prefix(config: Stack, layer: int) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from edgeq.errors import FormatError
-from edgeq.network.json_records import check_integer, known, list_of
+from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
 
 UNIT_EPS = 1e-6
 """Added to the sum of the squares of a query and of a key before they are divided by its root."""
@@ -16,6 +16,8 @@ MAX_TAPS = 64
 """The longest convolution over tokens."""
 MAX_CHANNELS = 1 << 20
 """The most channels of queries, keys and values together."""
+NEWER_FIELDS = {"allow_neg_eigval": False, "norm_eps": None}
+"""Fields that came after the first files, written only where they are not these."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class DeltaNet:
     key_heads, value_heads   value head h reads queries and keys of head h // (value_heads / key_heads)
     key_dim, value_dim       channels of a head of queries and of keys, and of values
     taps                     tokens that the convolution over queries, keys and values sees, their own included
+    allow_neg_eigval         beta is twice the sigmoid, so that a token may turn around what its key points at (Grazzi et al.
+                             2024, arXiv 2411.12537; OLMo-Hybrid)
+    norm_eps                 of the norm over what a head gives; None: that of all norms
     """
 
     layers: tuple[int, ...]
@@ -34,6 +39,8 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     taps: int
+    allow_neg_eigval: bool = False
+    norm_eps: float | None = None
 
     LIMITS: ClassVar[dict[str, tuple[int, int]]] = {
         "key_heads": (1, MAX_HEADS),
@@ -46,6 +53,9 @@ class DeltaNet:
     def __post_init__(self) -> None:
         for name, (least, most) in self.LIMITS.items():
             check_integer(f"delta_net.{name}", getattr(self, name), least, most)
+        check_flag("delta_net.allow_neg_eigval", self.allow_neg_eigval)
+        if self.norm_eps is not None:
+            check_positive("delta_net.norm_eps", self.norm_eps)
         if self.value_heads % self.key_heads:
             raise FormatError(
                 f"config delta_net has {self.value_heads} value heads and {self.key_heads} key heads; the first must be a "
@@ -55,6 +65,15 @@ class DeltaNet:
             raise FormatError(f"config delta_net has {self.channels} channels; expected at most {MAX_CHANNELS}")
         if not self.layers:
             raise FormatError("config delta_net has no layers")
+
+    @property
+    def beta_scale(self) -> float:
+        """The factor of the sigmoid in beta."""
+        return 2.0 if self.allow_neg_eigval else 1.0
+
+    def record(self) -> dict[str, Any]:
+        """What JSON holds of it."""
+        return {key: value for key, value in asdict(self).items() if key not in NEWER_FIELDS or value != NEWER_FIELDS[key]}
 
     @property
     def key_size(self) -> int:

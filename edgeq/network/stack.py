@@ -61,7 +61,8 @@ class Stack:
     layers_without_rope     indices of layers whose queries and keys are not rotated, ascending (SmolLM3)
     conv_layers             indices of layers with a gated convolution over the last conv_taps tokens in place of attention,
                             ascending, not all of them (LFM2)
-    delta_net               layers of a gated delta net in place of attention; None: there are none (Qwen3.5)
+    delta_net               layers of a gated delta net in place of attention; None: there are none (Qwen3.5).  They have norms
+                            before their blocks and none after them, whatever pre_norms and post_norms say of others
     attention_gate          what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
     num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
@@ -141,9 +142,10 @@ class Stack:
         for name, layers in (("conv_layers", self.conv_layers), ("delta_net.layers", self.delta_layers)):
             if len(layers) == self.num_hidden_layers:
                 raise UnsupportedError(f"{name} are all layers; supported: beside layers of attention")
-        if self.delta_net and (self.conv_layers or not self.pre_norms or self.post_norms or self.parallel or self.layer_norm):
+        both_norms = self.pre_norms and self.post_norms
+        if self.delta_net and (self.conv_layers or both_norms or self.parallel or self.layer_norm):
             raise UnsupportedError(
-                "delta_net beside conv_layers, post_norms, parallel_blocks or layer_norm, or without pre_norms is not supported"
+                "delta_net beside conv_layers, parallel_blocks, layer_norm or pre_norms with post_norms is not supported"
             )
 
     def _check_norms(self) -> None:
@@ -220,6 +222,14 @@ class Stack:
     def kv_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
 
+    def norms_before(self, layer: int) -> bool:
+        """Whether the blocks of this layer read a norm of the stream."""
+        return self.pre_norms or layer in self.delta_layers
+
+    def norms_after(self, layer: int) -> bool:
+        """Whether what the blocks of this layer give goes through a norm before it is added."""
+        return self.post_norms and layer not in self.delta_layers
+
     def window(self, layer: int) -> int:
         """Positions that a token sees in this layer, its own included; 0: all."""
         return self.sliding_windows[layer] if self.sliding_windows else 0
@@ -233,6 +243,7 @@ class Stack:
         """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
         values = asdict(self)
         values |= {f.name: x.to_json() for f in fields(self) if isinstance(x := getattr(self, f.name), Rope)}
+        values |= {"delta_net": self.delta_net.record()} if self.delta_net else {}
         unset = {f.name: f.default for f in fields(self) if f.name in NEWER_FIELDS}
         return {key: value for key, value in values.items() if key not in unset or value != unset[key]}
 

@@ -119,9 +119,9 @@ def delta_widths(net: DeltaNet) -> dict[str, int]:
     }
 
 
-def mlp_input(config: Stack) -> str:
+def mlp_input(config: Stack, layer: int) -> str:
     """The buffer that the MLP reads."""
-    if not config.pre_norms:
+    if not config.norms_before(layer):
         return "x"
     return "mlp_normed" if config.parallel_blocks == "two_norms" else "normed"
 
@@ -171,11 +171,12 @@ def attention_block(
     arrays, p = metadata.arrays, layer_prefix(config, layer)
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     k, v = config.query_size, config.query_size + config.kv_size  # offsets in "qkv"
-    if config.pre_norms:
+    normed = config.norms_before(layer)
+    if normed:
         yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
     if config.parallel_blocks == "two_norms":
-        yield norm(metadata, config, layer, "x", f"{p}mlp_norm", mlp_input(config))
-    yield from projection(metadata, config, layer, "normed" if config.pre_norms else "x", f"{p}qkv", "qkv")
+        yield norm(metadata, config, layer, "x", f"{p}mlp_norm", mlp_input(config, layer))
+    yield from projection(metadata, config, layer, "normed" if normed else "x", f"{p}qkv", "qkv")
     if config.qk_norm_kind != "rotated":
         yield from head_norms(metadata, config, layer)
     rope = config.layer_rope(layer)
@@ -191,7 +192,7 @@ def attention_block(
         yield HeadRotate(layer, "qkv", k, kv_heads, head_dim, *matrix)
     yield CacheWrite(layer, "qkv", k, v, kv_heads, head_dim, cache)
     if select:
-        yield Select(layer, ("x", "qkv", *((mlp_input(config),) if config.parallel else ())))
+        yield Select(layer, ("x", "qkv", *((mlp_input(config, layer),) if config.parallel else ())))
     scale, window = config.attention_scale, config.window(layer)
     yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, scale, window, cache, span)
     if config.attention_gate:
@@ -237,19 +238,19 @@ def delta_block(metadata: Metadata, config: Stack, layer: int, state: int, *, se
     yield SiluConv(layer, "delta_in", net.channels, arrays[f"{p}delta_conv"], "convolved", state)
     yield DeltaRule(
         layer, "convolved", "delta_rates", net.key_heads, net.value_heads, net.key_dim, net.value_dim,
-        arrays[f"{p}decay_log"], arrays[f"{p}dt_bias"], "recalled", state + 1,
+        arrays[f"{p}decay_log"], arrays[f"{p}dt_bias"], net.beta_scale, "recalled", state + 1,
     )  # fmt: skip
     if select:
         yield Select(layer, ("x", "recalled", "delta_in"))
-    heads, gain, eps = net.value_heads, arrays[f"{p}delta_norm"], config.rms_norm_eps
+    heads, gain, eps = net.value_heads, arrays[f"{p}delta_norm"], net.norm_eps or config.rms_norm_eps
     yield GatedNorm(layer, "recalled", "delta_in", net.channels, heads, net.value_dim, gain, eps, "delta_normed")
     yield from residual(metadata, config, layer, "delta_normed", f"{p}delta_out", f"{p}post_attention_norm")
 
 
 def mlp_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
     """x += down(act(gate) * up), with gate, up = gate_up(norm(x)); or, without a gate, x += down(act(up(norm(x))))."""
-    p, x = layer_prefix(config, layer), mlp_input(config)
-    if config.pre_norms and not config.parallel:
+    p, x = layer_prefix(config, layer), mlp_input(config, layer)
+    if config.norms_before(layer) and not config.parallel:
         yield norm(metadata, config, layer, "x", f"{p}mlp_norm", x)
     if config.num_experts:
         yield from experts(metadata, config, layer)
@@ -290,7 +291,7 @@ def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation
 
 def residual(metadata: Metadata, config: Stack, layer: int, x: str, linear: str, post_norm: str) -> Iterator[Operation]:
     """x += linear(...), or x += norm(linear(...)) where blocks end in a norm."""
-    if config.post_norms:
+    if config.norms_after(layer):
         yield Linear(layer, x, metadata.linears[linear], "branch")
         yield NormAdd(layer, "branch", metadata.arrays[post_norm], config.rms_norm_eps, "x")
     else:

@@ -88,7 +88,7 @@ def delta_rule(context: RunContext, op: DeltaRule, rows: Rows, buffers: State) -
     b, a = buffers[op.rates][:, : op.value_heads], buffers[op.rates][:, op.value_heads : 2 * op.value_heads]
     decay, bias = context.array(op.decay_log), context.array(op.dt_bias)
     with np.errstate(over="ignore", invalid="ignore"):
-        beta = 1 / (1 + np.exp(-b))
+        beta = np.float32(op.beta_scale) / (1 + np.exp(-b))
         g = -np.exp(decay) * np.logaddexp(np.float32(0), a + bias)
     out = context.out(buffers, op.out, len(rows))
     of_d, of_g = op.log_places

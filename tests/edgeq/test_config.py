@@ -77,6 +77,7 @@ COHERE = replace(PLAIN, layer_norm=True, parallel_blocks="one_norm")
 LFM = replace(PLAIN, conv_layers=(0,), conv_taps=3)
 DELTA_NET = DeltaNet(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_dim=16, taps=4)
 DELTA = replace(PLAIN, delta_net=DELTA_NET, attention_gate=True)
+OLMO_HYBRID = replace(OLMO, delta_net=replace(DELTA_NET, allow_neg_eigval=True, norm_eps=1e-5))
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
@@ -89,6 +90,7 @@ WRITTEN = [
     LFM,
     DELTA,
     OLMO,
+    OLMO_HYBRID,
     COHERE,
     OPT,
     EXPERTS,
@@ -113,6 +115,12 @@ def test_norms_and_their_sizes_follow_the_order_of_blocks() -> None:
     after = {"post_attention_norm": (64,), "post_mlp_norm": (64,)}
     assert norms(OLMO) == after | {"q_norm": (64,), "k_norm": (32,)}
     assert norms(COHERE) == {"attention_norm": (64,), "attention_norm_bias": (64,)}
+    assert norms(replace(OLMO_HYBRID, delta_net=replace(DELTA_NET, layers=(1,)))) == {
+        "attention_norm": (64,),
+        "mlp_norm": (64,),
+        "delta_norm": (16,),
+    }
+    assert norms(OLMO_HYBRID) == norms(OLMO)
     two = replace(COHERE, parallel_blocks="two_norms", layer_norm=False)
     assert norms(two) == {"attention_norm": (64,), "mlp_norm": (64,)}
 
@@ -149,6 +157,8 @@ def test_a_key_for_few_files_is_not_in_the_others() -> None:
     assert not {"delta_net", "attention_gate"} & set(json.loads(PLAIN.to_json()))
     assert NET == {"layers": [0], "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16, "taps": 4}
     assert json.loads(DELTA.to_json())["attention_gate"] is True
+    hybrid = json.loads(OLMO_HYBRID.to_json())["delta_net"]
+    assert hybrid == NET | {"allow_neg_eigval": True, "norm_eps": 1e-5}
     assert not {"pre_norms", "parallel_blocks", "qk_norm_kind"} & set(json.loads(PLAIN.to_json()))
     assert json.loads(OLMO.to_json())["pre_norms"] is False and json.loads(OLMO.to_json())["qk_norm_kind"] == "whole"
     assert json.loads(COHERE.to_json())["parallel_blocks"] == "one_norm"
@@ -231,6 +241,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "2097184 channels; expected at most 1048576",
     ),
     "a delta net without taps": ({"delta_net": NET | {"taps": 1}}, FormatError, "delta_net.taps is 1"),
+    "an eigenvalue that is no flag": (
+        {"delta_net": NET | {"allow_neg_eigval": 1}},
+        FormatError,
+        "delta_net.allow_neg_eigval is 1; expected true or false",
+    ),
+    "a head norm that divides by nothing": ({"delta_net": NET | {"norm_eps": 0}}, FormatError, "delta_net.norm_eps is 0"),
+    "a delta net between norms on both sides": (
+        {"delta_net": NET, "post_norms": True},
+        UnsupportedError,
+        "pre_norms with post_",
+    ),
     "half a delta net": ({"delta_net": {"layers": [0]}}, FormatError, "delta_net lacks key_dim, key_heads"),
     "a newer delta net": ({"delta_net": NET | {"channels": 1}}, UnsupportedError, "delta_net has unknown keys channels"),
     "a delta net beside convolutions": (

@@ -26,9 +26,10 @@ class Sizes:
     value_heads: int
     key_dim: int
     value_dim: int
+    beta_scale: float = 1.0
 
 
-SIZES = [Sizes(1, 1, 1, 1), Sizes(2, 6, 24, 20), Sizes(3, 3, 16, 48), Sizes(1, 2, 40, 128), Sizes(2, 2, 33, 65)]
+SIZES = [Sizes(1, 1, 1, 1), Sizes(2, 6, 24, 20), Sizes(3, 3, 16, 48, 2.0), Sizes(1, 2, 40, 128), Sizes(2, 2, 33, 65, 2.0)]
 
 
 def step_form(x: Array, rates: Array, decay_log: Array, dt_bias: Array, s: Sizes) -> Array:
@@ -37,7 +38,7 @@ def step_form(x: Array, rates: Array, decay_log: Array, dt_bias: Array, s: Sizes
     q, k = (x[:, at : at + keys].reshape(-1, s.key_heads, s.key_dim) for at in (0, keys))
     q, k = (np.repeat(m / np.sqrt((m * m).sum(-1, keepdims=True) + UNIT_EPS), shared, axis=1) for m in (q, k))
     v = x[:, 2 * keys :].reshape(-1, s.value_heads, s.value_dim)
-    beta = 1 / (1 + np.exp(-rates[:, : s.value_heads]))
+    beta = s.beta_scale / (1 + np.exp(-rates[:, : s.value_heads]))
     g = -np.exp(decay_log) * np.logaddexp(0, rates[:, s.value_heads :] + dt_bias)
     state, out = np.zeros((s.value_heads, s.key_dim, s.value_dim)), []
     for t in range(len(x)):
@@ -70,8 +71,9 @@ def graph(arrays: Arrays, s: Sizes, numbers: dict[str, NDArray[np.float32]]) -> 
     """Row r of the result is the rule's at token r."""
     refs = {name: arrays.add(each, "f32") for name, each in numbers.items()}
     rule = DeltaRule(
-        0, "x", "rates", s.key_heads, s.value_heads, s.key_dim, s.value_dim, refs["decay_log"], refs["dt_bias"], "y", 0
-    )
+        0, "x", "rates", s.key_heads, s.value_heads, s.key_dim, s.value_dim,
+        refs["decay_log"], refs["dt_bias"], s.beta_scale, "y", 0,
+    )  # fmt: skip
     operations = Embed(-1, refs["x"], "x"), Embed(-1, refs["rates"], "rates"), rule, Select(-1, ("y",))
     widths = {"x": numbers["x"].shape[1], "rates": 2 * s.value_heads, "y": s.value_heads * s.value_dim}
     state = delta_state(s.key_heads, s.value_heads, s.key_dim, s.value_dim)

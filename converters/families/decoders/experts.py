@@ -85,6 +85,24 @@ def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     )
 
 
+def qwen_expert_sources(config: ModelConfig) -> dict[str, TensorSource]:
+    """Experts that lie in two tensors of a layer, one after another, of each gate above up; in other checkpoints apart."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
+    sources = {}
+    for p in (f"model.layers.{layer}.mlp.experts." for layer in range(config.num_hidden_layers)):
+        gate_up, down = (experts, 2 * inner, hidden), (experts, hidden, inner)
+        for expert in range(experts):
+            for module, name, stored, shape, row in (
+                ("gate_proj", "gate_up_proj", gate_up, (inner, hidden), 2 * inner * expert),
+                ("up_proj", "gate_up_proj", gate_up, (inner, hidden), 2 * inner * expert + inner),
+                ("down_proj", "down_proj", down, (hidden, inner), hidden * expert),
+            ):
+                apart = f"{p}{expert}.{module}.weight"
+                otherwise = TensorSource(apart, shape, shape)
+                sources[apart] = TensorSource(f"{p}{name}", stored, shape, row, otherwise=otherwise)
+    return sources
+
+
 EXPERT_FAMILIES = (
     FamilyDescription(
         "MixtralForCausalLM",
@@ -121,6 +139,7 @@ EXPERT_FAMILIES = (
         no_local_layers,
         keys={"intermediate_size": "moe_intermediate_size"},
         biases=QKV,
+        sources=qwen_expert_sources,
         mappings=expert_mappings,
     ),
     FamilyDescription(
@@ -138,6 +157,7 @@ EXPERT_FAMILIES = (
         qwen3_moe_settings,
         no_local_layers,
         keys={"intermediate_size": "moe_intermediate_size"},
+        sources=qwen_expert_sources,
         mappings=expert_mappings,
     ),
 )

@@ -1,4 +1,4 @@
-"""Qwen3-Next, and the text model of Qwen3.5: gated delta nets, and among them attention with a gate on what it gives."""
+"""Qwen3-Next, and the text models of Qwen3.5: gated delta nets, and among them attention with a gate on what it gives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
-from edgeq.converters.families.decoders.experts import expert_mappings, qwen_experts
+from edgeq.converters.families.decoders.experts import expert_mappings, qwen_expert_sources, qwen_experts
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, NO_EXPERTS, head_settings
 from edgeq.converters.families.family import NORM, FamilyDescription, Values
 from edgeq.converters.families.positions import partial_rope
@@ -27,6 +27,11 @@ def delta_layers(values: Values) -> tuple[int, ...]:
         if type(interval) is not int or interval < 1:
             raise FormatError(f"full_attention_interval is {interval!r:.80}; expected a positive integer")
         return tuple(i for i in range(layers) if (i + 1) % interval)
+    return typed_delta_layers(types, layers)
+
+
+def typed_delta_layers(types: Any, layers: int) -> tuple[int, ...]:
+    """Indices of the layers of a delta net in a list of types."""
     if not isinstance(types, list) or len(types) != layers:
         raise FormatError(f"layer_types is not a list of {layers} entries, one per layer")
     unknown = sorted({str(each) for each in types} - {DELTA, ATTENTION})
@@ -74,7 +79,7 @@ def qwen_next_sources(config: ModelConfig) -> dict[str, TensorSource]:
         for module, begin in (("q_proj", 0), ("gate_proj", head)):
             rows = tuple(2 * head * i + begin + c for i in range(heads) for c in range(head))
             sources[f"{p}self_attn.{module}.weight"] = TensorSource(f"{p}self_attn.q_proj.weight", stored, shape, order=rows)
-    return sources
+    return sources | qwen_expert_sources(config)
 
 
 def delta_sources(config: ModelConfig, p: str) -> dict[str, TensorSource]:
@@ -130,9 +135,14 @@ def unread(config: object, tensor: str) -> bool:
     return tensor.startswith(("mtp.", "model.visual."))
 
 
-def qwen3_next_settings(values: Values) -> dict[str, Any]:
+def qwen_next_moe_settings(values: Values) -> dict[str, Any]:
     shared = {"shared_expert_intermediate_size": values["shared_expert_intermediate_size"]}
     return qwen_next_settings(values) | qwen_experts(values) | shared
+
+
+def qwen3_5_moe_settings(values: Values) -> dict[str, Any]:
+    """The shares of the chosen experts are always divided by their sum; no key says so."""
+    return qwen_next_moe_settings({**values, "norm_topk_prob": True})
 
 
 KEYS = DEFAULTS | {
@@ -158,31 +168,35 @@ QWEN_3_5 = FamilyDescription(
     sources=qwen_next_sources,
     unused=unread,
 )
+EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+ALIKE_BUT_EXPERTS = {key: values for key, values in ALIKE.items() if key not in NO_EXPERTS}
+QWEN_3_5_MOE = replace(
+    QWEN_3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    defaults=KEYS | EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
+    neutral=ALIKE_BUT_EXPERTS,
+    settings=qwen3_5_moe_settings,
+    keys={"intermediate_size": "moe_intermediate_size"},
+    mappings=expert_mappings,
+)
+
+
+def seeing(text: FamilyDescription, architecture: str) -> FamilyDescription:
+    """The same text model beside a tower, which is left out."""
+    return replace(text, architecture=architecture, renamed={"model.language_model.": "model."}, text_alone=True)
+
+
 QWEN_NEXT_FAMILIES = (
     QWEN_3_5,
+    seeing(QWEN_3_5, "Qwen3_5ForConditionalGeneration"),
+    QWEN_3_5_MOE,
+    seeing(QWEN_3_5_MOE, "Qwen3_5MoeForConditionalGeneration"),
     replace(
-        QWEN_3_5,
-        architecture="Qwen3_5ForConditionalGeneration",
-        renamed={"model.language_model.": "model."},
-        text_alone=True,
-    ),
-    FamilyDescription(
-        "Qwen3NextForCausalLM",
-        KEYS
-        | {
-            "num_key_value_heads": 2,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "norm_topk_prob": True,
-        },
-        {key: values for key, values in ALIKE.items() if key not in NO_EXPERTS}
-        | {"decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])},
-        qwen3_next_settings,
-        keys={"intermediate_size": "moe_intermediate_size"},
+        QWEN_3_5_MOE,
+        architecture="Qwen3NextForCausalLM",
+        defaults=KEYS | EXPERTS | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        neutral=ALIKE_BUT_EXPERTS | {"decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])},
+        settings=qwen_next_moe_settings,
         sources=fused_sources,
-        mappings=expert_mappings,
-        unused=unread,
     ),
 )

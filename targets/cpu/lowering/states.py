@@ -42,7 +42,7 @@ def delta_rule(context: Context, o: DeltaRule) -> None:
         out=out, out_stride=out_stride, key_heads=o.key_heads, value_heads=o.value_heads,
         key_dim=o.key_dim, value_dim=o.value_dim, log=4 * context.state_places[o.state].log,
         log_bytes=4 * padded_width(context.graph.states[o.state].log), log_d=4 * of_d, log_g=4 * of_g,
-        decay=context.memory.copied(decay), dt_bias=context.memory.floats(o.dt_bias),
+        decay=context.memory.copied(decay), dt_bias=context.memory.floats(o.dt_bias), beta_scale=o.beta_scale,
         scratch=context.memory.shared("delta rule", context.threads * scratch), scratch_bytes=scratch,
     )  # fmt: skip
     context.emit(kernel(rule.delta_rule, int(is_wide(context.isa))), args, parts=o.key_heads)

@@ -40,7 +40,7 @@ FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2"
 FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
 FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
 FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
-FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next")
+FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -230,6 +230,79 @@ def test_of_a_qwen3_5_that_sees_the_text_model_is_converted(checkpoint: Callable
     for name, linear in first.linears.items():
         arrays = [(x.weights[0].arrays["q"]) for x in (linear, second.linears[name])]
         assert np.array_equal(files[0].array(arrays[0]), files[1].array(arrays[1])), name
+
+
+def test_qwen3_5_moe_divides_the_shares_of_its_experts() -> None:
+    """No key says so, and one that does is not read."""
+    found = config_of("Qwen3_5MoeForCausalLM", moe_intermediate_size=24, num_experts=9, norm_topk_prob=False)
+    assert (found.intermediate_size, found.num_experts, found.num_experts_per_tok) == (24, 9, 8) and found.norm_topk_prob
+    assert (found.shared_expert_intermediate_size, found.num_key_value_heads) == (512, 4)
+
+
+def saved_otherwise(folder: Path, other: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    shutil.copytree(folder, other)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, other / "model.safetensors")
+    (other / "config.json").write_text(json.dumps(config))
+
+
+def assert_same_file(first: Path, second: Path, folder: Path) -> None:
+    """The integers that rounding makes of both checkpoints, and their arrays."""
+    options = ConvertOptions(method="rtn", group_size=32)
+    one, two = (convert(str(each), folder / f"{each.name}.edgeq", options, lambda *_: None) for each in (first, second))
+    assert one.metadata.config == two.metadata.config and one.metadata.arrays.keys() == two.metadata.arrays.keys()
+    for name, array in one.metadata.arrays.items():
+        assert np.array_equal(one.array(array), two.array(two.metadata.arrays[name])), name
+    for name, linear in one.metadata.linears.items():
+        arrays = linear.weights[0].arrays, two.metadata.linears[name].weights[0].arrays
+        for part in arrays[0]:
+            assert np.array_equal(one.array(arrays[0][part]), two.array(arrays[1][part])), (name, part)
+
+
+def test_experts_of_published_checkpoints_lie_in_two_tensors(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint("qwen3_5_moe")
+    stored, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
+    for p in (f"model.language_model.layers.{layer}.mlp.experts." for layer in range(3)):
+        gate, up, down = (
+            torch.stack([named.pop(f"{p}{expert}.{part}_proj.weight") for expert in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        named |= {f"{p}gate_up_proj": torch.cat([gate, up], 1), f"{p}down_proj": down}
+    named["model.visual.patch_embed.proj.weight"] = torch.ones(4, 4)
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": config["model_type"], "vision_config": {}}
+    saved_otherwise(folder, tmp_path / "fused", named, outer | {"text_config": config})
+    assert_same_file(folder, tmp_path / "fused", tmp_path)
+    del named["model.language_model.layers.1.mlp.experts.down_proj"]
+    saved_otherwise(folder, tmp_path / "less", named, outer | {"text_config": config})
+    with pytest.raises(CheckpointError, match="layers.1.mlp.experts.0.down_proj.weight is missing"):
+        preflight(str(tmp_path / "less"), ConvertOptions())
+
+
+def test_olmo_hybrid_reads_its_sizes_and_where_it_does_not_rotate() -> None:
+    rope = {"rope_type": "default", "rope_theta": None}
+    plain = config_of("OlmoHybridForCausalLM", rope_parameters=rope)
+    assert plain.delta_net == DeltaNet((0, 1, 2, 4, 5, 6), 4, 4, 6, 12, 4, allow_neg_eigval=True, norm_eps=1e-5)
+    assert plain.layers_without_rope == tuple(range(8)) and plain.qk_norm_kind == "whole"
+    assert [(plain.norms_before(i), plain.norms_after(i)) for i in (2, 3)] == [(True, False), (False, True)]
+    few = config_of("OlmoHybridForCausalLM", num_hidden_layers=2, rope_parameters=rope | {"rope_theta": 777.0})
+    assert few.delta_layers == (0,) and few.layers_without_rope == () and few.rope.theta == 777.0
+    for missing in (None, {}, {"rope_type": "default"}):
+        with pytest.raises(CheckpointError, match="rope_parameters is .*or null where queries and keys are not rotated"):
+            config_of("OlmoHybridForCausalLM", rope_parameters=missing)
+
+
+def test_an_olmo_hybrid_as_published_is_read_as_one_saved_again(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers cuts its convolutions into thirds, and gives a norm of attention the name of a delta net's."""
+    folder = checkpoint("olmo_hybrid")
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for p in (f"model.layers.{layer}.linear_attn." for layer in (0, 2, 3)):
+        whole = torch.cat([tensors.pop(f"{p}{part}_conv1d.weight") for part in "qkv"])
+        tensors |= {f"{p}{part}_conv1d.weight": each for part, each in zip("qkv", whole.split([48, 48, 120]), strict=True)}
+    norms = ("feedforward_layer_norm", "post_attention_layernorm")
+    old, new = (f"model.layers.1.{name}.weight" for name in norms)
+    tensors[new] = tensors.pop(old)
+    saved_otherwise(folder, tmp_path / "published", tensors, config)
+    assert_same_file(folder, tmp_path / "published", tmp_path)
 
 
 def test_yarn_reads_its_options_and_computes_what_is_absent() -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from edgeq.converters.checkpoint.checkpoint import Checkpoint, TensorSource
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.checkpoint.source import CheckpointSource, StoredArrays, StoredTensor
 from edgeq.converters.convert import carry_out
@@ -26,6 +27,7 @@ from edgeq.converters.planning.preflight import planned
 from edgeq.converters.rounding.quantizer import Quantized
 from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import CheckpointError
+from edgeq.format.adapter import Factors
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
 from edgeq.runtime.model import Model
@@ -214,3 +216,57 @@ def test_without_quantization_the_integers_of_a_source_become_the_floats_that_th
     read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
     name = "model.layers.0.mlp.down_proj.weight"
     assert np.array_equal(read(name), quantized.arrays[name].read(0, 1 << 20, name).reshape(read(name).shape))
+
+
+def stacked(tensors: Mapping[str, StoredTensor], tmp_path: Path) -> Checkpoint:
+    """`whole` is made of q, k and v, one below the other, or where there is one of `fused`."""
+    checkpoint = Checkpoint(MemorySource("m", {}, tmp_path, tensors))
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if name in "qkv"}
+    rows = sum(shape[0] for shape in shapes.values())
+    parts = tuple(TensorSource(name, shape, shape) for name, shape in shapes.items())
+    otherwise = TensorSource("", (), (rows, 64), parts=parts)
+    checkpoint.arrange({"whole": TensorSource("fused", (rows, 64), (rows, 64), otherwise=otherwise)})
+    assert set(checkpoint.tensors) == {"whole", *(name for name in tensors if name not in ("q", "k", "v", "fused"))}
+    return checkpoint
+
+
+def test_matrices_one_below_the_other_keep_their_integers(tmp_path: Path) -> None:
+    tensors = {name: IntegerTensor(64, rows, rows) for name, rows in (("q", 8), ("k", 5), ("v", 11))}
+    checkpoint = stacked(tensors, tmp_path)
+    assert checkpoint.codec("whole") == CODEC and checkpoint.order("whole") is None and checkpoint.rearranged
+    values = torch.cat([each.values for each in tensors.values()]).numpy()
+    for start, stop in ((0, 24), (6, 9), (8, 13), (13, 24), (7, 14), (5, 5)):
+        assert np.array_equal(checkpoint.rows("whole", start, stop), values[start:stop])
+        found = checkpoint.quantized("whole", start, stop)
+        wanted = {part: np.concatenate([each.quantized(0, 11, "")[part] for each in tensors.values()]) for part in found}
+        assert all(np.array_equal(found[part], wanted[part][start:stop]) for part in wanted), (start, stop)
+
+
+def test_matrices_that_are_stored_differently_become_floats(tmp_path: Path) -> None:
+    tensors: dict[str, StoredTensor] = {"q": IntegerTensor(64, 8, 1), "k": IntegerTensor(64, 8, 2, Codec("int", 4, 32))}
+    checkpoint = stacked(tensors, tmp_path)
+    assert checkpoint.codec("whole") == Codec("f32")
+    halves = stacked({"q": ArrayTensor(torch.ones(2, 64).half()), "k": ArrayTensor(torch.ones(3, 64).bfloat16())}, tmp_path)
+    assert halves.codec("whole") == Codec("f32")
+
+
+def test_an_adapter_is_merged_into_the_matrix_that_it_is_for(tmp_path: Path) -> None:
+    tensors = {name: ArrayTensor(torch.ones(3, 64)) for name in "qkv"}
+    checkpoint = Checkpoint(MemorySource("m", {}, tmp_path, tensors))
+    factors = Factors(np.ones((2, 64), np.float32), np.arange(6, dtype=np.float32).reshape(3, 2))
+    checkpoint.tensors["k"] = replace(checkpoint.tensors["k"], merged=(factors, 0))
+    parts = tuple(TensorSource(name, (3, 64), (3, 64)) for name in "qkv")
+    checkpoint.arrange({"whole": TensorSource("", (), (9, 64), parts=parts)})
+    assert checkpoint.codec("whole") == Codec("f32")
+    assert checkpoint.rows("whole", 2, 8)[:, 0].tolist() == [1, 2, 6, 10, 1, 1]
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(24, "fused"), (23, "q")])
+def test_a_tensor_is_taken_where_the_checkpoint_has_it_in_that_shape(tmp_path: Path, rows: int, taken: str) -> None:
+    checkpoint = Checkpoint(
+        MemorySource("m", {}, tmp_path, {"fused": ArrayTensor(torch.ones(rows, 64)), "q": ArrayTensor(torch.ones(24, 64))})
+    )
+    otherwise = TensorSource("q", (24, 64), (24, 64))
+    checkpoint.arrange({"whole": TensorSource("fused", (24, 64), (24, 64), otherwise=otherwise)})
+    # What is not taken is left over, which `open_tensors` refuses.
+    assert checkpoint.tensors["whole"].name == taken and set(checkpoint.tensors) == {"whole", "fused", "q"} - {taken}

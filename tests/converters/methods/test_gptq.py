@@ -20,6 +20,7 @@ from edgeq.converters.rounding.linears import LinearItem, Recipe
 from edgeq.converters.rounding.presets import ABSMAX_SEARCH, MIN_MAX_ZERO_WEIGHED, Preset
 from edgeq.converters.rounding.quantizer import Quantized, fake, quantize, restored
 from edgeq.format.codec import Codec
+from edgeq.runtime import Model
 
 ROWS, COLUMNS = 48, 160
 
@@ -351,3 +352,16 @@ def test_a_layer_without_a_factor_is_rounded_with_one_line_that_names_it(
     convert(folder, tmp_path / "o.edgeq", options, lambda *_: None, said.append)
     assert [line.split(":")[0] for line in said] == ["layers.0.down", "layers.1.down"]
     assert all("Cholesky failed" in line and "\n" not in line for line in said)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_scales_are_folded_where_layers_have_states(checkpoint: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    """Weights of 8 bits whose scales were not divided out again would give other logits."""
+    few = {"bits": 8, "group_size": 32, "head": 16, "calibration_rows": 2, "calibration_length": 64}
+    found = []
+    for method, options in (("none", {}), ("awq+gptq", few)):
+        path = tmp_path / f"{method}.edgeq"
+        convert(str(checkpoint(family)), path, ConvertOptions(method=method, **options), lambda *_: None)
+        with Model.load(path, target="reference", mode="a16", context=64, max_logits=40) as model:
+            found.append(next(model.session().all_logits(list(range(5, 45)))))
+    assert np.linalg.norm(found[1] - found[0]) < 0.1 * np.linalg.norm(found[0])

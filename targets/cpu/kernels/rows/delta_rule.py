@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 
 from edgeq.network.delta_net import UNIT_EPS
-from edgeq.targets.cpu.jit.args import nbytes, number, pointer
+from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import cgutils, inline, intrinsic, types
 from edgeq.targets.cpu.jit.simd import (
@@ -61,7 +61,7 @@ HEADS = DOTS + 2 * 64 * MAX_TOGETHER
 class DeltaRuleArgs(StateArgs):
     """x          rows of queries, keys and values;  rates: of b and a
     log           bytes to the log; log_bytes: of one of its rows, log_d, log_g: to d and g in it
-    decay         f32 [value_heads], -exp(decay_log);  dt_bias the same
+    decay         f32 [value_heads], -exp(decay_log);  dt_bias the same;  beta_scale: the factor of the sigmoid in beta
     scratch       of every thread, scratch_bytes
     """
 
@@ -81,6 +81,7 @@ class DeltaRuleArgs(StateArgs):
     log_g = nbytes()
     decay = pointer()
     dt_bias = pointer()
+    beta_scale = float32()
     scratch = pointer()
     scratch_bytes = nbytes()
 
@@ -256,7 +257,8 @@ def change_and_result(args, places, head, t):
     out, scratch = args.out + r * args.out_stride + 4 * head * dim, places.scratch
     whole = vload(scratch + WHOLE)
     minus = vsub(vsplat(0.0), whole)
-    beta = sigmoid_of_minus(vsub(vsplat(0.0), vsplat(get_f32(args.rates + r * args.rates_stride + 4 * head))))
+    b = get_f32(args.rates + r * args.rates_stride + 4 * head)
+    beta = vmul(vsplat(args.beta_scale), sigmoid_of_minus(vsplat(-b)))
     for c in range(0, dim, 16):
         log = places.rows + args.log_d + places.value_bytes * head + 4 * c
         of_key = places.products + 2 * t * places.value_bytes + 4 * c
