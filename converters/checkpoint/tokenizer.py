@@ -112,7 +112,8 @@ def _compare(
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         if names is not None:
-            settings["config"] = PreTrainedConfig(**{key: names[key] for key in NAMES if key in names}, name_or_path=str(folder))
+            known = {key: names[key] for key in NAMES if key in names}
+            settings["config"] = PreTrainedConfig(**known, name_or_path=str(folder))
         theirs = AutoTokenizer.from_pretrained(folder, **settings)
         wanted = list(theirs(SAMPLE)["input_ids"])
     # Whatever a foreign tokenizer class raises, the answer is the same.
