@@ -325,8 +325,8 @@ def _integers(tensor: NamedTensor) -> Codec | None:
         codec = codecs.pop()
         if codecs or codec is None:
             return None
-        orders = [cast(QuantizedTensor, part.stored).order for part in tensor.parts]
-        same = all(np.array_equal(order, orders[0]) if order is not None else orders[0] is None for order in orders)
+        first, *others = (cast(QuantizedTensor, part.stored).order for part in tensor.parts)
+        same = all(each is None if first is None else each is not None and np.array_equal(each, first) for each in others)
         return codec if same else None
     changed = tensor.added or tensor.first or tensor.merged or tensor.factor != 1 or tensor.transposed
     return None if changed else tensor.stored.codec

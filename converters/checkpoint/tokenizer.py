@@ -98,7 +98,7 @@ def _load(folder: Path, kind: str) -> tuple[SafeTokenizer, bytes]:
 
 
 def _compare(
-    folder: Path, own: SafeTokenizer, kind: str, embeds: bool, names: dict[str, Any] | None
+    folder: Path, own: SafeTokenizer, kind: str, embeds: bool, names: Mapping[str, Any] | None
 ) -> tuple[Any, bool, int | None]:
     """transformers' tokenizer of the folder, and what it adds that tokenizer.json does not: whether a beginning-of-sequence
     token, and, where a text is embedded and not continued, which token at its end.
