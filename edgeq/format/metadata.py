@@ -69,17 +69,18 @@ class Metadata:
 
     def bytes_per_token(self) -> dict[str, int]:
         """Bytes read to decode one token: `weights`, `head`, 0 where there is none, and `kv_per_position` of the cache that the
-        file was made for.
+        file was made for, in the layers that have keys and values.
         """
         head = self.linears["head"].nbytes if "head" in self.linears else 0
         norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
         kv = self.kv.head_bytes(self.config.head_dim)
+        attends = self.config.num_hidden_layers - len(self.config.state_layers)
         # One row of an embedding is read, which is not worth counting.
         all_weights = sum(x.nbytes for name, x in self.linears.items() if name != "embedding") + norms
         return {
             "weights": all_weights - self.idle_bytes() - head - self.vision_bytes(),
             "head": head,
-            "kv_per_position": self.config.num_hidden_layers * 2 * self.config.num_key_value_heads * kv,
+            "kv_per_position": attends * 2 * self.config.num_key_value_heads * kv,
         }
 
 

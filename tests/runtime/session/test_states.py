@@ -304,6 +304,14 @@ def test_the_memory_of_states_is_counted(model: Model) -> None:
         assert within == cache_bytes(without.graph, options, 448)
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_only_layers_of_attention_count_for_a_position_of_the_cache(family: str, model_path: Callable[..., Path]) -> None:
+    with Model.load(model_path(family, bits=4, group_size=32), target="reference", context=64) as model:
+        config, sizes = model.config, model.file.metadata.bytes_per_token()
+        assert 0 < len(model.graph.cache) == config.num_hidden_layers - len(config.state_layers) < config.num_hidden_layers
+        assert sizes["kv_per_position"] == model.position_bytes == len(model.graph.cache) * 2 * config.kv_size * 2
+
+
 def test_large_snapshots_are_further_apart() -> None:
     spec = StateSpec("sum", (16, 128, 128), 16 * 257)
     assert snapshot_pages((), 1 << 20) == 0 and snapshot_pages((spec,), 1 << 20) == 1
