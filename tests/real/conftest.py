@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,14 +40,19 @@ class Published(NamedTuple):
     added: dict[str, float]
 
 
+@pytest.fixture(scope="session")
+def converted_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Published]:
+    return cache(lambda name: converted(name, tmp_path_factory.mktemp(name)))
+
+
 @pytest.fixture(scope="session", params=[SMOLLM2, GEMMA])
-def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
-    return converted(request.param, tmp_path_factory.mktemp(request.param))
+def published(request: pytest.FixtureRequest, converted_once: Callable[[str], Published]) -> Published:
+    return converted_once(request.param)
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    return converted(SMOLLM2, tmp_path_factory.mktemp("smollm2"))
+def smollm2(converted_once: Callable[[str], Published]) -> Published:
+    return converted_once(SMOLLM2)
 
 
 def converted(name: str, folder: Path) -> Published:
