@@ -246,6 +246,15 @@ ABOVE_ONE = ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
 Checkpoint = Callable[..., Path]
 
 
+@pytest.fixture
+def tiny_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GGUF files get the tokenizer of the demo model, which tiny checkpoints have, in place of one made of their metadata."""
+    from edgeq.converters.importers import gguf_source
+    from tests.converters.importers.gguf_files import tiny_texts
+
+    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
+
+
 def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str, overrides: dict[str, Any]) -> None:
     """Save a random model of `family` and a tokenizer into `folder`; norms and biases are random too: a lost one shows."""
     import torch

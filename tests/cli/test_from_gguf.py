@@ -11,18 +11,16 @@ import pytest
 from click.testing import Result
 from gguf import GGMLQuantizationType as Type
 
-from edgeq.converters.importers import gguf_source
 from tests.cli.refusal import refused
-from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
+from tests.converters.importers.gguf_files import in_type, write_gguf
 
 Run = Callable[..., Result]
 ONCE = "converting it once, into"
 
 
 @pytest.fixture
-def gguf(checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def gguf(checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: None) -> Path:
     """A small model, and an empty cache."""
-    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_gguf(checkpoint("llama_gqa"), tmp_path / "m.gguf", in_type(Type.Q4_0))
     return tmp_path / "m.gguf"

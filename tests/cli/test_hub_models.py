@@ -19,10 +19,9 @@ import pytest
 from click.testing import Result
 from gguf import GGMLQuantizationType as Type
 
-from edgeq.converters.importers import gguf_source
 from tests.cli.refusal import refused
 from tests.converters.checkpoint.hub import Hub, served
-from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
+from tests.converters.importers.gguf_files import in_type, write_gguf
 
 Run = Callable[..., Result]
 NAME = "hf:owner/model"
@@ -51,9 +50,8 @@ def pointed(monkeypatch: pytest.MonkeyPatch, hub: Hub, cache: Path) -> None:
 
 
 @pytest.fixture
-def hub(types: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(types: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: None) -> Iterator[Hub]:
     """A repository with two GGUF files, and empty caches."""
-    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     shutil.copytree(types, tmp_path / "files")

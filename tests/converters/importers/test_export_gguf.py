@@ -22,7 +22,6 @@ from edgeq.converters.exporters.export import export
 from edgeq.converters.exporters.gguf_blocks import blocks_of, held_as
 from edgeq.converters.exporters.gguf_network import network_of
 from edgeq.converters.exporters.gguf_tokenizer import tokenizer_keys, vocabulary_keys
-from edgeq.converters.importers import gguf_source
 from edgeq.converters.importers.gguf_tokenizers import tokenizer_json
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES
 from edgeq.converters.importers.gguf_vocabulary import read_vocabulary
@@ -31,7 +30,7 @@ from edgeq.format.codec import FLOAT_KINDS, MAX_ENTRY, Codec, Kind, as_float32, 
 from edgeq.format.container import ModelFile
 from edgeq.tools.cli.main import main
 from tests.cli.refusal import refused
-from tests.converters.importers.gguf_files import in_type, random_blocks, tiny_texts, write_gguf
+from tests.converters.importers.gguf_files import in_type, random_blocks, write_gguf
 from tests.converters.importers.test_export import converted, silent
 from tests.converters.importers.test_gguf import FAMILIES as IMPORTED
 from tests.converters.importers.test_gguf_texts import BYTE_LEVEL, SENTENCE_PIECE, changed
@@ -41,9 +40,8 @@ FAMILIES = {name: changes for name, changes in IMPORTED.items() if name[:1] != "
 
 
 @pytest.fixture
-def texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def texts(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: None) -> None:
     """The tokenizer is not what a test is about."""
-    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
     monkeypatch.setattr(gguf_export, "tokenizer_keys", lambda *_: {})
 
 

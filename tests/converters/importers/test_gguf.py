@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Type
 
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import carry_out
-from edgeq.converters.importers import gguf_source, open_source
+from edgeq.converters.importers import open_source
 from edgeq.converters.importers.gguf_tensors import GgufTensor
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES
 from edgeq.converters.planning.options import ConvertOptions
@@ -29,8 +29,10 @@ from edgeq.errors import CheckpointError, EdgeqError, UnsupportedError
 from edgeq.format.codec import Codec, dequantized
 from edgeq.runtime.model import Model
 from tests.converters.importers.conversions import silent
-from tests.converters.importers.gguf_files import in_type, random_blocks, tiny_texts, write_gguf
+from tests.converters.importers.gguf_files import in_type, random_blocks, write_gguf
 
+# The tokenizer is not what these tests are about.
+pytestmark = pytest.mark.usefixtures("tiny_tokenizer")
 EIGHT_THOUSAND = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
 EIGHT_THOUSAND |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -50,12 +52,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "qwen3_moe": {},
 }
-
-
-@pytest.fixture(autouse=True)
-def _texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is not what these tests are about."""
-    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
 
 
 @pytest.mark.parametrize("number", BLOCK_TYPES, ids=lambda number: BLOCK_TYPES[number].name)
@@ -396,7 +392,6 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import shutil
 from pathlib import Path
 import edgeq
-from edgeq.converters.importers import gguf_source
 def texts(metadata, folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path({str(Path(__file__).parents[3])!r}) / "models" / "tiny-llama" / name, folder / name)

@@ -13,14 +13,15 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from edgeq.converters.convert import carry_out
-from edgeq.converters.importers import gguf_source
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import CheckpointError, EdgeqError, UnsupportedError
 from edgeq.runtime.model import Model
 from tests.converters.importers.conversions import plan_of, silent
-from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
+from tests.converters.importers.gguf_files import in_type, write_gguf
 
+# The tokenizer is not what these tests are about.
+pytestmark = pytest.mark.usefixtures("tiny_tokenizer")
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {},
@@ -37,12 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Family of `tests/conftest.py` -> settings with which llama.cpp's keys can say it."""
 TOKENS = [1, 5, 9, 2, 30, 2047, *range(100, 140)]
 """More than a window."""
-
-
-@pytest.fixture(autouse=True)
-def _texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is not what these tests are about."""
-    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
 
 
 def logits(plan: ConversionPlan, path: Path, target: str = "reference") -> np.ndarray[Any, Any]:

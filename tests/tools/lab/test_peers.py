@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner
 from gguf import GGMLQuantizationType as Type
 
-from edgeq.converters.importers import gguf_source
 from edgeq.format.codec import dequantize
 from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
@@ -25,7 +24,7 @@ from edgeq.tools.lab.peers import contest, for_edgeq, for_llama_cpp, peer, table
 from edgeq.tools.lab.peers.__main__ import configuration, main
 from edgeq.tools.lab.peers.contest import Contest, Entry, PeerError, process
 from edgeq.tools.lab.peers.peer import Stored, Times, Variant
-from tests.converters.importers.gguf_files import in_type, tiny_texts, write_gguf
+from tests.converters.importers.gguf_files import in_type, write_gguf
 
 CONFIG = configuration("tiny")
 
@@ -58,9 +57,8 @@ def test_edgeq_alone_gives_valid_json_and_keeps_its_model(tmp_path: Path) -> Non
 
 @pytest.mark.exhaustive
 def test_a_published_file_is_run_as_it_is(
-    tmp_path: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: None
 ) -> None:
-    monkeypatch.setattr(gguf_source, "write_texts", tiny_texts)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tmp_path / "m.gguf"
     write_gguf(checkpoint("llama_gqa"), model, in_type(Type.Q4_0))
