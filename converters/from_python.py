@@ -55,6 +55,7 @@ def convert(
     allocation: Mapping[str, str] | None = None,
     pooling: Literal["last", "mean"] | None = None,
     merge_lora: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None,
     restart: bool = False,
     force: bool = False,
@@ -81,6 +82,7 @@ def convert(
     calibration   a UTF-8 text file, "built-in", or a folder with pictures and samples.jsonl
     pooling       how a text becomes a vector, where the checkpoint of an embedding model does not say that itself
     merge_lora    the folder of a LoRA adapter, which is added to the weights first
+    tokenizer     the folder of a tokenizer.json in place of the one that a GGUF file describes
     device        where the calibration text runs; None: a GPU where torch finds one
     on_progress   takes (work done, all work, label); the label changes when a stage ends
     on_layer      takes a report when a decoder layer is safe on the disk: its index, bits and error
@@ -121,6 +123,7 @@ def convert(
         allocation=allocation,
         pooling=pooling,
         merge_lora=None if merge_lora is None else Path(merge_lora),
+        tokenizer=None if tokenizer is None else Path(tokenizer),
         device=device,
         restart=restart,
         force=force,

@@ -18,7 +18,7 @@ from edgeq.converters.importers.gguf_architectures import EMBEDDING, FREQUENCIES
 from edgeq.converters.importers.gguf_config import config_of
 from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
 from edgeq.converters.importers.gguf_tensors import GgufTensor, bytes_of
-from edgeq.converters.importers.gguf_texts import write_texts
+from edgeq.converters.importers.gguf_texts import TOKENIZER, write_texts
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, type_name
 from edgeq.errors import CheckpointError, UnsupportedError
 
@@ -35,7 +35,7 @@ class GgufSource:
     """An opened file.
 
     texts   a folder that is gone when the source is
-    parts   all files that it consists of
+    made_of   all files that it consists of, and the tokenizer that was given with it
     types   how many tensors there are of each
     """
 
@@ -43,17 +43,19 @@ class GgufSource:
     place: str
     config: Mapping[str, Any]
     texts: Path
-    parts: tuple[Path, ...]
+    made_of: tuple[Path, ...]
     stored_tensors: Mapping[str, GgufTensor]
     types: Mapping[str, int]
     notes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def open(cls, path: Path) -> GgufSource:
+    def open(cls, path: Path, tokenizer: Path | None = None) -> GgufSource:
         """Read all headers, and write what a tokenizer is made of into a temporary folder.
 
-        CheckpointError: damaged, a part missing, a tensor missing or too many.  UnsupportedError: an architecture, types of
-        tensors, all at once, a tokenizer or a setting of the network.
+        tokenizer   a folder with a tokenizer.json that is taken in place of the file's
+
+        CheckpointError: damaged, a part missing, a tensor missing or too many, a tokenizer that is not the file's.
+        UnsupportedError: an architecture, types of tensors, all at once, a tokenizer or a setting of the network.
         """
         files = _parts(path)
         metadata, place = files[0].metadata, str(path)
@@ -63,11 +65,13 @@ class GgufSource:
         keys.check_all_read()
         tensors = _renamed(stored, kind, config, place)
         types = Counter(type_name(tensor.type) for tensor in stored.values())
-        texts, parts = Path(mkdtemp(prefix="edgeq-gguf-")), tuple(file.path for file in files)
-        source = cls(_PART.sub(r"\1.gguf", path.name), place, config, texts, parts, tensors, dict(sorted(types.items())))
+        texts, parts = Path(mkdtemp(prefix="edgeq-gguf-")), [file.path for file in files]
+        given = [] if tokenizer is None else [tokenizer / TOKENIZER]
+        name, made_of = _PART.sub(r"\1.gguf", path.name), (*parts, *given)
+        source = cls(name, place, config, texts, made_of, tensors, dict(sorted(types.items())))
         weakref.finalize(source, shutil.rmtree, texts, ignore_errors=True)
         try:
-            write_texts(metadata, texts)
+            write_texts(metadata, texts, tokenizer)
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{place}: {error}") from None
         return source
@@ -88,7 +92,7 @@ class GgufSource:
         return self.stored_tensors
 
     def files(self) -> list[Path]:
-        return [*self.parts]
+        return [*self.made_of]
 
 
 def _parts(path: Path) -> list[GgufFile]:

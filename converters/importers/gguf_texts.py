@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from edgeq.converters.checkpoint.tokenizer import MAX_TEMPLATE
-from edgeq.converters.importers.gguf_tokenizers import tokenizer_json
-from edgeq.converters.importers.gguf_vocabulary import CONTROL, USER_DEFINED, GgufVocabulary, read_vocabulary
-from edgeq.errors import CheckpointError
+from edgeq.converters.importers.gguf_tokenizers import post_processor, tokenizer_json
+from edgeq.converters.importers.gguf_vocabulary import (
+    CONTROL,
+    PREFIX,
+    UNUSED,
+    USER_DEFINED,
+    GgufVocabulary,
+    flag,
+    read_vocabulary,
+)
+from edgeq.errors import CheckpointError, FormatError
+from edgeq.format.safetensors import read_file
+from edgeq.text import foreign_tokenizer
+from edgeq.text.foreign_tokenizer import MAX_TOKENIZER
 
+TOKENIZER = "tokenizer.json"
 ENDS_OF_TURN = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>", "<|end|>"),
     *("<end_of_turn>", "<eos>"),
@@ -30,24 +42,55 @@ SAMPLING_KEYS = {
 """Key of generation_config.json -> key of a GGUF file, after `general.sampling.`."""
 
 
-def write_texts(metadata: Mapping[str, Any], folder: Path) -> None:
+def write_texts(metadata: Mapping[str, Any], folder: Path, given: Path | None = None) -> None:
     """Write tokenizer.json, tokenizer_config.json, generation_config.json and, where there is one, chat_template.jinja.
 
     metadata   keys as in the file; strings as str, arrays as lists or numpy arrays
+    given      a folder whose tokenizer.json is taken in place of one made of the metadata
 
-    CheckpointError: a tokenizer that is not supported, or metadata that do not fit together; the key is named.
+    CheckpointError: a tokenizer that is not supported, or metadata that do not fit together; the key is named.  No tokenizer in
+    `given`, or one of another vocabulary.
     """
     vocabulary = read_vocabulary(metadata)
-    tokenizer = tokenizer_json(metadata, vocabulary)
+    tokenizer = tokenizer_json(metadata, vocabulary) if given is None else _given(given, metadata, vocabulary)
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     settings = {name: literal for key, name in names.items() if (literal := vocabulary.literal(key)) is not None}
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
         (folder / "chat_template.jinja").write_bytes(_template(template))
-    _write(folder / "tokenizer.json", tokenizer)
+    _write(folder / TOKENIZER, tokenizer)
     _write(folder / "tokenizer_config.json", {**kind, **settings})
     _write(folder / "generation_config.json", _generation(metadata, vocabulary))
+
+
+def _given(folder: Path, metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> dict[str, Any]:
+    """The tokenizer of `folder`, which begins and ends a text as the metadata say, where they say it.
+
+    CheckpointError: there is none, it cannot be loaded, or it has another token than the file.
+    """
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: no {TOKENIZER}; --tokenizer takes the folder of the checkpoint that the file was made of"
+        )
+    data = read_file(path, MAX_TOKENIZER)
+    try:
+        own = foreign_tokenizer.load(data).tokenizer
+    except FormatError as error:
+        raise CheckpointError(f"{path}: the tokenizers library cannot load it: {error}") from None
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
+        # llama.cpp's converter spells the others in its own way, and fills gaps with some.
+        if kind not in (USER_DEFINED, UNUSED) and (found := own.id_to_token(i)) != token:
+            raise CheckpointError(
+                f"{path}: token {i} is {found!r:.80}, in the GGUF file {token!r:.80}: they do not belong together; give the "
+                "folder of the checkpoint that the file was made of"
+            )
+    tokenizer: dict[str, Any] = json.loads(data)
+    if any(f"{PREFIX}add_{end}_token" in metadata for end in ("bos", "eos")):
+        begins, ends = (flag(metadata, f"add_{end}_token", False) for end in ("bos", "eos"))
+        tokenizer["post_processor"] = post_processor(vocabulary, begins, ends)
+    return tokenizer
 
 
 def _template(template: Any) -> bytes:

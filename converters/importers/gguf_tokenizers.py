@@ -28,7 +28,7 @@ from edgeq.converters.importers.gguf_vocabulary import (
 from edgeq.errors import CheckpointError
 from edgeq.text import split_patterns
 
-OTHER_SOURCE = "convert the folder of the original checkpoint instead, which has a tokenizer.json"
+OTHER_SOURCE = "edgeq convert --tokenizer DIR takes the tokenizer.json of the original checkpoint's folder in its place"
 SPACE = "\u2581"
 """A space in tokens of SentencePiece."""
 MAX_PIECE = 256
@@ -92,7 +92,7 @@ def tokenizer_json(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> J
         "truncation": None,
         "padding": None,
         "added_tokens": _added_tokens(metadata, vocabulary),
-        "post_processor": _post_processor(vocabulary, begins, ends),
+        "post_processor": post_processor(vocabulary, begins, ends),
         **parts,
     }
 
@@ -239,7 +239,7 @@ def _added_tokens(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> li
     return added
 
 
-def _post_processor(vocabulary: GgufVocabulary, begins: bool, ends: bool) -> Json | None:
+def post_processor(vocabulary: GgufVocabulary, begins: bool, ends: bool) -> Json | None:
     """What puts bos before a text and eos after it."""
     special, pieces = {}, {"bos": list[Json](), "eos": list[Json]()}
     for name, asked in (("bos", begins), ("eos", ends)):

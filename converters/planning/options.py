@@ -14,9 +14,10 @@ from edgeq.network.pooling import POOLINGS
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
-NOT_RECORDED = ("open_method", "calibration", "merge_lora", "device", "restart", "force", "token", "offline")
+NOT_RECORDED = ("open_method", "calibration", "merge_lora", "tokenizer", "device", "restart", "force", "token", "offline")
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "open_method", "pooling", "merge_lora", "device", "revision", "restart", "force", "token", "offline")
+EVERY_METHOD = ("method", "open_method", "pooling", "merge_lora", "tokenizer", "device", "revision", "restart", "force",
+                "token", "offline")  # fmt: skip
 """Options that do not depend on the method."""
 ONE_CODEC = ("bits", "group_size", "symmetric", "half", "table", "scale_bits", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
@@ -98,6 +99,7 @@ class ConvertOptions:
     allocation        part (edgeq.converters.budget.parts) -> name of its codec, instead of one codec for all
     pooling           "last" or "mean": the checkpoint embeds texts so, where it does not say that itself
     merge_lora        folder of a LoRA adapter whose products are added to the weights before anything else
+    tokenizer         folder whose tokenizer.json is taken in place of the one that a GGUF file describes
     device            where the calibration text runs; None: auto, a GPU where torch finds one
     restart           discard an interrupted conversion instead of resuming it
     force             replace an .edgeq file that was made in another way
@@ -136,6 +138,7 @@ class ConvertOptions:
     allocation: Mapping[str, str] | None = None
     pooling: Literal["last", "mean"] | None = None
     merge_lora: Path | None = None
+    tokenizer: Path | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None
     restart: bool = False
     force: bool = False

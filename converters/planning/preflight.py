@@ -46,7 +46,8 @@ def preflight(
 
     ResourceError: too little memory.  Other errors: as `open_source` and `planned`.
     """
-    plan = planned(open_source(source, HubAccess(options.token, options.revision, options.offline, on_download)), options)
+    access = HubAccess(options.token, options.revision, options.offline, on_download)
+    plan = planned(open_source(source, access, options.tokenizer), options)
     available = available_bytes()
     if plan.memory_bytes > available:
         less = "--method rtn without --calibration needs less"

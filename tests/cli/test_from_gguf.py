@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from gguf import GGMLQuantizationType as Type
+from tokenizers import Tokenizer
 
+from edgeq.format.container import ModelFile
 from tests.cli.refusal import refused
 from tests.converters.importers.gguf_files import in_type, write_gguf
 
@@ -49,6 +51,22 @@ def test_a_gguf_file_is_converted_once(edgeq: Run, gguf: Path, tmp_path: Path) -
 def test_a_gguf_file_runs(edgeq: Run, gguf: Path) -> None:
     found = edgeq("run", gguf, "-p", "def f(", "-n", 4, "--target", "reference", "--temp", 0)
     assert found.exit_code == 0 and ONCE in found.stderr and found.stdout, found.stderr
+
+
+def test_a_tokenizer_is_taken_from_the_folder_of_the_checkpoint(
+    edgeq: Run, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, out = checkpoint("llama_gqa"), tmp_path / "m.edgeq"
+    own = (folder / "tokenizer.json").read_bytes()
+    ids = Tokenizer.from_buffer(own).get_vocab()
+    keys = {"model": "gpt2", "pre": "of-tomorrow", "tokens": sorted(ids, key=lambda token: ids[token])}
+    described = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    write_gguf(folder, tmp_path / "m.gguf", in_type(Type.Q4_0), lambda keys: keys.update(described))
+    command = ("convert", tmp_path / "m.gguf", "-o", out)
+    refused(edgeq(*command), "m.gguf: tokenizer.ggml.pre is 'of-tomorrow'", "edgeq convert --tokenizer DIR")
+    assert edgeq(*command, "--tokenizer", folder).exit_code == 0
+    assert json.loads(ModelFile.open(out).blob("tokenizer.json")) == json.loads(own)
+    refused(edgeq("convert", folder, "-o", out, "--force", "--tokenizer", folder), "--tokenizer goes with a GGUF file")
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(edgeq: Run, gguf: Path, tmp_path: Path) -> None:

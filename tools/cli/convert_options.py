@@ -52,6 +52,13 @@ CONVERT_OPTIONS = decorated(
         help="Add a LoRA adapter, as PEFT saves it, to the weights before they are quantized.",
     ),
     quantization(
+        "--tokenizer",
+        metavar="DIR",
+        type=click.Path(path_type=Path),
+        help="Take the tokenizer.json in DIR, the folder of the checkpoint that the GGUF file SRC was made of: for a file "
+        "whose own tokenizer is not supported.",
+    ),
+    quantization(
         "--pooling",
         type=OneOf(*POOLINGS),
         help="SRC is an embedding model: the vector of a text is the state of its last token, or the mean of all.  [default: "

@@ -392,7 +392,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import shutil
 from pathlib import Path
 import edgeq
-def texts(metadata, folder):
+def texts(metadata, folder, given):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path({str(Path(__file__).parents[3])!r}) / "models" / "tiny-llama" / name, folder / name)
 gguf_source.write_texts = texts

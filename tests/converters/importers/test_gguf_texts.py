@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from edgeq.converters.importers import gguf_vocabulary
+from edgeq.converters.checkpoint.download import HubAccess
+from edgeq.converters.importers import gguf_vocabulary, open_source
 from edgeq.converters.importers.gguf_texts import write_texts
-from edgeq.errors import CheckpointError
+from edgeq.errors import CheckpointError, InputError
 from edgeq.text.tokenizer import Tokenizer
 
 # 0-3 control tokens and padding, 4-13 characters, 14-20 what merges make; Ġ is a space, Ċ a line feed.
@@ -195,9 +196,13 @@ SPECIAL = SENTENCE_PIECE["tokenizer.ggml.token_type"]
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("byte-level", {"model": "bert"}, "model is 'bert'; supported: gpt2, llama, t5; convert the folder of the original"),
+        (
+            "byte-level",
+            {"model": "bert"},
+            "model is 'bert'; supported: gpt2, llama, t5; edgeq convert --tokenizer DIR takes the",
+        ),
         ("byte-level", {"model": ["gpt2"]}, "model is .'gpt2'.; supported"),
-        ("byte-level", {"pre": "falcon"}, "pre is 'falcon', .* supported: gpt-2, .* convert the folder of the original"),
+        ("byte-level", {"pre": "falcon"}, "pre is 'falcon', .* supported: gpt-2, .* edgeq convert --tokenizer DIR takes the"),
         ("byte-level", {"pre": None}, "pre is None"),
         ("byte-level", {"pre": {}}, "pre is {}"),
         ("byte-level", {"tokens": None}, "tokens is missing"),
@@ -267,3 +272,39 @@ def test_counts_are_capped_before_the_first_loop(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(gguf_vocabulary, "MAX_CHARACTERS", 20)
     with pytest.raises(CheckpointError, match="tokens has more than 20 characters together"):
         write_texts(BYTE_LEVEL, tmp_path)
+
+
+UNKNOWN_SPLIT = changed(BYTE_LEVEL, pre="of-tomorrow")
+
+
+def test_a_folder_gives_the_tokenizer_of_a_file_whose_own_is_not_known(tmp_path: Path) -> None:
+    given, made = tmp_path / "given", tmp_path / "made"
+    for folder in (given, made):
+        folder.mkdir()
+    with pytest.raises(CheckpointError, match=r"pre is 'of-tomorrow'.*edgeq convert --tokenizer DIR"):
+        write_texts(UNKNOWN_SPLIT, made)
+    write_texts(BYTE_LEVEL, given)
+    write_texts(UNKNOWN_SPLIT, made, given)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert json.loads((made / name).read_text()) == json.loads((given / name).read_text()), name
+    # What the file says of the ends of a text holds.
+    write_texts(changed(UNKNOWN_SPLIT, add_bos_token=True, add_eos_token=True), made, given)
+    found = Tokenizer((made / "tokenizer.json").read_bytes(), {})
+    assert found.encode("ab 123") == [0, *tokenizer(given, BYTE_LEVEL).encode("ab 123"), 1]
+
+
+def test_a_folder_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json; --tokenizer takes the folder"):
+        write_texts(UNKNOWN_SPLIT, tmp_path, tmp_path)
+    write_texts(BYTE_LEVEL, tmp_path)
+    swapped = [*BYTES[:4], "b", "a", *BYTES[6:], *MERGED]
+    with pytest.raises(CheckpointError, match="token 4 is 'a', in the GGUF file 'b': they do not belong together"):
+        write_texts(changed(UNKNOWN_SPLIT, tokens=swapped), tmp_path, tmp_path)
+    longer, kinds = [*BYTES, *MERGED, "more"], [*BYTE_LEVEL["tokenizer.ggml.token_type"], 1]
+    with pytest.raises(CheckpointError, match="token 21 is None, in the GGUF file 'more'"):
+        write_texts(changed(UNKNOWN_SPLIT, tokens=longer, token_type=kinds), tmp_path, tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 5}')
+    with pytest.raises(CheckpointError, match="the tokenizers library cannot load it"):
+        write_texts(UNKNOWN_SPLIT, tmp_path, tmp_path)
+    with pytest.raises(InputError, match="--tokenizer goes with a GGUF file"):
+        open_source(str(tmp_path), HubAccess(), tmp_path)
