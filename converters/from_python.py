@@ -71,7 +71,7 @@ def convert(
     Killed at any moment and called again with the same arguments, and as many threads of torch (OMP_NUM_THREADS), it goes on
     where it stopped and ends in the same bytes.  A finished file of the same conversion is verified and returned.
 
-    method        None: "rtn"; "awq+gptq" with `calibration`, `budget` or `allocation`
+    method        None: "rtn"; "gptq" with `calibration`, `budget` or `allocation`
     source        a folder, or a hub id such as "Qwen/Qwen3-0.6B"
     output        the file to write; what is no .edgeq file is never replaced, another one only with `force`
     bits          of weights, or "W/A" or "W/A/KV" with those of activations and of cached keys and values, such as "4/8"

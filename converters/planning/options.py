@@ -24,8 +24,8 @@ ONE_CODEC = ("bits", "group_size", "symmetric", "half", "table", "scale_bits", "
 COMPUTERS = ("auto", "cpu", "cuda", "mps")
 """Where calibration text can run."""
 MAX_RANK = 256
-BEST = "awq+gptq"
-"""The method with the lowest KL divergence at its bytes (docs/quality.md)."""
+BEST = "gptq"
+"""No method loses less at its bytes, and those that lose as much take longer (docs/quality.md)."""
 
 # Option -> (how it is called on the command line, the values it may have).
 CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {

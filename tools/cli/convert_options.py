@@ -69,7 +69,7 @@ CONVERT_OPTIONS = decorated(
         metavar="NAME",
         type=OneOf(*METHODS),
         help="How weights are quantized: none, rtn (round to nearest), awq, gptq, awq+gptq, smoothquant, smoothquant+gptq, "
-        "ttq, quarot, resq, mquant or as-stored.  [default: rtn; awq+gptq with --calibration, a budget or a plan; "
+        "ttq, quarot, resq, mquant or as-stored.  [default: rtn; gptq with --calibration, a budget or a plan; "
         "as-stored where SRC is quantized already and no option asks for other bits]",
     ),
     quantization(

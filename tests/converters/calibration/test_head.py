@@ -81,5 +81,5 @@ def test_methods_that_go_by_moments_round_the_head_so_and_others_do_not(
 
 def test_with_a_text_and_no_method_it_is_the_best_one() -> None:
     assert ConvertOptions().method == "rtn"
-    assert ConvertOptions(calibration="built-in").method == "awq+gptq"
+    assert ConvertOptions(calibration="built-in").method == "gptq"
     assert ConvertOptions(method="rtn", calibration="built-in").method == "rtn"

@@ -55,8 +55,8 @@ def test_it_makes_the_file_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_the_method_that_is_not_named_follows_from_what_is_given(tmp_path: Path) -> None:
-    assert [ConvertOptions(calibration=text).method for text in (None, "built-in")] == ["rtn", "awq+gptq"]
-    assert ConvertOptions(calibration="built-in", allocation={}).method == "awq+gptq"
+    assert [ConvertOptions(calibration=text).method for text in (None, "built-in")] == ["rtn", "gptq"]
+    assert ConvertOptions(calibration="built-in", allocation={}).method == "gptq"
     assert ConvertOptions(method="rtn", allocation={}).method == "rtn"
     # A budget needs no method: what is refused is the text.
     text = tmp_path / "text.txt"
