@@ -182,6 +182,23 @@ def starcoder2(keys: GgufKeys) -> Settings:
     return {"hidden_act": "gelu_pytorch_tanh", "use_bias": keys.has("attn_q.bias"), "sliding_window": window or None}
 
 
+def gpt2(keys: GgufKeys) -> Settings:
+    """llama.cpp's converter turns matrices."""
+    sizes = {"n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count"}
+    sizes |= {"n_positions": "context_length", "n_inner": "feed_forward_length"}
+    return {name: keys.integer(key) for name, key in sizes.items()} | {"fan_in_fan_out": False}
+
+
+def gptneox(keys: GgufKeys) -> Settings:
+    """llama.cpp stores no activation: published models have this one.  Its converter parts queries, keys and values."""
+    return {
+        "hidden_act": "gelu",
+        "rotary_emb_base": keys.number("rope.freq_base", 10000.0),
+        "use_parallel_residual": keys.value("use_parallel_residual", True),
+        "qkv_by_heads": False,
+    }
+
+
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA, nothing_else, interleaved=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA, no_windows, interleaved=True),
@@ -232,6 +249,28 @@ ARCHITECTURES = {
         starcoder2,
         epsilon="norm_epsilon",
         ends=ENDS | NORM_BIAS,
+    ),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        "gpt2",
+        {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"}
+        | {"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        gpt2,
+        epsilon="layer_norm_epsilon",
+        ends={EMBEDDING: "transformer.wte.weight", "position_embd.weight": "transformer.wpe.weight", HEAD: "lm_head.weight"}
+        | {NORM: "transformer.ln_f.weight", "output_norm.bias": "transformer.ln_f.bias"},
+        layers="transformer.h.",
+    ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        {"attn_norm": "input_layernorm", "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"}
+        | {"ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"},
+        gptneox,
+        epsilon="layer_norm_eps",
+        ends={EMBEDDING: "gpt_neox.embed_in.weight", HEAD: "embed_out.weight"}
+        | {NORM: "gpt_neox.final_layer_norm.weight", "output_norm.bias": "gpt_neox.final_layer_norm.bias"},
+        layers="gpt_neox.layers.",
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA, ernie4_5),
 }

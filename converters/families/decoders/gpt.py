@@ -44,6 +44,9 @@ GPT2_KEYS = {
     "intermediate_size": "n_embd",
     "hidden_act": "activation_function",
 }
+TRANSPOSED, BY_HEADS = "fan_in_fan_out", "qkv_by_heads"
+"""Keys that no config.json has, of sources that hold the same model in another order: whether GPT-2's matrices lie
+transposed, and whether the rows of GPT-NeoX's queries, keys and values lie head by head or part by part."""
 GPT2_BEGINNINGS = {each: f"transformer.{each}" for each in ("wte.", "wpe.", "h.", "ln_f.")}
 """Checkpoints that were saved without their head."""
 
@@ -186,7 +189,7 @@ def gpt2_sources(config: ModelConfig, *, mixed: bool, transposed: bool) -> Sourc
     }
 
 
-def neox_sources(config: ModelConfig, biases: tuple[str, ...]) -> Sources:
+def neox_sources(config: ModelConfig, biases: tuple[str, ...], *, mixed: bool) -> Sources:
     p = "gpt_neox."
     linears = {"qkv": "attention.query_key_value", "o": "attention.dense"}
     linears |= {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
@@ -194,7 +197,7 @@ def neox_sources(config: ModelConfig, biases: tuple[str, ...]) -> Sources:
     return {
         **table_sources(config, f"{p}embed_in.weight", "embed_out.weight"),
         **norm_sources(config, f"{p}layers.", norms, f"{p}final_layer_norm"),
-        **fused_sources(config, f"{p}layers.", linears, biases, mixed=True),
+        **fused_sources(config, f"{p}layers.", linears, biases, mixed=mixed),
     }
 
 
@@ -209,14 +212,20 @@ def starcoder2_sources(config: ModelConfig, biases: tuple[str, ...]) -> Sources:
     return sources
 
 
+def gpt2(hf: Values) -> FamilyDescription:
+    transposed = flag({**GPT2.defaults, **hf}, TRANSPOSED)
+    return replace(GPT2, sources=partial(gpt2_sources, mixed=False, transposed=transposed))
+
+
 def bigcode(hf: Values) -> FamilyDescription:
     mixed = not flag({**BIGCODE.defaults, **hf}, "multi_query")
     return replace(BIGCODE, sources=partial(gpt2_sources, mixed=mixed, transposed=False))
 
 
 def neox(hf: Values) -> FamilyDescription:
-    biases = ALL_BIASES if flag({**NEOX.defaults, **hf}, "attention_bias") else ("up", "down")
-    return replace(NEOX, biases=biases, sources=partial(neox_sources, biases=biases))
+    values = {**NEOX.defaults, **hf}
+    biases = ALL_BIASES if flag(values, "attention_bias") else ("up", "down")
+    return replace(NEOX, biases=biases, sources=partial(neox_sources, biases=biases, mixed=flag(values, BY_HEADS)))
 
 
 def starcoder2(hf: Values) -> FamilyDescription:
@@ -238,6 +247,7 @@ GPT2_DEFAULTS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "tie_word_embeddings": True,
+    TRANSPOSED: True,
 }
 GPT2_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (None, False),
@@ -251,9 +261,9 @@ GPT2 = FamilyDescription(
     gpt2_settings,
     keys=GPT2_KEYS,
     biases=ALL_BIASES,
-    sources=partial(gpt2_sources, mixed=False, transposed=True),
     derived=CAUSAL_MASKS,
     renamed=GPT2_BEGINNINGS,
+    variants=gpt2,
 )
 BIGCODE = FamilyDescription(
     "GPTBigCodeForCausalLM",
@@ -276,6 +286,7 @@ NEOX = FamilyDescription(
         "rotary_emb_base": 10000.0,
         "use_parallel_residual": True,
         "attention_bias": True,
+        BY_HEADS: True,
     },
     {key: values for key, values in (NEUTRAL_LAYER | NO_EXPERTS).items() if key != "attention_bias"},
     neox_settings,

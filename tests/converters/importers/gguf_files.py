@@ -41,8 +41,12 @@ ARCHITECTURES = {
     "cohere": ("command-r", "COMMAND_R"),
     "cohere2": ("cohere2", "COHERE2"),
     "hunyuan_v1_dense": ("hunyuan-dense", "HUNYUAN_DENSE"),
+    "gpt2": ("gpt2", "GPT2"),
+    "gpt_neox": ("gptneox", "GPTNEOX"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
+GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
+GPT2_KEYS |= {"max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"}
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 """Bytes of a block at which it has an f16; of the other types the first."""
 
@@ -78,6 +82,8 @@ def write_gguf(
 ) -> None:
     """Write the checkpoint in `folder`; `choose`: type of a tensor by its name and values; `change`: the metadata."""
     config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "gpt2":
+        config |= {key: config[theirs] for key, theirs in GPT2_KEYS.items()}
     own, name = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, own)
     keys = metadata(config, own)
@@ -120,13 +126,20 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.head_count_kv": config.get("num_key_value_heads", heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "rope.freq_base": float(full["rope_theta"]),
+        "rope.freq_base": float(full.get("rope_theta", 10000)),
         "rope.dimension_count": round(head_dim * full.get("partial_rotary_factor", 1)),
         "vocab_size": config["vocab_size"],
     }
+    if own in ("gpt2", "gptneox"):
+        # Those of llama.cpp's converter; it leaves the base of GPT-NeoX out, and here it may differ.
+        absent = ["attention.head_count_kv", "attention.key_length", "attention.value_length"]
+        absent += ["rope.freq_base", "rope.dimension_count"] if own == "gpt2" else []
+        keys = {key: value for key, value in keys.items() if key not in absent}
+    if own == "gptneox":
+        keys["use_parallel_residual"] = config["use_parallel_residual"]
     if full.get("rope_type") == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(full["factor"])}
     if full.get("rope_type") == "yarn":
@@ -172,6 +185,11 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             halves = values.reshape(heads, 2, -1, *values.shape[1:])
             found[name] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        if kind == "gpt2" and values.ndim == 2 and ".h." in name:
+            found[name] = np.ascontiguousarray(values.T)
+        if "query_key_value" in name:
+            by_heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+            found[name] = np.ascontiguousarray(by_heads.swapaxes(0, 1)).reshape(values.shape)
         if kind == "gemma3_text" and "norm" in name:
             found[name] = values + 1
         if name.endswith("shared_expert_gate.weight"):

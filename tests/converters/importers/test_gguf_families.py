@@ -34,6 +34,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "stablelm_parallel": {},
     "starcoder2": {"sliding_window": 4096},
+    "gpt2": {},
+    "neox": {},
+    "neox_sequential": {"hidden_act": "gelu", "attention_bias": True},
 }
 """Family of `tests/conftest.py` -> settings with which llama.cpp's keys can say it."""
 TOKENS = [1, 5, 9, 2, 30, 2047, *range(100, 140)]
@@ -116,6 +119,8 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
         "layer_norm_epsilon is '1e-5'; expected a",
     ),
     ("starcoder2", {"starcoder2.attention.max_alibi_bias": 8.0}, UnsupportedError, "max_alibi_bias is 8.0; supported: files"),
+    ("neox", {"gptneox.use_parallel_residual": 1}, CheckpointError, "use_parallel_residual is 1; expected true or false"),
+    ("gpt2", {"gpt2.attention.max_alibi_bias": 8.0}, UnsupportedError, "max_alibi_bias is 8.0; supported: files"),
     ("ernie4_5", {"ernie4_5.expert_count": 64}, UnsupportedError, r"expert_count is 64; supported: 0"),
 ]
 
