@@ -58,10 +58,15 @@ class Split:
 
 _LLAMA3 = Split(split_patterns.GPT4, whole=True, add_bos=True)
 _GPT2, _GPT4 = Split(split_patterns.GPT2), Split(split_patterns.GPT4)
+_DIGITS = Split(split_patterns.GPT2, digits=True)
 SPLITS = {
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
-    "smollm": Split(split_patterns.GPT2, digits=True),
+    "mpt": Split(split_patterns.GPT2, composed=True),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": Split(split_patterns.GPT2, digits=True, composed=True),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,

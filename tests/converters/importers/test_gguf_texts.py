@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import tokenizers
+from transformers import AutoTokenizer, CohereTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
 
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.importers import gguf_vocabulary, open_source
@@ -92,6 +94,12 @@ def generation(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         ("gpt-2", "123  ab", [16, 9, 17]),
         ("gpt-2", "ab<|im_end|>\n", [14, 1, 10]),
         ("smollm", "ab 123", [14, 9, 6, 7, 8]),
+        ("starcoder", "ab 123", [14, 9, 6, 7, 8]),
+        ("refact", "123  ab", [6, 7, 8, 9, 17]),
+        ("command-r", "ab 123", [14, 9, 6, 7, 8]),
+        ("command-r", "a\u0301", [13]),
+        ("mpt", "123 ab", [16, 17]),
+        ("mpt", "a\u0301", [13]),
         ("qwen2", "123 ab", [6, 7, 8, 17]),
         ("llama-bpe", "1231 ab", [0, 16, 6, 17]),
         ("tekken", "12ab", [0, 6, 7, 14]),
@@ -103,6 +111,26 @@ def generation(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
 )
 def test_byte_level_texts_are_split_as_the_file_names_it(pre: str, text: str, expected: list[int], tmp_path: Path) -> None:
     assert tokenizer(tmp_path, changed(BYTE_LEVEL, pre=pre)).encode(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "theirs"),
+    [("gpt-2", GPT2Tokenizer), ("mpt", GPTNeoXTokenizer), ("command-r", CohereTokenizer), ("qwen2", Qwen2Tokenizer)],
+)
+def test_texts_are_split_as_by_the_class_of_transformers(pre: str, theirs: Any, tmp_path: Path) -> None:
+    """Its own rules, whatever the vocabulary, on every second character of the first 12,000, and on noise."""
+
+    def pieces(tokenizer: tokenizers.Tokenizer, text: str) -> list[str]:
+        normal = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+        return [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
+
+    write_texts(changed(BYTE_LEVEL, pre=pre), tmp_path)
+    ours, other = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), theirs().backend_tokenizer
+    rng = random.Random(3)
+    frequent = [ord(each) for each in " 'as19\n\r,é\u0301\u0661"]
+    noise = ["".join(chr(rng.choice((*frequent, rng.randrange(1, 0xD800)))) for _ in range(24)) for _ in range(1000)]
+    for text in [*noise, *(f"a {chr(c)}{chr(c)}b" for c in range(1, 12_000, 2))]:
+        assert pieces(ours, text) == pieces(other, text), text
 
 
 def test_a_whole_word_is_not_built_by_merges_where_the_vocabulary_is_tiktokens(tmp_path: Path) -> None:
