@@ -9,7 +9,7 @@ from edgeq.format.codec import Codec, Kind
 from edgeq.format.records import Weight
 from edgeq.targets.cpu.kernels.args import FLOAT_KINDS
 from edgeq.targets.cpu.kernels.products.groups import group_args, group_kind
-from edgeq.targets.cpu.kernels.rows import elementwise, requantize
+from edgeq.targets.cpu.kernels.rows import embedding, requantize
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.layout import QuantizedActivation
 from edgeq.targets.cpu.lowering.products import LinearProduct, float_product, integer_product
@@ -33,14 +33,14 @@ class CodecKernels:
 
 
 def float_rows(context: Context, weight: Weight) -> tuple[Variant, dict[str, int]]:
-    return kernel(elementwise.embed_float_tile, FLOAT_KINDS[weight.codec.kind]), {}
+    return kernel(embedding.embed_float_tile, FLOAT_KINDS[weight.codec.kind]), {}
 
 
 def integer_rows(context: Context, weight: Weight) -> tuple[Variant, dict[str, int]]:
     codec = weight.codec
     args = group_args(codec, weight.rows, weight.columns, lambda name: context.memory.stored(weight.arrays[name]))
     del args["scales_step"]
-    return kernel(elementwise.embed_integer_tile, codec.bits, group_kind(codec)), {
+    return kernel(embedding.embed_integer_tile, codec.bits, group_kind(codec)), {
         **args, "group": codec.group_size or weight.columns
     }  # fmt: skip
 

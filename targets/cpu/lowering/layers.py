@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgeq.format.records import ArrayRef
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.kernels.args import FLOAT_KINDS, NOT_QUANTIZED, QuantizedArgs
-from edgeq.targets.cpu.kernels.rows import activate, elementwise, norms
+from edgeq.targets.cpu.kernels.rows import activate, elementwise, embedding, norms
 from edgeq.targets.cpu.lowering.codecs import CODECS
 from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
@@ -18,12 +18,12 @@ def embed(context: Context, o: op.Embed) -> None:
     tokens = context.arrays.tokens
     if isinstance(o.table, ArrayRef):
         address, width = context.memory.stored(o.table), o.table.shape[1]
-        args = elementwise.EmbedArgs(tokens=tokens, table=address, width=width, out=out, out_stride=stride)
-        context.emit(kernel(elementwise.embed_plain, FLOAT_KINDS[o.table.dtype]), args)
+        args = embedding.EmbedArgs(tokens=tokens, table=address, width=width, out=out, out_stride=stride)
+        context.emit(kernel(embedding.embed_plain, FLOAT_KINDS[o.table.dtype]), args)
     else:
         weight = o.table.weights[0]
         table, (function, scales) = weight.arrays["q"], CODECS[weight.codec.kind].rows(context, weight)
-        tiles = elementwise.EmbedTileArgs(
+        tiles = embedding.EmbedTileArgs(
             tokens=tokens, table=context.memory.stored(table), table_block=table.nbytes // table.shape[0],
             width=weight.columns, out=out, out_stride=stride, **scales,
         )  # fmt: skip

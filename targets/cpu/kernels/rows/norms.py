@@ -21,7 +21,8 @@ from edgeq.targets.cpu.jit.simd import (
 )
 from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
 from edgeq.targets.cpu.kernels.rows.activate import SILU, active, sigmoid_of_minus
-from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, get_float, inverse_rms, inverse_root, normalize
+from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, inverse_rms, inverse_root, normalize
+from edgeq.targets.cpu.kernels.rows.embedding import get_float
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, write_quantized
 from edgeq.targets.cpu.kernels.rows.states import put_up_to
 
